@@ -1,0 +1,161 @@
+"""What every loss shares: masks, masked means, checks, and the one way from logits to log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_rl.algorithms.interfaces import LossFunction
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.collectives import group_size
+from mcore_rl.distributed.pack_layout import PackLayout
+from mcore_rl.distributed.parallel_logprobs import next_token_logprobs_from_logits
+
+EPSILON = 1e-8
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Σ values · mask over `dim` or everything; what the mask leaves out may be −inf or NaN."""
+    total = torch.where(mask > 0, values * mask, 0)
+    return total.sum() if dim is None else total.sum(dim)
+
+
+def masked_mean(
+    values: Tensor, mask: Tensor, dim: int | None = None, global_normalization_factor: Tensor | float | None = None
+) -> Tensor:
+    """`masked_sum` / (`global_normalization_factor`, or Σ mask, + 1e-8)."""
+    if global_normalization_factor is None:
+        global_normalization_factor = mask.sum() if dim is None else mask.sum(dim)
+    return masked_sum(values, mask, dim) / (global_normalization_factor + EPSILON)
+
+
+def sample_mask_of(data: BatchedDataDict[Any], like: Tensor) -> Tensor:
+    """[B], in the loss's own precision."""
+    return data["sample_mask"].to(like)
+
+
+def token_mask_of(data: BatchedDataDict[Any], like: Tensor) -> Tensor:
+    """[B, S − 1]: the predicted tokens that carry loss, in samples that count."""
+    return data["token_mask"][:, 1:].to(like) * sample_mask_of(data, like)[:, None]
+
+
+def require_keys(data: BatchedDataDict[Any], keys: Iterable[str], loss: object) -> None:
+    """Raises ValueError that lists every missing key."""
+    if missing := [key for key in keys if key not in data]:
+        raise ValueError(f"{type(loss).__name__}: data lacks {', '.join(missing)}; it has {', '.join(sorted(data))}")
+
+
+def require_shape(name: str, tensor: Tensor, shape: tuple[int, ...], loss: object) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{type(loss).__name__}: {name} must be {shape}, got {tuple(tensor.shape)}")
+
+
+def require_count(name: str, count: Tensor | None, loss: object) -> Tensor:
+    """A normalisation tensor of one element, as a scalar."""
+    if count is None or not isinstance(count, Tensor) or count.numel() != 1:
+        raise ValueError(f"{type(loss).__name__}: {name} must be a tensor of one element, got {count!r}")
+    return count.reshape(())
+
+
+def require_config(cfg: Any, schema: Any, loss: object) -> None:
+    """Raises ValueError that lists missing and unknown keys of a loss's configuration."""
+    missing = schema.__required_keys__ - set(cfg)
+    unknown = set(cfg) - schema.__required_keys__ - schema.__optional_keys__
+    for what, keys in (("lacks", missing), ("has unknown keys", unknown)):
+        if keys:
+            raise ValueError(f"{type(loss).__name__}: its configuration {what} {', '.join(sorted(keys))}")
+
+
+def locate_nonfinite(logprobs: Tensor, mask: Tensor) -> tuple[int, int] | None:
+    """Row and token position of the first −inf, inf or NaN that the mask counts. Syncs with the device.
+
+    Args:
+        logprobs: next-token log-probabilities [B, S − 1]; column t scores the token at position t + 1.
+    """
+    bad = (~torch.isfinite(logprobs) & (mask > 0)).nonzero()
+    return None if len(bad) == 0 else (int(bad[0, 0]), int(bad[0, 1]) + 1)
+
+
+class LogprobLoss(LossFunction):
+    """A loss of next-token log-probabilities. Subclasses write `from_logprobs` and nothing else.
+
+    Called with logits, it computes the log-probabilities (over vocabulary and context shards) first.
+    On the CPU a log-probability that counts and is not finite raises, naming row and position; on a GPU
+    that check would wait for the device, and `locate_nonfinite` is there for the caller.
+    """
+
+    needs_entropy = False
+    required_keys: tuple[str, ...] = ("input_ids", "token_mask", "sample_mask")
+
+    def __call__(
+        self,
+        next_token_logits: Tensor,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor | None,
+        global_valid_toks: Tensor | None,
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: ProcessGroup | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        require_keys(data, self.required_keys, self)
+        layout = rows_layout(next_token_logits, data, context_parallel_group)
+        logprobs, entropy = next_token_logprobs_from_logits(
+            next_token_logits.flatten(0, 1),
+            data["input_ids"],
+            layout,
+            vocab_parallel_group,
+            context_parallel_group,
+            vocab_parallel_rank,
+            with_entropy=self.needs_entropy,
+        )
+        self.refuse_nonfinite(logprobs, data)
+        return self.from_logprobs(logprobs, data, global_valid_seqs, global_valid_toks, entropy=entropy, **options)
+
+    def from_logprobs(
+        self,
+        next_token_logprobs: Tensor,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor | None,
+        global_valid_toks: Tensor | None,
+        entropy: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The loss from log-probabilities [B, S − 1] of tokens 1 … S − 1 (see `LogprobLossFunction`)."""
+        raise NotImplementedError
+
+    def check(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> None:
+        """Raises ValueError for missing keys and masks that do not fit the log-probabilities."""
+        require_keys(data, self.required_keys, self)
+        rows, columns = logprobs.shape
+        require_shape("token_mask", data["token_mask"], (rows, columns + 1), self)
+        require_shape("sample_mask", data["sample_mask"], (rows,), self)
+
+    def refuse_nonfinite(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> None:
+        if logprobs.is_cuda:
+            return
+        if where := locate_nonfinite(logprobs.detach(), token_mask_of(data, logprobs)):
+            row, position = where
+            raise ValueError(
+                f"{type(self).__name__}: log-probability of row {row}, position {position} is "
+                f"{logprobs[row, position - 1].item()}"
+            )
+
+
+def rows_layout(logits: Tensor, data: BatchedDataDict[Any], context_parallel_group: ProcessGroup | None) -> PackLayout:
+    """The layout of unpacked logits [B, S / CP, Vp] beside whole rows `input_ids` [B, S].
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+    rows, width = data["input_ids"].shape
+    cp_size = group_size(context_parallel_group)
+    if logits.ndim != 3 or logits.shape[0] != rows or logits.shape[1] * cp_size != width:
+        raise ValueError(
+            f"next_token_logits {tuple(logits.shape)} must be [B, S / CP, V / TP] for input_ids [{rows}, {width}] "
+            f"and context parallel size {cp_size}"
+        )
+    return PackLayout.rows([width] * rows, width, cp_size)

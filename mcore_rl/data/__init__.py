@@ -1,0 +1,1 @@
+"""From files to microbatches: records, chat templates, the order of samples, packing."""

@@ -1,0 +1,152 @@
+"""The schedule of a step's microbatches: a pure function of lengths and layout, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.pack_layout import PackLayout, round_up
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Rows that go through the model together.
+
+    rows: indices into the global batch.
+    data: those rows, cut to the longest of them; whole sequences.
+    layout: where they are in the pack.
+    counts: False for a filler that only keeps the data-parallel ranks in step; its samples are masked.
+    """
+
+    rows: list[int]
+    data: BatchedDataDict[Any]
+    layout: PackLayout
+    counts: bool = True
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How global batches are cut.
+
+    Args:
+        packing: pack sequences, or pad them to one length.
+        tokens_per_pack: capacity of a pack in padded tokens.
+        micro_batch_size: units per microbatch without packing.
+        rows_per_unit: rows that stay together: 2 for pairs.
+        dp_size, cp_size: sizes of data and context parallelism.
+        multiple: what each sequence is padded to (`Topology.sequence_multiple`).
+        one_width: pad all microbatches of a step to the same number of tokens (pipeline stages then
+            know what to expect without asking).
+    """
+
+    packing: bool
+    tokens_per_pack: int
+    micro_batch_size: int
+    rows_per_unit: int
+    dp_size: int = 1
+    cp_size: int = 1
+    multiple: int = 1
+    one_width: bool = False
+
+    def plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
+        """[data-parallel rank][microbatch] → rows; an empty microbatch is a filler.
+
+        Every rank gets the same number of microbatches, of balanced numbers of tokens.
+
+        Raises:
+            ValueError: rows that do not make whole units, or a unit longer than a pack.
+        """
+        if len(lengths) % self.rows_per_unit:
+            raise ValueError(f"{len(lengths)} rows do not make whole units of {self.rows_per_unit} rows")
+        padded = [round_up(n, self.multiple) for n in lengths]
+        starts = range(0, len(lengths), self.rows_per_unit)
+        units = [list(range(start, start + self.rows_per_unit)) for start in starts]
+        cost = [sum(padded[row] for row in unit) for unit in units]
+        bins = self._first_fit_decreasing(cost) if self.packing else self._in_order(len(units))
+        _split_until_divisible(bins, cost, self.dp_size)
+        shards = _assign(bins, cost, self.dp_size)
+        return [[sorted(row for unit in box for row in units[unit]) for box in boxes] for boxes in shards]
+
+    def _first_fit_decreasing(self, cost: list[int]) -> list[list[int]]:
+        bins: list[list[int]] = []
+        free: list[int] = []
+        for unit in sorted(range(len(cost)), key=lambda unit: -cost[unit]):
+            if cost[unit] > self.tokens_per_pack:
+                raise ValueError(f"a record of {cost[unit]} padded tokens does not fit a pack of {self.tokens_per_pack}")
+            index = next((i for i, room in enumerate(free) if room >= cost[unit]), len(bins))
+            if index == len(bins):
+                bins.append([])
+                free.append(self.tokens_per_pack)
+            bins[index].append(unit)
+            free[index] -= cost[unit]
+        return bins
+
+    def _in_order(self, count: int) -> list[list[int]]:
+        return [list(range(i, min(i + self.micro_batch_size, count))) for i in range(0, count, self.micro_batch_size)]
+
+    def microbatches(self, data: BatchedDataDict[Any], dp_rank: int) -> list[Microbatch]:
+        """This data-parallel rank's microbatches of a global batch with `input_lengths`."""
+        lengths = data["input_lengths"].tolist()
+        plan = self.plan(lengths)
+        width = max(self._width([lengths[r] for r in rows]) for shard in plan for rows in shard)
+        common = width if self.one_width else None
+        return [self._microbatch(data, rows, lengths, common) for rows in plan[dp_rank]]
+
+    def _microbatch(
+        self, data: BatchedDataDict[Any], rows: list[int], lengths: list[int], common: int | None
+    ) -> Microbatch:
+        filler = not rows
+        rows = rows or list(range(self.rows_per_unit))
+        own = [lengths[row] for row in rows]
+        selected = _cut(data.select_indices(rows), max(own), data["input_ids"].shape[1])
+        if filler:
+            selected["sample_mask"] = torch.zeros_like(selected["sample_mask"])
+        if self.packing:
+            layout = PackLayout.pack(own, self.cp_size, self.multiple, common)
+        else:
+            width = round_up(max(own), self.multiple)
+            layout = PackLayout(tuple(own), (width,) * len(own), common or width * len(own), self.cp_size)
+        return Microbatch(rows, selected, layout, counts=not filler)
+
+    def _width(self, lengths: list[int]) -> int:
+        """Tokens that a microbatch of these rows takes; a filler is no wider than what it stands beside."""
+        padded = [round_up(n, self.multiple) for n in lengths]
+        return sum(padded) if self.packing else max(padded, default=0) * len(padded)
+
+
+def _split_until_divisible(bins: list[list[int]], cost: list[int], count: int) -> None:
+    """Split the fullest bins until their number divides by `count`; fillers are the last resort."""
+    while len(bins) % count:
+        fullest = max((box for box in bins if len(box) > 1), key=lambda box: sum(cost[u] for u in box), default=None)
+        if fullest is None:
+            bins.append([])
+            continue
+        bins.remove(fullest)
+        halves: tuple[list[int], list[int]] = ([], [])
+        for unit in sorted(fullest, key=lambda unit: -cost[unit]):
+            min(halves, key=lambda half: sum(cost[u] for u in half)).append(unit)
+        bins.extend(halves)
+
+
+def _assign(bins: list[list[int]], cost: list[int], count: int) -> list[list[list[int]]]:
+    """Largest first, each to the least loaded rank that still has room for a bin."""
+    shards: list[list[list[int]]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for box in sorted(bins, key=lambda box: -sum(cost[u] for u in box)):
+        open_ranks = (rank for rank in range(count) if len(shards[rank]) < len(bins) // count)
+        rank = min(open_ranks, key=lambda rank: loads[rank])
+        shards[rank].append(box)
+        loads[rank] += sum(cost[u] for u in box)
+    return shards
+
+
+def _cut(data: BatchedDataDict[Any], width: int, full_width: int) -> BatchedDataDict[Any]:
+    """The first `width` columns of every [B, S, …] entry."""
+    for key, value in data.items():
+        if isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == full_width:
+            data[key] = value[:, :width]
+    return data

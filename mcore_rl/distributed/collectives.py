@@ -1,0 +1,103 @@
+"""Collectives that autograd may pass through, each named by its forward and its backward.
+
+`torch.distributed` operations are invisible to autograd: used bare inside a differentiable path they
+give right values and wrong gradients. Every function here is an identity for a group of None or of
+one process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Number of processes in `group`; 1 for None."""
+    return 1 if group is None else torch.distributed.get_world_size(group)
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """Rank of this process in `group`; 0 for None."""
+    return 0 if group is None else torch.distributed.get_rank(group)
+
+
+def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[n, …] on each of P ranks → [P, n, …] in rank order on all of them. No gradient."""
+    if group_size(group) == 1:
+        return x.unsqueeze(0)
+    out = x.new_empty((group_size(group), *x.shape))
+    torch.distributed.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=group)
+    return out
+
+
+def all_reduce(x: Tensor, group: ProcessGroup | None, op: Any = torch.distributed.ReduceOp.SUM) -> Tensor:
+    """Sum (or `op`) of `x` over the group, as a new tensor. No gradient."""
+    if group_size(group) == 1:
+        return x
+    out = x.clone(memory_format=torch.contiguous_format)
+    torch.distributed.all_reduce(out, op=op, group=group)
+    return out
+
+
+class _CopyForwardAllReduceBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class _AllGatherForwardReduceScatterBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        rows = grad.shape[0] // group_size(ctx.group)
+        out = grad.new_empty((rows, *grad.shape[1:]))
+        torch.distributed.reduce_scatter_tensor(out.view(-1), grad.contiguous().view(-1), group=ctx.group)
+        return out, None
+
+
+class _AllGatherForwardSplitBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(group_size(ctx.group))[group_rank(ctx.group)].contiguous(), None
+
+
+def copy_forward_all_reduce_backward(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Identity; the gradient is summed over the group.
+
+    For an input that every rank holds whole and multiplies with its own shard of a weight.
+    """
+    return x if group_size(group) == 1 else _CopyForwardAllReduceBackward.apply(x, group)
+
+
+def all_gather_forward_reduce_scatter_backward(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[n, …] per rank → [P·n, …]; each rank's gradient is the sum of all ranks' for its rows.
+
+    For rows that every rank then uses for something of its own (a weight shard, other queries).
+    """
+    return x if group_size(group) == 1 else _AllGatherForwardReduceScatterBackward.apply(x, group)
+
+
+def all_gather_forward_split_backward(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[n, …] per rank → [P·n, …]; each rank's gradient is its own rows' part of the local one.
+
+    For rows from which every rank then computes the *same* scalar: summing the P equal gradients
+    would count the loss P times.
+    """
+    return x if group_size(group) == 1 else _AllGatherForwardSplitBackward.apply(x, group)

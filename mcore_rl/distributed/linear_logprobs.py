@@ -1,0 +1,229 @@
+"""Log-probabilities straight from hidden states and the LM head: the logits never exist.
+
+The product hidden × weightᵀ is computed in tiles of tokens × vocabulary, reduced to a few numbers
+per token, and computed again in backward. Memory beyond inputs and gradients is a few tiles,
+whatever the number of tokens and the size of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_rl.distributed.collectives import (
+    all_gather_forward_reduce_scatter_backward,
+    copy_forward_all_reduce_backward,
+    group_rank,
+)
+from mcore_rl.distributed.parallel_logprobs import (
+    accumulation_dtype,
+    combine_over_vocabulary,
+    logprob_gradient,
+    valid_columns,
+)
+
+TOKENS_PER_TILE = 512
+COLUMNS_PER_TILE = 4096
+
+
+def gather_hidden_states(hidden: Tensor, group: ProcessGroup | None, sequence_parallel: bool) -> Tensor:
+    """Hidden states that every tensor-parallel rank may multiply with its shard of the LM head.
+
+    [T / TP, H] (sequence parallelism: gathered, gradients reduce-scattered) or [T, H] (gradients
+    summed over the group) → [T, H].
+    """
+    if sequence_parallel:
+        return all_gather_forward_reduce_scatter_backward(hidden, group)
+    return copy_forward_all_reduce_backward(hidden, group)
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of `targets` under softmax(hidden · weightᵀ / temperature), in nats.
+
+    Dense equivalent: `log_softmax(hidden @ weight.T / temperature)` gathered at `targets`, with
+    fp32 accumulation. Forward: one all-gather of 3 numbers per token. Backward: none here; the
+    gradient of `hidden` is this shard's part (`gather_hidden_states` sums it). A Megatron
+    `weight.main_grad` is added to directly, in its own precision.
+
+    Args:
+        hidden: [T, H], the same on all ranks of `group`; only rows that the loss uses.
+        weight: [Vp, H], this rank's rows of the LM head.
+        targets: [T] token ids in the whole vocabulary.
+        vocab_size: real tokens in the vocabulary; rows of `weight` beyond are padding, left out.
+        with_entropy: also return the entropy [T] of each distribution.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} "
+            "must be [T, H], [Vp, H] and [T]"
+        )
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    columns = valid_columns(weight.shape[0], group_rank(group), vocab_size)
+    logprobs, entropy = _LinearLogprobs.apply(hidden, weight, targets, group, columns, temperature, with_entropy)
+    return logprobs, entropy if with_entropy else None
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        group: ProcessGroup | None,
+        columns: int,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        local = targets - group_rank(group) * weight.shape[0]
+        tiles = _Tiles(hidden, weight, columns, temperature)
+        lse, target_logit, mean = _shard_statistics(tiles, local, with_entropy)
+        lse, picked, mean = combine_over_vocabulary(lse, target_logit[None], mean, group)
+        ctx.save_for_backward(hidden, local, lse, mean)
+        ctx.weight, ctx.columns, ctx.temperature = weight, columns, temperature
+        ctx.with_entropy = with_entropy
+        return picked[0] - lse, lse - mean
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, local, lse, mean = ctx.saved_tensors
+        tiles = _Tiles(hidden, ctx.weight, ctx.columns, ctx.temperature)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden, dtype=tiles.dtype) if needs_hidden else None
+        sink = _WeightGradient(ctx.weight, tiles.dtype) if needs_weight else None
+        g, h = grads[0], grads[1] if ctx.with_entropy else None
+        for columns in tiles.column_tiles():
+            block_gradient = None
+            for rows in tiles.row_tiles():
+                x = tiles.product(rows, columns)
+                out = x if h is None else torch.empty_like(x)
+                grad = logprob_gradient(x, lse[rows], mean[rows], g[rows], None if h is None else h[rows], out)
+                _add_at_targets(grad, local[rows] - columns.start, g[rows])
+                if ctx.temperature != 1:
+                    grad.mul_(1 / ctx.temperature)
+                if grad_hidden is not None:
+                    grad_hidden[rows].addmm_(grad, tiles.weight(columns))
+                if sink is not None:
+                    part = grad.T @ tiles.hidden(rows)
+                    block_gradient = part if block_gradient is None else block_gradient.add_(part)
+            if sink is not None and block_gradient is not None:
+                sink.add(columns, block_gradient)
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            None if sink is None else sink.result(),
+            None, None, None, None, None,
+        )  # fmt: skip
+
+
+class _Tiles:
+    """hidden × weightᵀ / temperature, a tile at a time, in the accumulation type."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, columns: int, temperature: float) -> None:
+        self._hidden, self._weight = hidden, weight.detach()
+        self.columns, self.temperature = columns, temperature
+        self.dtype = accumulation_dtype(hidden.dtype)
+        self.half_on_gpu = hidden.is_cuda and hidden.dtype in (torch.float16, torch.bfloat16)
+
+    def row_tiles(self) -> Iterator[slice]:
+        return _slices(self._hidden.shape[0], TOKENS_PER_TILE)
+
+    def column_tiles(self) -> Iterator[slice]:
+        return _slices(self.columns, COLUMNS_PER_TILE)
+
+    def hidden(self, rows: slice) -> Tensor:
+        return self._hidden[rows].to(self.dtype)
+
+    def weight(self, columns: slice) -> Tensor:
+        return self._weight[columns].to(self.dtype)
+
+    def product(self, rows: slice, columns: slice) -> Tensor:
+        if self.half_on_gpu:  # tensor cores accumulate in fp32 and leave the result there
+            x = torch.mm(self._hidden[rows], self._weight[columns].T, out_dtype=torch.float32)
+        else:
+            x = self.hidden(rows) @ self.weight(columns).T
+        return x if self.temperature == 1 else x.div_(self.temperature)
+
+
+def _slices(total: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, total)) for start in range(0, total, step))
+
+
+def _shard_statistics(tiles: _Tiles, local: Tensor, with_mean: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """log Σ exp x, the target's logit (0 if another rank's) and Σ softmax(x)·x over the shard, each [T]."""
+    count = local.shape[0]
+    options = {"dtype": tiles.dtype, "device": local.device}
+    lse = torch.full((count,), -torch.inf, **options)
+    target_logit, mean = torch.zeros(count, **options), torch.zeros(count, **options)
+    for columns in tiles.column_tiles():
+        for rows in tiles.row_tiles():
+            x = tiles.product(rows, columns)
+            target_logit[rows] += _at_targets(x, local[rows] - columns.start)
+            peak = x.amax(dim=1)
+            if with_mean:
+                z = torch.exp(x - peak[:, None])
+                weighted = torch.linalg.vecdot(z, x)
+            else:
+                z = x.sub_(peak[:, None]).exp_()
+            total = z.sum(dim=1)
+            block_lse = peak + total.log()
+            combined = torch.logaddexp(lse[rows], block_lse)
+            if with_mean:
+                share = torch.exp(block_lse - combined)
+                mean[rows] = mean[rows] * torch.exp(lse[rows] - combined) + share * weighted / total
+            lse[rows] = combined
+    return lse, target_logit, mean
+
+
+def _at_targets(x: Tensor, column: Tensor) -> Tensor:
+    """x[t, column[t]] where the tile holds that column, else 0."""
+    inside = (column >= 0) & (column < x.shape[1])
+    picked = x.gather(1, column.clamp(0, x.shape[1] - 1)[:, None])[:, 0]
+    return torch.where(inside, picked, 0)
+
+
+def _add_at_targets(x: Tensor, column: Tensor, value: Tensor) -> None:
+    """x[t, column[t]] += value[t] where the tile holds that column."""
+    inside = (column >= 0) & (column < x.shape[1])
+    x.scatter_add_(1, column.clamp(0, x.shape[1] - 1)[:, None], torch.where(inside, value, 0)[:, None])
+
+
+class _WeightGradient:
+    """Where the LM head's gradient goes: Megatron's fp32 `main_grad`, or an ordinary gradient."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        self.weight = weight
+        self.main_grad: Tensor | None = getattr(weight, "main_grad", None)
+        self.own = torch.zeros_like(weight, dtype=dtype) if self.main_grad is None else None
+
+    def add(self, columns: slice, block: Tensor) -> None:
+        target = self.own if self.main_grad is None else self.main_grad
+        assert target is not None
+        target[columns] += block
+
+    def result(self) -> Tensor:
+        """What autograd gets.
+
+        Megatron's hook must fire for a parameter whose `main_grad` already holds its gradient; it then
+        ignores this tensor, unless `zero_out_wgrad` (tied embeddings) makes it add zeros.
+        """
+        if self.own is not None:
+            return self.own.to(self.weight.dtype)
+        self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        make = torch.zeros_like if getattr(self.weight, "zero_out_wgrad", False) else torch.empty_like
+        return make(self.weight)

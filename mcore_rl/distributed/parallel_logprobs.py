@@ -1,0 +1,243 @@
+"""Log-probabilities, entropy and top-k from logits whose vocabulary is split over a group.
+
+Everything is computed in fp32 (fp64 for fp64 logits), a few tokens at a time, and combined across
+the group from one all-gather of three or so numbers per token; the vocabulary is never gathered.
+Nothing of size [tokens, vocabulary] is kept for backward but the logits themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_rl.distributed.collectives import all_gather, group_rank, group_size
+from mcore_rl.distributed.context_parallel import gather_context_parallel, slice_context_parallel
+from mcore_rl.distributed.pack_layout import PackLayout
+
+TOKENS_PER_CHUNK = 16
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 stays fp64; everything else is computed in fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def valid_columns(shard_size: int, rank: int, vocab_size: int | None) -> int:
+    """How many columns of rank's shard are real tokens; the padding is at the end of the vocabulary."""
+    return shard_size if vocab_size is None else max(0, min(shard_size, vocab_size - rank * shard_size))
+
+
+def combine_over_vocabulary(lse: Tensor, sums: Tensor, mean: Tensor, group: ProcessGroup | None) -> tuple[Tensor, ...]:
+    """Statistics of a shard → of the whole vocabulary, by one all-gather.
+
+    Args:
+        lse: log Σ exp x over the shard, [T].
+        sums: quantities that only one rank has and the others hold as 0, [K, T].
+        mean: Σ softmax(x)·x with the softmax over the shard, [T].
+    """
+    if group_size(group) == 1:
+        return lse, sums, mean
+    stats = all_gather(torch.cat((lse[None], mean[None], sums)), group)
+    shard_lse, shard_mean = stats[:, 0], stats[:, 1]
+    lse = torch.logsumexp(shard_lse, dim=0)
+    return lse, stats[:, 2:].sum(0), (torch.exp(shard_lse - lse) * shard_mean).sum(0)
+
+
+class _LogprobsFromLogits(torch.autograd.Function):
+    """(logits [T, Vp], targets [T, K]) → logprobs [T, K], entropy [T] (meaningless unless asked for)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        group: ProcessGroup | None,
+        rank: int,
+        columns: int,
+        temperature: float,
+        with_entropy: bool,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        count, dtype = logits.shape[0], accumulation_dtype(logits.dtype)
+        local, owned = _local_targets(targets, rank * logits.shape[1], columns)
+        lse = torch.full((count,), -torch.inf, dtype=dtype, device=logits.device)
+        mean, chosen = torch.zeros_like(lse), torch.zeros_like(targets, dtype=dtype)
+        for rows in _chunks(count if columns else 0, chunk):
+            x = _scaled(logits[rows, :columns], dtype, temperature)
+            lse[rows] = torch.logsumexp(x, dim=1)
+            chosen[rows] = torch.where(owned[rows], x.gather(1, local[rows]), 0)
+            if with_entropy:
+                mean[rows] = torch.linalg.vecdot(torch.sub(x, lse[rows, None]).exp_(), x)
+        lse, picked, mean = combine_over_vocabulary(lse, chosen.T, mean, group)
+        ctx.save_for_backward(logits, local, owned, lse, mean)
+        ctx.columns, ctx.temperature, ctx.with_entropy, ctx.chunk = columns, temperature, with_entropy, chunk
+        return picked.T - lse[:, None], lse - mean
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, local, owned, lse, mean = ctx.saved_tensors
+        g, h = grads[0], grads[1] if ctx.with_entropy else None
+        grad_logits, columns = torch.empty_like(logits), ctx.columns
+        grad_logits[:, columns:] = 0
+        # Rows that the loss does not use may hold anything, NaN included: they get a zero, not 0·NaN.
+        unused = ~((g != 0).any(dim=1) if h is None else (g != 0).any(dim=1) | (h != 0))
+        total = g.sum(dim=1, keepdim=True)
+        for rows in _chunks(logits.shape[0] if columns else 0, ctx.chunk):
+            x = _scaled(logits[rows, :columns], lse.dtype, ctx.temperature)
+            grad = grad_logits[rows, :columns] if logits.dtype == lse.dtype else torch.empty_like(x)
+            logprob_gradient(x, lse[rows], mean[rows], total[rows, 0], None if h is None else h[rows], out=grad)
+            grad.scatter_add_(1, local[rows], torch.where(owned[rows], g[rows], 0))
+            if ctx.temperature != 1:
+                grad.mul_(1 / ctx.temperature)
+            grad.masked_fill_(unused[rows, None], 0)
+            if logits.dtype != lse.dtype:
+                grad_logits[rows, :columns] = grad
+        return grad_logits, *(None,) * 7
+
+
+def _chunks(total: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, total)) for start in range(0, total, step))
+
+
+def _scaled(logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
+    """In the accumulation type, divided by the temperature; `logits` itself where that changes nothing."""
+    x = logits.to(dtype)
+    return x if temperature == 1 else x / temperature
+
+
+def logprob_gradient(x: Tensor, lse: Tensor, mean: Tensor, g: Tensor, h: Tensor | None, out: Tensor) -> Tensor:
+    """Gradient towards logits x [T, V] of g·(−log Z) + h·entropy: −p·(g + h·(x − E[x])), p = exp(x − lse).
+
+    The target's own +g is left to the caller, who knows where it is. `out` may be x where h is None.
+    """
+    weight = -g[:, None] if h is None else -(g[:, None] + h[:, None] * (x - mean[:, None]))
+    return torch.sub(x, lse[:, None], out=out).exp_().mul_(weight)
+
+
+def _local_targets(targets: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Columns of the shard (clamped into it), and whether the shard owns them."""
+    owned = (targets >= start) & (targets < start + columns)
+    return (targets - start).clamp(0, max(columns - 1, 0)), owned
+
+
+def vocab_parallel_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    group: ProcessGroup | None = None,
+    rank: int | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    chunk_size: int = TOKENS_PER_CHUNK,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of given tokens and, if asked for, the entropy of each distribution, in nats.
+
+    Dense equivalent: `log_softmax(logits / temperature)`, gathered at `targets`. One all-gather of
+    K + 2 numbers per token in forward, no communication in backward: every rank of `group` must
+    compute the same loss from the result, and gets the whole gradient of its own shard.
+
+    Args:
+        logits: [T, Vp], this rank's shard of the vocabulary (last dimension split over `group`).
+        targets: [T] or [T, K] token ids in the whole vocabulary, the same on all ranks of `group`.
+        rank: which shard this is; the rank in `group` if None.
+        vocab_size: real tokens in the vocabulary; columns beyond are padding and are left out.
+        temperature: divides the logits.
+        chunk_size: tokens worked on at a time.
+
+    Returns:
+        logprobs of `targets`' shape and entropy [T] or None, fp32 (fp64 for fp64 logits).
+
+    Raises:
+        ValueError: shapes that do not fit, or a rank that is not the group's.
+    """
+    rank = group_rank(group) if rank is None else rank
+    _check(logits, targets, group, rank, temperature)
+    columns = valid_columns(logits.shape[1], rank, vocab_size)
+    wide = targets if targets.ndim == 2 else targets[:, None]
+    logprobs, entropy = _LogprobsFromLogits.apply(
+        logits, wide, group, rank, columns, temperature, with_entropy, chunk_size
+    )
+    return logprobs if targets.ndim == 2 else logprobs[:, 0], entropy if with_entropy else None
+
+
+def _check(logits: Tensor, targets: Tensor, group: ProcessGroup | None, rank: int, temperature: float) -> None:
+    if logits.ndim != 2 or targets.ndim not in (1, 2) or targets.shape[0] != logits.shape[0]:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} must be [T, Vp] and targets {tuple(targets.shape)} [T] or [T, K]"
+        )
+    if group is not None and rank != group_rank(group):
+        raise ValueError(f"vocab_parallel_rank {rank} is not this process's rank in its group ({group_rank(group)})")
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+
+
+@torch.no_grad()
+def vocab_parallel_topk(
+    logits: Tensor, k: int, group: ProcessGroup | None = None, vocab_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k largest logits of the whole vocabulary, [T, k], and their token ids; no gradient.
+
+    Each rank contributes its own k best: 2·k numbers per token are gathered.
+    """
+    rank = group_rank(group)
+    columns = valid_columns(logits.shape[-1], rank, vocab_size)
+    local = logits[:, :columns].to(accumulation_dtype(logits.dtype))
+    values, ids = local.topk(min(k, columns), dim=-1)
+    if (short := k - values.shape[1]) > 0:
+        values = torch.nn.functional.pad(values, (0, short), value=-torch.inf)
+        ids = torch.nn.functional.pad(ids, (0, short))
+    ids = ids + rank * logits.shape[-1]
+    if group_size(group) > 1:
+        values = torch.cat(tuple(all_gather(values, group)), dim=-1)
+        ids = torch.cat(tuple(all_gather(ids, group)), dim=-1)
+    best, order = values.topk(k, dim=-1)
+    return best, ids.gather(-1, order)
+
+
+def next_token_logprobs_from_logits(
+    logits: Tensor,
+    input_ids: Tensor,
+    layout: PackLayout,
+    tensor_parallel_group: ProcessGroup | None = None,
+    context_parallel_group: ProcessGroup | None = None,
+    tensor_parallel_rank: int | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Next-token log-probabilities (and entropies) of a pack, as rows.
+
+    Args:
+        logits: [T / CP, Vp], this rank's zigzag share of the pack and shard of the vocabulary.
+        input_ids: [N, S], whole right-padded rows.
+        layout: where the rows are in the pack (unpacked rows: `PackLayout.rows`).
+
+    Returns:
+        logprobs [N, S − 1], entry (b, t) of token `input_ids[b, t + 1]`, and entropies alike or None;
+        0 where a row has no token. The same on every context-parallel rank; the ranks' gradients add up.
+    """
+    targets = slice_context_parallel(
+        layout.next_of(layout.pack_rows(input_ids)), layout, group_rank(context_parallel_group)
+    )
+    logprobs, entropy = vocab_parallel_logprobs(
+        logits, targets, tensor_parallel_group, tensor_parallel_rank, vocab_size, temperature, with_entropy
+    )
+    return unpack_next_token_values(logprobs, entropy, layout, input_ids.shape[1], context_parallel_group)
+
+
+def unpack_next_token_values(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    layout: PackLayout,
+    width: int,
+    context_parallel_group: ProcessGroup | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Local per-position values [T / CP] → whole rows [N, width − 1], by one all-gather."""
+    local = logprobs[:, None] if entropy is None else torch.stack((logprobs, entropy), dim=1)
+    packed = gather_context_parallel(local, layout, context_parallel_group)
+    rows = [layout.unpack_next_token(values, width) for values in packed.unbind(1)]
+    return rows[0], None if entropy is None else rows[1]

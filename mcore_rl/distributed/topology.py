@@ -1,0 +1,50 @@
+"""Who this process is in the parallel layout: one frozen object, resolved once and handed on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class ParallelDimension:
+    """One dimension of parallelism. `group` is None when it was never built (size 1)."""
+
+    rank: int = 0
+    size: int = 1
+    group: ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, group: ProcessGroup) -> ParallelDimension:
+        return cls(torch.distributed.get_rank(group), torch.distributed.get_world_size(group), group)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks, sizes and groups of this process."""
+
+    tensor: ParallelDimension = ParallelDimension()
+    pipeline: ParallelDimension = ParallelDimension()
+    context: ParallelDimension = ParallelDimension()
+    data: ParallelDimension = ParallelDimension()
+    sequence_parallel: bool = False
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline.rank == self.pipeline.size - 1
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every packed sequence is padded to a multiple of this many tokens.
+
+        Context parallelism cuts a sequence into 2·CP chunks; sequence parallelism cuts what is left
+        into TP parts.
+        """
+        zigzag = 2 * self.context.size if self.context.size > 1 else 1
+        return zigzag * (self.tensor.size if self.sequence_parallel else 1)

@@ -1,0 +1,9 @@
+"""The error a user can cause. Everything else is a bug and keeps its traceback."""
+
+
+class UserError(ValueError):
+    """Something in the command, configuration, data or environment that the user can put right.
+
+    The message is one line: where, what was found, what would be right. Entry points print it
+    without a traceback and exit with status 2.
+    """

@@ -1,0 +1,182 @@
+"""One pass of microbatches through the model under Megatron's schedules, with or without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mcore_rl import platform
+from mcore_rl.algorithms.interfaces import LogprobLossFunction, LossFunction
+from mcore_rl.algorithms.loss_functions.common import token_mask_of
+from mcore_rl.algorithms.loss_functions.packing import SequencePackingLossWrapper
+from mcore_rl.data.packing import Microbatch
+from mcore_rl.distributed.context_parallel import slice_context_parallel
+from mcore_rl.distributed.linear_logprobs import gather_hidden_states, linear_logprobs
+from mcore_rl.distributed.pack_layout import PackLayout
+from mcore_rl.distributed.parallel_logprobs import unpack_next_token_values, valid_columns
+from mcore_rl.distributed.topology import Topology
+from mcore_rl.models.megatron.attention import PackParams
+from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
+from mcore_rl.models.megatron.model import BuiltModel
+
+from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+
+# What is computed from the last stage's hidden states of a microbatch: a scalar to minimise, and outputs.
+Head = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Any]]]
+
+
+def run_microbatches(
+    model: BuiltModel, wrapped: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], head: Head, train: bool
+) -> list[dict[str, Any]]:
+    """Forward (and backward) over the microbatches; the head's outputs on the last stage, else []."""
+
+    def forward_step(iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        microbatch = next(iterator)
+        output = chunk(**model_inputs(microbatch.layout, microbatch.data["input_ids"], model.topology))
+
+        def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            value, outputs = head(hidden, microbatch)
+            return value, torch.ones((), dtype=torch.int, device=value.device), outputs
+
+        return output, loss
+
+    run = get_forward_backward_func(model.topology.pipeline.size, None)
+    total = microbatches[0].layout.total
+    return run(
+        forward_step_func=forward_step,
+        data_iterator=[iter(microbatches)] if len(wrapped) > 1 else iter(microbatches),
+        model=list(wrapped) if len(wrapped) > 1 else wrapped[0],
+        num_microbatches=len(microbatches),
+        seq_length=total,
+        micro_batch_size=1,
+        forward_only=not train,
+    )
+
+
+def model_inputs(layout: PackLayout, input_ids: Tensor, topology: Topology) -> dict[str, Any]:
+    """Arguments of the model for one pack: this context-parallel rank's tokens, [1, T / CP]."""
+    device = platform.device()
+    cp_rank = topology.context.rank
+    tokens = slice_context_parallel(layout.pack_rows(input_ids), layout, cp_rank)
+    positions = slice_context_parallel(layout.position_ids, layout, cp_rank).to(device, non_blocking=True)
+    params = PackParams(qkv_format="thd", layout=layout, positions=positions)
+    if uses_transformer_engine():
+        cu_seqlens = layout.cu_seqlens_padded.to(device, non_blocking=True)
+        longest = max(layout.segment_lengths)
+        params = PackParams("thd", cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens, longest, longest, layout=layout)
+    return {
+        "input_ids": tokens[None].to(device, non_blocking=True),
+        "position_ids": positions[None],
+        "attention_mask": None,
+        "packed_seq_params": params,
+    }
+
+
+class LogprobHead:
+    """Next-token log-probabilities of a microbatch from its hidden states; the logits never exist."""
+
+    def __init__(self, model: BuiltModel, temperature: float = 1.0, with_entropy: bool = False) -> None:
+        self.model, self.temperature, self.with_entropy = model, temperature, with_entropy
+
+    def __call__(self, hidden: Tensor, microbatch: Microbatch, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows [n, S − 1], whole on every rank; 0 where `mask` [n, S − 1] is 0.
+
+        Only positions that the mask counts are multiplied with the LM head; a rank that has none keeps
+        one, so that collectives match.
+        """
+        topology, layout = self.model.topology, microbatch.layout
+        input_ids = microbatch.data["input_ids"]
+        hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
+        targets = _local(layout.next_of(layout.pack_rows(input_ids)), layout, topology)
+        counted = F.pad(mask > 0, (0, 1))
+        wanted = _local(layout.pack_rows(counted) & layout.has_target, layout, topology).nonzero().flatten()
+        rows = wanted if len(wanted) else torch.zeros(1, dtype=torch.long)
+        rows = rows.to(hidden.device, non_blocking=True)
+        logprobs, entropy = linear_logprobs(
+            hidden[rows],
+            self.model.chunks[-1].lm_head_weight(),
+            targets.to(hidden.device, non_blocking=True)[rows],
+            topology.tensor.group,
+            self.model.vocab_size,
+            self.temperature,
+            self.with_entropy,
+        )
+        size = hidden.shape[0]
+        logprobs = _spread(logprobs, rows, size, bool(len(wanted)))
+        entropy = None if entropy is None else _spread(entropy, rows, size, bool(len(wanted)))
+        return unpack_next_token_values(logprobs, entropy, layout, input_ids.shape[1], topology.context.group)
+
+
+def _local(packed: Tensor, layout: PackLayout, topology: Topology) -> Tensor:
+    return slice_context_parallel(packed, layout, topology.context.rank)
+
+
+def _spread(values: Tensor, rows: Tensor, size: int, used: bool) -> Tensor:
+    """`values` at `rows` of a zero vector; a dummy row's value counts for nothing."""
+    values = values if used else values * 0
+    return values.new_zeros(size).index_copy(0, rows, values)
+
+
+class LossHead:
+    """A loss function at the end of the model.
+
+    Losses of log-probabilities get them from the hidden states; any other gets the pack's logits.
+
+    Args:
+        global_valid_seqs, global_valid_toks: counts of the whole global batch.
+    """
+
+    def __init__(
+        self,
+        model: BuiltModel,
+        loss_fn: LossFunction,
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        temperature: float = 1.0,
+    ) -> None:
+        self.model, self.loss_fn, self.temperature = model, loss_fn, temperature
+        self.counts = global_valid_seqs.to(platform.device()), global_valid_toks.to(platform.device())
+        self.fused = isinstance(loss_fn, LogprobLossFunction)
+        self.logprobs = LogprobHead(model, temperature, with_entropy=getattr(loss_fn, "needs_entropy", False))
+
+    def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
+        data = microbatch.data.to(hidden.device)
+        if not self.fused:
+            loss, metrics = self._from_logits(hidden, microbatch)
+            return loss, {"metrics": metrics}
+        mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
+        logprobs, entropy = self.logprobs(hidden, microbatch, mask)
+        loss, metrics = self.loss_fn.from_logprobs(logprobs, data, *self.counts, entropy=entropy)  # type: ignore[attr-defined]
+        return loss, {"metrics": metrics, "logprobs": logprobs.detach(), "mask": mask, "rows": microbatch.rows}
+
+    def _from_logits(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
+        topology, layout = self.model.topology, microbatch.layout
+        logits = vocab_parallel_logits(hidden, self.model) / self.temperature
+        wrapper = SequencePackingLossWrapper(
+            self.loss_fn, _cumulative(layout.lengths), _cumulative(layout.padded_lengths)
+        )
+        return wrapper(
+            logits[None],
+            microbatch.data.to(hidden.device),
+            *self.counts,
+            vocab_parallel_rank=topology.tensor.rank,
+            vocab_parallel_group=topology.tensor.group,
+            context_parallel_group=topology.context.group,
+        )
+
+
+def vocab_parallel_logits(hidden: Tensor, model: BuiltModel) -> Tensor:
+    """[T / CP, Vp] logits in the model's precision; −inf in the vocabulary's padding."""
+    topology, weight = model.topology, model.chunks[-1].lm_head_weight()
+    hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
+    columns = valid_columns(weight.shape[0], topology.tensor.rank, model.vocab_size)
+    logits = F.linear(hidden, weight)
+    return logits if columns == weight.shape[0] else F.pad(logits[:, :columns], (0, weight.shape[0] - columns), value=-torch.inf)
+
+
+def _cumulative(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor((0, *lengths)).cumsum(0).int()

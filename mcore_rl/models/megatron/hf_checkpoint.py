@@ -1,0 +1,192 @@
+"""Hugging Face model directories: reading slices of safetensors, writing sharded ones that are checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mcore_rl.errors import UserError
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+MAX_SHARD_BYTES = 4 * 1024**3
+
+# What belongs to a model beside its weights and config.json, by file name pattern.
+COMPANION_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+)
+
+
+class SafetensorsDirectory:
+    """The tensors of a model directory, read by name and slice.
+
+    Raises:
+        UserError: no safetensors file, or an index that names a missing file or one outside the directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file_of = self._locate()
+        self._open: dict[str, Any] = {}
+
+    def _locate(self) -> dict[str, str]:
+        if (self.path / INDEX_FILE).is_file():
+            try:
+                weight_map = dict(json.loads((self.path / INDEX_FILE).read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"{self.path / INDEX_FILE}: must be JSON with a weight_map") from None
+        elif (self.path / SINGLE_FILE).is_file():
+            with safe_open(self.path / SINGLE_FILE, framework="pt") as file:
+                weight_map = dict.fromkeys(file.keys(), SINGLE_FILE)
+        else:
+            pickles = sorted(p.name for p in self.path.glob("*.bin")) + sorted(p.name for p in self.path.glob("*.pt"))
+            found = (
+                f"found only pickle files ({', '.join(pickles)}), which are never loaded" if pickles else "found none"
+            )
+            raise UserError(f"model.path: {self.path} must hold its weights as safetensors; {found}")
+        for name in set(weight_map.values()):
+            if Path(name).name != name:
+                raise UserError(f"{self.path / INDEX_FILE}: {name!r} is not a file name in this directory")
+            if not (self.path / name).is_file():
+                raise UserError(f"{self.path}: {name} is named in {INDEX_FILE} but missing")
+        return weight_map
+
+    def names(self) -> set[str]:
+        return set(self.file_of)
+
+    def shape(self, name: str) -> list[int]:
+        return list(self._slice(name).get_shape())
+
+    def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
+        """`tensor[rows]`, or `tensor[rows, columns]`, without reading the rest."""
+        view = self._slice(name)
+        return view[rows] if columns is None else view[rows, columns]
+
+    def _slice(self, name: str) -> Any:
+        file = self.file_of[name]
+        if file not in self._open:
+            self._open[file] = safe_open(self.path / file, framework="pt")
+        return self._open[file].get_slice(name)
+
+
+class ShardedWriter:
+    """Writes named tensors as numbered safetensors files of bounded size, then their index."""
+
+    def __init__(self, directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        self.directory = directory
+        self.max_shard_bytes = max_shard_bytes
+        self.pending: dict[str, Tensor] = {}
+        self.shards: list[list[str]] = []
+        self.total_bytes = 0
+
+    @cached_property
+    def expected(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of everything added, for `check`."""
+        return {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if (
+            self.pending
+            and sum(t.numel() * t.element_size() for t in self.pending.values()) + size > self.max_shard_bytes
+        ):
+            self._flush()
+        self.pending[name] = tensor.detach().cpu().contiguous()
+        self.expected[name] = (tuple(tensor.shape), tensor.dtype)
+        self.total_bytes += size
+
+    def _flush(self) -> None:
+        save_file(self.pending, self._part(len(self.shards)), metadata={"format": "pt"})
+        self.shards.append(list(self.pending))
+        self.pending = {}
+
+    def _part(self, index: int) -> Path:
+        return self.directory / f"part-{index:05d}.safetensors"
+
+    def finish(self) -> None:
+        """Write what is left, give the files their final names, write the index and check everything."""
+        self._flush()
+        count = len(self.shards)
+        weight_map = {}
+        for index, names in enumerate(self.shards):
+            file = SINGLE_FILE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+            self._part(index).rename(self.directory / file)
+            weight_map.update(dict.fromkeys(names, file))
+        index_json = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+        (self.directory / INDEX_FILE).write_text(json.dumps(index_json, indent=2, sort_keys=True) + "\n")
+        self._check()
+
+    def _check(self) -> None:
+        written = SafetensorsDirectory(self.directory)
+        if written.names() != set(self.expected):
+            raise RuntimeError(f"{self.directory}: the export does not hold the names it should")
+        for name, (shape, dtype) in self.expected.items():
+            found = written.read(name)
+            if tuple(found.shape) != shape or found.dtype != dtype:
+                raise RuntimeError(f"{self.directory}: {name} reads back as {found.dtype} {tuple(found.shape)}")
+
+
+def write_hf_directory(
+    tensors: Iterable[tuple[str, Tensor]],
+    destination: Path,
+    source: Path,
+    hf_config: Any,
+    is_writer: bool,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a complete model directory: weights, config, tokenizer and chat template.
+
+    Every rank must call it, since producing `tensors` is collective; `is_writer` alone writes. The
+    directory appears under its name only when it is whole and has been read back.
+    """
+    if not is_writer:
+        for _ in tensors:
+            pass
+        return
+    temporary = destination.with_name(f".{destination.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    writer = ShardedWriter(temporary, max_shard_bytes)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    writer.finish()
+    dtype = next(iter(writer.expected.values()))[1]
+    config = type(hf_config).from_dict({**hf_config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
+    config.architectures = hf_config.architectures
+    config.save_pretrained(temporary)
+    for file in companions(source):
+        shutil.copy2(file, temporary / file.name)
+    _sync_directory(temporary)
+    if destination.exists():
+        shutil.rmtree(destination)
+    os.replace(temporary, destination)
+
+
+def companions(path: Path) -> Iterator[Path]:
+    """The tokenizer, chat template and generation files of a model directory."""
+    for pattern in COMPANION_PATTERNS:
+        yield from sorted(file for file in path.glob(pattern) if file.is_file())
+
+
+def _sync_directory(directory: Path) -> None:
+    for entry in [*directory.iterdir(), directory]:
+        descriptor = os.open(entry, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,104 @@
+"""Megatron's layer specs: Transformer Engine's where it is usable, else ours on torch modules."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl import platform
+from mcore_rl.models.megatron.attention import PackedCausalAttention
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # isort: skip
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules  # isort: skip
+from megatron.core.transformer.enums import AttnMaskType  # isort: skip
+from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
+from megatron.core.transformer.mlp import MLP, MLPSubmodules  # isort: skip
+from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
+from megatron.core.transformer.transformer_block import (  # isort: skip
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules  # isort: skip
+
+
+def uses_transformer_engine() -> bool:
+    """True where a GPU is there and Transformer Engine is installed."""
+    return platform.has_gpu() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def block_spec(config: TransformerConfig, pipeline_rank: int) -> Any:
+    """The specs of the transformer layers of one pipeline stage."""
+    if uses_transformer_engine():
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, pp_rank=pipeline_rank)
+    layers = get_num_layers_to_build(config, pp_rank=pipeline_rank)
+    return TransformerBlockSubmodules(layer_specs=[_layer_spec(config)] * layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(config: TransformerConfig) -> ModuleSpec:
+    head_norm = HeadRMSNorm if config.qk_layernorm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PackedCausalAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+    mlp = ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=FUSED_NORM_KEYS,
+        ),
+    )
+
+
+# Megatron's checkpoints name the norms as Transformer Engine fuses them into the linear layers.
+FUSED_NORM_KEYS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm in fp32 (arXiv:1910.07467), usable under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Each tensor-parallel rank sees its own tokens: Megatron then sums this weight's gradients.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (wide * scale).to(x.dtype)
+
+
+class HeadRMSNorm(RMSNorm):
+    """RMS norm of each attention head (Qwen3's q and k norms).
+
+    Heads are split over tensor-parallel ranks; Megatron sums the gradients of norms so named itself.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.weight.sequence_parallel = False  # type: ignore[attr-defined]

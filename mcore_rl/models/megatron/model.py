@@ -1,0 +1,68 @@
+"""Megatron's GPTModel, ending at the hidden states.
+
+The vocabulary projection is left to the caller: log-probabilities are computed from hidden states
+and the LM-head shard without the logits (`mcore_rl.distributed.linear_logprobs`), and who needs
+logits multiplies explicitly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mcore_rl import platform
+from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.distributed.topology import Topology
+from mcore_rl.models.megatron.hf_config import padded_vocab_size, transformer_config
+from mcore_rl.models.megatron.layer_spec import block_spec
+from mcore_rl.models.megatron.parallel import process_groups
+from mcore_rl.models.megatron.rope import PackedRotaryEmbedding
+
+from megatron.core.models.gpt import GPTModel  # isort: skip
+
+
+class HiddenStateGPTModel(GPTModel):
+    """A GPTModel whose last stage returns its final hidden states, [T / CP (/ TP with SP), hidden]."""
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states.squeeze(1) if self.post_process else hidden_states
+
+    def lm_head_weight(self) -> Tensor:
+        """[Vp, hidden] of the padded vocabulary; the embedding itself where the two are tied."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """The chunks of one pipeline stage, and what they were built from."""
+
+    chunks: list[HiddenStateGPTModel]
+    hf_config: Any
+    topology: Topology
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.hf_config.vocab_size)
+
+
+def build_model(hf: Any, model: ModelConfig, parallel: ParallelConfig, topology: Topology) -> BuiltModel:
+    """This rank's part of the model, its weights not yet set, on the run's device."""
+    config = transformer_config(hf, model, parallel)
+    groups = process_groups()
+    chunk = HiddenStateGPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, topology.pipeline.rank),
+        vocab_size=padded_vocab_size(hf.vocab_size, topology.tensor.size),
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=topology.is_first_stage,
+        post_process=topology.is_last_stage,
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        position_embedding_type="rope",
+        pg_collection=groups,
+    )
+    chunk.rotary_pos_emb = PackedRotaryEmbedding(hf, groups)
+    return BuiltModel([chunk.to(platform.device())], hf, topology)

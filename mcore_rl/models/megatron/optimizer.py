@@ -1,0 +1,114 @@
+"""Megatron's DDP, distributed optimizer and schedule, and the one path of gradient scaling.
+
+The gradient is d/dθ Σ_DP Σ_microbatches L. Losses are already divided by the global batch's counts, and
+context-parallel ranks hold parts that add up, so nothing may be divided again: with
+`calculate_per_token_loss` and a loss function that returns three values, Megatron's schedules leave the
+loss as it is and DDP sums over data- and context-parallel ranks; `finalize_gradients` then passes no
+token count, so the final division is left out too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mcore_rl.config import OptimizerConfig
+from mcore_rl.models.megatron.model import BuiltModel
+from mcore_rl.models.megatron.parallel import process_groups
+
+from megatron.core.distributed import (  # isort: skip
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer  # isort: skip
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig  # isort: skip
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # isort: skip
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
+
+
+def wrap_for_training(model: BuiltModel) -> list[DistributedDataParallel]:
+    """The model's chunks with gradient buffers in fp32, reduced over data- and context-parallel ranks."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        average_in_collective=False,
+        overlap_grad_reduce=False,
+    )
+    wrapped = [
+        DistributedDataParallel(chunk.config, config, chunk, pg_collection=process_groups()) for chunk in model.chunks
+    ]
+    for chunk in model.chunks:
+        chunk.config.finalize_model_grads_func = finalize_gradients
+    return wrapped
+
+
+def finalize_gradients(model: Sequence[torch.nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
+    """Megatron's reductions over the groups, without its division by a token count."""
+    finalize_model_grads(list(model), None, **kwargs)
+
+
+def build_optimizer(
+    wrapped: Sequence[DistributedDataParallel], config: OptimizerConfig, dtype: torch.dtype
+) -> MegatronOptimizer:
+    """AdamW, its fp32 state sharded over data-parallel ranks."""
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            fp16=dtype == torch.float16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        ),
+        list(wrapped),
+    )
+    for chunk in wrapped:
+        chunk.module.config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def optimizer_step(optimizer: MegatronOptimizer, clip_grad: float) -> tuple[bool, float]:
+    """Clip and step; (False, norm) without touching the weights if the gradient norm is not finite.
+
+    Returns:
+        whether the weights were updated, and the gradient norm over the whole model before clipping.
+    """
+    if optimizer.prepare_grads():  # fp16: the loss scale was too high, and has been lowered
+        return False, float("inf")
+    grad_norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(grad_norm):
+        return False, grad_norm
+    if clip_grad > 0:
+        for chained in optimizer.chained_optimizers:
+            clip_grad_by_total_norm_fp32(chained.get_parameters(), clip_grad, grad_norm)
+    return bool(optimizer.step_with_ready_grads()), grad_norm
+
+
+def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
+    """Linear warm-up, then `config.schedule` down to min_lr at the last step; one tick an optimizer step."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=min(config.warmup_steps, max(total_steps - 1, 0)),
+        lr_decay_steps=max(total_steps, 1),
+        lr_decay_style=config.schedule,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        # A resumed run follows its own configuration from the step that the checkpoint names.
+        override_opt_param_scheduler=True,
+        use_checkpoint_opt_param_scheduler=False,
+    )

@@ -1,0 +1,87 @@
+"""Rotary position embeddings with the frequencies that transformers computes for a configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.parallel import ProcessGroupCollection
+
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip
+
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def rope_parameters(hf_config: Any) -> dict[str, Any]:
+    """`rope_type`, `rope_theta` and the scaling's own keys, from transformers 4 or 5.
+
+    Raises:
+        UserError: a rope type or a partial rotation that is not supported.
+    """
+    parameters = dict(getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {})
+    parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    parameters.setdefault("rope_theta", getattr(hf_config, "rope_theta", 10000.0))
+    if parameters["rope_type"] not in SUPPORTED_ROPE_TYPES:
+        raise UserError(
+            f"model.path: rope type {parameters['rope_type']!r} is not supported; "
+            f"supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
+    if parameters.get("partial_rotary_factor", getattr(hf_config, "partial_rotary_factor", 1.0)) != 1.0:
+        raise UserError("model.path: partial_rotary_factor other than 1 is not supported")
+    return parameters
+
+
+def rope_frequencies(hf_config: Any) -> tuple[Tensor, float]:
+    """Inverse frequencies [head_dim / 2] (fp32) and the factor on cos and sin (YaRN; else 1)."""
+    parameters = rope_parameters(hf_config)
+    if parameters["rope_type"] == "default":
+        dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+        return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    inverse, attention_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](hf_config, torch.device("cpu"))
+    return inverse, float(attention_factor)
+
+
+def concentration_scale(attention_factor: float) -> float:
+    """The `yarn_rotary_scaling_factor` from which Megatron derives `attention_factor` for cos and sin.
+
+    Megatron computes 0.1·ln(s) + 1 (YaRN, arXiv:2309.00071, eq. 22); this is its inverse.
+
+    Raises:
+        UserError: a factor below 1, which that formula never gives.
+    """
+    if attention_factor < 1:
+        raise UserError(f"model.path: YaRN attention_factor {attention_factor} is not supported; it must be at least 1")
+    return math.exp((attention_factor - 1) * 10)
+
+
+class PackedRotaryEmbedding(RotaryEmbedding):
+    """Megatron's rotary embedding, which also takes explicit positions of a pack.
+
+    Packs whose parameters name their local `positions` get one angle per token, so that rotation
+    needs no loop over sequences and no cut of its own under context parallelism.
+    """
+
+    def __init__(self, hf_config: Any, pg_collection: ProcessGroupCollection) -> None:
+        inverse, _ = rope_frequencies(hf_config)
+        super().__init__(2 * len(inverse), rotary_percent=1.0, use_cpu_initialization=True, cp_group=pg_collection.cp)
+        self.inv_freq = inverse
+
+    def get_rotary_seq_len(self, *args: Any) -> Any:
+        packed_seq_params = args[-1]
+        positions = getattr(packed_seq_params, "positions", None)
+        return super().get_rotary_seq_len(*args) if positions is None else positions
+
+    def forward(self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+        """Angles [T / CP, 1, head_dim] for positions, else Megatron's [S, 1, 1, head_dim]."""
+        if not isinstance(max_seq_len, Tensor):
+            return super().forward(max_seq_len, offset, packed_seq, cp_group)
+        self.inv_freq = self.inv_freq.to(max_seq_len.device)
+        angles = torch.outer(max_seq_len.to(self.inv_freq.dtype), self.inv_freq)
+        return torch.cat((angles, angles), dim=-1)[:, None]

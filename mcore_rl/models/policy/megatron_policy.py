@@ -1,0 +1,269 @@
+"""The policy on Megatron: the same SPMD program on every rank, each call with the whole global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl import platform
+from mcore_rl.algorithms.interfaces import LossFunction
+from mcore_rl.algorithms.loss_functions.common import locate_nonfinite
+from mcore_rl.algorithms.loss_functions.packing import add_metrics
+from mcore_rl.config import TrainingConfig
+from mcore_rl.data.batches import valid_counts
+from mcore_rl.data.packing import Batching, Microbatch
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.collectives import all_reduce
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron import checkpoint
+from mcore_rl.models.megatron.forward_step import LogprobHead, LossHead, run_microbatches
+from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, write_hf_directory
+from mcore_rl.models.megatron.hf_config import load_hf_config
+from mcore_rl.models.megatron.model import build_model
+from mcore_rl.models.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step, wrap_for_training
+from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel, seed_everything
+from mcore_rl.models.megatron.weights import export_hf_weights, load_hf_weights
+from mcore_rl.models.policy.interfaces import LogprobOutputSpec, PolicyInterface, ReferenceLogprobOutputSpec
+
+
+class MegatronPolicy(PolicyInterface):
+    """Model, optimizer and reference weights of one run.
+
+    Args:
+        config: the run's configuration.
+        total_steps: optimizer steps of the whole run, for the learning-rate schedule; 0 for a policy
+            that is never trained (no optimizer is built).
+        rows_per_unit: rows that must share a microbatch: 2 for pairs.
+        keep_reference: keep a copy of the initial weights on the host.
+    """
+
+    def __init__(
+        self, config: TrainingConfig, total_steps: int = 0, rows_per_unit: int = 1, keep_reference: bool = False
+    ) -> None:
+        self.config = config
+        self.topology = initialize_parallel(config.parallel)
+        seed_everything(config.seed)
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        self.hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
+        self.model = build_model(self.hf_config, config.model, config.parallel, self.topology)
+        load_hf_weights(self.model, SafetensorsDirectory(config.model.path))
+        self.batching = batching_of(config, rows_per_unit, self.topology.data.size)
+        self.reference = [p.detach().cpu().clone() for p in self._parameters()] if keep_reference else None
+        self.chunks: list[Any] = list(self.model.chunks)
+        if total_steps:
+            self.chunks = wrap_for_training(self.model)
+            self.optimizer = build_optimizer(self.chunks, config.optimizer, getattr(torch, config.model.dtype))
+            self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps)
+
+    # ------------------------------------------------------------ scoring
+
+    def get_logprobs(self, data: BatchedDataDict[Any], temperature: float = 1.0) -> BatchedDataDict[LogprobOutputSpec]:
+        return BatchedDataDict(logprobs=self._score(data, temperature))
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], temperature: float = 1.0
+    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+        with self.reference_weights():
+            return BatchedDataDict(reference_logprobs=self._score(data, temperature))
+
+    @torch.no_grad()
+    def _score(self, data: BatchedDataDict[Any], temperature: float) -> Tensor:
+        """[B, S] log-probabilities of every real token, the same on all ranks."""
+        rows, width = data["input_ids"].shape
+        scores = torch.zeros(rows, width, device=platform.device())
+        head = LogprobHead(self.model, temperature)
+
+        def score(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
+            ids = microbatch.data["input_ids"]
+            logprobs, _ = head(hidden, microbatch, torch.ones(ids.shape[0], ids.shape[1] - 1))
+            return logprobs.sum(), {"logprobs": logprobs, "microbatch": microbatch}
+
+        for output in self._run(self.batching.microbatches(data, self.topology.data.rank), score, train=False):
+            if output["microbatch"].counts:
+                logprobs = output["logprobs"]
+                scores[output["microbatch"].rows, 1 : logprobs.shape[1] + 1] = logprobs.to(scores)
+        return self._sum_over_replicas_and_stages(scores).cpu()
+
+    def _run(self, microbatches: list[Microbatch], head: Any, train: bool) -> list[dict[str, Any]]:
+        for chunk in self.chunks:
+            chunk.train(train)
+        return run_microbatches(self.model, self.chunks, microbatches, head, train)
+
+    def _sum_over_replicas_and_stages(self, x: Tensor) -> Tensor:
+        return all_reduce(all_reduce(x, self.topology.data.group), self.topology.pipeline.group)
+
+    # ------------------------------------------------------------ training
+
+    def train(
+        self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0
+    ) -> dict[str, Any]:
+        """One optimizer step.
+
+        Returns:
+            floats: the loss's metrics over the global batch, `grad_norm` (before clipping) and `lr`.
+
+        Raises:
+            FloatingPointError: loss or gradient norm is not finite, on every rank; weights are as before.
+        """
+        lr = self.optimizer.param_groups[0]["lr"]
+        metrics = self.compute_gradients(data, loss_fn, temperature)
+        updated, grad_norm = optimizer_step(self.optimizer, self.config.optimizer.clip_grad)
+        if not updated and self.config.model.dtype != "float16":
+            raise FloatingPointError(f"the gradient norm is {grad_norm}")
+        self.scheduler.step(increment=1)
+        return {**metrics, "grad_norm": grad_norm, "lr": float(lr)}
+
+    def compute_gradients(
+        self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0
+    ) -> dict[str, float]:
+        """Forward and backward over the global batch; gradients stay in the parameters' `main_grad`.
+
+        Raises:
+            FloatingPointError: the loss is not finite; names row and position where one log-probability is.
+        """
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return self._run_loss(data, loss_fn, temperature, train=True)
+
+    @torch.no_grad()
+    def evaluate(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, float]:
+        """The loss's metrics over a global batch, without gradients."""
+        return self._run_loss(data, loss_fn, temperature, train=False)
+
+    def _run_loss(
+        self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float, train: bool
+    ) -> dict[str, float]:
+        head = LossHead(self.model, loss_fn, *valid_counts(data), temperature)
+        outputs = self._run(self.batching.microbatches(data, self.topology.data.rank), head, train)
+        local: dict[str, Any] = {}
+        for output in outputs:
+            local = add_metrics(local, output["metrics"])
+        metrics = self._reduce_metrics(local)
+        if not all(map(torch.isfinite, map(torch.tensor, (metrics["loss"],)))):
+            raise FloatingPointError(self._explain_nonfinite(metrics["loss"], outputs))
+        return metrics
+
+    def _reduce_metrics(self, local: dict[str, Any]) -> dict[str, float]:
+        """The last stage's metrics, combined over data-parallel ranks, on every rank; one host sync."""
+        stages: list[Any] = [None] * self.topology.pipeline.size
+        if self.topology.pipeline.size > 1:
+            torch.distributed.all_gather_object(stages, sorted(local), group=self.topology.pipeline.group)
+        names = stages[-1] if self.topology.pipeline.size > 1 else sorted(local)
+        if not names:
+            return {}
+        zeros = torch.zeros(len(names), dtype=torch.float64)
+        values = torch.stack([torch.as_tensor(local[n]).double() for n in names]) if local else zeros
+        values = values.to(platform.device())
+        combined = all_reduce(values, self.topology.data.group)
+        for suffix, op in (("_min", torch.distributed.ReduceOp.MIN), ("_max", torch.distributed.ReduceOp.MAX)):
+            chosen = torch.tensor([name.endswith(suffix) for name in names], device=values.device)
+            if any(name.endswith(suffix) for name in names):
+                combined = torch.where(chosen, all_reduce(values, self.topology.data.group, op), combined)
+        combined = all_reduce(combined if local else zeros.to(values), self.topology.pipeline.group)
+        return dict(zip(names, combined.tolist(), strict=True))
+
+    def _explain_nonfinite(self, loss: float, outputs: list[dict[str, Any]]) -> str:
+        """Which row and position, from every rank's last microbatches; collective."""
+        found = None
+        for output in outputs:
+            if "logprobs" in output and (place := locate_nonfinite(output["logprobs"].cpu(), output["mask"])):
+                found = f"row {output['rows'][place[0]]} of the global batch, position {place[1]}"
+                break
+        everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everywhere, found)
+        places = [f"rank {rank}: {place}" for rank, place in enumerate(everywhere) if place]
+        return f"the loss is {loss}" + (f"; first bad log-probability at {places[0]}" if places else "")
+
+    # ------------------------------------------------------------ weights
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        return (parameter for chunk in self.model.chunks for parameter in chunk.parameters())
+
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """The reference weights in place of the current ones; the current ones return whatever happens."""
+        if self.reference is None:
+            raise UserError("the policy was built without reference weights (keep_reference=True)")
+        current = [p.detach().cpu().clone() for p in self._parameters()]
+        try:
+            self._set_weights(self.reference)
+            yield
+        finally:
+            self._set_weights(current)
+
+    @torch.no_grad()
+    def _set_weights(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self._parameters(), values, strict=True):
+            parameter.copy_(value, non_blocking=True)
+
+    def export_hf(self, destination: Path) -> None:
+        """Write the current weights as a Hugging Face model directory. Collective."""
+        write_hf_directory(
+            export_hf_weights(self.model),
+            destination,
+            self.config.model.path,
+            self.hf_config,
+            is_writer=torch.distributed.get_rank() == 0,
+        )
+        torch.distributed.barrier()
+
+    def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any]) -> Path:
+        """Write iteration `step` below `directory`; `state` is the loop's own (small, plain values)."""
+        return checkpoint.save(
+            directory, step, self.model, self.optimizer, self.scheduler, state, self.config
+        )
+
+    def load_checkpoint(self, iteration: Path) -> dict[str, Any]:
+        """Restore weights, optimizer, schedule and random states, from any layout; returns the loop's state."""
+        return checkpoint.load(iteration, self.model, self.optimizer, self.scheduler)
+
+    # ------------------------------------------------------------ life
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        for chunk in self.chunks:
+            chunk.train()
+
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        for chunk in self.chunks:
+            chunk.eval()
+
+    def shutdown(self) -> bool:
+        destroy_parallel()
+        return True
+
+
+def batching_of(config: TrainingConfig, rows_per_unit: int, dp_size: int) -> Batching:
+    """How a configuration cuts its batches.
+
+    Raises:
+        UserError: a pack that cannot hold the longest record.
+    """
+    parallel = config.parallel
+    zigzag = 2 * parallel.context_parallel_size if parallel.context_parallel_size > 1 else 1
+    batching = Batching(
+        packing=config.batch.packing,
+        tokens_per_pack=config.batch.tokens_per_pack or 0,
+        micro_batch_size=config.batch.micro_batch_size,
+        rows_per_unit=rows_per_unit,
+        dp_size=dp_size,
+        cp_size=parallel.context_parallel_size,
+        multiple=zigzag * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1),
+        one_width=parallel.pipeline_model_parallel_size > 1,
+    )
+    longest = rows_per_unit * -(-config.data.max_sequence_length // batching.multiple) * batching.multiple
+    if config.batch.tokens_per_pack is None:
+        return replace(batching, tokens_per_pack=longest)
+    if config.batch.packing and config.batch.tokens_per_pack < longest:
+        raise UserError(
+            f"batch.tokens_per_pack={config.batch.tokens_per_pack}: must hold the longest record, {longest} tokens "
+            f"({rows_per_unit} x data.max_sequence_length={config.data.max_sequence_length}, padded)"
+        )
+    return batching

@@ -1,0 +1,162 @@
+"""The device under Megatron: CUDA with NCCL, or the CPU with gloo.
+
+Megatron-Core asks `torch.cuda` for devices, streams and random states, and spells `device="cuda"`
+in a few places. `initialize_platform()` must run before `megatron` is imported. With a GPU it only
+selects the device; without one it installs stand-ins that answer those calls on the CPU. Nothing
+else in the package knows whether a GPU is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.utils._device import _device_constructors
+
+_installed = False
+
+
+def has_gpu() -> bool:
+    """True where a CUDA device is used."""
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device that holds model and data."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
+
+
+def backend() -> str:
+    """The torch.distributed backend for `device()`."""
+    return "nccl" if has_gpu() else "gloo"
+
+
+def initialize_platform() -> None:
+    """Select the GPU of this process, or install the CPU stand-ins. Idempotent.
+
+    Raises:
+        RuntimeError: `megatron.core` was imported first (it binds some names at import).
+    """
+    global _installed
+    if _installed:
+        return
+    if has_gpu():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    else:
+        if "megatron.core" in sys.modules:
+            raise RuntimeError("initialize_platform() must be called before megatron.core is imported")
+        _install_cpu_stand_ins()
+    _installed = True
+
+
+def initialize_process_group(timeout: timedelta) -> None:
+    """Join the process group that torchrun described, or a group of one without torchrun.
+
+    `timeout` bounds every collective: a stuck one raises instead of hanging.
+    """
+    if torch.distributed.is_initialized():
+        return
+    kwargs: dict[str, Any] = {"backend": backend(), "timeout": timeout}
+    if has_gpu():
+        kwargs["device_id"] = device()
+    if "RANK" not in os.environ:
+        kwargs.update(rank=0, world_size=1, store=torch.distributed.HashStore())
+    torch.distributed.init_process_group(**kwargs)
+
+
+class _Generators:
+    """`torch.cuda.default_generators`: every index is the CPU's generator."""
+
+    def __getitem__(self, index: object) -> torch.Generator:
+        return torch.default_generator
+
+
+class _Inert:
+    """A stream or event: CPU work is synchronous, so there is nothing to order or wait for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    record = wait = synchronize = wait_event = wait_stream = record_event = record_stream = _nothing
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+def _is_cuda(value: object) -> bool:
+    return (isinstance(value, str) and value.startswith("cuda")) or (
+        isinstance(value, torch.device) and value.type == "cuda"
+    )
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`factory` with device="cuda" read as the CPU and page-locking left out."""
+
+    @functools.wraps(factory)
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = "cpu"
+            kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return wrapper
+
+
+def _install_cpu_stand_ins() -> None:
+    """Answer on the CPU what Megatron-Core asks of CUDA. One reason beside each group."""
+    cpu = torch.device("cpu")
+    cuda: Any = torch.cuda
+
+    # Tensors are created with device=torch.cuda.current_device(), which takes a torch.device as well.
+    cuda.current_device = lambda: cpu
+    cuda.device_count = lambda: 1
+    cuda.set_device = lambda *_: None
+
+    # The schedules and the optimizer synchronise, wait on streams and mark NVTX ranges.
+    cuda.synchronize = cuda.empty_cache = lambda *_, **__: None
+    cuda.Stream = cuda.Event = _Inert
+    stream = _Inert()
+    cuda.current_stream = cuda.default_stream = lambda *_: stream
+    cuda.stream = lambda *_: contextlib.nullcontext()
+    cuda.set_stream = lambda *_: None
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_, **__: None
+
+    # The RNG tracker and activation recomputation save and restore the device's random state.
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    cuda.default_generators = _Generators()
+    cuda._lazy_init = lambda: None
+    cuda._lazy_call = lambda call, **_: call()
+
+    # The optimizer, gradient clipping, schedules and checkpoints write device="cuda". Wrapping the
+    # factories costs a dictionary lookup; a TorchFunctionMode costs about 12 % of a decode step.
+    # `with torch.device("meta")` recognises factories by identity: let it remember the real ones first.
+    _device_constructors()
+    for name in ("tensor", "zeros", "ones", "empty", "full", "empty_like", "zeros_like"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    tensor_class: Any = torch.Tensor
+    tensor_class.cuda = tensor_class.pin_memory = lambda self, *_, **__: self
+
+    # The optimizers accept parameters only by the type names of CUDA tensors.
+    type_of = tensor_class.type
+
+    def type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return type_of(self, dtype, *args, **kwargs)
+        return type_of(self).replace("torch.", "torch.cuda.", 1)
+
+    tensor_class.type = type_name
