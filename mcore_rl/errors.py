@@ -1,4 +1,4 @@
-"""The error a user can cause. Everything else is a bug and keeps its traceback."""
+"""Errors that are told in one line. Everything else is a bug and keeps its traceback."""
 
 
 class UserError(ValueError):
@@ -7,3 +7,7 @@ class UserError(ValueError):
     The message is one line: where, what was found, what would be right. Entry points print it
     without a traceback and exit with status 2.
     """
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says at which step and why. What was saved is intact."""

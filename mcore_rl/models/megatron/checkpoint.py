@@ -106,8 +106,7 @@ def load(
     loaded = dist_checkpointing.load(wanted, str(iteration))
     for index, chunk in enumerate(model.chunks):
         chunk.load_state_dict(loaded[_model_key(model, index)])
-    optimizer.load_state_dict(loaded["optimizer"])
-    _unshare_step(optimizer)
+    _load_optimizer(optimizer, loaded["optimizer"])
     scheduler.load_state_dict(loaded["scheduler"])
     state: dict[str, Any] = loaded["state"]
     return state
@@ -121,16 +120,22 @@ def _model_state(model: BuiltModel) -> dict[str, Any]:
     return {_model_key(model, i): chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(model.chunks)}
 
 
-def _unshare_step(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter its own `step`.
+def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
+    """Restore an optimizer on torch's Adam, whose `step` is a tensor in every parameter's state.
 
-    Megatron assigns one tensor to all of them; torch's Adam, which counts in place, would then advance
-    it once per parameter.
+    Megatron's loader assigns one such tensor to all parameters (Adam counts in place, and would advance
+    it once per parameter), then copies the moments by the state's keys and finds no saved `step`. So
+    the step is taken out while the moments are copied, and put back as a tensor of each parameter's own.
     """
-    for chained in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for entry in chained.optimizer.state.values():
-            if isinstance(entry.get("step"), torch.Tensor):
-                entry["step"] = entry["step"].clone()
+    chained = optimizer.chained_optimizers
+    parts = [loaded] if len(chained) == 1 else [part for _, part in sorted(loaded.items())]
+    for inner, part in zip(chained, parts, strict=True):
+        moments = part.pop("param_state")
+        inner.load_state_dict(part)
+        steps = [(entry, entry.pop("step")) for entry in inner.optimizer.state.values() if "step" in entry]
+        inner.load_parameter_state_from_fully_reshardable(moments)
+        for entry, step in steps:
+            entry["step"] = step.clone()
 
 
 def _write_tracker(directory: Path, step: int) -> None:

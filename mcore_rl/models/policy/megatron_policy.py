@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,11 +25,11 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron import checkpoint
 from mcore_rl.models.megatron.forward_step import LogprobHead, LossHead, run_microbatches
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, write_hf_directory
-from mcore_rl.models.megatron.hf_config import load_hf_config
+from mcore_rl.models.megatron.hf_config import head_dim, load_hf_config
 from mcore_rl.models.megatron.model import build_model
 from mcore_rl.models.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step, wrap_for_training
 from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel, seed_everything
-from mcore_rl.models.megatron.weights import export_hf_weights, load_hf_weights
+from mcore_rl.models.megatron.weights import export_hf_weights, hf_shapes, load_hf_weights
 from mcore_rl.models.policy.interfaces import LogprobOutputSpec, PolicyInterface, ReferenceLogprobOutputSpec
 
 
@@ -61,6 +62,33 @@ class MegatronPolicy(PolicyInterface):
             self.chunks = wrap_for_training(self.model)
             self.optimizer = build_optimizer(self.chunks, config.optimizer, getattr(torch, config.model.dtype))
             self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps)
+
+    @property
+    def is_writer(self) -> bool:
+        """True on the one rank that writes files and speaks."""
+        return torch.distributed.get_rank() == 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, as Hugging Face counts them."""
+        return sum(math.prod(shape) for shape in hf_shapes(self.hf_config).values())
+
+    def describe_layout(self) -> str:
+        """One line: how the processes are used."""
+        sizes = {name: getattr(self.topology, name).size for name in ("tensor", "pipeline", "context", "data")}
+        text = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        return text + (", sequence parallel" if self.topology.sequence_parallel else "") + f" on {platform.device().type}"
+
+    def training_flops(self, lengths: list[int]) -> float:
+        """Floating-point operations of forward and backward over sequences of these lengths.
+
+        6 per parameter and token (the input embedding is a lookup), and 6·n²·heads·head_dim per layer for
+        causal attention over n tokens; recomputation is not counted.
+        """
+        hf = self.hf_config
+        parameters = self.num_parameters - (0 if hf.tie_word_embeddings else hf.vocab_size * hf.hidden_size)
+        attention = 6 * hf.num_hidden_layers * hf.num_attention_heads * head_dim(hf) * sum(n * n for n in lengths)
+        return 6.0 * parameters * sum(lengths) + attention
 
     # ------------------------------------------------------------ scoring
 
@@ -147,8 +175,10 @@ class MegatronPolicy(PolicyInterface):
         for output in outputs:
             local = add_metrics(local, output["metrics"])
         metrics = self._reduce_metrics(local)
-        if not all(map(torch.isfinite, map(torch.tensor, (metrics["loss"],)))):
+        if not math.isfinite(metrics["loss"]):
             raise FloatingPointError(self._explain_nonfinite(metrics["loss"], outputs))
+        seen, expected = metrics.get("num_valid_samples"), float(data["sample_mask"].sum())
+        assert seen is None or abs(seen - expected) < 0.5, f"{seen} samples went through the loss, not {expected}"
         return metrics
 
     def _reduce_metrics(self, local: dict[str, Any]) -> dict[str, float]:

@@ -1,0 +1,88 @@
+"""Where a run's numbers go: one JSON object a step, a progress line, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from mcore_rl.config import LoggingConfig
+from mcore_rl.errors import UserError
+
+
+class Reporter:
+    """Writes on rank 0 and does nothing on the others.
+
+    Args:
+        output_dir: where metrics.jsonl goes; lines from `first_step` on, left by a run that went further
+            than its last checkpoint, are removed.
+    """
+
+    def __init__(self, output_dir: Path, config: LoggingConfig, is_writer: bool, first_step: int, total: int) -> None:
+        self.enabled, self.total = is_writer, total
+        self.first_step, self.started = first_step, time.monotonic()
+        self.console = Console(soft_wrap=True, highlight=False)
+        if not is_writer:
+            return
+        self.path = output_dir / "metrics.jsonl"
+        _drop_lines_from(self.path, first_step)
+        self.tensorboard = _tensorboard(output_dir) if config.tensorboard else None
+        self.wandb = _wandb(config.wandb, output_dir) if config.wandb else None
+
+    def say(self, message: str) -> None:
+        """A line for the user."""
+        if self.enabled:
+            self.console.print(message, markup=False)
+
+    def record(self, step: int, metrics: dict[str, Any]) -> None:
+        """One object for the step: a line of metrics.jsonl, and TensorBoard's and wandb's scalars."""
+        if not self.enabled:
+            return
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        if self.tensorboard:
+            for name, value in metrics.items():
+                self.tensorboard.add_scalar(name, value, step)
+            self.tensorboard.flush()
+        if self.wandb:
+            self.wandb.log(metrics, step=step)
+
+    def progress(self, step: int, metrics: dict[str, Any]) -> None:
+        """The line that a person watches."""
+        per_step = (time.monotonic() - self.started) / (step - self.first_step + 1)
+        shown = ("loss", "accuracy", "grad_norm", "lr")
+        parts = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
+        parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
+        parts.append(f"{metrics['tflops_per_second']:.3g} TFLOP/s")
+        parts.append(f"ETA {_duration((self.total - step) * per_step)}")
+        self.say(f"step {step}/{self.total}  " + "  ".join(parts))
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
+def _drop_lines_from(path: Path, first_step: int) -> None:
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < first_step]
+    path.write_text("".join(line + "\n" for line in kept))
+
+
+def _tensorboard(output_dir: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(output_dir / "tensorboard"))
+
+
+def _wandb(project: str, output_dir: Path) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("logging.wandb: install the wandb extra (pip install 'mcore_rl[wandb]')") from None
+    return wandb.init(project=project, dir=str(output_dir))

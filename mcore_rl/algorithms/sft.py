@@ -1,0 +1,17 @@
+"""Supervised fine-tuning."""
+
+from __future__ import annotations
+
+from mcore_rl.algorithms.loss_functions import NLLLoss
+from mcore_rl.algorithms.training import SupervisedRun, load_inputs, total_steps
+from mcore_rl.config import SFTConfig
+from mcore_rl.data.records import load_sft_dataset
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+
+def train_sft(config: SFTConfig) -> None:
+    """Minimise the mean negative log-likelihood of the response tokens."""
+    inputs = load_inputs(config, load_sft_dataset, rows_per_unit=1)
+    policy = MegatronPolicy(config, total_steps(config, len(inputs.train)))
+    SupervisedRun(config, inputs, policy, NLLLoss()).run()
+    policy.shutdown()

@@ -1,0 +1,199 @@
+"""What the supervised loops share: checks before anything is started, steps, validation, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.algorithms.interfaces import LossFunction
+from mcore_rl.algorithms.metrics import Reporter
+from mcore_rl.config import TrainingConfig, resolved_yaml
+from mcore_rl.data.batches import SampleOrder, collate
+from mcore_rl.data.records import Dataset
+from mcore_rl.data.tokenize import load_tokenizer
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.models.megatron import checkpoint
+from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+from mcore_rl.models.megatron.weights import check_hf_tensors
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy, batching_of
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run is made from, checked and loaded without any process group."""
+
+    tokenizer: Any
+    hf_config: Any
+    train: Dataset
+    validation: Dataset | None
+    resume_from: Path | None
+
+
+def load_inputs(
+    config: TrainingConfig, load_dataset: Callable[[str, Any, Any], Dataset], rows_per_unit: int
+) -> Inputs:
+    """Check everything a user can get wrong, and read the data; the same on every rank.
+
+    Raises:
+        UserError: naming the key or the file and line.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    batching_of(config, rows_per_unit, config.parallel.data_parallel_size(world_size))
+    hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
+    check_model_fits(hf_config, config.parallel, config.data.max_sequence_length)
+    check_hf_tensors(hf_config, SafetensorsDirectory(config.model.path))
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    if len(tokenizer) > hf_config.vocab_size:
+        raise UserError(
+            f"model.path: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {hf_config.vocab_size}"
+        )
+    validation = config.data.validation
+    return Inputs(
+        tokenizer,
+        hf_config,
+        load_dataset(config.data.train, tokenizer, config.data),
+        None if validation is None else load_dataset(validation, tokenizer, config.data),
+        find_checkpoint(config),
+    )
+
+
+def find_checkpoint(config: TrainingConfig) -> Path | None:
+    """What `checkpoint.resume` asks for: a checkpoint directory, or None to start afresh."""
+    wanted = config.checkpoint.resume
+    if wanted == "none":
+        return None
+    if wanted == "auto":
+        return checkpoint.latest(config.output_dir / "checkpoints")
+    path = Path(wanted)
+    if not path.is_dir():
+        raise UserError(f"checkpoint.resume: {path} is not a directory (nor auto, nor none)")
+    if path.name.startswith("iter_"):
+        checkpoint.check_iteration(path)
+        return path
+    found = checkpoint.latest(path)
+    if found is None:
+        raise UserError(f"checkpoint.resume: {path} holds no checkpoint ({checkpoint.TRACKER_FILE} is missing)")
+    return found
+
+
+def total_steps(config: TrainingConfig, num_samples: int) -> int:
+    """Optimizer steps of the run: the smaller of max_steps and max_epochs; the last batch may be smaller."""
+    limits = [config.trainer.max_steps or math.inf]
+    if config.trainer.max_epochs:
+        limits.append(math.ceil(config.trainer.max_epochs * num_samples / config.batch.global_batch_size))
+    return int(min(limits))
+
+
+@dataclass
+class SupervisedRun:
+    """Training of a policy on a fixed dataset.
+
+    add_columns: adds what the loss needs to a batch, given its dataset indices (or None for validation).
+    check_first_step: raises TrainingError if what must hold before the first update does not.
+    """
+
+    config: TrainingConfig
+    inputs: Inputs
+    policy: MegatronPolicy
+    loss_fn: LossFunction
+    add_columns: Callable[[BatchedDataDict[Any], list[int] | None], None] = lambda data, indices: None
+    check_first_step: Callable[[dict[str, Any]], None] = lambda metrics: None
+
+    def run(self) -> None:
+        """All steps from the checkpoint resumed from (or the start) to the end, then the export."""
+        config, is_writer = self.config, self.policy.is_writer
+        steps = total_steps(config, len(self.inputs.train))
+        if is_writer:
+            config.output_dir.mkdir(parents=True, exist_ok=True)
+            (config.output_dir / "config.yaml").write_text(resolved_yaml(config))
+        done = self._resume()
+        self.reporter = Reporter(config.output_dir, config.logging, is_writer, done + 1, steps)
+        self._introduce(done, steps)
+        saved = done
+        for step in range(done + 1, steps + 1):
+            metrics = self._step(step)
+            if config.trainer.validation_interval and step % config.trainer.validation_interval == 0:
+                metrics.update(self._validate(step))
+            self.reporter.record(step, metrics)
+            if step % config.trainer.log_interval == 0 or step in (1, steps):
+                self.reporter.progress(step, metrics)
+            if step == steps or (config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0):
+                self._save(step)
+                saved = step
+        if saved:
+            self._export()
+
+    def _resume(self) -> int:
+        if self.inputs.resume_from is None:
+            return 0
+        return int(self.policy.load_checkpoint(self.inputs.resume_from)["step"])
+
+    def _introduce(self, done: int, steps: int) -> None:
+        limit, say = self.config.data.max_sequence_length, self.reporter.say
+        say(f"model: {self.config.model.path}, {self.policy.num_parameters:,} parameters, {self.policy.describe_layout()}")
+        say(self.inputs.train.describe("train", limit))
+        if self.inputs.validation:
+            say(self.inputs.validation.describe("validation", limit))
+        if done:
+            say(f"resumed from {self.inputs.resume_from}: weights, optimizer, schedule, data position at step {done}")
+        if done >= steps:
+            say(f"nothing left to train: the checkpoint is at step {done} of {steps}")
+
+    def _step(self, step: int) -> dict[str, Any]:
+        started = time.perf_counter()
+        data = self._batch(step)
+        try:
+            metrics = self.policy.train(data, self.loss_fn)
+        except FloatingPointError as error:
+            newest = checkpoint.latest(self.config.output_dir / "checkpoints")
+            raise TrainingError(f"step {step}: {error}; the last checkpoint is {newest or 'none'}") from None
+        if step == 1:
+            self.check_first_step(metrics)
+        seconds = time.perf_counter() - started
+        lengths = data["input_lengths"]
+        return {
+            **metrics,
+            "num_tokens": int(lengths.sum()),
+            "tokens_per_second": float(lengths.sum()) / seconds,
+            "tflops_per_second": self.policy.training_flops(lengths.tolist()) / seconds / 1e12,
+            "step_seconds": seconds,
+        }
+
+    def _batch(self, step: int) -> BatchedDataDict[Any]:
+        """The global batch of step 1, 2, …; smaller at the very end of the last epoch."""
+        train, size, epochs = self.inputs.train, self.config.batch.global_batch_size, self.config.trainer.max_epochs
+        start = (step - 1) * size
+        count = size if epochs is None else min(size, epochs * len(train) - start)
+        indices = SampleOrder(len(train), self.config.seed).indices(start, count)
+        data = collate([train.units[i] for i in indices], self.inputs.tokenizer.pad_token_id)
+        self.add_columns(data, indices)
+        return data
+
+    def _validate(self, step: int) -> dict[str, float]:
+        """Metrics over the whole validation set, as one batch, so that they are exact means."""
+        if self.inputs.validation is None:
+            return {}
+        if not hasattr(self, "_validation_batch"):
+            self._validation_batch = collate(self.inputs.validation.units, self.inputs.tokenizer.pad_token_id)
+            self.add_columns(self._validation_batch, None)
+        metrics = self.policy.evaluate(self._validation_batch, self.loss_fn)
+        shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in ("loss", "accuracy") if name in metrics)
+        self.reporter.say(f"step {step}  validation: {shown}")
+        return {f"validation_{name}": value for name, value in metrics.items()}
+
+    def _save(self, step: int) -> None:
+        written = self.policy.save_checkpoint(self.config.output_dir / "checkpoints", step, {})
+        self.reporter.say(f"checkpoint: {written}")
+
+    def _export(self) -> None:
+        if self.config.checkpoint.export_hf:
+            destination = self.config.output_dir / "hf"
+            self.policy.export_hf(destination)
+            self.reporter.say(f"Hugging Face model: {destination}")

@@ -1,0 +1,58 @@
+"""The shape of every training script: arguments in, one line for what a user got wrong, an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from mcore_rl.config import Section, load_config
+from mcore_rl.errors import TrainingError, UserError
+
+ConfigT = TypeVar("ConfigT", bound=Section)
+
+
+def run_script(config_type: type[ConfigT], train: Callable[[ConfigT], Any], description: str) -> None:
+    """Parse `CONFIG [section.key=value …]`, train, and exit.
+
+    Exit status: 0; 1 for a failure, with its traceback; 2 for a user's error and 3 for training that
+    cannot go on, with one line.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file's values")
+    arguments = parser.parse_args()
+    quiet_libraries()
+    try:
+        train(load_config(config_type, arguments.config, arguments.overrides))
+    except UserError as error:
+        leave(2, str(error))
+    except TrainingError as error:
+        leave(3, str(error))
+    except Exception:
+        leave(1, traceback.format_exc(), every_rank=True)
+
+
+def quiet_libraries() -> None:
+    """What libraries say about parts that are not used here is not for the user."""
+    warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*|transformers\..*")
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine).*")
+    for name in ("transformers", "datasets", "megatron", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def leave(status: int, message: str, every_rank: bool = False) -> None:
+    """Print and end this process at once: waiting for peers that are in a collective would hang."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or every_rank:
+        prefix = f"[rank {rank}] " if every_rank else "error: "
+        print(f"{prefix}{message}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,77 @@
+"""Reference log-probabilities computed once and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mcore_rl.data.batches import collate
+from mcore_rl.data.records import Unit
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+
+class PrecomputedReference:
+    """Reference log-probabilities of every sequence of a dataset, in its order.
+
+    Kept as `DIRECTORY/<key>.safetensors`; the key hashes the reference weights, their precision and the
+    tokenized data (hence tokenizer and chat template), and nothing of the parallel layout.
+    """
+
+    def __init__(self, logprobs: Tensor, lengths: Sequence[int]) -> None:
+        self._of_sequence = logprobs.split(list(lengths))
+
+    @classmethod
+    def load_or_compute(
+        cls, directory: Path, policy: MegatronPolicy, units: Sequence[Unit], pad_token_id: int, batch_size: int
+    ) -> PrecomputedReference:
+        """From disk if there; else by `policy`, whose weights must be the reference's. Collective."""
+        lengths = [len(sequence) for unit in units for sequence in unit]
+        key = [reference_key(policy.config.model.path, policy.config.model.dtype, units) if policy.is_writer else ""]
+        torch.distributed.broadcast_object_list(key, src=0)
+        path = directory / f"{key[0]}.safetensors"
+        exists = [path.is_file()]
+        torch.distributed.broadcast_object_list(exists, src=0)
+        if exists[0]:
+            return cls(load_file(path)["logprobs"], lengths)
+        parts = []
+        for start in range(0, len(units), batch_size):
+            data = collate(units[start : start + batch_size], pad_token_id)
+            scores = policy.get_logprobs(data)["logprobs"]
+            parts += [row[:length] for row, length in zip(scores, data["input_lengths"].tolist(), strict=True)]
+        logprobs = torch.cat(parts)
+        if policy.is_writer:
+            directory.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(".partial")
+            save_file({"logprobs": logprobs}, temporary)
+            temporary.replace(path)
+        return cls(logprobs, lengths)
+
+    def rows(self, sequences: Iterable[int], width: int) -> Tensor:
+        """[n, width] for the dataset's sequences of these indices; column t scores token t."""
+        picked = [self._of_sequence[index] for index in sequences]
+        out = torch.zeros(len(picked), width)
+        for row, values in enumerate(picked):
+            out[row, : len(values)] = values
+        return out
+
+
+def reference_key(model_path: Path, dtype: str, units: Sequence[Unit]) -> str:
+    """Hash of the reference model's files, its precision, and the token ids of the data."""
+    digest = hashlib.sha256(dtype.encode())
+    for file in sorted([model_path / "config.json", *model_path.glob("*.safetensors")]):
+        with open(file, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    for unit in units:
+        for sequence in unit:
+            digest.update(_bytes_of(sequence.input_ids))
+    return digest.hexdigest()[:24]
+
+
+def _bytes_of(input_ids: Sequence[Any]) -> bytes:
+    return torch.tensor([len(input_ids), *input_ids], dtype=torch.int64).numpy().tobytes()
