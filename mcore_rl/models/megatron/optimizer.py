@@ -112,3 +112,17 @@ def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total
         override_opt_param_scheduler=True,
         use_checkpoint_opt_param_scheduler=False,
     )
+
+
+def gather_gradients(wrapped: Sequence[DistributedDataParallel]) -> None:
+    """Make every `main_grad` whole on every rank.
+
+    The distributed optimizer leaves each data-parallel rank only its own part of the reduced gradients;
+    training needs no more, but whoever wants to look at them does. Collective.
+    """
+    for chunk in wrapped:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            replicas = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                own = bucket.grad_data.view(replicas.size(), -1)[replicas.rank()].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=replicas)

@@ -1,0 +1,228 @@
+"""Is a parallel run right? The same step under many layouts, compared with one process.
+
+Everything that a layout could change is looked at: loss, metrics, log-probabilities, the gradient of
+every parameter in its Hugging Face shape, the gradient norm, and the weights after some steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.loss_functions import DPOLossFn, LossFunction, NLLLoss
+from mcore_rl.config import DPOConfig, TrainingConfig
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.process_pool import DistributedPool
+from mcore_rl.errors import UserError
+
+ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """Sizes of the parallel dimensions, and how microbatches are made."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    sp: bool = False
+    packing: bool = True
+    tokens_per_pack: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    def __str__(self) -> str:
+        sizes = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "cp", "dp") if getattr(self, name) > 1]
+        extras = ["sp"] * self.sp + ["unpacked"] * (not self.packing) + ["small packs"] * bool(self.tokens_per_pack)
+        return " ".join([*sizes, *extras]) or "one process"
+
+    def apply(self, config: TrainingConfig) -> TrainingConfig:
+        """`config` under this layout."""
+        values = config.model_dump()
+        values["parallel"].update(
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            context_parallel_size=self.cp,
+            sequence_parallel=self.sp,
+        )
+        values["batch"].update(packing=self.packing, tokens_per_pack=self.tokens_per_pack)
+        return type(config).model_validate(values)
+
+
+@dataclass
+class Outcome:
+    """What one layout computed.
+
+    metrics: of the first step, `grad_norm` included. logprobs: [B, S]. gradients: of the first step.
+    weights: after the last.
+    """
+
+    metrics: dict[str, float]
+    logprobs: Tensor
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def loss_of(config: TrainingConfig) -> LossFunction:
+    """The loss that a configuration trains with."""
+    if isinstance(config, DPOConfig):
+        return DPOLossFn(config.dpo.model_dump(exclude={"reference"}))  # type: ignore[arg-type]
+    return NLLLoss()
+
+
+def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: int) -> Outcome | None:
+    """`steps` optimizer steps on one global batch; runs on every rank, rank 0 returns the outcome."""
+    from mcore_rl.models.megatron.optimizer import gather_gradients
+    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    is_dpo = isinstance(config, DPOConfig)
+    policy = MegatronPolicy(config, total_steps=1000, rows_per_unit=2 if is_dpo else 1)
+    loss_fn = loss_of(config)
+    logprobs = policy.get_logprobs(data)["logprobs"]
+    if is_dpo and "reference_policy_logprobs" not in data:
+        data["reference_policy_logprobs"] = logprobs.roll(-1, dims=1)
+    policy.compute_gradients(data, loss_fn)
+    gather_gradients(policy.chunks)
+    gradients = {name: g.cpu() for name, g in export_hf_weights(policy.model, lambda p: p.main_grad.float())}
+    metrics = [policy.train(data, loss_fn) for _ in range(steps)][0]
+    weights = {name: w.cpu() for name, w in export_hf_weights(policy.model)}
+    is_writer = policy.is_writer
+    policy.shutdown()
+    return Outcome(metrics, logprobs, gradients, weights) if is_writer else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Relative differences of a layout's outcome from another's; the worst of each kind, and where."""
+
+    loss: float
+    metrics: float
+    logprobs: float
+    gradients: float
+    worst_gradient: str
+    grad_norm: float
+    weights: float
+
+    def within(self, loss: float = 1e-5, gradients: float = 1e-4) -> bool:
+        return (
+            max(self.loss, self.metrics, self.logprobs) <= loss
+            and max(self.gradients, self.grad_norm, self.weights) <= gradients
+        )
+
+
+def compare(outcome: Outcome, reference: Outcome) -> Difference:
+    """How far `outcome` is from `reference`.
+
+    Numbers relative to the larger of the reference's value and 1; tensors by the norm of the difference,
+    relative to the reference's norm or, where it is small, to a thousandth of the whole gradient's.
+    """
+    metrics = {name: _relative(outcome.metrics[name], value) for name, value in reference.metrics.items() if name != "lr"}
+    whole = math.sqrt(sum(float(g.double().square().sum()) for g in reference.gradients.values()))
+    gradients = {
+        name: _distance(outcome.gradients[name], g, floor=whole * 1e-3) for name, g in reference.gradients.items()
+    }
+    worst = max(gradients, key=lambda name: gradients[name])
+    weights = (_distance(outcome.weights[name], w) for name, w in reference.weights.items())
+    return Difference(
+        loss=metrics["loss"],
+        metrics=max(value for name, value in metrics.items() if name not in ("loss", "grad_norm")),
+        logprobs=_distance(outcome.logprobs, reference.logprobs),
+        gradients=gradients[worst],
+        worst_gradient=worst,
+        grad_norm=abs(outcome.metrics["grad_norm"] / reference.metrics["grad_norm"] - 1),
+        weights=max(weights),
+    )
+
+
+def _relative(value: float, expected: float) -> float:
+    return abs(value - expected) / max(abs(expected), 1.0)
+
+
+def _distance(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    difference = (value.double() - expected.double()).norm()
+    return float(difference / max(float(expected.double().norm()), floor, ROUNDING))
+
+
+def shrink_model(source: Path, destination: Path, layouts: Iterable[Layout]) -> None:
+    """A model of the same architecture with few small layers and random fp32 weights, and its tokenizer."""
+    import shutil
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from mcore_rl.models.megatron.hf_checkpoint import companions
+
+    config = AutoConfig.from_pretrained(source)
+    tp, pp = (max(getattr(layout, name) for layout in layouts) for name in ("tp", "pp"))
+    ratio = config.num_attention_heads // config.num_key_value_heads
+    config.num_key_value_heads = max(2, tp)
+    config.num_attention_heads = config.num_key_value_heads * min(ratio, 4)
+    config.head_dim = 16
+    config.hidden_size = config.head_dim * config.num_attention_heads
+    config.intermediate_size = 32 * max(2, tp)
+    config.num_hidden_layers = 2 * pp
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1] * config.num_hidden_layers
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases away from their special values
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(destination)
+    for file in companions(source):
+        shutil.copy2(file, destination / file.name)
+
+
+def parse_layouts(choices: Sequence[str]) -> list[Layout]:
+    """`["tp=1,2", "cp=1,2"]` → every combination; keys tp, pp, cp, dp, sp (0 or 1), packing (0 or 1).
+
+    Raises:
+        UserError: not of that form.
+    """
+    known = {"tp", "pp", "cp", "dp", "sp", "packing"}
+    values: dict[str, list[int]] = {}
+    for choice in choices:
+        key, _, text = choice.partition("=")
+        if key not in known or not all(part.isdigit() for part in text.split(",")):
+            raise UserError(f"--layouts {choice!r}: write KEY=1,2 with KEY one of {', '.join(sorted(known))}")
+        values[key] = [int(part) for part in text.split(",")]
+    combinations = itertools.product(*values.values())
+    layouts = [Layout(**dict(zip(values, combination, strict=True))) for combination in combinations]  # type: ignore[arg-type]
+    return sorted({layout for layout in layouts if not layout.sp or layout.tp > 1})
+
+
+def check_layouts(
+    config: TrainingConfig, data: BatchedDataDict[Any], layouts: Sequence[Layout], pool: DistributedPool, steps: int = 3
+) -> Iterable[tuple[Layout, Difference]]:
+    """Each layout's difference from one process, as it is computed."""
+    reference = pool.run(compute_outcome, Layout().apply(config), data, steps, world_size=1, timeout=300)[0]
+    for layout in layouts:
+        outcome = pool.run(
+            compute_outcome, layout.apply(config), data, steps, world_size=layout.world_size, timeout=300
+        )[0]
+        yield layout, compare(outcome, reference)
+
+
+TABLE_HEADER = f"{'layout':<28}{'loss':>10}{'metrics':>10}{'logprobs':>10}{'gradients':>11}{'grad norm':>11}{'weights':>10}"
+
+
+def table_row(layout: Layout, difference: Difference) -> str:
+    """One line of the table of relative differences."""
+    numbers = (difference.loss, difference.metrics, difference.logprobs)
+    verdict = "" if difference.within() else f"  WRONG ({difference.worst_gradient})"
+    return (
+        f"{layout!s:<28}"
+        + "".join(f"{number:>10.1e}" for number in numbers)
+        + f"{difference.gradients:>11.1e}{difference.grad_norm:>11.1e}{difference.weights:>10.1e}"
+        + verdict
+    )

@@ -1,0 +1,37 @@
+"""Fixtures: one pool of gloo workers for the whole run, and small models of each family."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+from pathlib import Path
+
+import pytest
+import torch
+from models import make_model
+
+from mcore_rl.distributed.process_pool import DistributedPool
+from mcore_rl.entry_point import quiet_libraries
+
+quiet_libraries()
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def pool():
+    with DistributedPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory):
+    """A function from a family's name to the directory of a small model of it."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = make_model(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return get

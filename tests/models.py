@@ -1,0 +1,82 @@
+"""Small Hugging Face models with random weights, and a tokenizer that needs no download."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 250  # not a multiple of anything: the vocabulary is padded, and cut again at export
+
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 256}
+FAMILIES = {
+    "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "qwen2": ("qwen2", {"rope_parameters": YARN_ROPE, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "mistral": (
+        "mistral",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}, "sliding_window": None},
+    ),
+}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<|end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_config(family: str, **changes):
+    model_type, own = FAMILIES[family]
+    return AutoConfig.for_model(model_type, **{**SMALL, **own, **changes})
+
+
+def make_model(family: str, directory: Path, **changes) -> Path:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(make_config(family, **changes), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms are ones and biases zeros: hide nothing behind that
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character."""
+    special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|unk|>"]
+    characters = sorted(set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,!?'+-*/=\n"))
+    tokens = [*special, *characters]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        unk_token="<|unk|>",
+        additional_special_tokens=special[2:5],
+        chat_template=CHAT_TEMPLATE,
+    )

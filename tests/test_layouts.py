@@ -1,0 +1,186 @@
+"""The table: one DPO step sequence under every layout equals one process, and plain PyTorch."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from mcore_rl.config import DPOConfig
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.layout_check import Layout, Outcome, compare, compute_outcome, table_row
+
+STEPS = 3
+FAST = [
+    Layout(tp=2, sp=True),
+    Layout(pp=2),
+    Layout(cp=2),
+    Layout(dp=2),
+    Layout(packing=False),
+    Layout(tokens_per_pack=128),
+]
+SLOW = [
+    Layout(tp=2),
+    Layout(tp=4),
+    Layout(pp=2, packing=False),
+    Layout(cp=2, packing=False),
+    Layout(cp=2, tokens_per_pack=128),
+    Layout(dp=2, tokens_per_pack=128),
+    Layout(dp=4, packing=False),
+    Layout(tp=2, cp=2, sp=True),
+    Layout(pp=2, dp=2, tokens_per_pack=128),
+    Layout(tp=2, pp=2),
+    Layout(tp=2, pp=2, cp=2, sp=True),
+    Layout(tp=2, cp=2, dp=2),
+    Layout(pp=2, cp=2, dp=2, tokens_per_pack=128),
+]
+
+
+def make_data() -> BatchedDataDict:
+    """Ragged pairs with random masks; one row of one counted token, one pair that does not count."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(3, 60, (12,), generator=generator)
+    lengths[3] = 2
+    input_ids, token_mask = torch.zeros(12, 60, dtype=torch.long), torch.zeros(12, 60)
+    for row, length in enumerate(lengths.tolist()):
+        input_ids[row, :length] = torch.randint(0, 250, (length,), generator=generator)
+        token_mask[row, :length] = (torch.rand(length, generator=generator) < 0.6).float()
+        token_mask[row, length - 1] = 1
+    sample_mask = torch.ones(12)
+    sample_mask[6:8] = 0
+    reference = torch.randn(12, 60, generator=generator) - 5  # any numbers will do, and hide no zero margin
+    return BatchedDataDict(
+        input_ids=input_ids,
+        token_mask=token_mask,
+        input_lengths=lengths,
+        sample_mask=sample_mask,
+        reference_policy_logprobs=reference,
+    )
+
+
+def make_config(path, **optimizer) -> DPOConfig:
+    return DPOConfig.model_validate(
+        {
+            "output_dir": "unused",
+            "model": {"path": path},
+            "data": {"train": "unused", "max_sequence_length": 60},
+            "batch": {"global_batch_size": 6, "tokens_per_pack": 256},
+            # A large epsilon: Adam would blow rounding in near-zero gradients up to a whole step.
+            "optimizer": {"lr": 1e-3, "schedule": "constant", "clip_grad": 1.0, "adam_eps": 1e-4, **optimizer},
+            "trainer": {"max_steps": STEPS},
+            "dpo": {"reference_policy_kl_penalty": 0.05, "sft_loss_weight": 0.5, "sft_average_log_probs": True},
+        }
+    )
+
+
+def plain_logprobs(model, data):
+    """[B, S] in float32 from transformers alone, a row at a time."""
+    rows = []
+    for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True):
+        logits = model(ids[None, :length]).logits[0, :-1].double()
+        chosen = F.log_softmax(logits, dim=-1).gather(1, ids[1:length, None])[:, 0]
+        rows.append(F.pad(chosen, (1, data["input_ids"].shape[1] - length)))
+    return torch.stack(rows)
+
+
+def plain_dpo(logprobs, data, dpo):
+    """Loss and metrics written from the formulas."""
+    mask, counts = data["token_mask"].double(), data["sample_mask"].double()
+    reference = torch.zeros_like(logprobs)
+    reference[:, 1:] = data["reference_policy_logprobs"][:, :-1]
+    rewards = ((logprobs - reference) * mask)[:, 1:].sum(1)
+    pairs, chosen, rejected = counts[::2], rewards[::2], rewards[1::2]
+    total = pairs.sum()
+    preference = -(F.logsigmoid(dpo.reference_policy_kl_penalty * (chosen - rejected)) * pairs).sum() / total
+    means = (logprobs * mask)[::2, 1:].sum(1) / mask[::2, 1:].sum(1)
+    sft = -(means * pairs).sum() / total
+    loss = preference + dpo.sft_loss_weight * sft
+    return loss, {
+        "loss": loss.item(),
+        "preference_loss": preference.item(),
+        "sft_loss": sft.item(),
+        "accuracy": (((chosen > rejected).double() * pairs).sum() / total).item(),
+        "rewards_chosen_mean": ((chosen * pairs).sum() / total).item(),
+        "rewards_rejected_mean": ((rejected * pairs).sum() / total).item(),
+        "num_valid_samples": counts.sum().item(),
+    }
+
+
+def plain_outcome(config, data) -> Outcome:
+    """The same steps with transformers and torch.optim, nothing of this package."""
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.optimizer.lr, betas=(0.9, 0.999), eps=config.optimizer.adam_eps, weight_decay=0
+    )
+    first = None
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        logprobs = plain_logprobs(model, data)
+        loss, metrics = plain_dpo(logprobs, data, config.dpo)
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad).item()
+        optimizer.step()
+        first = first or (metrics, logprobs.detach(), gradients)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return Outcome(*first, weights)
+
+
+@pytest.fixture(scope="module")
+def outcomes(model_of, pool):
+    """A family's outcome by plain PyTorch and by one process, computed once."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            config, data = make_config(model_of(family)), make_data()
+            one = pool.run(compute_outcome, config, copy.deepcopy(data), STEPS, world_size=1)[0]
+            made[family] = plain_outcome(config, data), one
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_one_process_equals_plain_pytorch(family, outcomes):
+    plain, one = outcomes(family)
+    difference = compare(one, plain)
+    assert difference.within(), table_row(Layout(), difference)
+
+
+def check_layout(family, layout, outcomes, model_of, pool):
+    plain, one = outcomes(family)
+    config = layout.apply(make_config(model_of(family)))
+    outcome = pool.run(compute_outcome, config, make_data(), STEPS, world_size=layout.world_size)[0]
+    for reference in (one, plain):
+        difference = compare(outcome, reference)
+        print(table_row(layout, difference))
+        assert difference.within(), table_row(layout, difference)
+
+
+@pytest.mark.parametrize("layout", FAST, ids=str)
+def test_layouts(layout, outcomes, model_of, pool):
+    check_layout("llama", layout, outcomes, model_of, pool)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_layouts_of_other_families(family, layout, outcomes, model_of, pool):
+    """Tied embeddings with biases, and norms of query and key heads."""
+    check_layout(family, layout, outcomes, model_of, pool)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SLOW, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_more_layouts(family, layout, outcomes, model_of, pool):
+    check_layout(family, layout, outcomes, model_of, pool)
+
+
+def test_a_wrong_gradient_is_seen(outcomes):
+    """The comparison itself: a scaled gradient of one small parameter must not pass."""
+    plain, one = outcomes("llama")
+    wrong = copy.deepcopy(one)
+    wrong.gradients["model.layers.1.mlp.up_proj.weight"] *= 1.01
+    assert not compare(wrong, plain).within()

@@ -1,0 +1,186 @@
+"""Logits equal Hugging Face's, and exports equal the input, for each family and layout."""
+
+import pytest
+import torch
+from models import make_config, make_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.errors import UserError
+
+LENGTHS = (520, 8, 33, 1)
+
+
+def token_rows():
+    rows = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.long)
+    for row, length in enumerate(LENGTHS):
+        rows[row, :length] = torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(length))
+    return rows
+
+
+def megatron_logits(path, export_to, **sizes):
+    """[N, S, V] logits of the rows as one pack, from rank 0 of the last stage; exports the model too."""
+    from mcore_rl.data.packing import Microbatch
+    from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+    from mcore_rl.distributed.collectives import all_gather
+    from mcore_rl.distributed.context_parallel import gather_context_parallel
+    from mcore_rl.distributed.pack_layout import PackLayout
+    from mcore_rl.models.megatron.forward_step import run_microbatches, vocab_parallel_logits
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, write_hf_directory
+    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+    from mcore_rl.models.megatron.model import build_model
+    from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel, seed_everything
+    from mcore_rl.models.megatron.weights import export_hf_weights, load_hf_weights
+
+    parallel = ParallelConfig(**sizes)
+    topology = initialize_parallel(parallel)
+    seed_everything(0)
+    hf = load_hf_config(path)
+    check_model_fits(hf, parallel, max(LENGTHS))
+    model = build_model(hf, ModelConfig(path=path), parallel, topology)
+    load_hf_weights(model, SafetensorsDirectory(path))
+    layout = PackLayout.pack(LENGTHS, topology.context.size, topology.sequence_multiple)
+
+    def head(hidden, microbatch):
+        shards = all_gather(vocab_parallel_logits(hidden, model), topology.tensor.group)
+        logits = torch.cat(tuple(shards), dim=-1)[:, : model.vocab_size]
+        return logits.sum(), {"logits": gather_context_parallel(logits, layout, topology.context.group)}
+
+    microbatch = Microbatch([0], BatchedDataDict(input_ids=token_rows()), layout)
+    with torch.no_grad():
+        outputs = run_microbatches(model, model.chunks, [microbatch], head, train=False)
+    rank = torch.distributed.get_rank()
+    write_hf_directory(export_hf_weights(model), export_to, path, hf, is_writer=rank == 0, max_shard_bytes=100_000)
+    destroy_parallel()
+    if not outputs:
+        return None
+    return [outputs[0]["logits"][start : start + n] for start, n in zip(layout.starts.tolist(), LENGTHS, strict=True)]
+
+
+def check_family(family, sizes, model_of, pool, tmp_path):
+    path = model_of(family)
+    world_size = 1
+    for name, size in sizes.items():
+        world_size *= size if name != "sequence_parallel" else 1
+    results = pool.run(_with_sizes, path, tmp_path / "hf", sizes, world_size=world_size)
+    logits = next(result for result in results if result is not None)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for row, length, ours in zip(token_rows(), LENGTHS, logits, strict=True):
+            expected = model(row[None, :length]).logits[0]
+            scale = expected.abs().max().clamp(min=1)
+            torch.testing.assert_close(ours / scale, expected / scale, rtol=0, atol=1e-5)
+    check_export(path, tmp_path / "hf", model)
+
+
+def _with_sizes(path, export_to, sizes):
+    return megatron_logits(path, export_to, **sizes)
+
+
+def check_export(path, exported, model):
+    original = load_file(path / "model.safetensors")
+    files = sorted(exported.glob("model-*-of-*.safetensors"))
+    assert len(files) > 1, "the export must be sharded at this shard size"
+    written = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    original.pop("lm_head.weight", None) if model.config.tie_word_embeddings else None
+    assert set(written) == set(original)
+    for name, tensor in original.items():
+        assert torch.equal(written[name], tensor), name
+    again = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(path).chat_template
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"pipeline_model_parallel_size": 2},
+        {"context_parallel_size": 2},
+    ],
+    ids=["one process", "tp2 sp", "pp2", "cp2"],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_logits_and_export(family, sizes, model_of, pool, tmp_path):
+    check_family(family, sizes, model_of, pool, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor_model_parallel_size": 4},  # more ranks than key-value heads
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+    ],
+    ids=["tp4", "tp2 pp2 cp2"],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_logits_and_export_larger_layouts(family, sizes, model_of, pool, tmp_path):
+    check_family(family, sizes, model_of, pool, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias"),
+    ],
+)
+def test_unsupported_architectures_are_refused(changes, message):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    with pytest.raises(UserError, match=message):
+        check_model_fits(make_config("llama", **changes), ParallelConfig(), 64)
+
+
+def test_sliding_window_is_refused_beyond_the_window():
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    config = make_config("mistral", sliding_window=32)
+    check_model_fits(config, ParallelConfig(), 32)
+    with pytest.raises(UserError, match="sliding window of 32"):
+        check_model_fits(config, ParallelConfig(), 33)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"pipeline_model_parallel_size": 4}, "2 layers"),
+        ({"tensor_model_parallel_size": 3}, "attention heads"),
+    ],
+)
+def test_layouts_that_do_not_fit_the_model(sizes, message):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    with pytest.raises(UserError, match=message):
+        check_model_fits(make_config("llama"), ParallelConfig(**sizes), 64)
+
+
+def test_weights_must_be_safetensors_and_complete(tmp_path):
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+    from mcore_rl.models.megatron.weights import check_hf_tensors
+
+    path = make_model("llama", tmp_path / "model")
+    source = SafetensorsDirectory(path)
+    with pytest.raises(UserError, match=r"lacks tensors: .*layers\.2"):
+        check_hf_tensors(make_config("llama", num_hidden_layers=3), source)
+    with pytest.raises(UserError, match="unknown"):
+        check_hf_tensors(make_config("llama", num_hidden_layers=1), source)
+    with pytest.raises(UserError, match=r"config\.json says"):
+        check_hf_tensors(make_config("llama", vocab_size=251), source)
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pickle files"):
+        SafetensorsDirectory(path)
+
+
+def test_an_index_cannot_leave_its_folder(tmp_path):
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../secret.safetensors"}}')
+    with pytest.raises(UserError, match="not a file name in this directory"):
+        SafetensorsDirectory(tmp_path)
