@@ -204,6 +204,15 @@ def load_config(config_type: type[ConfigT], path: str | Path, overrides: Sequenc
     Raises:
         UserError: the file is missing or not YAML, or a key or value is wrong; names file and key.
     """
+    return build_config(config_type, read_yaml(path), overrides, origin=str(path))
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The sections of a configuration file, unchecked.
+
+    Raises:
+        UserError: the file cannot be read, or does not hold sections.
+    """
     try:
         values = yaml.safe_load(Path(path).read_text()) or {}
     except OSError as error:
@@ -212,12 +221,19 @@ def load_config(config_type: type[ConfigT], path: str | Path, overrides: Sequenc
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold sections of keys, found a {type(values).__name__}")
+    return values
+
+
+def build_config(
+    config_type: type[ConfigT], values: dict[str, Any], overrides: Sequence[str], origin: str
+) -> ConfigT:
+    """A configuration from a file's values and overrides; `origin` names the file in errors."""
     for override in overrides:
         _apply_override(values, override)
     try:
         return config_type.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{path}: {_explain(config_type, error)}") from None
+        raise UserError(f"{origin}: {_explain(config_type, error)}") from None
 
 
 def resolved_yaml(config: Section) -> str:

@@ -127,7 +127,9 @@ def compare(outcome: Outcome, reference: Outcome) -> Difference:
     Numbers relative to the larger of the reference's value and 1; tensors by the norm of the difference,
     relative to the reference's norm or, where it is small, to a thousandth of the whole gradient's.
     """
-    metrics = {name: _relative(outcome.metrics[name], value) for name, value in reference.metrics.items() if name != "lr"}
+    metrics = {
+        name: _relative(outcome.metrics[name], value) for name, value in reference.metrics.items() if name != "lr"
+    }
     whole = math.sqrt(sum(float(g.double().square().sum()) for g in reference.gradients.values()))
     gradients = {
         name: _distance(outcome.gradients[name], g, floor=whole * 1e-3) for name, g in reference.gradients.items()
@@ -213,7 +215,9 @@ def check_layouts(
         yield layout, compare(outcome, reference)
 
 
-TABLE_HEADER = f"{'layout':<28}{'loss':>10}{'metrics':>10}{'logprobs':>10}{'gradients':>11}{'grad norm':>11}{'weights':>10}"
+TABLE_HEADER = (
+    f"{'layout':<28}{'loss':>10}{'metrics':>10}{'logprobs':>10}{'gradients':>11}{'grad norm':>11}{'weights':>10}"
+)
 
 
 def table_row(layout: Layout, difference: Difference) -> str:

@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("config", help="YAML file of train_dpo.py or train_sft.py")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--layouts", nargs="+", default=DEFAULT_LAYOUTS, metavar="KEY=1,2")
+    parser.add_argument("--max-processes", type=int, default=8, help="leave out larger layouts")
     parser.add_argument("--algorithm", choices=("dpo", "sft"), default="dpo")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps before weights are compared")
     arguments = parser.parse_args()
@@ -45,7 +46,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
     is_dpo = arguments.algorithm == "dpo"
     config = load_config(DPOConfig if is_dpo else SFTConfig, arguments.config, arguments.overrides)
-    layouts = parse_layouts(arguments.layouts)
+    layouts = [x for x in parse_layouts(arguments.layouts) if x.world_size <= arguments.max_processes]
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     load_dataset = load_preference_dataset if is_dpo else load_sft_dataset
     dataset = load_dataset(config.data.train, tokenizer, config.data)

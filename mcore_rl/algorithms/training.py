@@ -36,9 +36,7 @@ class Inputs:
     resume_from: Path | None
 
 
-def load_inputs(
-    config: TrainingConfig, load_dataset: Callable[[str, Any, Any], Dataset], rows_per_unit: int
-) -> Inputs:
+def load_inputs(config: TrainingConfig, load_dataset: Callable[[str, Any, Any], Dataset], rows_per_unit: int) -> Inputs:
     """Check everything a user can get wrong, and read the data; the same on every rank.
 
     Raises:
@@ -137,7 +135,9 @@ class SupervisedRun:
 
     def _introduce(self, done: int, steps: int) -> None:
         limit, say = self.config.data.max_sequence_length, self.reporter.say
-        say(f"model: {self.config.model.path}, {self.policy.num_parameters:,} parameters, {self.policy.describe_layout()}")
+        say(
+            f"model: {self.config.model.path}, {self.policy.num_parameters:,} parameters, {self.policy.describe_layout()}"
+        )
         say(self.inputs.train.describe("train", limit))
         if self.inputs.validation:
             say(self.inputs.validation.describe("validation", limit))

@@ -76,7 +76,9 @@ class Batching:
         free: list[int] = []
         for unit in sorted(range(len(cost)), key=lambda unit: -cost[unit]):
             if cost[unit] > self.tokens_per_pack:
-                raise ValueError(f"a record of {cost[unit]} padded tokens does not fit a pack of {self.tokens_per_pack}")
+                raise ValueError(
+                    f"a record of {cost[unit]} padded tokens does not fit a pack of {self.tokens_per_pack}"
+                )
             index = next((i for i, room in enumerate(free) if room >= cost[unit]), len(bins))
             if index == len(bins):
                 bins.append([])

@@ -92,9 +92,7 @@ def _render(tokenizer: Any, messages: Messages, add_generation_prompt: bool) -> 
     from jinja2 import TemplateError
 
     try:
-        return str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-        )
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
     except (TemplateError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"the chat template fails: {' '.join(str(error).split())}") from None
 

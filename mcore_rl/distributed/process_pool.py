@@ -77,7 +77,7 @@ class DistributedPool:
                 if not ok:
                     failures.append(f"rank {rank}: {value}")
         if failures or pending:
-            self._kill()
+            self.close()
             raise WorkerError("\n".join(failures) or f"ranks {sorted(pending.values())} took longer than {timeout} s")
         return [results[rank] for rank in range(world_size)]
 
@@ -89,24 +89,14 @@ class DistributedPool:
             theirs.close()
             self._workers.append((process, ours))
 
-    def _kill(self) -> None:
+    def close(self) -> None:
+        """End all workers, whatever they do."""
         for process, connection in self._workers:
             process.kill()
             connection.close()
         for process, _ in self._workers:
             process.join(10)
         self._workers = []
-
-    def close(self) -> None:
-        """End all workers."""
-        for _, connection in self._workers:
-            try:
-                connection.send(None)
-            except OSError:
-                continue
-        for process, _ in self._workers:
-            process.join(5)
-        self._kill()
 
 
 def _work(connection: Connection) -> None:
@@ -118,8 +108,6 @@ def _work(connection: Connection) -> None:
         try:
             task = connection.recv()
         except EOFError:
-            return
-        if task is None:
             return
         function, args, rank, world_size, store, timeout = task
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))

@@ -30,7 +30,10 @@ def masked_mean(
     """`masked_sum` / (`global_normalization_factor`, or Σ mask, + 1e-8)."""
     if global_normalization_factor is None:
         global_normalization_factor = mask.sum() if dim is None else mask.sum(dim)
-    return masked_sum(values, mask, dim) / (global_normalization_factor + EPSILON)
+    total = masked_sum(values, mask, dim)
+    if isinstance(global_normalization_factor, Tensor):
+        global_normalization_factor = global_normalization_factor.to(total.dtype)
+    return total / (global_normalization_factor + EPSILON)
 
 
 def sample_mask_of(data: BatchedDataDict[Any], like: Tensor) -> Tensor:

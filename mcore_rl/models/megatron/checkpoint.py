@@ -120,6 +120,13 @@ def _model_state(model: BuiltModel) -> dict[str, Any]:
     return {_model_key(model, i): chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(model.chunks)}
 
 
+def load_weights(iteration: Path, model: BuiltModel) -> None:
+    """Restore the model alone, under this run's layout; collective."""
+    loaded = dist_checkpointing.load(_model_state(model), str(iteration))
+    for index, chunk in enumerate(model.chunks):
+        chunk.load_state_dict(loaded[_model_key(model, index)])
+
+
 def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
     """Restore an optimizer on torch's Adam, whose `step` is a tensor in every parameter's state.
 

@@ -175,7 +175,11 @@ def vocab_parallel_logits(hidden: Tensor, model: BuiltModel) -> Tensor:
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
     columns = valid_columns(weight.shape[0], topology.tensor.rank, model.vocab_size)
     logits = F.linear(hidden, weight)
-    return logits if columns == weight.shape[0] else F.pad(logits[:, :columns], (0, weight.shape[0] - columns), value=-torch.inf)
+    return (
+        logits
+        if columns == weight.shape[0]
+        else F.pad(logits[:, :columns], (0, weight.shape[0] - columns), value=-torch.inf)
+    )
 
 
 def _cumulative(lengths: Sequence[int]) -> Tensor:

@@ -77,7 +77,9 @@ class MegatronPolicy(PolicyInterface):
         """One line: how the processes are used."""
         sizes = {name: getattr(self.topology, name).size for name in ("tensor", "pipeline", "context", "data")}
         text = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        return text + (", sequence parallel" if self.topology.sequence_parallel else "") + f" on {platform.device().type}"
+        return (
+            text + (", sequence parallel" if self.topology.sequence_parallel else "") + f" on {platform.device().type}"
+        )
 
     def training_flops(self, lengths: list[int]) -> float:
         """Floating-point operations of forward and backward over sequences of these lengths.
@@ -129,9 +131,7 @@ class MegatronPolicy(PolicyInterface):
 
     # ------------------------------------------------------------ training
 
-    def train(
-        self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0
-    ) -> dict[str, Any]:
+    def train(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, Any]:
         """One optimizer step.
 
         Returns:
@@ -247,13 +247,15 @@ class MegatronPolicy(PolicyInterface):
 
     def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any]) -> Path:
         """Write iteration `step` below `directory`; `state` is the loop's own (small, plain values)."""
-        return checkpoint.save(
-            directory, step, self.model, self.optimizer, self.scheduler, state, self.config
-        )
+        return checkpoint.save(directory, step, self.model, self.optimizer, self.scheduler, state, self.config)
 
     def load_checkpoint(self, iteration: Path) -> dict[str, Any]:
         """Restore weights, optimizer, schedule and random states, from any layout; returns the loop's state."""
         return checkpoint.load(iteration, self.model, self.optimizer, self.scheduler)
+
+    def load_weights(self, iteration: Path) -> None:
+        """Restore the weights alone of a checkpoint, from any layout."""
+        checkpoint.load_weights(iteration, self.model)
 
     # ------------------------------------------------------------ life
 

@@ -1,0 +1,46 @@
+PYTHON ?= python3
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+BIN := .venv/bin
+export OMP_NUM_THREADS := 1
+
+.PHONY: install demo test layouts bench lint clean
+
+install: .venv/installed
+
+# A torch that is already there is kept. Otherwise the CPU build is installed; CUDA packages, gigabytes of
+# them, come only with a torch that you install first.
+SUITABLE_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	test -x $(BIN)/python || if $(PYTHON) -c '$(SUITABLE_TORCH)' 2>/dev/null; \
+		then $(PYTHON) -m venv --system-site-packages .venv; else $(PYTHON) -m venv .venv; fi
+	$(BIN)/python -c '$(SUITABLE_TORCH)' 2>/dev/null || \
+		$(BIN)/pip install --constraint constraints.txt --index-url $(TORCH_INDEX) torch
+	$(BIN)/pip install --editable '.[dev]'
+	touch $@
+
+outputs/demo/model/config.json: scripts/make_demo_data.py | install
+	$(BIN)/python scripts/make_demo_data.py outputs/demo
+
+demo: outputs/demo/model/config.json
+	rm -rf outputs/dpo_cpu
+	$(BIN)/torchrun --nproc-per-node 2 scripts/train_dpo.py configs/dpo_cpu.yaml parallel.tensor_model_parallel_size=2
+
+test: install
+	$(BIN)/pytest
+
+layouts: outputs/demo/model/config.json
+	$(BIN)/python scripts/verify_layouts.py configs/dpo_cpu.yaml batch.global_batch_size=16 \
+		--layouts tp=1,2 pp=1,2 cp=1,2 dp=1,2 sp=0,1 packing=0,1 --max-processes 8
+
+bench: install
+	$(BIN)/python scripts/bench_logprobs.py
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv outputs

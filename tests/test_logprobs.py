@@ -1,0 +1,215 @@
+"""Log-probabilities by both paths against float64 autograd, at TP 1, 2, 4 × CP 1, 2, packed and not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mcore_rl.distributed import linear_logprobs as fused
+from mcore_rl.distributed.collectives import all_gather
+from mcore_rl.distributed.context_parallel import gather_context_parallel, slice_context_parallel
+from mcore_rl.distributed.linear_logprobs import gather_hidden_states, linear_logprobs
+from mcore_rl.distributed.pack_layout import PackLayout
+from mcore_rl.distributed.parallel_logprobs import (
+    next_token_logprobs_from_logits,
+    unpack_next_token_values,
+    vocab_parallel_logprobs,
+    vocab_parallel_topk,
+)
+
+VOCAB, PADDED, HIDDEN = 21, 24, 7
+LENGTHS = (9, 1, 16, 2, 5)  # a single token has nothing to predict
+TEMPERATURE = 0.7
+
+
+def make_case(packing: bool, cp: int):
+    """Hidden states of the pack, LM head, rows and a random weight for every log-probability and entropy."""
+    g = torch.Generator().manual_seed(5)
+    width = max(LENGTHS)
+    multiple = 2 * cp
+    if packing:
+        layout = PackLayout.pack(LENGTHS, cp, multiple, total=52 + multiple - 52 % multiple)
+    else:
+        layout = PackLayout(LENGTHS, (width,) * len(LENGTHS), width * len(LENGTHS), cp)
+    double = {"generator": g, "dtype": torch.float64}
+    rows = torch.zeros(len(LENGTHS), width, dtype=torch.long)
+    for row, length in enumerate(LENGTHS):
+        rows[row, :length] = torch.randint(0, VOCAB, (length,), generator=g)
+    rows[0, 1:4] = torch.tensor([0, VOCAB - 1, PADDED // 2])  # the edges of shards
+    weights = torch.randn(2, len(LENGTHS), width - 1, **double)
+    weights[:, 2] = 0  # a row without loss
+    weights *= torch.rand(len(LENGTHS), width - 1, generator=g) < 0.7
+    hidden, head = torch.randn(layout.total, HIDDEN, **double), torch.randn(PADDED, HIDDEN, **double)
+    return layout, rows, weights, hidden, head
+
+
+def dense(packing, cp):
+    """Values and gradients in float64 by torch alone, one row at a time."""
+    layout, rows, weights, hidden, head = make_case(packing, cp)
+    hidden.requires_grad_(), head.requires_grad_()
+    logprobs, entropy = torch.zeros_like(weights[0]), torch.zeros_like(weights[0])
+    total = 0.0
+    for row, (start, length) in enumerate(zip(layout.starts.tolist(), LENGTHS, strict=True)):
+        scores = F.log_softmax(hidden[start : start + length] @ head[:VOCAB].T / TEMPERATURE, dim=-1)[:-1]
+        lp = scores.gather(1, rows[row, 1:length, None])[:, 0]
+        h = -(scores.exp() * scores).sum(-1)
+        logprobs[row, : length - 1], entropy[row, : length - 1] = lp.detach(), h.detach()
+        total = total + (lp * weights[0, row, : length - 1]).sum() + (h * weights[1, row, : length - 1]).sum()
+    total.backward()
+    return logprobs, entropy, hidden.grad, head.grad
+
+
+def groups_of(tp, cp):
+    """This rank's tensor- and context-parallel groups of a world of tp × cp (tensor varies fastest)."""
+    rank = torch.distributed.get_rank()
+    tensor = [torch.distributed.new_group([c * tp + t for t in range(tp)]) for c in range(cp)][rank // tp]
+    context = [torch.distributed.new_group([c * tp + t for c in range(cp)]) for t in range(tp)][rank % tp]
+    return tensor, context
+
+
+def sharded(packing, tp, cp, path, sequence_parallel):
+    """The same by one of the two paths; everything gathered back to the dense shapes."""
+    fused.COLUMNS_PER_TILE, fused.TOKENS_PER_TILE = 5, 3
+    tensor, context = groups_of(tp, cp)
+    layout, rows, weights, hidden, head = make_case(packing, cp)
+    t, c = torch.distributed.get_rank(tensor), torch.distributed.get_rank(context)
+    local = slice_context_parallel(hidden, layout, c)
+    local = local.chunk(tp)[t] if sequence_parallel else local
+    local, shard = local.clone().requires_grad_(), head.chunk(tp)[t].clone().requires_grad_()
+    gathered = gather_hidden_states(local, tensor, sequence_parallel)
+    if path == "logits":
+        logprobs, entropy = next_token_logprobs_from_logits(
+            gathered @ shard.T, rows, layout, tensor, context, None, VOCAB, TEMPERATURE, with_entropy=True
+        )
+    else:
+        targets = slice_context_parallel(layout.next_of(layout.pack_rows(rows)), layout, c)
+        logprobs, entropy = linear_logprobs(gathered, shard, targets, tensor, VOCAB, TEMPERATURE, with_entropy=True)
+        logprobs, entropy = unpack_next_token_values(logprobs, entropy, layout, rows.shape[1], context)
+    ((logprobs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
+    hidden_grad = torch.cat(tuple(all_gather(local.grad, tensor))) if sequence_parallel else local.grad
+    hidden_grad = gather_context_parallel(hidden_grad, layout, context)
+    head_grad = torch.cat(tuple(all_gather(shard.grad, tensor)))
+    torch.distributed.all_reduce(head_grad, group=context)
+    return logprobs.detach(), entropy.detach(), hidden_grad, head_grad
+
+
+@pytest.mark.parametrize("path", ["logits", "fused"])
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "rows"])
+@pytest.mark.parametrize(
+    ("tp", "cp", "sequence_parallel"),
+    [(1, 1, False), (2, 1, True), (1, 2, False), (2, 2, False), (4, 1, False), (4, 2, True)],
+)
+def test_against_dense_float64(path, packing, tp, cp, sequence_parallel, pool):
+    if tp * cp == 8 and path == "logits" and not packing:
+        pytest.skip("covered by the fused path and the packed case")
+    expected = dense(packing, cp)
+    for rank, result in enumerate(pool.run(sharded, packing, tp, cp, path, sequence_parallel, world_size=tp * cp)):
+        for name, value, reference in zip(("logprobs", "entropy", "hidden", "head"), result, expected, strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-10, atol=1e-10, msg=lambda m: f"{name}, {rank}: {m}")  # noqa: B023
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_gradcheck(with_entropy, monkeypatch):
+    monkeypatch.setattr(fused, "COLUMNS_PER_TILE", 4)
+    monkeypatch.setattr(fused, "TOKENS_PER_TILE", 2)
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 6, 3, 3, 1])
+
+    def from_hidden(hidden, head):
+        return [x for x in linear_logprobs(hidden, head, targets, None, 7, 0.8, with_entropy) if x is not None]
+
+    def from_logits(logits):
+        return [x for x in vocab_parallel_logprobs(logits, targets, None, 0, 7, 0.8, with_entropy, 2) if x is not None]
+
+    assert torch.autograd.gradcheck(lambda *x: tuple(from_hidden(*x)), (hidden, head))
+    assert torch.autograd.gradcheck(lambda x: tuple(from_logits(x)), ((hidden @ head.T).detach().requires_grad_(),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_paths_agree(dtype):
+    torch.manual_seed(0)
+    hidden = torch.randn(700, 32).to(dtype).requires_grad_()
+    head = torch.randn(9000, 32).to(dtype).requires_grad_()
+    targets = torch.randint(0, 8990, (700,))
+    a, _ = linear_logprobs(hidden, head, targets, vocab_size=8990)
+    b, _ = vocab_parallel_logprobs(hidden.float() @ head.float().T, targets, vocab_size=8990)
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
+    weight = torch.randn(700)
+    ours = torch.autograd.grad((a * weight).sum(), (hidden, head))
+    theirs = torch.autograd.grad((b * weight).sum(), (hidden, head))
+    for x, y in zip(ours, theirs, strict=True):
+        assert x.dtype == dtype
+        torch.testing.assert_close(x, y, rtol=1e-4 if dtype == torch.float32 else 1e-2, atol=1e-3)
+
+
+def test_gradient_goes_into_main_grad():
+    torch.manual_seed(0)
+    hidden, head = torch.randn(6, 4), torch.nn.Parameter(torch.randn(10, 4))
+    targets = torch.randint(0, 10, (6,))
+    (expected,) = torch.autograd.grad(linear_logprobs(hidden, head, targets)[0].sum(), head)
+    head.main_grad = torch.ones(10, 4)
+    linear_logprobs(hidden, head, targets)[0].sum().backward()
+    torch.testing.assert_close(head.main_grad, expected + 1)
+    assert head.grad_added_to_main_grad
+
+
+def test_rows_the_loss_does_not_use_may_hold_nan():
+    logits = torch.randn(4, 6)
+    logits[2] = float("nan")
+    logits.requires_grad_()
+    logprobs, _ = vocab_parallel_logprobs(logits, torch.tensor([1, 2, 3, 4]))
+    logprobs[[0, 1, 3]].sum().backward()
+    assert logits.grad.isfinite().all()
+    assert (logits.grad[2] == 0).all()
+
+
+def topk_on_shards(k):
+    torch.manual_seed(0)
+    logits = torch.randn(5, PADDED)
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return vocab_parallel_topk(logits.chunk(size, dim=1)[rank], k, torch.distributed.group.WORLD, VOCAB)
+
+
+@pytest.mark.parametrize("k", [3, 14])
+def test_topk_over_shards(k, pool):
+    torch.manual_seed(0)
+    expected = torch.randn(5, PADDED)[:, :VOCAB].topk(k)
+    for values, indices in pool.run(topk_on_shards, k, world_size=2):
+        assert torch.equal(values, expected.values)
+        assert torch.equal(indices, expected.indices)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"\[T, H\], \[Vp, H\] and \[T\]"):
+        linear_logprobs(torch.zeros(3, 4), torch.zeros(5, 6), torch.zeros(3, dtype=torch.long))
+    with pytest.raises(ValueError, match="temperature"):
+        linear_logprobs(torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, dtype=torch.long), temperature=0)
+    with pytest.raises(ValueError, match=r"logits \(3, 4\)"):
+        vocab_parallel_logprobs(torch.zeros(3, 4), torch.zeros(2, dtype=torch.long))
+
+
+def wrong_rank():
+    group = torch.distributed.group.WORLD
+    other = 1 - torch.distributed.get_rank()
+    with pytest.raises(ValueError, match="not this process's rank"):
+        vocab_parallel_logprobs(torch.zeros(3, 4), torch.zeros(3, dtype=torch.long), group, rank=other)
+
+
+def test_a_rank_that_is_not_the_groups(pool):
+    pool.run(wrong_rank, world_size=2)
+
+
+def unregistered_collective():
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    torch.distributed.all_reduce(y)
+    y.sum().backward()
+
+
+def test_a_collective_that_autograd_cannot_see_is_an_error(pool):
+    """What the pool promises: the warning of wrong gradients is never only a warning."""
+    from mcore_rl.distributed.process_pool import WorkerError
+
+    with pytest.raises(WorkerError, match="autograd kernel was not registered"):
+        pool.run(unregistered_collective, world_size=2)
