@@ -224,9 +224,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def build_config(
-    config_type: type[ConfigT], values: dict[str, Any], overrides: Sequence[str], origin: str
-) -> ConfigT:
+def build_config(config_type: type[ConfigT], values: dict[str, Any], overrides: Sequence[str], origin: str) -> ConfigT:
     """A configuration from a file's values and overrides; `origin` names the file in errors."""
     for override in overrides:
         _apply_override(values, override)

@@ -94,12 +94,17 @@ def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: i
         data["reference_policy_logprobs"] = logprobs.roll(-1, dims=1)
     policy.compute_gradients(data, loss_fn)
     gather_gradients(policy.chunks)
-    gradients = {name: g.cpu() for name, g in export_hf_weights(policy.model, lambda p: p.main_grad.float())}
-    metrics = [policy.train(data, loss_fn) for _ in range(steps)][0]
+    gradients = {name: g.cpu() for name, g in export_hf_weights(policy.model, _main_grad)}
+    metrics, *_ = [policy.train(data, loss_fn) for _ in range(steps)]
     weights = {name: w.cpu() for name, w in export_hf_weights(policy.model)}
     is_writer = policy.is_writer
     policy.shutdown()
     return Outcome(metrics, logprobs, gradients, weights) if is_writer else None
+
+
+def _main_grad(parameter: torch.nn.Parameter) -> Tensor:
+    gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+    return gradient.float()
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import random
 import re
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
-from pydoc_data.topics import topics
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -42,7 +42,7 @@ def sentence_pairs():
     for text in topics.values():
         paragraphs = [" ".join(p.split()) for p in text.split("\n\n") if re.match(r"\s*[A-Z]", p)]
         sentences = [s for p in paragraphs for s in re.findall(r"[A-Z][^.!?]{30,160}[.!?](?=\s|$)", p)]
-        yield from zip(sentences[::2], sentences[1::2])
+        yield from zip(sentences[::2], sentences[1::2], strict=False)
 
 
 def preference_record(pair):

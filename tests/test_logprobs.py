@@ -68,7 +68,7 @@ def groups_of(tp, cp):
 
 def sharded(packing, tp, cp, path, sequence_parallel):
     """The same by one of the two paths; everything gathered back to the dense shapes."""
-    fused.COLUMNS_PER_TILE, fused.TOKENS_PER_TILE = 5, 3
+    fused.TILE_SHAPE = {"cpu": (3, 5)}
     tensor, context = groups_of(tp, cp)
     layout, rows, weights, hidden, head = make_case(packing, cp)
     t, c = torch.distributed.get_rank(tensor), torch.distributed.get_rank(context)
@@ -109,8 +109,7 @@ def test_against_dense_float64(path, packing, tp, cp, sequence_parallel, pool):
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_gradcheck(with_entropy, monkeypatch):
-    monkeypatch.setattr(fused, "COLUMNS_PER_TILE", 4)
-    monkeypatch.setattr(fused, "TOKENS_PER_TILE", 2)
+    monkeypatch.setitem(fused.TILE_SHAPE, "cpu", (2, 4))
     torch.manual_seed(0)
     hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     head = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)

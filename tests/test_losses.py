@@ -218,10 +218,8 @@ def pg_expected(cfg, data, seqs, toks, logits):
             return 1.0
         difference = torch.where(mask > 0, prev - gen, 0)
         w = difference.sum(1, keepdim=True).exp() if cfg.get("sequence_level_importance_ratios") else (prev - gen).exp()
-        upper, lower = (
-            cfg.get("truncated_importance_sampling_ratio"),
-            cfg.get("truncated_importance_sampling_ratio_min", 0),
-        )
+        upper = cfg.get("truncated_importance_sampling_ratio")
+        lower = cfg.get("truncated_importance_sampling_ratio_min", 0)
         kind = cfg.get("truncated_importance_sampling_type", "tis")
         if upper is None:
             return w
@@ -358,8 +356,8 @@ def test_masked_positions_may_hold_anything(loss_fn, bad):
     dirty = torch.where(masked[..., None], bad, logits.detach()).requires_grad_()
     for key in ("prev_logprobs", "generation_logprobs"):
         data[key][:, 1:][mask_of(data) == 0] = bad
-    data["reference_policy_logprobs"] = torch.where(masked if isinstance(loss_fn, DPOLossFn) else masked.roll(1, 1), bad,
-                                                    data["reference_policy_logprobs"])  # fmt: skip
+    of_column = masked if isinstance(loss_fn, DPOLossFn) else masked.roll(1, 1)
+    data["reference_policy_logprobs"] = torch.where(of_column, bad, data["reference_policy_logprobs"])
     loss, metrics = loss_fn(dirty, data, seqs, toks)
     torch.testing.assert_close(loss, clean)
     torch.testing.assert_close(torch.autograd.grad(loss, dirty)[0], clean_gradient)

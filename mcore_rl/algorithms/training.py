@@ -135,9 +135,8 @@ class SupervisedRun:
 
     def _introduce(self, done: int, steps: int) -> None:
         limit, say = self.config.data.max_sequence_length, self.reporter.say
-        say(
-            f"model: {self.config.model.path}, {self.policy.num_parameters:,} parameters, {self.policy.describe_layout()}"
-        )
+        policy = self.policy
+        say(f"model: {self.config.model.path}, {policy.num_parameters:,} parameters, {policy.describe_layout()}")
         say(self.inputs.train.describe("train", limit))
         if self.inputs.validation:
             say(self.inputs.validation.describe("validation", limit))

@@ -26,8 +26,8 @@ from mcore_rl.distributed.parallel_logprobs import (
     valid_columns,
 )
 
-TOKENS_PER_TILE = 512
-COLUMNS_PER_TILE = 4096
+# (tokens, vocabulary columns) of a tile: what a CPU's cache holds, or enough to keep a GPU busy.
+TILE_SHAPE = {"cpu": (512, 4096), "cuda": (2048, 16384)}
 
 
 def gather_hidden_states(hidden: Tensor, group: ProcessGroup | None, sequence_parallel: bool) -> Tensor:
@@ -141,10 +141,10 @@ class _Tiles:
         self.half_on_gpu = hidden.is_cuda and hidden.dtype in (torch.float16, torch.bfloat16)
 
     def row_tiles(self) -> Iterator[slice]:
-        return _slices(self._hidden.shape[0], TOKENS_PER_TILE)
+        return _slices(self._hidden.shape[0], TILE_SHAPE[self._hidden.device.type][0])
 
     def column_tiles(self) -> Iterator[slice]:
-        return _slices(self.columns, COLUMNS_PER_TILE)
+        return _slices(self.columns, TILE_SHAPE[self._hidden.device.type][1])
 
     def hidden(self, rows: slice) -> Tensor:
         return self._hidden[rows].to(self.dtype)
@@ -167,9 +167,8 @@ def _slices(total: int, step: int) -> Iterator[slice]:
 def _shard_statistics(tiles: _Tiles, local: Tensor, with_mean: bool) -> tuple[Tensor, Tensor, Tensor]:
     """log Σ exp x, the target's logit (0 if another rank's) and Σ softmax(x)·x over the shard, each [T]."""
     count = local.shape[0]
-    options = {"dtype": tiles.dtype, "device": local.device}
-    lse = torch.full((count,), -torch.inf, **options)
-    target_logit, mean = torch.zeros(count, **options), torch.zeros(count, **options)
+    lse = torch.full((count,), -torch.inf, dtype=tiles.dtype, device=local.device)
+    target_logit, mean = torch.zeros_like(lse), torch.zeros_like(lse)
     for columns in tiles.column_tiles():
         for rows in tiles.row_tiles():
             x = tiles.product(rows, columns)

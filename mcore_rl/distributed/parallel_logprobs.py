@@ -18,7 +18,8 @@ from mcore_rl.distributed.collectives import all_gather, group_rank, group_size
 from mcore_rl.distributed.context_parallel import gather_context_parallel, slice_context_parallel
 from mcore_rl.distributed.pack_layout import PackLayout
 
-TOKENS_PER_CHUNK = 16
+# What is worked on at a time: a CPU's cache, or enough of a GPU's memory to keep it busy.
+CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -66,12 +67,16 @@ class _LogprobsFromLogits(torch.autograd.Function):
         local, owned = _local_targets(targets, rank * logits.shape[1], columns)
         lse = torch.full((count,), -torch.inf, dtype=dtype, device=logits.device)
         mean, chosen = torch.zeros_like(lse), torch.zeros_like(targets, dtype=dtype)
+        scratch = torch.empty(min(chunk, count), columns, dtype=dtype, device=logits.device)
         for rows in _chunks(count if columns else 0, chunk):
             x = _scaled(logits[rows, :columns], dtype, temperature)
-            lse[rows] = torch.logsumexp(x, dim=1)
+            peak = x.amax(dim=1)
+            z = torch.sub(x, peak[:, None], out=scratch[: len(x)]).exp_()
+            total = z.sum(dim=1)
+            lse[rows] = peak + total.log()
             chosen[rows] = torch.where(owned[rows], x.gather(1, local[rows]), 0)
             if with_entropy:
-                mean[rows] = torch.linalg.vecdot(torch.sub(x, lse[rows, None]).exp_(), x)
+                mean[rows] = torch.linalg.vecdot(z, x) / total
         lse, picked, mean = combine_over_vocabulary(lse, chosen.T, mean, group)
         ctx.save_for_backward(logits, local, owned, lse, mean)
         ctx.columns, ctx.temperature, ctx.with_entropy, ctx.chunk = columns, temperature, with_entropy, chunk
@@ -132,7 +137,7 @@ def vocab_parallel_logprobs(
     vocab_size: int | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
-    chunk_size: int = TOKENS_PER_CHUNK,
+    chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of given tokens and, if asked for, the entropy of each distribution, in nats.
 
@@ -146,7 +151,7 @@ def vocab_parallel_logprobs(
         rank: which shard this is; the rank in `group` if None.
         vocab_size: real tokens in the vocabulary; columns beyond are padding and are left out.
         temperature: divides the logits.
-        chunk_size: tokens worked on at a time.
+        chunk_size: tokens worked on at a time; None for as many as `CHUNK_BYTES` allows.
 
     Returns:
         logprobs of `targets`' shape and entropy [T] or None, fp32 (fp64 for fp64 logits).
@@ -157,6 +162,9 @@ def vocab_parallel_logprobs(
     rank = group_rank(group) if rank is None else rank
     _check(logits, targets, group, rank, temperature)
     columns = valid_columns(logits.shape[1], rank, vocab_size)
+    if chunk_size is None:
+        row_bytes = max(columns, 1) * accumulation_dtype(logits.dtype).itemsize
+        chunk_size = max(1, CHUNK_BYTES[logits.device.type] // row_bytes)
     wide = targets if targets.ndim == 2 else targets[:, None]
     logprobs, entropy = _LogprobsFromLogits.apply(
         logits, wide, group, rank, columns, temperature, with_entropy, chunk_size

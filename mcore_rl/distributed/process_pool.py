@@ -67,10 +67,10 @@ class DistributedPool:
             ready = wait(list(pending), timeout=max(remaining, 0))
             if not ready:
                 break
-            for connection in ready:
-                rank = pending.pop(connection)  # type: ignore[index]
+            for connection in [c for c in pending if c in ready]:
+                rank = pending.pop(connection)
                 try:
-                    ok, value = connection.recv()  # type: ignore[union-attr]
+                    ok, value = connection.recv()
                 except EOFError:
                     ok, value = False, "the process died"
                 results[rank] = value

@@ -110,8 +110,12 @@ class _Options:
             raise ValueError("dr_grpo_max_tokens must be positive and needs token_level_loss=False")
         if self.disable_ppo_ratio and (self.clip_type == "cispo" or self.sequence_level_importance_ratios):
             raise ValueError("disable_ppo_ratio leaves no ratio for clip_type=cispo or sequence-level ratios")
-        choices = {"clip_type": ("ppo", "cispo"), "kl_estimator": ("k1", "k2", "k3"), "kl_gradient": ("detached", "score"),
-                   "truncated_importance_sampling_type": ("tis", "icepop", "seq-mask-tis")}  # fmt: skip
+        choices = {
+            "clip_type": ("ppo", "cispo"),
+            "kl_estimator": ("k1", "k2", "k3"),
+            "kl_gradient": ("detached", "score"),
+            "truncated_importance_sampling_type": ("tis", "icepop", "seq-mask-tis"),
+        }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")

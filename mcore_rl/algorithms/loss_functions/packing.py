@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,10 +94,11 @@ class SequencePackingLossWrapper:
         total: Tensor = logits.new_zeros((), dtype=torch.float32)
         metrics: dict[str, Any] = {}
         starts = layout.cu_seqlens_padded.tolist()
+        call: Callable[..., Any] = self.loss_fn  # the groups are optional in the protocol
         for row, padded in enumerate(layout.padded_lengths):
             start = starts[row] // layout.cp_size
             cut = logits[:, start : start + padded // layout.cp_size]
-            loss, row_metrics = self.loss_fn(  # type: ignore[call-arg]
+            loss, row_metrics = call(
                 cut, _cut_row(data, row, layout.lengths[row], padded), global_valid_seqs, global_valid_toks, *groups
             )
             total = total + loss

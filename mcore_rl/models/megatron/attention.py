@@ -108,8 +108,8 @@ def _sdpa_by_segment(
     if repeats > 1:  # grouped-query attention: torch's CPU flash kernel wants equal head counts
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     if len(set(query_lengths)) == 1 and query_lengths == key_lengths:
-        batch = [x.unflatten(0, (len(query_lengths), -1)).transpose(1, 2) for x in (query, key, value)]
-        return F.scaled_dot_product_attention(*batch, is_causal=True, scale=scale).transpose(1, 2).flatten(0, 1)
+        q, k, v = (x.unflatten(0, (len(query_lengths), -1)).transpose(1, 2) for x in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2).flatten(0, 1)
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     outs = []
     for q, k, v in zip(
@@ -140,18 +140,21 @@ def _flash_attention(
     """Torch's flash kernel for packs (CUDA, half precision); its causal mask is lower-right aligned too."""
     from torch.nn.attention.varlen import varlen_attn
 
-    cumulative = [
+    cu_queries, cu_keys = (
         torch.tensor((0, *lengths)).cumsum(0).int().to(query.device, non_blocking=True)
         for lengths in (query_lengths, key_lengths)
-    ]
-    return varlen_attn(
+    )
+    out = varlen_attn(
         query,
         key,
         value,
-        *cumulative,
+        cu_queries,
+        cu_keys,
         max(query_lengths),
         max(key_lengths),
         scale=scale,
         window_size=(-1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    assert isinstance(out, Tensor)
+    return out

@@ -98,6 +98,9 @@ def load(
     iteration: Path, model: BuiltModel, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
 ) -> dict[str, Any]:
     """Restore everything that `save` wrote, under this run's layout; collective. Returns the loop's state."""
+    for chained in optimizer.chained_optimizers:
+        if not chained.optimizer.state:  # Megatron describes only states that exist
+            chained._init_optimizer_states_with_dummy_values()
     model_state = _model_state(model)
     wanted = {
         **model_state,

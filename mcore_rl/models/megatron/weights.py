@@ -271,6 +271,7 @@ def _gather_whole(
     if topology.pipeline.size == 1:
         return stacked
     header = [stacked.dtype if shard is not None else None]
+    assert topology.pipeline.group is not None
     source = torch.distributed.get_global_rank(topology.pipeline.group, stage)
     torch.distributed.broadcast_object_list(header, src=source, group=topology.pipeline.group)
     if shard is None:

@@ -51,7 +51,7 @@ class PolicyInterface(ABC):
         """Release what only training needs."""
 
     @abstractmethod
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Write weights and training state."""
 
     @abstractmethod

@@ -1,0 +1,152 @@
+"""What log-probabilities cost, as ratios within one run: forward + backward, including the LM head.
+
+    OMP_NUM_THREADS=2 python scripts/bench_logprobs.py [--vocabulary 151936] [--hidden 512] [--tokens 1024]
+
+The yardstick is the three matrix products that no method avoids: logits, and the gradients of hidden
+states and weight. Each ratio is the median over interleaved repetitions. Memory is the peak of the
+process's resident set beyond inputs, weight and their gradients, measured in a process of its own.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import threading
+import time
+
+import psutil
+import torch
+import torch.nn.functional as F
+
+from mcore_rl.algorithms.loss_functions import NLLLoss, SequencePackingLossWrapper
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.linear_logprobs import linear_logprobs
+from mcore_rl.distributed.parallel_logprobs import vocab_parallel_logprobs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--repetitions", type=int, default=7)
+    sizes = parser.parse_args()
+    torch.set_num_threads(2)
+    case = Case(sizes.tokens, sizes.hidden, sizes.vocabulary)
+
+    print(f"{sizes.tokens} tokens, hidden {sizes.hidden}, vocabulary {sizes.vocabulary}, fp32, 2 threads")
+    ratios = compare(sizes.repetitions, products=case.products, fused=case.fused)
+    row("fused / three products", ratios["fused"] / ratios["products"], "1.6")
+    ratios = compare(sizes.repetitions, products=case.products, from_logits=case.from_logits)
+    row("from logits / three products", ratios["from_logits"] / ratios["products"], "1.2")
+    ratios = compare(sizes.repetitions, half_masked=case.half_masked, fused=case.fused)
+    row("fused, half the tokens masked / none", ratios["half_masked"] / ratios["fused"], "0.6")
+
+    many, few = Packs(64, 16, sizes.vocabulary), Packs(4, 256, sizes.vocabulary)
+    ratios = compare(sizes.repetitions, many=many.run, few=few.run)
+    row("loss of 64 sequences of 16 / 4 of 256", ratios["many"] / ratios["few"], "1.15")
+
+    for tokens in (sizes.tokens, 16 * sizes.tokens):
+        row(f"fused, peak MB beyond gradients at {tokens} tokens", peak_megabytes(tokens, sizes), "200")
+
+
+def row(name: str, value: float, bound: str) -> None:
+    print(f"{name:<52}{value:>8.2f}   (at most {bound})", flush=True)
+
+
+def compare(repetitions: int, **functions) -> dict[str, float]:
+    """Median seconds of each, their repetitions interleaved so that a slow moment hits all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repetitions + 1):
+        for name, function in functions.items():
+            started = time.perf_counter()
+            function()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
+
+
+class Case:
+    """Hidden states, LM head and targets of one size."""
+
+    def __init__(self, tokens: int, hidden: int, vocabulary: int) -> None:
+        torch.manual_seed(0)
+        self.hidden = (torch.randn(tokens, hidden) * 0.3).requires_grad_()
+        self.weight = (torch.randn(vocabulary, hidden) * 0.05).requires_grad_()
+        self.targets = torch.randint(0, vocabulary, (tokens,))
+
+    def products(self) -> None:
+        with torch.no_grad():
+            logits = self.hidden @ self.weight.T
+            logits @ self.weight
+            logits.T @ self.hidden
+
+    def fused(self) -> None:
+        self.backward(linear_logprobs(self.hidden, self.weight, self.targets)[0])
+
+    def half_masked(self) -> None:
+        rows = torch.arange(0, len(self.targets), 2)
+        self.backward(linear_logprobs(self.hidden[rows], self.weight, self.targets[rows])[0])
+
+    def from_logits(self) -> None:
+        self.backward(vocab_parallel_logprobs(F.linear(self.hidden, self.weight), self.targets)[0])
+
+    def backward(self, logprobs: torch.Tensor) -> None:
+        self.hidden.grad = self.weight.grad = None
+        logprobs.sum().backward()
+
+
+class Packs:
+    """A pack's logits, and its loss through the wrapper."""
+
+    def __init__(self, count: int, length: int, vocabulary: int) -> None:
+        torch.manual_seed(0)
+        self.logits = torch.randn(1, count * length, vocabulary // 8, requires_grad=True)
+        self.wrapper = SequencePackingLossWrapper(NLLLoss(), torch.arange(count + 1, dtype=torch.int32) * length)
+        ones = torch.ones(count, length)
+        ids = torch.randint(0, vocabulary // 8, (count, length))
+        self.data = BatchedDataDict(input_ids=ids, token_mask=ones, sample_mask=torch.ones(count))
+
+    def run(self) -> None:
+        self.logits.grad = None
+        self.wrapper(self.logits, self.data, torch.tensor(1.0), torch.tensor(1024.0))[0].backward()
+
+
+def peak_megabytes(tokens: int, sizes: argparse.Namespace) -> float:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(_peak, (tokens, sizes.hidden, sizes.vocabulary))
+
+
+def _peak(tokens: int, hidden: int, vocabulary: int) -> float:
+    torch.set_num_threads(2)
+    Case(8, 8, 64).fused()
+    case = Case(tokens, hidden, vocabulary)
+    # As in training, gradients have their places already.
+    case.hidden.grad, case.weight.main_grad = torch.ones_like(case.hidden), torch.ones_like(case.weight)
+    with ResidentPeak() as resident:
+        logprobs, _ = linear_logprobs(case.hidden, case.weight, case.targets)
+        logprobs.sum().backward()
+    gradient_before_it_is_added = case.hidden.numel() * 4
+    return (resident.peak - gradient_before_it_is_added) / 1e6
+
+
+class ResidentPeak:
+    """The highest resident set size while open, above that at its start, sampled every 2 ms."""
+
+    def __enter__(self) -> "ResidentPeak":
+        self.process, self.peak, self.done = psutil.Process(), 0, threading.Event()
+        self.start = self.process.memory_info().rss
+        self.thread = threading.Thread(target=self._sample)
+        self.thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self.done.wait(0.002):
+            self.peak = max(self.peak, self.process.memory_info().rss - self.start)
+
+    def __exit__(self, *_: object) -> None:
+        self.done.set()
+        self.thread.join()
+
+
+if __name__ == "__main__":
+    main()

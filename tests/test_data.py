@@ -1,0 +1,212 @@
+"""Records to token ids and masks, the order of samples, and the schedule of microbatches."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import make_tokenizer
+
+from mcore_rl.config import DataConfig
+from mcore_rl.data.batches import SampleOrder, collate, valid_counts
+from mcore_rl.data.packing import Batching
+from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
+from mcore_rl.data.tokenize import TokenSequence, tokenize_completion, tokenize_messages
+from mcore_rl.distributed.pack_layout import round_up
+from mcore_rl.errors import UserError
+
+TOKENIZER = make_tokenizer()
+
+
+def text_of(sequence, trained=None):
+    kept = [i for i, m in zip(sequence.input_ids, sequence.token_mask, strict=True) if trained is None or m == trained]
+    return "".join(TOKENIZER.convert_ids_to_tokens(kept))
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def test_plain_strings_end_with_the_end_token():
+    sequence = tokenize_completion(TOKENIZER, "ask ", "answer")
+    assert text_of(sequence) == "ask answer<|end|>"
+    assert text_of(sequence, trained=True) == "answer<|end|>"
+
+
+def test_chat_template_and_what_it_writes_after_the_end_token():
+    sequence = tokenize_completion(TOKENIZER, [user("hi")], [assistant("yo")])
+    assert text_of(sequence) == "<|user|>hi<|assistant|>yo<|end|>"
+    assert text_of(sequence, trained=True) == "yo<|end|>"
+
+
+def test_every_assistant_message_is_trained_on():
+    sequence = tokenize_messages(TOKENIZER, [user("a"), assistant("b"), user("c"), assistant("d")])
+    assert text_of(sequence) == "<|user|>a<|assistant|>b<|end|>\n<|user|>c<|assistant|>d<|end|>"
+    assert text_of(sequence, trained=True) == "b<|end|>d<|end|>"
+
+
+def test_the_beginning_token_is_kept():
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = make_tokenizer()
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<|system|> $A", special_tokens=[("<|system|>", tokenizer.convert_tokens_to_ids("<|system|>"))]
+    )
+    sequence = tokenize_completion(tokenizer, "ab", "c")
+    assert "".join(tokenizer.convert_ids_to_tokens(sequence.input_ids)) == "<|system|>abc<|end|>"
+    assert sequence.token_mask == (False, False, False, True, True)
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def settings_of(**changes):
+    return DataConfig(**{"train": "unused", "max_sequence_length": 40, **changes})
+
+
+def test_preference_records(tmp_path):
+    plain = {"prompt": "p ", "chosen": "good", "rejected": "bad"}
+    implicit = {"chosen": [user("q"), assistant("good")], "rejected": [user("q"), assistant("bad")]}
+    explicit = {"prompt": [user("q")], "chosen": [assistant("good")], "rejected": [assistant("bad")]}
+    first = load_preference_dataset(write(tmp_path / "a.jsonl", [plain]), TOKENIZER, settings_of())
+    assert [text_of(s, trained=True) for s in first.units[0]] == ["good<|end|>", "bad<|end|>"]
+    shared = load_preference_dataset(write(tmp_path / "b.jsonl", [implicit]), TOKENIZER, settings_of())
+    given = load_preference_dataset(write(tmp_path / "c.jsonl", [explicit]), TOKENIZER, settings_of())
+    assert shared.units == given.units
+
+
+def test_parquet(tmp_path):
+    import datasets
+
+    path = str(tmp_path / "a.parquet")
+    datasets.Dataset.from_list([{"prompt": "p", "completion": "c"}]).to_parquet(path)
+    assert text_of(load_sft_dataset(path, TOKENIZER, settings_of()).units[0][0]) == "pc<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"prompt": "a", "completion": "b"}', "", '{"prompt": '], "line 3: not valid JSON"),
+        (["[1, 2]"], "line 1: must be a JSON object, found a list"),
+        (
+            ['{"prompt": "a", "completion": "b"}', "", '{"prompt": "a", "answer": "b"}'],
+            "line 3: lacks the key completion",
+        ),
+        (['{"prompt": "a", "completion": ""}'], "line 1: the record has no response tokens"),
+        (['{"messages": [{"role": "user", "content": "a"}]}'], "line 1: the record has no response tokens"),
+        (['{"prompt": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "completion": "b"}'], "no record is left"),
+    ],
+)
+def test_bad_lines_name_file_and_line(tmp_path, lines, message):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError, match=message) as error:
+        load_sft_dataset(str(path), TOKENIZER, settings_of())
+    assert "data.jsonl" in str(error.value)
+
+
+def test_missing_file():
+    with pytest.raises(UserError, match=r"missing\.jsonl does not exist"):
+        load_sft_dataset("missing.jsonl", TOKENIZER, settings_of())
+
+
+def test_long_records_are_dropped_or_truncated(tmp_path):
+    records = [{"prompt": "p" * n, "completion": "c" * 20} for n in (5, 30, 60)]
+    path = write(tmp_path / "a.jsonl", records)
+    dropped = load_sft_dataset(path, TOKENIZER, settings_of())
+    assert (len(dropped), dropped.num_dropped, dropped.num_truncated) == (1, 2, 0)
+    cut = load_sft_dataset(path, TOKENIZER, settings_of(overlong="truncate"))
+    assert (len(cut), cut.num_dropped, cut.num_truncated) == (2, 1, 1)  # the last has no response left
+    assert "1 dropped" in cut.describe("train", 40)
+    assert "1 truncated to 40 tokens" in cut.describe("train", 40)
+    assert max(len(unit[0]) for unit in cut.units) == 40
+
+
+def test_tokenizer_without_pad_token(tmp_path):
+    from mcore_rl.data.tokenize import load_tokenizer
+
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="has no pad_token"):
+        load_tokenizer(tmp_path)
+
+
+@given(st.integers(1, 20), st.integers(0, 5))
+def test_sample_order_repeats_and_skips_nothing(size, seed):
+    order = SampleOrder(size, seed)
+    stream = order.indices(0, 3 * size)
+    for epoch in range(3):
+        assert sorted(stream[epoch * size : (epoch + 1) * size]) == list(range(size))
+    assert order.indices(size - 1, size) == stream[size - 1 : 2 * size - 1]
+
+
+def sequences(lengths):
+    return [(TokenSequence((1,) * n, (False,) + (True,) * (n - 1)),) for n in lengths]
+
+
+def test_collate_and_counts():
+    data = collate(sequences([3, 5]), pad_token_id=9)
+    assert data["input_ids"].tolist() == [[1, 1, 1, 9, 9], [1, 1, 1, 1, 1]]
+    assert [int(x) for x in valid_counts(data)] == [2, 6]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(2, 30), min_size=1, max_size=24),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.booleans(),
+    st.sampled_from([1, 4]),
+)
+def test_plan(lengths, dp_size, rows_per_unit, packing, multiple):
+    """Every row once, units whole, packs within capacity, the same number for every rank."""
+    lengths = lengths * rows_per_unit
+    batching = Batching(packing, 70, 3, rows_per_unit, dp_size, multiple=multiple)
+    plan = batching.plan(lengths)
+    assert len(plan) == dp_size
+    assert len({len(shard) for shard in plan}) == 1
+    assert sorted(row for shard in plan for rows in shard for row in rows) == list(range(len(lengths)))
+    for rows in (rows for shard in plan for rows in shard):
+        assert all(row // rows_per_unit * rows_per_unit in rows for row in rows)
+        assert len(rows) % rows_per_unit == 0
+        if packing:
+            assert sum(round_up(lengths[row], multiple) for row in rows) <= 70
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_fillers_keep_ranks_in_step(packing):
+    """Three units on four ranks: one rank gets a microbatch whose samples do not count."""
+    data = collate(sequences([8, 6, 4]), 0)
+    batching = Batching(packing, 16, 1, 1, dp_size=4, one_width=True)
+    shards = [batching.microbatches(data, rank) for rank in range(4)]
+    assert {len(shard) for shard in shards} == {1}
+    assert {shard[0].layout.total for shard in shards} == {8}
+    fillers = [shard[0] for shard in shards if not shard[0].counts]
+    assert len(fillers) == 1
+    assert fillers[0].data["sample_mask"].sum() == 0
+    assert sum(float(shard[0].data["sample_mask"].sum()) for shard in shards) == 3
+
+
+def test_packs_are_filled_first_fit_decreasing():
+    plan = Batching(True, 10, 1, 1).plan([5, 6, 4, 5])
+    assert sorted(map(sorted, plan[0])) == [[0, 3], [1, 2]]
+
+
+def test_a_unit_longer_than_a_pack():
+    with pytest.raises(ValueError, match="record of 12 padded tokens does not fit a pack of 10"):
+        Batching(True, 10, 1, 1, multiple=4).plan([9])
+
+
+def test_microbatch_rows_are_cut_to_their_longest():
+    data = collate(sequences([9, 3, 4]), 0)
+    microbatch = Batching(False, 0, 2, 1).microbatches(data, 0)[1]
+    assert microbatch.rows == [2]
+    assert torch.equal(microbatch.data["input_ids"], data["input_ids"][2:, :4])

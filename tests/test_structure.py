@@ -1,0 +1,63 @@
+"""The house holds its floors: a module imports from its own floor or below."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "mcore_rl"
+
+FLOORS = {
+    "__init__": 0,
+    "errors": 0,
+    "platform": 0,
+    "config": 0,  # may be imported from anywhere
+    "distributed": 1,
+    "data": 2,
+    "algorithms.interfaces": 2,
+    "algorithms.loss_functions": 2,
+    "models.megatron": 3,
+    "models.policy": 4,
+    "algorithms": 5,
+    "layout_check": 5,
+    "entry_point": 6,
+    "models": 0,  # the empty package itself
+}
+LIGHT = {"distributed", "algorithms.loss_functions", "algorithms.interfaces"}
+
+
+def floor_of(module: str) -> int:
+    parts = module.split(".")[1:] or ["__init__"]
+    prefixes = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    return next(FLOORS[prefix] for prefix in prefixes if prefix in FLOORS)
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        yield pytest.param(name, path, id=name)
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+@pytest.mark.parametrize(("name", "path"), modules())
+def test_floors(name, path):
+    above = [i for i in imported(path) if i.startswith("mcore_rl.") and floor_of(i) > floor_of(name)]
+    assert not above, f"{name} (floor {floor_of(name)}) imports from above: {above}"
+
+
+@pytest.mark.parametrize(("name", "path"), modules())
+def test_megatron_is_imported_in_one_place(name, path):
+    if not name.startswith("mcore_rl.models.megatron"):
+        assert not [i for i in imported(path) if i.split(".")[0] == "megatron"]
+
+
+@pytest.mark.parametrize(("name", "path"), modules())
+def test_files_can_be_read_in_a_sitting(name, path):
+    assert len(path.read_text().splitlines()) <= 420

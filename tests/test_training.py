@@ -1,0 +1,187 @@
+"""The scripts as a user starts them: training, resuming under another layout, and mistakes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from models import make_model
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT = 240
+
+
+def run(script, *arguments, processes=1, check=True):
+    """The finished script; its whole process group is killed if it takes too long."""
+    command = [sys.executable, ROOT / "scripts" / script]
+    if processes > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command = [*launcher, *command[1:]]
+    process = subprocess.Popen(
+        [*map(str, command), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        process.stdout_text, process.stderr_text = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"{script} took longer than {TIMEOUT} s\n{out}\n{err}")
+    if check:
+        assert process.returncode == 0, process.stdout_text + process.stderr_text
+    return process
+
+
+def word(index, kind):
+    letters = "abcdefgh" if kind == "good" else "stuvwxyz"
+    return "".join(letters[(index * k) % 8] for k in range(1, 5 + index % 7))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model, preference and SFT data, and a configuration for each."""
+    root = tmp_path_factory.mktemp("training")
+    make_model("qwen2", root / "model", initializer_range=0.05)
+    pairs = [{"prompt": f"say {i} ", "chosen": word(i, "good"), "rejected": word(i, "bad")} for i in range(40)]
+    (root / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (root / "sft.jsonl").write_text(
+        "".join(json.dumps({"prompt": p["prompt"], "completion": p["chosen"]}) + "\n" for p in pairs)
+    )
+    common = {
+        "model": {"path": str(root / "model")},
+        "batch": {"global_batch_size": 16},
+        "optimizer": {"lr": 3e-3, "warmup_steps": 1, "schedule": "cosine", "adam_eps": 1e-6},
+        "trainer": {"max_epochs": 2, "validation_interval": 3},
+        "checkpoint": {"save_interval": 3},
+    }
+    for name, data in (("dpo", "pairs"), ("sft", "sft")):
+        path = str(root / f"{data}.jsonl")
+        config = {**common, "data": {"train": path, "validation": path, "max_sequence_length": 48}}
+        config["output_dir"] = str(root / f"out_{name}")
+        (root / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    return root
+
+
+def metrics_of(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_run(ours, theirs, start=0):
+    timings = ("seconds", "per_second")
+    assert [m["step"] for m in ours] == [m["step"] for m in theirs]
+    for a, b in zip(ours[start:], theirs[start:], strict=True):
+        for name in b:
+            if not name.endswith(timings):
+                assert a[name] == pytest.approx(b[name], rel=2e-4, abs=2e-5), (a["step"], name)
+
+
+@pytest.fixture(scope="module")
+def dpo_run(files):
+    process = run("train_dpo.py", files / "dpo.yaml")
+    return process, files / "out_dpo"
+
+
+def test_dpo_learns_and_writes_everything(dpo_run):
+    process, out = dpo_run
+    metrics = metrics_of(out)
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5]  # two epochs of 40 in batches of 16
+    keys = {"loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "step_seconds", "accuracy", "sft_loss"}
+    assert keys <= set(metrics[0])
+    assert metrics[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert metrics[-1]["accuracy"] == 1
+    assert metrics[2]["validation_num_valid_samples"] == 80
+    assert (out / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "5"
+    assert f"Hugging Face model: {out / 'hf'}" in process.stdout_text
+    assert "train: 40 records" in process.stdout_text
+
+
+def test_resuming_under_another_layout_continues_the_same_run(files, dpo_run):
+    """Three steps in one process, the rest at TP2 × CP2; the result is the uninterrupted run's."""
+    _, whole = dpo_run
+    out = files / "out_resumed"
+    run("train_dpo.py", files / "dpo.yaml", f"output_dir={out}", "checkpoint.export_hf=false")
+    (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3\n")
+    layout = ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2")
+    process = run("train_dpo.py", files / "dpo.yaml", f"output_dir={out}", *layout, processes=4)
+    assert "resumed from" in process.stdout_text
+    assert_same_run(metrics_of(out), metrics_of(whole), start=3)
+    ours, theirs = load_file(out / "hf" / "model.safetensors"), load_file(whole / "hf" / "model.safetensors")
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=2e-4, msg=name)
+
+
+@pytest.mark.slow
+def test_precomputed_reference_equals_swapping(files, dpo_run):
+    _, swapped = dpo_run
+    out = files / "out_precomputed"
+    arguments = (files / "dpo.yaml", f"output_dir={out}", "dpo.reference=precompute")
+    run("train_dpo.py", *arguments, "parallel.context_parallel_size=2", processes=2)
+    assert_same_run(metrics_of(out), metrics_of(swapped))
+    (stored,) = (out / "reference_logprobs").glob("*.safetensors")  # train and validation are the same data here
+    written = stored.stat().st_mtime_ns
+    run("train_dpo.py", *arguments, "checkpoint.resume=none", "trainer.max_steps=1")
+    assert stored.stat().st_mtime_ns == written, "the stored reference does not depend on the layout"
+
+
+@pytest.mark.slow
+def test_sft_and_export(files):
+    run("train_sft.py", files / "sft.yaml", "parallel.tensor_model_parallel_size=2", processes=2)
+    metrics = metrics_of(files / "out_sft")
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    exported = files / "exported"
+    run("export_hf.py", files / "out_sft" / "checkpoints", exported)
+    ours, theirs = load_file(exported / "model.safetensors"), load_file(files / "out_sft" / "hf" / "model.safetensors")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    again = run("export_hf.py", files / "out_sft" / "checkpoints", exported, check=False)
+    assert again.returncode == 2
+    assert "exists already" in again.stderr_text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["optimizer.learning_rate=1"], "unknown key optimizer.learning_rate"),
+        (["parallel.tensor_model_parallel_size=2"], "must divide the number of processes (1)"),
+        (["model.path=nowhere"], "nowhere must be a Hugging Face model directory"),
+        (["data.train=nothing.jsonl"], "nothing.jsonl does not exist"),
+        (["batch.tokens_per_pack=50"], "batch.tokens_per_pack=50: must hold the longest record, 96 tokens"),
+        (["checkpoint.resume=nowhere"], "checkpoint.resume: nowhere is not a directory"),
+    ],
+)
+def test_mistakes_are_one_line(files, arguments, message):
+    process = run("train_dpo.py", files / "dpo.yaml", *arguments, check=False)
+    assert process.returncode == 2
+    assert message in process.stderr_text
+    assert process.stderr_text.startswith("error: ")
+    assert process.stderr_text.count("\n") == 1, process.stderr_text
+
+
+def test_nan_stops_with_step_and_leaves_the_checkpoint(files):
+    out = files / "out_nan"
+    arguments = (files / "sft.yaml", f"output_dir={out}", "trainer.max_steps=2", "trainer.validation_interval=null")
+    run("train_sft.py", *arguments, "checkpoint.export_hf=false", "checkpoint.save_interval=1")
+    poisoned = files / "poisoned"
+    subprocess.run(["cp", "-r", files / "model", poisoned], check=True, timeout=60)
+    from safetensors.torch import save_file
+
+    weights = load_file(poisoned / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, poisoned / "model.safetensors", metadata={"format": "pt"})
+    process = run(
+        "train_sft.py", *arguments, f"model.path={poisoned}", "checkpoint.resume=none",
+        "parallel.context_parallel_size=2", processes=2, check=False,
+    )  # fmt: skip
+    assert process.returncode != 0
+    assert "error: step 1: the loss is nan; first bad log-probability at rank 0: row" in process.stderr_text
+    assert "the last checkpoint is " + str(out / "checkpoints" / "iter_0000002") in process.stderr_text
+    assert (out / "checkpoints" / "iter_0000002" / "metadata.json").is_file()
