@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from mcore_rl.algorithms.interfaces import LossFunction, LossType
+from mcore_rl.algorithms.loss_functions import NLLLoss
 from mcore_rl.config import DPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.layout_check import Layout, Outcome, compare, compute_outcome, table_row
@@ -176,6 +178,42 @@ def test_layouts_of_other_families(family, layout, outcomes, model_of, pool):
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_more_layouts(family, layout, outcomes, model_of, pool):
     check_layout(family, layout, outcomes, model_of, pool)
+
+
+class NLLOfLogits(LossFunction):
+    """A loss that wants logits: the policy has to build them, and to call it a sequence at a time."""
+
+    loss_type = LossType.TOKEN_LEVEL
+
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks, **groups):
+        return NLLLoss()(next_token_logits, data, global_valid_seqs, global_valid_toks, **groups)
+
+
+def gradients_of(config, loss_fn):
+    from mcore_rl.layout_check import _main_grad
+    from mcore_rl.models.megatron.optimizer import gather_gradients
+    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    metrics = policy.compute_gradients(make_data(), loss_fn)
+    gather_gradients(policy.chunks)
+    gradients = dict(export_hf_weights(policy.model, _main_grad))
+    policy.shutdown()
+    return metrics, gradients
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, sp=True), Layout(cp=2), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_losses_of_logits_equal_losses_of_logprobs(family, layout, model_of, pool):
+    config = layout.apply(make_config(model_of(family)))
+    ours, theirs = (
+        pool.run(gradients_of, config, loss_fn, world_size=layout.world_size)[0]
+        for loss_fn in (NLLOfLogits(), NLLLoss())
+    )
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+    for name, gradient in theirs[1].items():
+        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_a_wrong_gradient_is_seen(outcomes):

@@ -21,6 +21,7 @@ from mcore_rl.algorithms.loss_functions import (
     SequencePackingLossWrapper,
     calculate_kl,
     kto_reference_point,
+    soft_overlong_penalty,
 )
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 
@@ -217,7 +218,8 @@ def pg_expected(cfg, data, seqs, toks, logits):
         if not cfg["use_importance_sampling_correction"]:
             return 1.0
         difference = torch.where(mask > 0, prev - gen, 0)
-        w = difference.sum(1, keepdim=True).exp() if cfg.get("sequence_level_importance_ratios") else (prev - gen).exp()
+        by_sequence = cfg.get("sequence_level_importance_ratios") or cfg.get("importance_sampling_level") == "sequence"
+        w = difference.sum(1, keepdim=True).exp() if by_sequence else (prev - gen).exp()
         upper = cfg.get("truncated_importance_sampling_ratio")
         lower = cfg.get("truncated_importance_sampling_ratio_min", 0)
         kind = cfg.get("truncated_importance_sampling_type", "tis")
@@ -251,6 +253,11 @@ PG_VARIANTS = {
     },
     "cispo": {"clip_type": "cispo"},
     "dr.grpo": {"token_level_loss": False, "dr_grpo_max_tokens": 32},
+    "sequence-level tis": {
+        "use_importance_sampling_correction": True,
+        "importance_sampling_level": "sequence",
+        "truncated_importance_sampling_ratio": 1.1,
+    },
     "tis": {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 1.05},
     "icepop": {
         "use_importance_sampling_correction": True,
@@ -295,6 +302,13 @@ def test_kl_estimators_are_clamped():
     far = torch.tensor([1e4])
     assert calculate_kl(torch.zeros(1), far, "k3").isfinite().all()
     assert calculate_kl(torch.zeros(1), far, "k1", clamp=None) == -1e4
+
+
+def test_soft_overlong_penalty():
+    lengths = torch.tensor([10, 80, 90, 100, 120])
+    assert soft_overlong_penalty(lengths, 100, 20).tolist() == [0, 0, -0.5, -1, -1]
+    with pytest.raises(ValueError, match="cache_length"):
+        soft_overlong_penalty(lengths, 100, 0)
 
 
 def test_kto():

@@ -18,6 +18,7 @@ from mcore_rl.algorithms.loss_functions.distillation import (
 from mcore_rl.algorithms.loss_functions.kl import calculate_kl
 from mcore_rl.algorithms.loss_functions.kto import KTOLossConfig, KTOLossDataDict, KTOLossFn, kto_reference_point
 from mcore_rl.algorithms.loss_functions.nll import NLLLoss
+from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
 from mcore_rl.algorithms.loss_functions.packing import SequencePackingLossWrapper
 from mcore_rl.algorithms.loss_functions.preference import (
     BradleyTerryLoss,
@@ -54,4 +55,5 @@ __all__ = [
     "calculate_kl",
     "kto_reference_point",
     "masked_mean",
+    "soft_overlong_penalty",
 ]

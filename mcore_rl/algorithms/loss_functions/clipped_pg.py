@@ -48,6 +48,7 @@ class ClippedPGLossConfig(_RequiredConfig, total=False):
     kl_estimator: KLEstimator
     kl_clamp: float | None
     kl_gradient: Literal["detached", "score"]
+    importance_sampling_level: Literal["token", "sequence"] | None
     truncated_importance_sampling_type: TruncationType
     truncated_importance_sampling_ratio: float | None
     truncated_importance_sampling_ratio_min: float
@@ -94,6 +95,8 @@ class _Options:
     kl_clamp: float | None = 20.0
     kl_gradient: Literal["detached", "score"] = "detached"
     """score: the gradient also passes through the weight of `use_on_policy_kl_approximation`."""
+    importance_sampling_level: Literal["token", "sequence"] | None = None
+    """One weight a token or one a sequence; None for that of the ratios."""
     truncated_importance_sampling_type: TruncationType = "tis"
     truncated_importance_sampling_ratio: float | None = None
     """Upper bound of the importance weights; None leaves them as they are."""
@@ -114,15 +117,23 @@ class _Options:
             "clip_type": ("ppo", "cispo"),
             "kl_estimator": ("k1", "k2", "k3"),
             "kl_gradient": ("detached", "score"),
+            "importance_sampling_level": (None, "token", "sequence"),
             "truncated_importance_sampling_type": ("tis", "icepop", "seq-mask-tis"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}")
         if self.truncated_importance_sampling_ratio is not None and not self.use_importance_sampling_correction:
             raise ValueError("truncated_importance_sampling_ratio needs use_importance_sampling_correction=True")
         if self.kl_gradient == "score" and not self.use_on_policy_kl_approximation:
             raise ValueError("kl_gradient=score needs use_on_policy_kl_approximation=True")
+
+    @property
+    def weighs_sequences(self) -> bool:
+        """True where importance weights are one a sequence."""
+        if self.importance_sampling_level is None:
+            return self.sequence_level_importance_ratios
+        return self.importance_sampling_level == "sequence"
 
 
 class ClippedPGLossFn(LogprobLoss):
@@ -162,9 +173,7 @@ class ClippedPGLossFn(LogprobLoss):
         )
         current = next_token_logprobs
         ratio, clamped = self._ratios(current, batch)
-        weights = importance_weights(
-            batch.prev, batch.generation, batch.token_mask, options.sequence_level_importance_ratios
-        )
+        weights = importance_weights(batch.prev, batch.generation, batch.token_mask, options.weighs_sequences)
         per_token = self._actor_loss(current, ratio, clamped, batch.advantages)
         loss = reduction.mean(self._correction(weights, batch) * per_token)
         kl = torch.zeros_like(loss)

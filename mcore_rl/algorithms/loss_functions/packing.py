@@ -51,9 +51,14 @@ class SequencePackingLossWrapper:
     ) -> tuple[Tensor, dict[str, Any]]:
         """From the logits of one pack [1, T / CP, V / TP] and `data` with one row per sequence."""
         layout = self._layout(next_token_logits, data, context_parallel_group)
-        groups = vocab_parallel_rank, vocab_parallel_group, context_parallel_group
         if not isinstance(self.loss_fn, LogprobLoss):
-            return self._one_at_a_time(next_token_logits, data, layout, global_valid_seqs, global_valid_toks, *groups)
+            # A loss written for whole logits need not know of groups: they are named only where they matter.
+            groups: dict[str, Any] = {}
+            if group_size(vocab_parallel_group) > 1:
+                groups.update(vocab_parallel_rank=vocab_parallel_rank, vocab_parallel_group=vocab_parallel_group)
+            if group_size(context_parallel_group) > 1:
+                groups.update(context_parallel_group=context_parallel_group)
+            return self._one_at_a_time(next_token_logits, data, layout, global_valid_seqs, global_valid_toks, groups)
         logprobs, entropy = next_token_logprobs_from_logits(
             next_token_logits[0],
             data["input_ids"],
@@ -88,7 +93,7 @@ class SequencePackingLossWrapper:
         layout: PackLayout,
         global_valid_seqs: Tensor | None,
         global_valid_toks: Tensor | None,
-        *groups: Any,
+        groups: dict[str, Any],
     ) -> tuple[Tensor, dict[str, Any]]:
         """Rows are cut to the padded length in the pack, so that a context-parallel cut stays whole."""
         total: Tensor = logits.new_zeros((), dtype=torch.float32)
@@ -99,7 +104,7 @@ class SequencePackingLossWrapper:
             start = starts[row] // layout.cp_size
             cut = logits[:, start : start + padded // layout.cp_size]
             loss, row_metrics = call(
-                cut, _cut_row(data, row, layout.lengths[row], padded), global_valid_seqs, global_valid_toks, *groups
+                cut, _cut_row(data, row, layout.lengths[row], padded), global_valid_seqs, global_valid_toks, **groups
             )
             total = total + loss
             metrics = add_metrics(metrics, row_metrics)

@@ -56,7 +56,7 @@ class MegatronPolicy(PolicyInterface):
         self.model = build_model(self.hf_config, config.model, config.parallel, self.topology)
         load_hf_weights(self.model, SafetensorsDirectory(config.model.path))
         self.batching = batching_of(config, rows_per_unit, self.topology.data.size)
-        self.reference = [p.detach().cpu().clone() for p in self._parameters()] if keep_reference else None
+        self.reference = self._weights_on_host() if keep_reference else None
         self.chunks: list[Any] = list(self.model.chunks)
         if total_steps:
             self.chunks = wrap_for_training(self.model)
@@ -222,12 +222,20 @@ class MegatronPolicy(PolicyInterface):
         """The reference weights in place of the current ones; the current ones return whatever happens."""
         if self.reference is None:
             raise UserError("the policy was built without reference weights (keep_reference=True)")
-        current = [p.detach().cpu().clone() for p in self._parameters()]
+        current = self._weights_on_host()
         try:
             self._set_weights(self.reference)
             yield
         finally:
             self._set_weights(current)
+
+    @torch.no_grad()
+    def _weights_on_host(self) -> list[Tensor]:
+        """Copies of this rank's parameters in host memory, page-locked where there is a GPU."""
+        copies = [torch.empty(p.shape, dtype=p.dtype, pin_memory=platform.has_gpu()) for p in self._parameters()]
+        for copy, parameter in zip(copies, self._parameters(), strict=True):
+            copy.copy_(parameter)
+        return copies
 
     @torch.no_grad()
     def _set_weights(self, values: list[Tensor]) -> None:
