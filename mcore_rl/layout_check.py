@@ -19,7 +19,7 @@ from torch import Tensor
 from mcore_rl.algorithms.loss_functions import DPOLossFn, LossFunction, NLLLoss
 from mcore_rl.config import DPOConfig, TrainingConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.process_pool import DistributedPool
+from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
 
 ROUNDING = 1e-12
@@ -209,12 +209,12 @@ def parse_layouts(choices: Sequence[str]) -> list[Layout]:
 
 
 def check_layouts(
-    config: TrainingConfig, data: BatchedDataDict[Any], layouts: Sequence[Layout], pool: DistributedPool, steps: int = 3
+    config: TrainingConfig, data: BatchedDataDict[Any], layouts: Sequence[Layout], steps: int = 3
 ) -> Iterable[tuple[Layout, Difference]]:
     """Each layout's difference from one process, as it is computed."""
-    reference = pool.run(compute_outcome, Layout().apply(config), data, steps, world_size=1, timeout=300)[0]
+    reference = run_processes(compute_outcome, Layout().apply(config), data, steps, world_size=1, timeout=300)[0]
     for layout in layouts:
-        outcome = pool.run(
+        outcome = run_processes(
             compute_outcome, layout.apply(config), data, steps, world_size=layout.world_size, timeout=300
         )[0]
         yield layout, compare(outcome, reference)

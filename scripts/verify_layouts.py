@@ -41,7 +41,6 @@ def verify(arguments: argparse.Namespace) -> int:
     from mcore_rl.data.batches import SampleOrder, collate
     from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
     from mcore_rl.data.tokenize import load_tokenizer
-    from mcore_rl.distributed.process_pool import DistributedPool
     from mcore_rl.layout_check import TABLE_HEADER, check_layouts, parse_layouts, shrink_model, table_row
 
     is_dpo = arguments.algorithm == "dpo"
@@ -52,7 +51,7 @@ def verify(arguments: argparse.Namespace) -> int:
     dataset = load_dataset(config.data.train, tokenizer, config.data)
     count = min(config.batch.global_batch_size, len(dataset))
     units = [dataset.units[i] for i in SampleOrder(len(dataset), config.seed).indices(0, count)]
-    with tempfile.TemporaryDirectory() as directory, DistributedPool() as pool:
+    with tempfile.TemporaryDirectory() as directory:
         small = Path(directory) / "model"
         shrink_model(config.model.path, small, layouts)
         config = config.model_copy(
@@ -62,7 +61,7 @@ def verify(arguments: argparse.Namespace) -> int:
         print(TABLE_HEADER)
         right = True
         for layout, difference in check_layouts(
-            config, collate(units, tokenizer.pad_token_id), layouts, pool, arguments.steps
+            config, collate(units, tokenizer.pad_token_id), layouts, arguments.steps
         ):
             print(table_row(layout, difference), flush=True)
             right &= difference.within()

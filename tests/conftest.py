@@ -1,4 +1,4 @@
-"""Fixtures: one pool of gloo workers for the whole run, and small models of each family."""
+"""Fixtures: small models of each family."""
 
 import os
 
@@ -11,17 +11,10 @@ import pytest
 import torch
 from models import make_model
 
-from mcore_rl.distributed.process_pool import DistributedPool
 from mcore_rl.entry_point import quiet_libraries
 
 quiet_libraries()
 torch.set_num_threads(2)
-
-
-@pytest.fixture(scope="session")
-def pool():
-    with DistributedPool(2) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="session")

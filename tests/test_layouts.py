@@ -11,6 +11,7 @@ from mcore_rl.algorithms.interfaces import LossFunction, LossType
 from mcore_rl.algorithms.loss_functions import NLLLoss
 from mcore_rl.config import DPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.processes import run_processes
 from mcore_rl.layout_check import Layout, Outcome, compare, compute_outcome, table_row
 
 STEPS = 3
@@ -130,14 +131,14 @@ def plain_outcome(config, data) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcomes(model_of, pool):
+def outcomes(model_of):
     """A family's outcome by plain PyTorch and by one process, computed once."""
     made = {}
 
     def get(family):
         if family not in made:
             config, data = make_config(model_of(family)), make_data()
-            one = pool.run(compute_outcome, config, copy.deepcopy(data), STEPS, world_size=1)[0]
+            one = run_processes(compute_outcome, config, copy.deepcopy(data), STEPS, world_size=1)[0]
             made[family] = plain_outcome(config, data), one
         return made[family]
 
@@ -151,10 +152,10 @@ def test_one_process_equals_plain_pytorch(family, outcomes):
     assert difference.within(), table_row(Layout(), difference)
 
 
-def check_layout(family, layout, outcomes, model_of, pool):
+def check_layout(family, layout, outcomes, model_of):
     plain, one = outcomes(family)
     config = layout.apply(make_config(model_of(family)))
-    outcome = pool.run(compute_outcome, config, make_data(), STEPS, world_size=layout.world_size)[0]
+    outcome = run_processes(compute_outcome, config, make_data(), STEPS, world_size=layout.world_size)[0]
     for reference in (one, plain):
         difference = compare(outcome, reference)
         print(table_row(layout, difference))
@@ -162,22 +163,22 @@ def check_layout(family, layout, outcomes, model_of, pool):
 
 
 @pytest.mark.parametrize("layout", FAST, ids=str)
-def test_layouts(layout, outcomes, model_of, pool):
-    check_layout("llama", layout, outcomes, model_of, pool)
+def test_layouts(layout, outcomes, model_of):
+    check_layout("llama", layout, outcomes, model_of)
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(pp=2)], ids=str)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_layouts_of_other_families(family, layout, outcomes, model_of, pool):
+def test_layouts_of_other_families(family, layout, outcomes, model_of):
     """Tied embeddings with biases, and norms of query and key heads."""
-    check_layout(family, layout, outcomes, model_of, pool)
+    check_layout(family, layout, outcomes, model_of)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", SLOW, ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_more_layouts(family, layout, outcomes, model_of, pool):
-    check_layout(family, layout, outcomes, model_of, pool)
+def test_more_layouts(family, layout, outcomes, model_of):
+    check_layout(family, layout, outcomes, model_of)
 
 
 class NLLOfLogits(LossFunction):
@@ -205,10 +206,10 @@ def gradients_of(config, loss_fn):
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, sp=True), Layout(cp=2), Layout(pp=2)], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_losses_of_logits_equal_losses_of_logprobs(family, layout, model_of, pool):
+def test_losses_of_logits_equal_losses_of_logprobs(family, layout, model_of):
     config = layout.apply(make_config(model_of(family)))
     ours, theirs = (
-        pool.run(gradients_of, config, loss_fn, world_size=layout.world_size)[0]
+        run_processes(gradients_of, config, loss_fn, world_size=layout.world_size)[0]
         for loss_fn in (NLLOfLogits(), NLLLoss())
     )
     assert ours[0] == pytest.approx(theirs[0], rel=1e-5)

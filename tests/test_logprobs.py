@@ -15,6 +15,7 @@ from mcore_rl.distributed.parallel_logprobs import (
     vocab_parallel_logprobs,
     vocab_parallel_topk,
 )
+from mcore_rl.distributed.processes import run_processes
 
 VOCAB, PADDED, HIDDEN = 21, 24, 7
 LENGTHS = (9, 1, 16, 2, 5)  # a single token has nothing to predict
@@ -98,11 +99,11 @@ def sharded(packing, tp, cp, path, sequence_parallel):
     ("tp", "cp", "sequence_parallel"),
     [(1, 1, False), (2, 1, True), (1, 2, False), (2, 2, False), (4, 1, False), (4, 2, True)],
 )
-def test_against_dense_float64(path, packing, tp, cp, sequence_parallel, pool):
+def test_against_dense_float64(path, packing, tp, cp, sequence_parallel):
     if tp * cp == 8 and path == "logits" and not packing:
         pytest.skip("covered by the fused path and the packed case")
     expected = dense(packing, cp)
-    for rank, result in enumerate(pool.run(sharded, packing, tp, cp, path, sequence_parallel, world_size=tp * cp)):
+    for rank, result in enumerate(run_processes(sharded, packing, tp, cp, path, sequence_parallel, world_size=tp * cp)):
         for name, value, reference in zip(("logprobs", "entropy", "hidden", "head"), result, expected, strict=True):
             torch.testing.assert_close(value, reference, rtol=1e-10, atol=1e-10, msg=lambda m: f"{name}, {rank}: {m}")  # noqa: B023
 
@@ -171,10 +172,10 @@ def topk_on_shards(k):
 
 
 @pytest.mark.parametrize("k", [3, 14])
-def test_topk_over_shards(k, pool):
+def test_topk_over_shards(k):
     torch.manual_seed(0)
     expected = torch.randn(5, PADDED)[:, :VOCAB].topk(k)
-    for values, indices in pool.run(topk_on_shards, k, world_size=2):
+    for values, indices in run_processes(topk_on_shards, k, world_size=2):
         assert torch.equal(values, expected.values)
         assert torch.equal(indices, expected.indices)
 
@@ -195,8 +196,8 @@ def wrong_rank():
         vocab_parallel_logprobs(torch.zeros(3, 4), torch.zeros(3, dtype=torch.long), group, rank=other)
 
 
-def test_a_rank_that_is_not_the_groups(pool):
-    pool.run(wrong_rank, world_size=2)
+def test_a_rank_that_is_not_the_groups():
+    run_processes(wrong_rank, world_size=2)
 
 
 def unregistered_collective():
@@ -206,9 +207,9 @@ def unregistered_collective():
     y.sum().backward()
 
 
-def test_a_collective_that_autograd_cannot_see_is_an_error(pool):
-    """What the pool promises: the warning of wrong gradients is never only a warning."""
-    from mcore_rl.distributed.process_pool import WorkerError
+def test_a_collective_that_autograd_cannot_see_is_an_error():
+    """What `run_processes` promises: the warning of wrong gradients is never only a warning."""
+    from mcore_rl.distributed.processes import WorkerError
 
     with pytest.raises(WorkerError, match="autograd kernel was not registered"):
-        pool.run(unregistered_collective, world_size=2)
+        run_processes(unregistered_collective, world_size=2)

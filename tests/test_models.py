@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
 
 LENGTHS = (520, 8, 33, 1)
@@ -58,12 +59,12 @@ def megatron_logits(path, export_to, **sizes):
     return [outputs[0]["logits"][start : start + n] for start, n in zip(layout.starts.tolist(), LENGTHS, strict=True)]
 
 
-def check_family(family, sizes, model_of, pool, tmp_path):
+def check_family(family, sizes, model_of, tmp_path):
     path = model_of(family)
     world_size = 1
     for name, size in sizes.items():
         world_size *= size if name != "sequence_parallel" else 1
-    results = pool.run(_with_sizes, path, tmp_path / "hf", sizes, world_size=world_size)
+    results = run_processes(_with_sizes, path, tmp_path / "hf", sizes, world_size=world_size)
     logits = next(result for result in results if result is not None)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -104,8 +105,8 @@ def check_export(path, exported, model):
     ids=["one process", "tp2 sp", "pp2", "cp2"],
 )
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-def test_logits_and_export(family, sizes, model_of, pool, tmp_path):
-    check_family(family, sizes, model_of, pool, tmp_path)
+def test_logits_and_export(family, sizes, model_of, tmp_path):
+    check_family(family, sizes, model_of, tmp_path)
 
 
 @pytest.mark.slow
@@ -118,8 +119,8 @@ def test_logits_and_export(family, sizes, model_of, pool, tmp_path):
     ids=["tp4", "tp2 pp2 cp2"],
 )
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_logits_and_export_larger_layouts(family, sizes, model_of, pool, tmp_path):
-    check_family(family, sizes, model_of, pool, tmp_path)
+def test_logits_and_export_larger_layouts(family, sizes, model_of, tmp_path):
+    check_family(family, sizes, model_of, tmp_path)
 
 
 @pytest.mark.parametrize(
