@@ -264,8 +264,9 @@ def _explain_one(config_type: type[Section], problem: Any) -> str:
     name = ".".join(location)
     if problem["type"] == "extra_forbidden":
         known = _fields_at(config_type, location[:-1])
-        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.0)
-        return f"unknown key {name}; did you mean {'.'.join([*location[:-1], *near])}?"
+        if near := difflib.get_close_matches(location[-1], known, n=1):
+            return f"unknown key {name}; did you mean {'.'.join([*location[:-1], *near])}?"
+        return f"unknown key {name}; known here are {', '.join(known)}"
     if problem["type"] == "missing":
         return f"{name} is required"
     message = problem["msg"].removeprefix("Value error, ")

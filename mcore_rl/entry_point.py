@@ -45,6 +45,7 @@ def quiet_libraries() -> None:
     for name in ("transformers", "datasets", "megatron", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of processes started from here
 
 
 def leave(status: int, message: str, every_rank: bool = False) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -49,7 +50,12 @@ CHAT_TEMPLATE = (
 
 def make_config(family: str, **changes):
     model_type, own = FAMILIES[family]
-    return AutoConfig.for_model(model_type, **{**SMALL, **own, **changes})
+    values = {**SMALL, **own, **changes}
+    if transformers.__version__.startswith("4."):  # one dictionary in 5, two keys before
+        rope = dict(values.pop("rope_parameters"))
+        values["rope_theta"] = rope.pop("rope_theta")
+        values["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    return AutoConfig.for_model(model_type, **values)
 
 
 def make_model(family: str, directory: Path, **changes) -> Path:
