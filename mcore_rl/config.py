@@ -38,7 +38,7 @@ class ModelConfig(Section):
     """The model directory and how it is held."""
 
     path: Path
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     trust_remote_code: bool = False
     recompute_activations: bool = False
     """Keep only each layer's input for the backward pass and compute the layer again."""

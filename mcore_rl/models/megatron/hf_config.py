@@ -118,7 +118,6 @@ def transformer_config(hf: Any, model: ModelConfig, parallel: ParallelConfig) ->
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,

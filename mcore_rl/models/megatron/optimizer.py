@@ -55,7 +55,7 @@ def build_optimizer(
     wrapped: Sequence[DistributedDataParallel], config: OptimizerConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
     """AdamW, its fp32 state sharded over data-parallel ranks."""
-    optimizer = get_megatron_optimizer(
+    return get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -66,15 +66,11 @@ def build_optimizer(
             adam_eps=config.adam_eps,
             clip_grad=config.clip_grad,
             bf16=dtype == torch.bfloat16,
-            fp16=dtype == torch.float16,
             params_dtype=dtype,
             use_distributed_optimizer=True,
         ),
         list(wrapped),
     )
-    for chunk in wrapped:
-        chunk.module.config.grad_scale_func = optimizer.scale_loss
-    return optimizer
 
 
 def optimizer_step(optimizer: MegatronOptimizer, clip_grad: float) -> tuple[bool, float]:
@@ -83,8 +79,7 @@ def optimizer_step(optimizer: MegatronOptimizer, clip_grad: float) -> tuple[bool
     Returns:
         whether the weights were updated, and the gradient norm over the whole model before clipping.
     """
-    if optimizer.prepare_grads():  # fp16: the loss scale was too high, and has been lowered
-        return False, float("inf")
+    optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     if not math.isfinite(grad_norm):
         return False, grad_norm

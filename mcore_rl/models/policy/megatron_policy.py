@@ -143,7 +143,7 @@ class MegatronPolicy(PolicyInterface):
         lr = self.optimizer.param_groups[0]["lr"]
         metrics = self.compute_gradients(data, loss_fn, temperature)
         updated, grad_norm = optimizer_step(self.optimizer, self.config.optimizer.clip_grad)
-        if not updated and self.config.model.dtype != "float16":
+        if not updated:
             raise FloatingPointError(f"the gradient norm is {grad_norm}")
         self.scheduler.step(increment=1)
         return {**metrics, "grad_norm": grad_norm, "lr": float(lr)}
