@@ -146,6 +146,13 @@ class CheckpointConfig(Section):
     save_interval: Positive | None = None
     """Steps between checkpoints; the end of the run always saves one."""
     keep_last: Positive | None = None
+    """How many of the newest checkpoints stay; all if not given."""
+    keep_every: Positive | None = None
+    """Checkpoints at multiples of this many steps stay whatever `keep_last` says."""
+    on_failure: Literal["stop", "continue"] = "stop"
+    """Whether training goes on when a checkpoint cannot be written."""
+    timeout_seconds: Positive = 1800
+    """A save that takes longer ends the run with a traceback."""
     resume: str = "auto"
     """auto: the newest checkpoint in output_dir; none: start afresh; or a checkpoint directory."""
     export_hf: bool = True

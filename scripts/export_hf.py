@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def export(source: Path, destination: Path, overrides: list[str]) -> None:
-    from mcore_rl.algorithms.training import find_checkpoint
+    from mcore_rl.algorithms.training import find_checkpoints
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -37,11 +37,13 @@ def export(source: Path, destination: Path, overrides: list[str]) -> None:
         raise UserError(f"{destination} exists already")
     newest = sorted(source.glob("iter_*"))[-1:] or [source]
     config = training_config(newest[0] / "config.yaml", [*overrides, f"checkpoint.resume={source}"])
-    iteration = find_checkpoint(config)
+    iteration = find_checkpoints(config)[0][0]
     config.parallel.data_parallel_size(int(os.environ.get("WORLD_SIZE", 1)))
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
     check_model_fits(hf_config, config.parallel, config.data.max_sequence_length)
     policy = MegatronPolicy(config)
+    if problems := policy.verify_checkpoint(iteration):
+        raise UserError(f"{iteration} is damaged: {'; '.join(problems)}")
     policy.load_weights(iteration)
     policy.export_hf(destination)
     if policy.is_writer:

@@ -12,6 +12,8 @@ from rich.console import Console
 from mcore_rl.config import LoggingConfig
 from mcore_rl.errors import UserError
 
+console = Console(soft_wrap=True, highlight=False)
+
 
 class Reporter:
     """Writes on rank 0 and does nothing on the others.
@@ -24,18 +26,12 @@ class Reporter:
     def __init__(self, output_dir: Path, config: LoggingConfig, is_writer: bool, first_step: int, total: int) -> None:
         self.enabled, self.total = is_writer, total
         self.first_step, self.started = first_step, time.monotonic()
-        self.console = Console(soft_wrap=True, highlight=False)
         if not is_writer:
             return
         self.path = output_dir / "metrics.jsonl"
         _drop_lines_from(self.path, first_step)
         self.tensorboard = _tensorboard(output_dir) if config.tensorboard else None
         self.wandb = _wandb(config.wandb, output_dir) if config.wandb else None
-
-    def say(self, message: str) -> None:
-        """A line for the user."""
-        if self.enabled:
-            self.console.print(message, markup=False)
 
     def record(self, step: int, metrics: dict[str, Any]) -> None:
         """One object for the step: a line of metrics.jsonl, and TensorBoard's and wandb's scalars."""
@@ -52,13 +48,15 @@ class Reporter:
 
     def progress(self, step: int, metrics: dict[str, Any]) -> None:
         """The line that a person watches."""
+        if not self.enabled:
+            return
         per_step = (time.monotonic() - self.started) / (step - self.first_step + 1)
         shown = ("loss", "accuracy", "grad_norm", "lr")
         parts = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
         parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
         parts.append(f"{metrics['tflops_per_second']:.3g} TFLOP/s")
         parts.append(f"ETA {_duration((self.total - step) * per_step)}")
-        self.say(f"step {step}/{self.total}  " + "  ".join(parts))
+        console.print(f"step {step}/{self.total}  " + "  ".join(parts), markup=False)
 
 
 def _duration(seconds: float) -> str:

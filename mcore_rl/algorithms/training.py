@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.algorithms.interfaces import LossFunction
-from mcore_rl.algorithms.metrics import Reporter
+from mcore_rl.algorithms.interruption import Interruption
+from mcore_rl.algorithms.metrics import Reporter, console
+from mcore_rl.checkpoint_store import CheckpointStore, quick_problems
 from mcore_rl.config import TrainingConfig, resolved_yaml
 from mcore_rl.data.batches import SampleOrder, collate
-from mcore_rl.data.records import Dataset
+from mcore_rl.data.records import Dataset, fingerprint
 from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import TrainingError, UserError
-from mcore_rl.models.megatron import checkpoint
+from mcore_rl.models.megatron.checkpoint import SaveError
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.models.megatron.weights import check_hf_tensors
@@ -33,7 +35,8 @@ class Inputs:
     hf_config: Any
     train: Dataset
     validation: Dataset | None
-    resume_from: Path | None
+    resume_from: list[Path]
+    resume_notes: list[str]
 
 
 def load_inputs(config: TrainingConfig, load_dataset: Callable[[str, Any, Any], Dataset], rows_per_unit: int) -> Inputs:
@@ -58,27 +61,32 @@ def load_inputs(config: TrainingConfig, load_dataset: Callable[[str, Any, Any], 
         hf_config,
         load_dataset(config.data.train, tokenizer, config.data),
         None if validation is None else load_dataset(validation, tokenizer, config.data),
-        find_checkpoint(config),
+        *find_checkpoints(config),
     )
 
 
-def find_checkpoint(config: TrainingConfig) -> Path | None:
-    """What `checkpoint.resume` asks for: a checkpoint directory, or None to start afresh."""
+def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
+    """What `checkpoint.resume` asks for: checkpoints to try, the best first, and what is wrong with others.
+
+    Raises:
+        UserError: nothing there, or everything damaged.
+    """
     wanted = config.checkpoint.resume
     if wanted == "none":
-        return None
+        return [], []
     if wanted == "auto":
-        return checkpoint.latest(config.output_dir / "checkpoints")
+        return CheckpointStore(config.output_dir / "checkpoints").candidates()
     path = Path(wanted)
     if not path.is_dir():
         raise UserError(f"checkpoint.resume: {path} is not a directory (nor auto, nor none)")
     if path.name.startswith("iter_"):
-        checkpoint.check_iteration(path)
-        return path
-    found = checkpoint.latest(path)
-    if found is None:
-        raise UserError(f"checkpoint.resume: {path} holds no checkpoint ({checkpoint.TRACKER_FILE} is missing)")
-    return found
+        if problems := quick_problems(path):
+            raise UserError(f"checkpoint.resume: {path} is not whole: {'; '.join(problems)}")
+        return [path], []
+    found, notes = CheckpointStore(path).candidates()
+    if not found:
+        raise UserError(f"checkpoint.resume: {path} holds no checkpoint")
+    return found, notes
 
 
 def total_steps(config: TrainingConfig, num_samples: int) -> int:
@@ -87,6 +95,10 @@ def total_steps(config: TrainingConfig, num_samples: int) -> int:
     if config.trainer.max_epochs:
         limits.append(math.ceil(config.trainer.max_epochs * num_samples / config.batch.global_batch_size))
     return int(min(limits))
+
+
+def _divides(interval: int | None, step: int) -> bool:
+    return interval is not None and step % interval == 0
 
 
 @dataclass
@@ -111,47 +123,72 @@ class SupervisedRun:
         if is_writer:
             config.output_dir.mkdir(parents=True, exist_ok=True)
             (config.output_dir / "config.yaml").write_text(resolved_yaml(config))
+        self.store = CheckpointStore(config.output_dir / "checkpoints")
+        self.consumed_samples, self.fingerprint = 0, fingerprint(self.inputs.train.units)
+        interruption = Interruption()
         done = self._resume()
-        self.reporter = Reporter(config.output_dir, config.logging, is_writer, done + 1, steps)
+        reporter = Reporter(config.output_dir, config.logging, is_writer, done + 1, steps)
         self._introduce(done, steps)
-        saved = done
         for step in range(done + 1, steps + 1):
             metrics = self._step(step)
-            if config.trainer.validation_interval and step % config.trainer.validation_interval == 0:
+            if _divides(config.trainer.validation_interval, step):
                 metrics.update(self._validate(step))
-            self.reporter.record(step, metrics)
-            if step % config.trainer.log_interval == 0 or step in (1, steps):
-                self.reporter.progress(step, metrics)
-            if step == steps or (config.checkpoint.save_interval and step % config.checkpoint.save_interval == 0):
+            reporter.record(step, metrics)
+            if _divides(config.trainer.log_interval, step) or step in (1, steps):
+                reporter.progress(step, metrics)
+            signal = interruption.requested()
+            if signal or step == steps or _divides(config.checkpoint.save_interval, step):
                 self._save(step)
-                saved = step
-        if saved:
-            self._export()
+            if signal and step < steps:
+                self.say(f"stopped by {signal} after step {step}; the same command goes on from here")
+                return
+        self._export()
+
+    def say(self, message: str) -> None:
+        """A line for the user, once."""
+        if self.policy.is_writer:
+            console.print(message, markup=False)
 
     def _resume(self) -> int:
-        if self.inputs.resume_from is None:
-            return 0
-        return int(self.policy.load_checkpoint(self.inputs.resume_from)["step"])
+        """Restore the best sound checkpoint; returns the steps done."""
+        for note in self.inputs.resume_notes:
+            self.say(f"damaged checkpoint: {note}")
+        for iteration in self.inputs.resume_from:
+            if problems := self.policy.verify_checkpoint(iteration):
+                self.say(f"damaged checkpoint: {iteration}: {'; '.join(problems)}")
+                continue
+            state = self.policy.load_checkpoint(iteration)
+            if state["data_fingerprint"] != self.fingerprint:
+                raise UserError(
+                    f"data.train: {self.config.data.train} does not hold the data that {iteration} was trained on; "
+                    "set checkpoint.resume=none to start afresh"
+                )
+            self.consumed_samples = int(state["consumed_samples"])
+            self.say(
+                f"resumed from {iteration}: weights, optimizer, schedule, "
+                f"data position ({self.consumed_samples:,} samples)"
+            )
+            return int(state["step"])
+        if self.inputs.resume_from:
+            raise UserError(f"no checkpoint in {self.inputs.resume_from[0].parent} is sound")
+        return 0
 
     def _introduce(self, done: int, steps: int) -> None:
-        limit, say = self.config.data.max_sequence_length, self.reporter.say
-        policy = self.policy
-        say(f"model: {self.config.model.path}, {policy.num_parameters:,} parameters, {policy.describe_layout()}")
-        say(self.inputs.train.describe("train", limit))
+        limit, policy = self.config.data.max_sequence_length, self.policy
+        self.say(f"model: {self.config.model.path}, {policy.num_parameters:,} parameters, {policy.describe_layout()}")
+        self.say(self.inputs.train.describe("train", limit))
         if self.inputs.validation:
-            say(self.inputs.validation.describe("validation", limit))
-        if done:
-            say(f"resumed from {self.inputs.resume_from}: weights, optimizer, schedule, data position at step {done}")
+            self.say(self.inputs.validation.describe("validation", limit))
         if done >= steps:
-            say(f"nothing left to train: the checkpoint is at step {done} of {steps}")
+            self.say(f"nothing left to train: the checkpoint is at step {done} of {steps}")
 
     def _step(self, step: int) -> dict[str, Any]:
         started = time.perf_counter()
-        data = self._batch(step)
+        data = self._next_batch()
         try:
             metrics = self.policy.train(data, self.loss_fn)
         except FloatingPointError as error:
-            newest = checkpoint.latest(self.config.output_dir / "checkpoints")
+            newest = next(reversed(self.store.iterations()), None)
             raise TrainingError(f"step {step}: {error}; the last checkpoint is {newest or 'none'}") from None
         if step == 1:
             self.check_first_step(metrics)
@@ -165,12 +202,12 @@ class SupervisedRun:
             "step_seconds": seconds,
         }
 
-    def _batch(self, step: int) -> BatchedDataDict[Any]:
-        """The global batch of step 1, 2, …; smaller at the very end of the last epoch."""
+    def _next_batch(self) -> BatchedDataDict[Any]:
+        """The next global batch; smaller at the very end of the last epoch."""
         train, size, epochs = self.inputs.train, self.config.batch.global_batch_size, self.config.trainer.max_epochs
-        start = (step - 1) * size
-        count = size if epochs is None else min(size, epochs * len(train) - start)
-        indices = SampleOrder(len(train), self.config.seed).indices(start, count)
+        count = size if epochs is None else min(size, epochs * len(train) - self.consumed_samples)
+        indices = SampleOrder(len(train), self.config.seed).indices(self.consumed_samples, count)
+        self.consumed_samples += count
         data = collate([train.units[i] for i in indices], self.inputs.tokenizer.pad_token_id)
         self.add_columns(data, indices)
         return data
@@ -184,15 +221,21 @@ class SupervisedRun:
             self.add_columns(self._validation_batch, None)
         metrics = self.policy.evaluate(self._validation_batch, self.loss_fn)
         shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in ("loss", "accuracy") if name in metrics)
-        self.reporter.say(f"step {step}  validation: {shown}")
+        self.say(f"step {step}  validation: {shown}")
         return {f"validation_{name}": value for name, value in metrics.items()}
 
     def _save(self, step: int) -> None:
-        written = self.policy.save_checkpoint(self.config.output_dir / "checkpoints", step, {})
-        self.reporter.say(f"checkpoint: {written}")
+        state = {"consumed_samples": self.consumed_samples, "data_fingerprint": self.fingerprint}
+        try:
+            self.say(f"checkpoint: {self.policy.save_checkpoint(self.store.directory, step, state)}")
+        except SaveError as error:
+            message = f"step {step}: the checkpoint could not be written: {error}"
+            if self.config.checkpoint.on_failure == "stop":
+                raise TrainingError(message) from None
+            self.say(message)
 
     def _export(self) -> None:
         if self.config.checkpoint.export_hf:
             destination = self.config.output_dir / "hf"
             self.policy.export_hf(destination)
-            self.reporter.say(f"Hugging Face model: {destination}")
+            self.say(f"Hugging Face model: {destination}")

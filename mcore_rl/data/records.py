@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +39,15 @@ class Dataset:
         if self.num_truncated:
             parts.append(f"{self.num_truncated:,} truncated to {limit} tokens")
         return ", ".join(parts)
+
+
+def fingerprint(units: Sequence[Unit]) -> str:
+    """Hash of token ids and masks: of the data, the tokenizer and the chat template together."""
+    digest = hashlib.sha256()
+    for unit in units:
+        for sequence in unit:
+            digest.update(array("q", [len(sequence), *sequence.input_ids]).tobytes() + bytes(sequence.token_mask))
+    return digest.hexdigest()
 
 
 def load_preference_dataset(source: str, tokenizer: Any, data: DataConfig) -> Dataset:

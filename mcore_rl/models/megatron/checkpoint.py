@@ -1,63 +1,38 @@
-"""Checkpoints in Megatron's distributed format, which any layout can read.
+"""A run's state in Megatron's distributed format, which any layout can read.
 
-`DIR/iter_0000010/` holds model, optimizer, schedule and the loop's state, `config.yaml` beside them,
-and `DIR/latest_checkpointed_iteration.txt` names the newest. A checkpoint is written under another
-name and renamed when it is whole; the tracker file follows.
+What is in a checkpoint: model, optimizer, schedule, the loop's own state, and `config.yaml`. How it gets
+to disk without ever being half there is `mcore_rl.checkpoint_store`'s business.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
+import faulthandler
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mcore_rl import __version__
+from mcore_rl.checkpoint_store import CheckpointStore, digest_problems, digests_of
 from mcore_rl.config import TrainingConfig, resolved_yaml
-from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.model import BuiltModel
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.optimizer import MegatronOptimizer  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
 # The one optimizer format that loads under every layout.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
 
-def iteration_directory(directory: Path, step: int) -> Path:
-    return directory / f"iter_{step:07d}"
-
-
-def latest(directory: Path) -> Path | None:
-    """The newest checkpoint below `directory`, as its tracker file says; None if there is none.
-
-    Raises:
-        UserError: the tracker names no complete checkpoint.
-    """
-    tracker = directory / TRACKER_FILE
-    if not tracker.is_file():
-        return None
-    text = tracker.read_text().strip()
-    if not text.isdigit():
-        raise UserError(f"{tracker}: must hold the number of an iteration, found {text!r}")
-    iteration = iteration_directory(directory, int(text))
-    check_iteration(iteration)
-    return iteration
-
-
-def check_iteration(iteration: Path) -> None:
-    """Raises UserError unless `iteration` is a whole checkpoint directory."""
-    for name in ("metadata.json", ".metadata", "common.pt"):
-        if not (iteration / name).is_file():
-            raise UserError(f"checkpoint {iteration} is not complete: {name} is missing")
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; raised on every rank. Earlier checkpoints are untouched."""
 
 
 def save(
-    directory: Path,
+    store: CheckpointStore,
     step: int,
     model: BuiltModel,
     optimizer: MegatronOptimizer,
@@ -65,14 +40,12 @@ def save(
     state: dict[str, Any],
     config: TrainingConfig,
 ) -> Path:
-    """Write iteration `step`; collective. Returns its directory."""
-    final = iteration_directory(directory, step)
-    temporary = final.with_name(f".{final.name}.partial")
-    is_writer = torch.distributed.get_rank() == 0
-    if is_writer:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    torch.distributed.barrier()
+    """Write iteration `step`; collective. Returns its directory.
+
+    Raises:
+        SaveError: the disk is full, the folder cannot be written, …
+    """
+    partial: Path = _on_first_rank(lambda: store.begin(step))
     model_state = _model_state(model)
     contents = {
         **model_state,
@@ -80,18 +53,62 @@ def save(
         "scheduler": scheduler.state_dict(),
         "state": {**state, "step": step, "version": __version__},
     }
-    dist_checkpointing.save(contents, str(temporary), content_metadata=METADATA)
-    torch.distributed.barrier()
-    if is_writer:
-        (temporary / "config.yaml").write_text(resolved_yaml(config))
-        _sync(temporary)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-        _write_tracker(directory, step)
-        if config.checkpoint.keep_last:
-            _remove_old(directory, config.checkpoint.keep_last)
-    torch.distributed.barrier()
+    # Megatron forks processes that write, and waits for them for ever: should one die, end with a traceback.
+    faulthandler.dump_traceback_later(config.checkpoint.timeout_seconds, exit=True)
+    try:
+        _on_every_rank(lambda: dist_checkpointing.save(contents, str(partial), content_metadata=METADATA))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    digests = _written_digests(partial)
+
+    def commit() -> Path:
+        (partial / "config.yaml").write_text(resolved_yaml(config))
+        digests.update(digests_of(partial, ["config.yaml"]))
+        final = store.commit(step, partial, digests)
+        store.prune(config.checkpoint.keep_last, config.checkpoint.keep_every)
+        return final
+
+    final: Path = _on_first_rank(commit)
     return final
+
+
+def _written_digests(directory: Path) -> dict[str, tuple[int, str]]:
+    """Digests of all files, each rank reading back the shards that it wrote."""
+    rank = torch.distributed.get_rank()
+    shards = {path.name: re.fullmatch(r"__(\d+)_\d+\.distcp", path.name) for path in directory.iterdir()}
+    mine = [name for name, match in shards.items() if (int(match[1]) if match else 0) == rank]
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, _on_every_rank(lambda: digests_of(directory, mine)))
+    return {name: digest for part in parts for name, digest in part.items()}
+
+
+def _on_every_rank(action: Callable[[], Any]) -> Any:
+    """`action()`; if it fails on any rank, SaveError on all of them."""
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as failure:  # whatever it was, the other ranks must hear of it
+        error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:500]}"
+    errors: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(errors, error)
+    if any(errors):
+        raise SaveError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text))
+    return result
+
+
+def _on_first_rank(action: Callable[[], Any]) -> Any:
+    """`action()` on rank 0; its result, or SaveError, on all ranks."""
+    box = [_on_every_rank(action if torch.distributed.get_rank() == 0 else lambda: None)]
+    torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def verify(iteration: Path) -> list[str]:
+    """What is damaged in a checkpoint, every byte read, the files shared out over ranks; collective."""
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    problems = digest_problems(iteration, torch.distributed.get_rank(), len(parts))
+    torch.distributed.all_gather_object(parts, problems)
+    return [problem for part in parts for problem in part]
 
 
 def load(
@@ -146,29 +163,3 @@ def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> Non
         inner.load_parameter_state_from_fully_reshardable(moments)
         for entry, step in steps:
             entry["step"] = step.clone()
-
-
-def _write_tracker(directory: Path, step: int) -> None:
-    temporary = directory / f".{TRACKER_FILE}.partial"
-    temporary.write_text(f"{step}\n")
-    _sync_file(temporary)
-    os.replace(temporary, directory / TRACKER_FILE)
-    _sync_file(directory)
-
-
-def _remove_old(directory: Path, keep: int) -> None:
-    for old in sorted(directory.glob("iter_*"))[:-keep]:
-        shutil.rmtree(old)
-
-
-def _sync(directory: Path) -> None:
-    for entry in [*directory.iterdir(), directory]:
-        _sync_file(entry)
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,6 +16,7 @@ from mcore_rl import platform
 from mcore_rl.algorithms.interfaces import LossFunction
 from mcore_rl.algorithms.loss_functions.common import locate_nonfinite
 from mcore_rl.algorithms.loss_functions.packing import add_metrics
+from mcore_rl.checkpoint_store import CheckpointStore
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batches import valid_counts
 from mcore_rl.data.packing import Batching, Microbatch
@@ -254,12 +255,22 @@ class MegatronPolicy(PolicyInterface):
         torch.distributed.barrier()
 
     def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any]) -> Path:
-        """Write iteration `step` below `directory`; `state` is the loop's own (small, plain values)."""
-        return checkpoint.save(directory, step, self.model, self.optimizer, self.scheduler, state, self.config)
+        """Write iteration `step` below `directory`; `state` is the loop's own (small, plain values).
+
+        Raises:
+            SaveError: it could not be written, on every rank; earlier checkpoints are untouched.
+        """
+        return checkpoint.save(
+            CheckpointStore(directory), step, self.model, self.optimizer, self.scheduler, state, self.config
+        )
 
     def load_checkpoint(self, iteration: Path) -> dict[str, Any]:
         """Restore weights, optimizer, schedule and random states, from any layout; returns the loop's state."""
         return checkpoint.load(iteration, self.model, self.optimizer, self.scheduler)
+
+    def verify_checkpoint(self, iteration: Path) -> list[str]:
+        """What is damaged in a checkpoint, every byte read; the same answer on every rank."""
+        return checkpoint.verify(iteration)
 
     def load_weights(self, iteration: Path) -> None:
         """Restore the weights alone of a checkpoint, from any layout."""

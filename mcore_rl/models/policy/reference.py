@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mcore_rl.data.batches import collate
-from mcore_rl.data.records import Unit
+from mcore_rl.data.records import Unit, fingerprint
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
 
@@ -67,11 +66,5 @@ def reference_key(model_path: Path, dtype: str, units: Sequence[Unit]) -> str:
     for file in sorted([model_path / "config.json", *model_path.glob("*.safetensors")]):
         with open(file, "rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
-    for unit in units:
-        for sequence in unit:
-            digest.update(_bytes_of(sequence.input_ids))
+    digest.update(fingerprint(units).encode())
     return digest.hexdigest()[:24]
-
-
-def _bytes_of(input_ids: Sequence[Any]) -> bytes:
-    return torch.tensor([len(input_ids), *input_ids], dtype=torch.int64).numpy().tobytes()

@@ -1,0 +1,177 @@
+"""What checkpoints are on disk: one directory an iteration, complete or not there at all.
+
+    DIRECTORY/iter_0000010/                          manifest.json lists every file's size and SHA-256
+    DIRECTORY/latest_checkpointed_iteration.txt      written last
+
+A checkpoint is written beside its name, flushed to the disk, and renamed when whole; so a directory of
+that name is a whole checkpoint unless the disk damaged it, which the manifest tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rl.errors import UserError
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+MANIFEST_FILE = "manifest.json"
+_ITERATION = re.compile(r"iter_(\d+)")
+
+FileDigests = dict[str, tuple[int, str]]
+"""File name → (size in bytes, SHA-256)."""
+
+
+@dataclass(frozen=True)
+class CheckpointStore:
+    """The checkpoints of one run."""
+
+    directory: Path
+
+    def iteration(self, step: int) -> Path:
+        return self.directory / f"iter_{step:07d}"
+
+    def iterations(self) -> list[Path]:
+        """Committed checkpoints, oldest first."""
+        found = [path for path in self.directory.glob("iter_*") if _ITERATION.fullmatch(path.name)]
+        return sorted(found, key=step_of)
+
+    def tracked_step(self) -> int | None:
+        """What the tracker file says; None if it is missing or not a number."""
+        try:
+            return int((self.directory / TRACKER_FILE).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def begin(self, step: int) -> Path:
+        """An empty directory to write iteration `step` into."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for leftover in self.directory.glob(".iter_*.partial"):
+            shutil.rmtree(leftover)
+        partial = self.directory / f".{self.iteration(step).name}.partial"
+        partial.mkdir()
+        return partial
+
+    def commit(self, step: int, partial: Path, digests: FileDigests) -> Path:
+        """Give a written directory its name, then let the tracker file point to it."""
+        (partial / MANIFEST_FILE).write_text(json.dumps(digests, indent=1, sort_keys=True))
+        for entry in [*partial.iterdir(), partial]:
+            _flush(entry)
+        final = self.iteration(step)
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(partial, final)
+        self._point_tracker_to(step)
+        return final
+
+    def _point_tracker_to(self, step: int) -> None:
+        temporary = self.directory / f".{TRACKER_FILE}.partial"
+        temporary.write_text(f"{step}\n")
+        _flush(temporary)
+        os.replace(temporary, self.directory / TRACKER_FILE)
+        _flush(self.directory)
+
+    def prune(self, keep_last: int | None, keep_every: int | None) -> list[Path]:
+        """Delete what retention does not keep, but never the newest checkpoint that is whole.
+
+        Args:
+            keep_last: how many of the newest stay; None keeps all.
+            keep_every: iterations that are multiples of this stay too.
+        """
+        iterations = self.iterations()
+        if keep_last is None or len(iterations) <= keep_last:
+            return []
+        whole = [path for path in iterations if not quick_problems(path)]
+        kept = {*iterations[-keep_last:], *whole[-1:]}
+        removed = [p for p in iterations if p not in kept and not (keep_every and step_of(p) % keep_every == 0)]
+        for path in removed:
+            shutil.rmtree(path)
+        return removed
+
+    def candidates(self) -> tuple[list[Path], list[str]]:
+        """Checkpoints to resume from, the best first, and what was found wrong with others.
+
+        Only what can be seen without reading every byte; `digest_problems` reads them.
+
+        Raises:
+            UserError: there are checkpoints, but every one is damaged.
+        """
+        iterations = self.iterations()
+        problems = [f"{path}: {problem}" for path in iterations for problem in quick_problems(path)[:1]]
+        tracked = self.tracked_step()
+        if iterations and tracked is None:
+            problems.append(f"{self.directory / TRACKER_FILE}: missing, or not the number of an iteration")
+        elif tracked is not None and self.iteration(tracked) not in iterations:
+            problems.append(f"{self.directory / TRACKER_FILE}: names iteration {tracked}, which is not there")
+        whole = [path for path in reversed(iterations) if not quick_problems(path)]
+        if not whole and (iterations or tracked is not None):
+            raise UserError(f"no checkpoint in {self.directory} is whole: {'; '.join(problems)}")
+        # What the tracker names comes first: a user may point it back to an earlier iteration.
+        whole.sort(key=lambda path: step_of(path) != tracked)
+        return whole, problems
+
+
+def step_of(iteration: Path) -> int:
+    match = _ITERATION.fullmatch(iteration.name)
+    assert match, f"{iteration} is not named like a checkpoint"
+    return int(match[1])
+
+
+def digests_of(directory: Path, names: Iterable[str]) -> FileDigests:
+    """Sizes and digests of files as they are on disk."""
+    digests = {}
+    for name in names:
+        with open(directory / name, "rb") as file:
+            digests[name] = ((directory / name).stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+    return digests
+
+
+def read_manifest(iteration: Path) -> FileDigests:
+    """Raises ValueError if there is none that can be read."""
+    try:
+        manifest = json.loads((iteration / MANIFEST_FILE).read_text())
+        return {str(name): (int(size), str(digest)) for name, (size, digest) in manifest.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        raise ValueError(f"{MANIFEST_FILE} is missing or cannot be read") from None
+
+
+def quick_problems(iteration: Path) -> list[str]:
+    """What is wrong with a checkpoint's list of files and their sizes."""
+    try:
+        manifest = read_manifest(iteration)
+    except ValueError as error:
+        return [str(error)]
+    problems = []
+    for name, (size, _) in manifest.items():
+        path = iteration / name
+        if Path(name).name != name:
+            problems.append(f"{MANIFEST_FILE} names {name!r}, which is not a file of this directory")
+        elif not path.is_file():
+            problems.append(f"{name} is missing")
+        elif path.stat().st_size != size:
+            problems.append(f"{name} has {path.stat().st_size} bytes, not {size}")
+    if not {"common.pt", "metadata.json", ".metadata"} <= set(manifest):
+        problems.append(f"{MANIFEST_FILE} does not list a whole checkpoint")
+    return problems
+
+
+def digest_problems(iteration: Path, part: int = 0, parts: int = 1) -> list[str]:
+    """Files whose contents are not what was written; part `part` of `parts` of them, for ranks to share."""
+    manifest = read_manifest(iteration)
+    names = sorted(manifest)[part::parts]
+    found = digests_of(iteration, names)
+    return [f"{name}: its contents are damaged (SHA-256)" for name in names if found[name] != manifest[name]]
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
