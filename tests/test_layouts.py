@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
-from mcore_rl.algorithms.loss_functions import NLLLoss
+from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
 from mcore_rl.config import DPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
@@ -190,6 +190,26 @@ class NLLOfLogits(LossFunction):
         return NLLLoss()(next_token_logits, data, global_valid_seqs, global_valid_toks, **groups)
 
 
+POLICY_GRADIENTS = {
+    "ppo with entropy bonus": {"token_level_loss": True, "entropy_bonus": 0.1},
+    "gspo": {"token_level_loss": False, "sequence_level_importance_ratios": True},
+}
+
+
+def policy_gradient_loss(changes):
+    return ClippedPGLossFn(
+        {
+            "reference_policy_kl_penalty": 0.1,
+            "ratio_clip_min": 0.2,
+            "ratio_clip_max": 0.2,
+            "ratio_clip_c": 3.0,
+            "use_on_policy_kl_approximation": False,
+            "use_importance_sampling_correction": True,
+            **changes,
+        }
+    )
+
+
 def gradients_of(config, loss_fn):
     from mcore_rl.layout_check import _main_grad
     from mcore_rl.models.megatron.optimizer import gather_gradients
@@ -197,7 +217,13 @@ def gradients_of(config, loss_fn):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
-    metrics = policy.compute_gradients(make_data(), loss_fn)
+    data = make_data()
+    generator = torch.Generator().manual_seed(9)
+    noise = 0.2 * torch.randn(2, *data["input_ids"].shape, generator=generator)
+    data["advantages"] = torch.randn(len(data["input_ids"]), 1, generator=generator).expand(-1, noise.shape[2])
+    data["prev_logprobs"] = policy.get_logprobs(data)["logprobs"] + noise[0]
+    data["generation_logprobs"] = data["prev_logprobs"] + noise[1]
+    metrics = policy.compute_gradients(data, loss_fn)
     gather_gradients(policy.chunks)
     gradients = dict(export_hf_weights(policy.model, _main_grad))
     policy.shutdown()
@@ -215,6 +241,20 @@ def test_losses_of_logits_equal_losses_of_logprobs(family, layout, model_of):
     assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
     for name, gradient in theirs[1].items():
         torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(cp=2), Layout(pp=2), Layout(dp=2)], ids=str)
+@pytest.mark.parametrize("changes", POLICY_GRADIENTS.values(), ids=POLICY_GRADIENTS)
+def test_policy_gradients(changes, layout, model_of):
+    loss_fn, config = policy_gradient_loss(changes), make_config(model_of("llama"))
+    ours, theirs = (
+        run_processes(gradients_of, x.apply(config), loss_fn, world_size=x.world_size)[0] for x in (layout, Layout())
+    )
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-4, abs=1e-5)
+    for name, gradient in theirs[1].items():
+        scale = gradient.abs().max()
+        torch.testing.assert_close(ours[1][name] / scale, gradient / scale, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_a_wrong_gradient_is_seen(outcomes):

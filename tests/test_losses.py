@@ -146,6 +146,8 @@ def test_dpo(preference_average, sft_average):
     torch.testing.assert_close(metrics["accuracy"], right)
     torch.testing.assert_close(metrics["rewards_chosen_mean"], (rewards[::2] * pairs).sum() / pairs.sum())
     torch.testing.assert_close(metrics["rewards_rejected_mean"], (rewards[1::2] * pairs).sum() / pairs.sum())
+    preference, accuracy, *_ = DPOLossFn(cfg)._dpo_loss(logits, data, seqs)
+    torch.testing.assert_close((preference, accuracy), (metrics["preference_loss"], metrics["accuracy"]))
     assert set(metrics) == {
         "loss", "sft_loss", "preference_loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean",
         "num_valid_samples",

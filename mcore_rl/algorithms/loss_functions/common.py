@@ -105,6 +105,20 @@ class LogprobLoss(LossFunction):
         context_parallel_group: ProcessGroup | None = None,
         **options: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
+        logprobs, entropy = self.next_token_logprobs(
+            next_token_logits, data, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
+        )
+        return self.from_logprobs(logprobs, data, global_valid_seqs, global_valid_toks, entropy=entropy, **options)
+
+    def next_token_logprobs(
+        self,
+        next_token_logits: Tensor,
+        data: BatchedDataDict[Any],
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: ProcessGroup | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities [B, S − 1] (and entropies, if this loss needs them) of unpacked logits."""
         require_keys(data, self.required_keys, self)
         layout = rows_layout(next_token_logits, data, context_parallel_group)
         logprobs, entropy = next_token_logprobs_from_logits(
@@ -117,7 +131,7 @@ class LogprobLoss(LossFunction):
             with_entropy=self.needs_entropy,
         )
         self.refuse_nonfinite(logprobs, data)
-        return self.from_logprobs(logprobs, data, global_valid_seqs, global_valid_toks, entropy=entropy, **options)
+        return logprobs, entropy
 
     def from_logprobs(
         self,

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
 from mcore_rl.algorithms.loss_functions.common import (
@@ -194,9 +195,7 @@ class DPOLossFn(PreferenceLoss, LogprobLoss):
         self.check(next_token_logprobs, data)
         seqs = require_count("global_valid_seqs", global_valid_seqs, self)
         sample_mask = sample_mask_of(data, next_token_logprobs)
-        preference, accuracy, chosen, rejected = self._preference_loss(
-            self._rewards(next_token_logprobs, data), sample_mask, seqs, self.reference_policy_kl_penalty
-        )
+        preference, accuracy, chosen, rejected = self._preference_of(next_token_logprobs, data, seqs)
         sft = torch.zeros_like(preference)
         if self.sft_loss_weight:
             per_row, _ = self.sft_loss.from_logprobs(
@@ -211,6 +210,31 @@ class DPOLossFn(PreferenceLoss, LogprobLoss):
         loss = self.preference_loss_weight * preference + self.sft_loss_weight * sft
         metrics = _pair_metrics(loss, accuracy, chosen, rejected, sample_mask)
         return loss, {**metrics, "sft_loss": sft.detach(), "preference_loss": preference.detach()}
+
+    def _dpo_loss(
+        self,
+        next_token_logits: Tensor,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor,
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: ProcessGroup | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The preference term alone: its loss, accuracy, and the mean rewards of chosen and rejected."""
+        logprobs, _ = self.next_token_logprobs(
+            next_token_logits, data, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
+        )
+        return self._preference_of(logprobs, data, global_valid_seqs)
+
+    def _preference_of(
+        self, logprobs: Tensor, data: BatchedDataDict[Any], global_valid_seqs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self._preference_loss(
+            self._rewards(logprobs, data),
+            sample_mask_of(data, logprobs),
+            global_valid_seqs,
+            self.reference_policy_kl_penalty,
+        )
 
     def _rewards(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> Tensor:
         """[B]: how much likelier each row became than under the reference, in nats."""
