@@ -26,7 +26,7 @@ def run_script(config_type: type[ConfigT], train: Callable[[ConfigT], Any], desc
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file's values")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     quiet_libraries()
     try:
         train(load_config(config_type, arguments.config, arguments.overrides))

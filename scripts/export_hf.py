@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("destination", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     quiet_libraries()
     try:
         export(arguments.checkpoint, arguments.destination, arguments.overrides)

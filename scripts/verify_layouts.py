@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--max-processes", type=int, default=8, help="leave out larger layouts")
     parser.add_argument("--algorithm", choices=("dpo", "sft"), default="dpo")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps before weights are compared")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     quiet_libraries()
     try:
         return verify(arguments)

@@ -117,6 +117,11 @@ def test_missing_file():
         load_sft_dataset("missing.jsonl", TOKENIZER, settings_of())
 
 
+def test_other_kinds_of_files(tmp_path):
+    with pytest.raises(UserError, match=r"must be a \.jsonl, \.json or \.parquet file"):
+        load_sft_dataset(write(tmp_path / "data.csv", []), TOKENIZER, settings_of())
+
+
 def test_long_records_are_dropped_or_truncated(tmp_path):
     records = [{"prompt": "p" * n, "completion": "c" * 20} for n in (5, 30, 60)]
     path = write(tmp_path / "a.jsonl", records)

@@ -131,12 +131,14 @@ def _read(source: str) -> Sequence[dict[str, Any]]:
             return datasets.load_dataset(loaders[suffix], data_files=source, split="train")
         except datasets.exceptions.DatasetGenerationError as error:
             raise UserError(f"{source}: cannot be read: {' '.join(str(error.__cause__ or error).split())}") from None
+    if Path(source).exists():
+        raise UserError(f"data: {source} must be a .jsonl, .json or .parquet file")
     name, _, split = source.partition(":")
     try:
         return datasets.load_dataset(name, split=split or "train")
     except (OSError, ValueError, ConnectionError) as error:
         raise UserError(
-            f"data: {source} is no .jsonl, .json or .parquet file, and not found as a dataset: "
+            f"data: {source} is neither a .jsonl, .json or .parquet file nor a dataset that can be reached: "
             f"{' '.join(str(error).split())}"
         ) from None
 
