@@ -26,7 +26,6 @@ def _refuse_bool(value: Any) -> Any:
 Int = Annotated[int, BeforeValidator(_refuse_bool)]
 Positive = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
 Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0)]
-Number = Annotated[float, BeforeValidator(_refuse_bool)]
 NonNegative = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0)]
 
 
@@ -70,6 +69,16 @@ class ParallelConfig(Section):
     def model_parallel_size(self) -> int:
         """Processes that hold one replica of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every packed sequence is padded to a multiple of this many tokens.
+
+        Context parallelism cuts a sequence into 2·CP chunks; sequence parallelism cuts what is left
+        into TP parts.
+        """
+        zigzag = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        return zigzag * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Replicas in `world_size` processes.

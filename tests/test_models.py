@@ -41,7 +41,7 @@ def megatron_logits(path, export_to, **sizes):
     check_model_fits(hf, parallel, max(LENGTHS))
     model = build_model(hf, ModelConfig(path=path), parallel, topology)
     load_hf_weights(model, SafetensorsDirectory(path))
-    layout = PackLayout.pack(LENGTHS, topology.context.size, topology.sequence_multiple)
+    layout = PackLayout.pack(LENGTHS, topology.context.size, parallel.sequence_multiple)
 
     def head(hidden, microbatch):
         shards = all_gather(vocab_parallel_logits(hidden, model), topology.tensor.group)

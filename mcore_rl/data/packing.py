@@ -38,7 +38,7 @@ class Batching:
         micro_batch_size: units per microbatch without packing.
         rows_per_unit: rows that stay together: 2 for pairs.
         dp_size, cp_size: sizes of data and context parallelism.
-        multiple: what each sequence is padded to (`Topology.sequence_multiple`).
+        multiple: what each sequence is padded to (`ParallelConfig.sequence_multiple`).
         one_width: pad all microbatches of a step to the same number of tokens (pipeline stages then
             know what to expect without asking).
     """

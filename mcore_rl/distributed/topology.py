@@ -38,13 +38,3 @@ class Topology:
     @property
     def is_last_stage(self) -> bool:
         return self.pipeline.rank == self.pipeline.size - 1
-
-    @property
-    def sequence_multiple(self) -> int:
-        """Every packed sequence is padded to a multiple of this many tokens.
-
-        Context parallelism cuts a sequence into 2·CP chunks; sequence parallelism cuts what is left
-        into TP parts.
-        """
-        zigzag = 2 * self.context.size if self.context.size > 1 else 1
-        return zigzag * (self.tensor.size if self.sequence_parallel else 1)

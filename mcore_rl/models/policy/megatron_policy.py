@@ -298,7 +298,6 @@ def batching_of(config: TrainingConfig, rows_per_unit: int, dp_size: int) -> Bat
         UserError: a pack that cannot hold the longest record.
     """
     parallel = config.parallel
-    zigzag = 2 * parallel.context_parallel_size if parallel.context_parallel_size > 1 else 1
     batching = Batching(
         packing=config.batch.packing,
         tokens_per_pack=config.batch.tokens_per_pack or 0,
@@ -306,7 +305,7 @@ def batching_of(config: TrainingConfig, rows_per_unit: int, dp_size: int) -> Bat
         rows_per_unit=rows_per_unit,
         dp_size=dp_size,
         cp_size=parallel.context_parallel_size,
-        multiple=zigzag * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1),
+        multiple=parallel.sequence_multiple,
         one_width=parallel.pipeline_model_parallel_size > 1,
     )
     longest = rows_per_unit * -(-config.data.max_sequence_length // batching.multiple) * batching.multiple
