@@ -96,8 +96,11 @@ class LogprobHead:
         wanted = _local(layout.pack_rows(counted) & layout.has_target, layout, topology).nonzero().flatten()
         rows = wanted if len(wanted) else torch.zeros(1, dtype=torch.long)
         rows = rows.to(hidden.device, non_blocking=True)
+        picked = hidden[rows]
+        if not len(wanted):  # the dummy row: zeros, whatever the model made of it, that still pass gradients on
+            picked = picked.masked_fill(torch.ones_like(picked, dtype=torch.bool), 0)
         logprobs, entropy = linear_logprobs(
-            hidden[rows],
+            picked,
             self.model.chunks[-1].lm_head_weight(),
             targets.to(hidden.device, non_blocking=True)[rows],
             topology.tensor.group,
