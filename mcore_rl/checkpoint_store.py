@@ -61,8 +61,7 @@ class CheckpointStore:
     def commit(self, step: int, partial: Path, digests: FileDigests) -> Path:
         """Give a written directory its name, then let the tracker file point to it."""
         (partial / MANIFEST_FILE).write_text(json.dumps(digests, indent=1, sort_keys=True))
-        for entry in [*partial.iterdir(), partial]:
-            _flush(entry)
+        flush_directory(partial)
         final = self.iteration(step)
         if final.exists():
             shutil.rmtree(final)
@@ -167,6 +166,12 @@ def digest_problems(iteration: Path, part: int = 0, parts: int = 1) -> list[str]
     names = sorted(manifest)[part::parts]
     found = digests_of(iteration, names)
     return [f"{name}: its contents are damaged (SHA-256)" for name in names if found[name] != manifest[name]]
+
+
+def flush_directory(directory: Path) -> None:
+    """Wait until a directory and its files are on the disk."""
+    for entry in [*directory.iterdir(), directory]:
+        _flush(entry)
 
 
 def _flush(path: Path) -> None:

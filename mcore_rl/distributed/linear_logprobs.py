@@ -23,6 +23,7 @@ from mcore_rl.distributed.parallel_logprobs import (
     accumulation_dtype,
     combine_over_vocabulary,
     logprob_gradient,
+    slices,
     valid_columns,
 )
 
@@ -141,10 +142,10 @@ class _Tiles:
         self.half_on_gpu = hidden.is_cuda and hidden.dtype in (torch.float16, torch.bfloat16)
 
     def row_tiles(self) -> Iterator[slice]:
-        return _slices(self._hidden.shape[0], TILE_SHAPE[self._hidden.device.type][0])
+        return slices(self._hidden.shape[0], TILE_SHAPE[self._hidden.device.type][0])
 
     def column_tiles(self) -> Iterator[slice]:
-        return _slices(self.columns, TILE_SHAPE[self._hidden.device.type][1])
+        return slices(self.columns, TILE_SHAPE[self._hidden.device.type][1])
 
     def hidden(self, rows: slice) -> Tensor:
         return self._hidden[rows].to(self.dtype)
@@ -158,10 +159,6 @@ class _Tiles:
         else:
             x = self.hidden(rows) @ self.weight(columns).T
         return x if self.temperature == 1 else x.div_(self.temperature)
-
-
-def _slices(total: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, total)) for start in range(0, total, step))
 
 
 def _shard_statistics(tiles: _Tiles, local: Tensor, with_mean: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -68,7 +68,7 @@ class _LogprobsFromLogits(torch.autograd.Function):
         lse = torch.full((count,), -torch.inf, dtype=dtype, device=logits.device)
         mean, chosen = torch.zeros_like(lse), torch.zeros_like(targets, dtype=dtype)
         scratch = torch.empty(min(chunk, count), columns, dtype=dtype, device=logits.device)
-        for rows in _chunks(count if columns else 0, chunk):
+        for rows in slices(count if columns else 0, chunk):
             x = _scaled(logits[rows, :columns], dtype, temperature)
             peak = x.amax(dim=1)
             z = torch.sub(x, peak[:, None], out=scratch[: len(x)]).exp_()
@@ -91,7 +91,7 @@ class _LogprobsFromLogits(torch.autograd.Function):
         # Rows that the loss does not use may hold anything, NaN included: they get a zero, not 0·NaN.
         unused = ~((g != 0).any(dim=1) if h is None else (g != 0).any(dim=1) | (h != 0))
         total = g.sum(dim=1, keepdim=True)
-        for rows in _chunks(logits.shape[0] if columns else 0, ctx.chunk):
+        for rows in slices(logits.shape[0] if columns else 0, ctx.chunk):
             x = _scaled(logits[rows, :columns], lse.dtype, ctx.temperature)
             grad = grad_logits[rows, :columns] if logits.dtype == lse.dtype else torch.empty_like(x)
             logprob_gradient(x, lse[rows], mean[rows], total[rows, 0], None if h is None else h[rows], out=grad)
@@ -104,7 +104,8 @@ class _LogprobsFromLogits(torch.autograd.Function):
         return grad_logits, *(None,) * 7
 
 
-def _chunks(total: int, step: int) -> Iterator[slice]:
+def slices(total: int, step: int) -> Iterator[slice]:
+    """0 … total cut into runs of `step`, the last one shorter."""
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
 
 

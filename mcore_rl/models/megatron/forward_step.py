@@ -14,6 +14,7 @@ from mcore_rl.algorithms.interfaces import LogprobLossFunction, LossFunction
 from mcore_rl.algorithms.loss_functions.common import token_mask_of
 from mcore_rl.algorithms.loss_functions.packing import SequencePackingLossWrapper
 from mcore_rl.data.packing import Microbatch
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.context_parallel import slice_context_parallel
 from mcore_rl.distributed.linear_logprobs import gather_hidden_states, linear_logprobs
 from mcore_rl.distributed.pack_layout import PackLayout
@@ -149,22 +150,24 @@ class LossHead:
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
         data = microbatch.data.to(hidden.device)
         if not self.fused:
-            loss, metrics = self._from_logits(hidden, microbatch)
+            loss, metrics = self._from_logits(hidden, microbatch.layout, data)
             return loss, {"metrics": metrics}
         mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
         logprobs, entropy = self.logprobs(hidden, microbatch, mask)
         loss, metrics = self.loss_fn.from_logprobs(logprobs, data, *self.counts, entropy=entropy)  # type: ignore[attr-defined]
         return loss, {"metrics": metrics, "logprobs": logprobs.detach(), "mask": mask, "rows": microbatch.rows}
 
-    def _from_logits(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
-        topology, layout = self.model.topology, microbatch.layout
+    def _from_logits(
+        self, hidden: Tensor, layout: PackLayout, data: BatchedDataDict[Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        topology = self.model.topology
         logits = vocab_parallel_logits(hidden, self.model) / self.temperature
         wrapper = SequencePackingLossWrapper(
-            self.loss_fn, _cumulative(layout.lengths), _cumulative(layout.padded_lengths)
+            self.loss_fn, layout.cu_seqlens, layout.cu_seqlens_padded[: layout.num_sequences + 1]
         )
         return wrapper(
             logits[None],
-            microbatch.data.to(hidden.device),
+            data,
             *self.counts,
             vocab_parallel_rank=topology.tensor.rank,
             vocab_parallel_group=topology.tensor.group,
@@ -183,7 +186,3 @@ def vocab_parallel_logits(hidden: Tensor, model: BuiltModel) -> Tensor:
         if columns == weight.shape[0]
         else F.pad(logits[:, :columns], (0, weight.shape[0] - columns), value=-torch.inf)
     )
-
-
-def _cumulative(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor((0, *lengths)).cumsum(0).int()

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mcore_rl.checkpoint_store import flush_directory
 from mcore_rl.errors import UserError
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -93,11 +93,7 @@ class ShardedWriter:
         self.pending: dict[str, Tensor] = {}
         self.shards: list[list[str]] = []
         self.total_bytes = 0
-
-    @cached_property
-    def expected(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of everything added, for `check`."""
-        return {}
+        self.expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
@@ -171,7 +167,7 @@ def write_hf_directory(
     config.save_pretrained(temporary)
     for file in companions(source):
         shutil.copy2(file, temporary / file.name)
-    _sync_directory(temporary)
+    flush_directory(temporary)
     if destination.exists():
         shutil.rmtree(destination)
     os.replace(temporary, destination)
@@ -181,12 +177,3 @@ def companions(path: Path) -> Iterator[Path]:
     """The tokenizer, chat template and generation files of a model directory."""
     for pattern in COMPANION_PATTERNS:
         yield from sorted(file for file in path.glob(pattern) if file.is_file())
-
-
-def _sync_directory(directory: Path) -> None:
-    for entry in [*directory.iterdir(), directory]:
-        descriptor = os.open(entry, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

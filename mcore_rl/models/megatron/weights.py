@@ -249,7 +249,7 @@ def export_hf_weights(
     """
     local = {mapping.megatron: (mapping, parameter) for mapping, parameter in named_mappings(model)}
     everywhere: list[Any] = [None] * model.topology.pipeline.size
-    described = {name: (mapping, tuple(p.shape), p.dtype) for name, (mapping, p) in local.items()}
+    described = {name: (mapping, tuple(p.shape)) for name, (mapping, p) in local.items()}
     torch.distributed.all_gather_object(everywhere, described, group=model.topology.pipeline.group)
     owners = {name: stage for stage, names in reversed(list(enumerate(everywhere))) for name in names}
     # Stages in order give the model's own order: embedding, layers, norm, head.

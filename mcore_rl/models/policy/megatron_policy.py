@@ -250,7 +250,7 @@ class MegatronPolicy(PolicyInterface):
             destination,
             self.config.model.path,
             self.hf_config,
-            is_writer=torch.distributed.get_rank() == 0,
+            is_writer=self.is_writer,
         )
         torch.distributed.barrier()
 
@@ -265,7 +265,7 @@ class MegatronPolicy(PolicyInterface):
         )
 
     def load_checkpoint(self, iteration: Path) -> dict[str, Any]:
-        """Restore weights, optimizer, schedule and random states, from any layout; returns the loop's state."""
+        """Restore weights, optimizer and schedule, from any layout; returns the loop's state."""
         return checkpoint.load(iteration, self.model, self.optimizer, self.scheduler)
 
     def verify_checkpoint(self, iteration: Path) -> list[str]:
