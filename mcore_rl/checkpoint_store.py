@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,13 +55,13 @@ class CheckpointStore:
         self.directory.mkdir(parents=True, exist_ok=True)
         for leftover in self.directory.glob(".iter_*.partial"):
             shutil.rmtree(leftover)
-        partial = self.directory / f".{self.iteration(step).name}.partial"
-        partial.mkdir()
-        return partial
+        # A name of its own: a writer left over from a run that was killed can only write into its own.
+        return Path(tempfile.mkdtemp(prefix=f".{self.iteration(step).name}.", suffix=".partial", dir=self.directory))
 
     def commit(self, step: int, partial: Path, digests: FileDigests) -> Path:
         """Give a written directory its name, then let the tracker file point to it."""
         (partial / MANIFEST_FILE).write_text(json.dumps(digests, indent=1, sort_keys=True))
+        partial.chmod(0o777 & ~_umask())  # mkdtemp's own mode would let nobody else read it
         flush_directory(partial)
         final = self.iteration(step)
         if final.exists():
@@ -114,6 +115,12 @@ class CheckpointStore:
         # What the tracker names comes first: a user may point it back to an earlier iteration.
         whole.sort(key=lambda path: step_of(path) != tracked)
         return whole, problems
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def step_of(iteration: Path) -> int:

@@ -160,8 +160,12 @@ class CheckpointConfig(Section):
     """Checkpoints at multiples of this many steps stay whatever `keep_last` says."""
     on_failure: Literal["stop", "continue"] = "stop"
     """Whether training goes on when a checkpoint cannot be written."""
+    asynchronous: bool = True
+    """Whether training goes on while a checkpoint is being written."""
     timeout_seconds: Positive = 1800
-    """A save that takes longer ends the run with a traceback."""
+    """Writing that takes longer is a failure."""
+    allow_partial: bool = False
+    """Whether to go on from a checkpoint that lacks optimizer, schedule, random states or data position."""
     resume: str = "auto"
     """auto: the newest checkpoint in output_dir; none: start afresh; or a checkpoint directory."""
     export_hf: bool = True

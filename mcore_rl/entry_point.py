@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from mcore_rl import watchdog
 from mcore_rl.config import Section, load_config
 from mcore_rl.errors import TrainingError, UserError
 
@@ -34,8 +35,11 @@ def run_script(config_type: type[ConfigT], train: Callable[[ConfigT], Any], desc
         leave(2, str(error))
     except TrainingError as error:
         leave(3, str(error))
-    except Exception:
-        leave(1, traceback.format_exc(), every_rank=True)
+    except Exception as error:
+        text = traceback.format_exc()
+        if hint := watchdog.explain(error):
+            text += hint
+        leave(1, text, every_rank=True)
 
 
 def quiet_libraries() -> None:

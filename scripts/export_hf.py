@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def export(source: Path, destination: Path, overrides: list[str]) -> None:
-    from mcore_rl.algorithms.training import find_checkpoints
+    from mcore_rl.algorithms.checkpointing import find_checkpoints
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 

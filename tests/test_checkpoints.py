@@ -209,7 +209,7 @@ def test_damage_falls_back_and_the_run_ends_bit_for_bit_the_same(files, whole_ru
     assert "damaged checkpoint: " in text
     assert "__0_0.distcp: its contents are damaged" in text
     assert "resumed from" in text
-    assert "iter_0000004: weights, optimizer, schedule, data position (32 samples)" in text
+    assert "iter_0000004: weights, optimizer, schedule, random states, data position (32 samples)" in text
     assert_bit_equal(out, whole_run)
 
 
@@ -253,7 +253,8 @@ def plain_megatron_weights(iteration, model_path):
     """The model part of a checkpoint, loaded by Megatron-Core alone into its own GPTModel."""
     from mcore_rl.config import ModelConfig, ParallelConfig
     from mcore_rl.models.megatron.hf_config import load_hf_config, padded_vocab_size, transformer_config
-    from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel, seed_everything
+    from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel
+    from mcore_rl.models.megatron.random_states import seed_everything
 
     parallel = ParallelConfig()
     initialize_parallel(parallel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ from mcore_rl.config import LoggingConfig
 from mcore_rl.errors import UserError
 
 console = Console(soft_wrap=True, highlight=False)
+
+Say = Callable[[str], None]
+"""Prints a line for the user, once however many ranks there are."""
+
+
+def speaker(is_writer: bool) -> Say:
+    """`Say` of this rank."""
+    return (lambda message: console.print(message, markup=False)) if is_writer else (lambda message: None)
 
 
 class Reporter:

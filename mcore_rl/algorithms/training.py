@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_rl import watchdog
+from mcore_rl.algorithms.checkpointing import RunCheckpoints, find_checkpoints
 from mcore_rl.algorithms.interfaces import LossFunction
 from mcore_rl.algorithms.interruption import Interruption
-from mcore_rl.algorithms.metrics import Reporter, console
-from mcore_rl.checkpoint_store import CheckpointStore, quick_problems
+from mcore_rl.algorithms.metrics import Reporter, Say, speaker
 from mcore_rl.config import TrainingConfig, resolved_yaml
 from mcore_rl.data.batches import SampleOrder, collate
 from mcore_rl.data.records import Dataset, fingerprint
 from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import TrainingError, UserError
-from mcore_rl.models.megatron.checkpoint import SaveError
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.models.megatron.weights import check_hf_tensors
@@ -35,8 +35,7 @@ class Inputs:
     hf_config: Any
     train: Dataset
     validation: Dataset | None
-    resume_from: list[Path]
-    resume_notes: list[str]
+    checkpoints: tuple[list[Path], list[str]]
 
 
 def load_inputs(config: TrainingConfig, load_dataset: Callable[[str, Any, Any], Dataset], rows_per_unit: int) -> Inputs:
@@ -61,32 +60,8 @@ def load_inputs(config: TrainingConfig, load_dataset: Callable[[str, Any, Any], 
         hf_config,
         load_dataset(config.data.train, tokenizer, config.data),
         None if validation is None else load_dataset(validation, tokenizer, config.data),
-        *find_checkpoints(config),
+        find_checkpoints(config),
     )
-
-
-def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
-    """What `checkpoint.resume` asks for: checkpoints to try, the best first, and what is wrong with others.
-
-    Raises:
-        UserError: nothing there, or everything damaged.
-    """
-    wanted = config.checkpoint.resume
-    if wanted == "none":
-        return [], []
-    if wanted == "auto":
-        return CheckpointStore(config.output_dir / "checkpoints").candidates()
-    path = Path(wanted)
-    if not path.is_dir():
-        raise UserError(f"checkpoint.resume: {path} is not a directory (nor auto, nor none)")
-    if path.name.startswith("iter_"):
-        if problems := quick_problems(path):
-            raise UserError(f"checkpoint.resume: {path} is not whole: {'; '.join(problems)}")
-        return [path], []
-    found, notes = CheckpointStore(path).candidates()
-    if not found:
-        raise UserError(f"checkpoint.resume: {path} holds no checkpoint")
-    return found, notes
 
 
 def total_steps(config: TrainingConfig, num_samples: int) -> int:
@@ -97,7 +72,8 @@ def total_steps(config: TrainingConfig, num_samples: int) -> int:
     return int(min(limits))
 
 
-def _divides(interval: int | None, step: int) -> bool:
+def divides(interval: int | None, step: int) -> bool:
+    """Whether something that happens every `interval` steps (never, for None) happens now."""
     return interval is not None and step % interval == 0
 
 
@@ -118,60 +94,39 @@ class SupervisedRun:
 
     def run(self) -> None:
         """All steps from the checkpoint resumed from (or the start) to the end, then the export."""
-        config, is_writer = self.config, self.policy.is_writer
+        config, policy = self.config, self.policy
         steps = total_steps(config, len(self.inputs.train))
-        if is_writer:
-            config.output_dir.mkdir(parents=True, exist_ok=True)
-            (config.output_dir / "config.yaml").write_text(resolved_yaml(config))
-        self.store = CheckpointStore(config.output_dir / "checkpoints")
-        self.consumed_samples, self.fingerprint = 0, fingerprint(self.inputs.train.units)
+        begin_run(config, policy)
+        data_fingerprint = fingerprint(self.inputs.train.units)
+        self.checkpoints = RunCheckpoints(config, policy, self.say, self.inputs.checkpoints, data_fingerprint)
         interruption = Interruption()
-        done = self._resume()
-        reporter = Reporter(config.output_dir, config.logging, is_writer, done + 1, steps)
+        state = self.checkpoints.resume()
+        done, self.consumed_samples = state["step"], state["consumed_samples"]
+        reporter = Reporter(config.output_dir, config.logging, policy.is_writer, done + 1, steps)
         self._introduce(done, steps)
         for step in range(done + 1, steps + 1):
             metrics = self._step(step)
-            if _divides(config.trainer.validation_interval, step):
+            if divides(config.trainer.validation_interval, step):
                 metrics.update(self._validate(step))
             reporter.record(step, metrics)
-            if _divides(config.trainer.log_interval, step) or step in (1, steps):
+            if divides(config.trainer.log_interval, step) or step in (1, steps):
                 reporter.progress(step, metrics)
             signal = interruption.requested()
-            if signal or step == steps or _divides(config.checkpoint.save_interval, step):
-                self._save(step)
+            last = step == steps or signal is not None
+            watchdog.enter(f"step {step}: checkpoint")
+            self.checkpoints.poll(step)
+            if last or divides(config.checkpoint.save_interval, step):
+                self.checkpoints.save(step, {"consumed_samples": self.consumed_samples}, wait=last)
             if signal and step < steps:
                 self.say(f"stopped by {signal} after step {step}; the same command goes on from here")
-                return
-        self._export()
+                break
+        else:
+            export_at_end(config, policy, self.say)
+        watchdog.stop()
 
-    def say(self, message: str) -> None:
-        """A line for the user, once."""
-        if self.policy.is_writer:
-            console.print(message, markup=False)
-
-    def _resume(self) -> int:
-        """Restore the best sound checkpoint; returns the steps done."""
-        for note in self.inputs.resume_notes:
-            self.say(f"damaged checkpoint: {note}")
-        for iteration in self.inputs.resume_from:
-            if problems := self.policy.verify_checkpoint(iteration):
-                self.say(f"damaged checkpoint: {iteration}: {'; '.join(problems)}")
-                continue
-            state = self.policy.load_checkpoint(iteration)
-            if state["data_fingerprint"] != self.fingerprint:
-                raise UserError(
-                    f"data.train: {self.config.data.train} does not hold the data that {iteration} was trained on; "
-                    "set checkpoint.resume=none to start afresh"
-                )
-            self.consumed_samples = int(state["consumed_samples"])
-            self.say(
-                f"resumed from {iteration}: weights, optimizer, schedule, "
-                f"data position ({self.consumed_samples:,} samples)"
-            )
-            return int(state["step"])
-        if self.inputs.resume_from:
-            raise UserError(f"no checkpoint in {self.inputs.resume_from[0].parent} is sound")
-        return 0
+    @property
+    def say(self) -> Say:
+        return speaker(self.policy.is_writer)
 
     def _introduce(self, done: int, steps: int) -> None:
         limit, policy = self.config.data.max_sequence_length, self.policy
@@ -184,12 +139,13 @@ class SupervisedRun:
 
     def _step(self, step: int) -> dict[str, Any]:
         started = time.perf_counter()
+        watchdog.enter(f"step {step}: training")
         data = self._next_batch()
         try:
             metrics = self.policy.train(data, self.loss_fn)
         except FloatingPointError as error:
-            newest = next(reversed(self.store.iterations()), None)
-            raise TrainingError(f"step {step}: {error}; the last checkpoint is {newest or 'none'}") from None
+            newest = self.checkpoints.newest() or "none"
+            raise TrainingError(f"step {step}: {error}; the last checkpoint is {newest}") from None
         if step == 1:
             self.check_first_step(metrics)
         seconds = time.perf_counter() - started
@@ -216,6 +172,7 @@ class SupervisedRun:
         """Metrics over the whole validation set, as one batch, so that they are exact means."""
         if self.inputs.validation is None:
             return {}
+        watchdog.enter(f"step {step}: validation")
         if not hasattr(self, "_validation_batch"):
             self._validation_batch = collate(self.inputs.validation.units, self.inputs.tokenizer.pad_token_id)
             self.add_columns(self._validation_batch, None)
@@ -224,18 +181,19 @@ class SupervisedRun:
         self.say(f"step {step}  validation: {shown}")
         return {f"validation_{name}": value for name, value in metrics.items()}
 
-    def _save(self, step: int) -> None:
-        state = {"consumed_samples": self.consumed_samples, "data_fingerprint": self.fingerprint}
-        try:
-            self.say(f"checkpoint: {self.policy.save_checkpoint(self.store.directory, step, state)}")
-        except SaveError as error:
-            message = f"step {step}: the checkpoint could not be written: {error}"
-            if self.config.checkpoint.on_failure == "stop":
-                raise TrainingError(message) from None
-            self.say(message)
 
-    def _export(self) -> None:
-        if self.config.checkpoint.export_hf:
-            destination = self.config.output_dir / "hf"
-            self.policy.export_hf(destination)
-            self.say(f"Hugging Face model: {destination}")
+def begin_run(config: TrainingConfig, policy: MegatronPolicy) -> None:
+    """Make the output directory, with the resolved configuration in it, and watch over the run."""
+    if policy.is_writer:
+        config.output_dir.mkdir(parents=True, exist_ok=True)
+        (config.output_dir / "config.yaml").write_text(resolved_yaml(config))
+    watchdog.start(config.output_dir / "stacks", policy.rank)
+
+
+def export_at_end(config: TrainingConfig, policy: MegatronPolicy, say: Say) -> None:
+    """The trained model as a Hugging Face directory, if the configuration asks for it."""
+    if config.checkpoint.export_hf:
+        watchdog.enter("export")
+        destination = config.output_dir / "hf"
+        policy.export_hf(destination)
+        say(f"Hugging Face model: {destination}")

@@ -1,14 +1,13 @@
 """A run's state in Megatron's distributed format, which any layout can read.
 
-What is in a checkpoint: model, optimizer, schedule, the loop's own state, and `config.yaml`. How it gets
-to disk without ever being half there is `mcore_rl.checkpoint_store`'s business.
+What is in a checkpoint: model, optimizer, schedule, random states, the loop's own state, and
+`config.yaml`. How it gets to disk without ever being half there is `mcore_rl.checkpoint_store`'s business.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import re
-from collections.abc import Callable
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,29 @@ import torch
 from mcore_rl import __version__
 from mcore_rl.checkpoint_store import CheckpointStore, digest_problems, digests_of
 from mcore_rl.config import TrainingConfig, resolved_yaml
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.checkpoint_trust import check_trusted, read_index
+from mcore_rl.models.megatron.checkpoint_writer import (
+    POLL_SECONDS,
+    PlannedShards,
+    SaveError,
+    ShardWriter,
+    gather,
+    on_every_rank,
+    on_first_rank,
+    raise_together,
+)
 from mcore_rl.models.megatron.model import BuiltModel
+from mcore_rl.models.megatron.parallel import process_groups
+from mcore_rl.models.megatron.random_states import random_states, seed_everything, set_random_states
 
 from megatron.core import dist_checkpointing  # isort: skip
+from megatron.core.dist_checkpointing.core import (  # isort: skip
+    CheckpointingConfig,
+    CheckpointingException,
+    save_config,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
 from megatron.core.optimizer import MegatronOptimizer  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
@@ -27,109 +46,181 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # i
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
 
-class SaveError(RuntimeError):
-    """A checkpoint could not be written; raised on every rank. Earlier checkpoints are untouched."""
+@dataclass(frozen=True)
+class TrainingState:
+    """What a checkpoint holds of a run beside the loop's own values."""
+
+    model: BuiltModel
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    config: TrainingConfig
+
+    @property
+    def layout(self) -> list[int]:
+        """Sizes of the parallel dimensions, for which random states are valid."""
+        topology = self.model.topology
+        return [d.size for d in (topology.tensor, topology.pipeline, topology.context, topology.data)]
 
 
-def save(
-    store: CheckpointStore,
-    step: int,
-    model: BuiltModel,
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-    state: dict[str, Any],
-    config: TrainingConfig,
-) -> Path:
-    """Write iteration `step`; collective. Returns its directory.
+# ------------------------------------------------------------------ saving
 
-    Raises:
-        SaveError: the disk is full, the folder cannot be written, …
+
+class PendingSave:
+    """A checkpoint on its way to disk; every method is collective.
+
+    Raises (the constructor and all methods):
+        SaveError: the disk is full, the folder cannot be written, a writing process died, …
     """
-    partial: Path = _on_first_rank(lambda: store.begin(step))
-    model_state = _model_state(model)
-    contents = {
-        **model_state,
-        "optimizer": optimizer.sharded_state_dict(model_state, metadata=METADATA),
-        "scheduler": scheduler.state_dict(),
-        "state": {**state, "step": step, "version": __version__},
-    }
-    # Megatron forks processes that write, and waits for them for ever: should one die, end with a traceback.
-    faulthandler.dump_traceback_later(config.checkpoint.timeout_seconds, exit=True)
-    try:
-        _on_every_rank(lambda: dist_checkpointing.save(contents, str(partial), content_metadata=METADATA))
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-    digests = _written_digests(partial)
 
-    def commit() -> Path:
-        (partial / "config.yaml").write_text(resolved_yaml(config))
-        digests.update(digests_of(partial, ["config.yaml"]))
-        final = store.commit(step, partial, digests)
-        store.prune(config.checkpoint.keep_last, config.checkpoint.keep_every)
+    def __init__(self, store: CheckpointStore, step: int, run: TrainingState, state: dict[str, Any]) -> None:
+        self.store, self.step, self.config = store, step, run.config
+        self.partial: Path = on_first_rank(lambda: store.begin(step))
+        model_state = _model_state(run.model)
+        shards, common = save_preprocess(
+            {
+                **model_state,
+                "optimizer": run.optimizer.sharded_state_dict(model_state, metadata=METADATA),
+                "scheduler": run.scheduler.state_dict(),
+                "state": {**state, "step": step, "version": __version__},
+                "random": {"layout": run.layout, "states": gather(random_states())},
+                "content_metadata": METADATA,
+            }
+        )
+        on_first_rank(lambda: self._write_common(common))
+        planned = PlannedShards.of(shards, self.partial, process_groups().dp_cp)
+        self._writer = on_every_rank(lambda: ShardWriter(planned, run.config.checkpoint.timeout_seconds))
+
+    def _write_common(self, common: dict[str, Any]) -> None:
+        torch.save(common, self.partial / "common.pt")
+        (self.partial / "config.yaml").write_text(resolved_yaml(self.config))
+        save_config(CheckpointingConfig("torch_dist"), str(self.partial))
+
+    def is_written(self, wait: bool = False) -> bool:
+        """Whether every rank's shards are on disk."""
+        while True:
+            report = self._writer.poll()
+            if any(gather(report is not None and report.error is not None)):
+                self._writer.abandon()
+                raise_together(None if report is None else report.error)
+            if all(gather(report is not None)):
+                return True
+            if not wait:
+                return False
+            time.sleep(POLL_SECONDS)
+
+    def commit(self) -> Path:
+        """Give what is written its name; returns it. To be called once `is_written`."""
+        report = self._writer.poll()
+        assert report is not None, "not written yet"
+        results, digests = zip(*gather((report.results, report.digests)), strict=True)
+
+        def write_index_and_rename() -> Path:
+            self._writer.storage.finish(self._writer.metadata, list(results))
+            named = {name: digest for part in digests for name, digest in part.items()}
+            named.update(digests_of(self.partial, ("common.pt", "config.yaml", "metadata.json", ".metadata")))
+            final = self.store.commit(self.step, self.partial, named)
+            self.store.prune(self.config.checkpoint.keep_last, self.config.checkpoint.keep_every)
+            return final
+
+        final: Path = on_first_rank(write_index_and_rename)
         return final
-
-    final: Path = _on_first_rank(commit)
-    return final
-
-
-def _written_digests(directory: Path) -> dict[str, tuple[int, str]]:
-    """Digests of all files, each rank reading back the shards that it wrote."""
-    rank = torch.distributed.get_rank()
-    shards = {path.name: re.fullmatch(r"__(\d+)_\d+\.distcp", path.name) for path in directory.iterdir()}
-    mine = [name for name, match in shards.items() if (int(match[1]) if match else 0) == rank]
-    parts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, _on_every_rank(lambda: digests_of(directory, mine)))
-    return {name: digest for part in parts for name, digest in part.items()}
-
-
-def _on_every_rank(action: Callable[[], Any]) -> Any:
-    """`action()`; if it fails on any rank, SaveError on all of them."""
-    result, error = None, None
-    try:
-        result = action()
-    except Exception as failure:  # whatever it was, the other ranks must hear of it
-        error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:500]}"
-    errors: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(errors, error)
-    if any(errors):
-        raise SaveError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text))
-    return result
-
-
-def _on_first_rank(action: Callable[[], Any]) -> Any:
-    """`action()` on rank 0; its result, or SaveError, on all ranks."""
-    box = [_on_every_rank(action if torch.distributed.get_rank() == 0 else lambda: None)]
-    torch.distributed.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 def verify(iteration: Path) -> list[str]:
     """What is damaged in a checkpoint, every byte read, the files shared out over ranks; collective."""
-    parts: list[Any] = [None] * torch.distributed.get_world_size()
-    problems = digest_problems(iteration, torch.distributed.get_rank(), len(parts))
-    torch.distributed.all_gather_object(parts, problems)
-    return [problem for part in parts for problem in part]
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return [problem for part in gather(digest_problems(iteration, rank, size)) for problem in part]
 
 
-def load(
-    iteration: Path, model: BuiltModel, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
-) -> dict[str, Any]:
-    """Restore everything that `save` wrote, under this run's layout; collective. Returns the loop's state."""
-    for chained in optimizer.chained_optimizers:
-        if not chained.optimizer.state:  # Megatron describes only states that exist
-            chained._init_optimizer_states_with_dummy_values()
-    model_state = _model_state(model)
-    wanted = {
-        **model_state,
-        "optimizer": optimizer.sharded_state_dict(model_state, is_loading=True, metadata=METADATA),
+# ------------------------------------------------------------------ loading
+
+
+@dataclass
+class Restored:
+    """What a checkpoint gave back.
+
+    state: the loop's own values; empty where the checkpoint has none.
+    pieces: what was restored, in words.
+    missing: what the checkpoint does not hold.
+    """
+
+    state: dict[str, Any]
+    pieces: list[str] = field(default_factory=lambda: ["weights"])
+    missing: list[str] = field(default_factory=list)
+
+
+def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Restored:
+    """Restore everything that was saved, under this run's layout; collective.
+
+    Raises:
+        UserError: it does not fit the model, lacks a piece (unless `allow_partial`), or names code to run.
+    """
+    check_trusted(iteration)
+    common = dist_checkpointing.load_common_state_dict(str(iteration))
+    has_optimizer = any(key.startswith("optimizer.state.") for key in read_index(iteration).state_dict_metadata)
+    restored = Restored(common.get("state", {}))
+    present = {
+        "optimizer": has_optimizer and "optimizer" in common,
+        "schedule": "scheduler" in common,
+        "random states": "random" in common,
+        "data position": "state" in common,
     }
-    loaded = dist_checkpointing.load(wanted, str(iteration))
-    for index, chunk in enumerate(model.chunks):
-        chunk.load_state_dict(loaded[_model_key(model, index)])
-    _load_optimizer(optimizer, loaded["optimizer"])
-    scheduler.load_state_dict(loaded["scheduler"])
-    state: dict[str, Any] = loaded["state"]
-    return state
+    restored.missing = [name for name, there in present.items() if not there]
+    if restored.missing and not allow_partial:
+        raise UserError(
+            f"{iteration} lacks {', '.join(restored.missing)}; "
+            "set checkpoint.allow_partial=true to go on from what it has"
+        )
+    _load_model_and_optimizer(iteration, run, present["optimizer"])
+    if present["schedule"]:
+        run.scheduler.load_state_dict(common["scheduler"])
+    restored.pieces += [name for name in ("optimizer", "schedule") if present[name]]
+    if present["random states"]:
+        restored.pieces.append(_restore_random(common["random"], run, restored.state))
+    return restored
+
+
+def _restore_random(saved: dict[str, Any], run: TrainingState, state: dict[str, Any]) -> str:
+    if saved["layout"] == run.layout:
+        set_random_states(saved["states"][torch.distributed.get_rank()])
+        return "random states"
+    seed_everything(run.config.seed + int(state.get("step", 0)))
+    return "random states (seeded anew: the layout is another)"
+
+
+def _load_model_and_optimizer(iteration: Path, run: TrainingState, with_optimizer: bool) -> None:
+    model_state = _model_state(run.model)
+    wanted = dict(model_state)
+    if with_optimizer:
+        for chained in run.optimizer.chained_optimizers:
+            if not chained.optimizer.state:  # Megatron describes only states that exist
+                chained._init_optimizer_states_with_dummy_values()
+        wanted["optimizer"] = run.optimizer.sharded_state_dict(model_state, is_loading=True, metadata=METADATA)
+    loaded = _load(wanted, iteration)
+    _set_model_state(run.model, loaded)
+    if with_optimizer:
+        _load_optimizer(run.optimizer, loaded["optimizer"])
+    else:
+        run.optimizer.reload_model_params()
+
+
+def load_weights(iteration: Path, model: BuiltModel) -> None:
+    """Restore the model alone, under this run's layout; collective.
+
+    Raises:
+        UserError: it does not fit the model, or names code to run.
+    """
+    check_trusted(iteration)
+    _set_model_state(model, _load(_model_state(model), iteration))
+
+
+def _load(wanted: dict[str, Any], iteration: Path) -> dict[str, Any]:
+    try:
+        loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(iteration))
+    except (CheckpointingException, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{iteration} does not fit the model of model.path: {reason}") from None
+    return loaded
 
 
 def _model_key(model: BuiltModel, index: int) -> str:
@@ -140,9 +231,7 @@ def _model_state(model: BuiltModel) -> dict[str, Any]:
     return {_model_key(model, i): chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(model.chunks)}
 
 
-def load_weights(iteration: Path, model: BuiltModel) -> None:
-    """Restore the model alone, under this run's layout; collective."""
-    loaded = dist_checkpointing.load(_model_state(model), str(iteration))
+def _set_model_state(model: BuiltModel, loaded: dict[str, Any]) -> None:
     for index, chunk in enumerate(model.chunks):
         chunk.load_state_dict(loaded[_model_key(model, index)])
 
@@ -163,3 +252,6 @@ def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> Non
         inner.load_parameter_state_from_fully_reshardable(moments)
         for entry, step in steps:
             entry["step"] = step.clone()
+
+
+__all__ = ["PendingSave", "Restored", "SaveError", "TrainingState", "load", "load_weights", "verify"]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from datetime import timedelta
 
-import numpy as np
 import torch
 
 from mcore_rl import platform
 from mcore_rl.config import ParallelConfig
 from mcore_rl.distributed.topology import ParallelDimension, Topology
 
-platform.initialize_platform()
-
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core import parallel_state  # isort: skip
+from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
 
 
 def initialize_parallel(config: ParallelConfig) -> Topology:
@@ -49,11 +45,3 @@ def destroy_parallel() -> None:
 def process_groups() -> ProcessGroupCollection:
     """Megatron's groups, to hand to its modules."""
     return ProcessGroupCollection.use_mpu_process_groups()
-
-
-def seed_everything(seed: int) -> None:
-    """Seed every random generator alike on all ranks; Megatron's tracker offsets them where needed."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)

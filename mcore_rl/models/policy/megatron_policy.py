@@ -29,7 +29,8 @@ from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, write_h
 from mcore_rl.models.megatron.hf_config import head_dim, load_hf_config
 from mcore_rl.models.megatron.model import build_model
 from mcore_rl.models.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step, wrap_for_training
-from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel, seed_everything
+from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel
+from mcore_rl.models.megatron.random_states import seed_everything
 from mcore_rl.models.megatron.weights import export_hf_weights, hf_shapes, load_hf_weights
 from mcore_rl.models.policy.interfaces import LogprobOutputSpec, PolicyInterface, ReferenceLogprobOutputSpec
 
@@ -59,15 +60,21 @@ class MegatronPolicy(PolicyInterface):
         self.batching = batching_of(config, rows_per_unit, self.topology.data.size)
         self.reference = self._weights_on_host() if keep_reference else None
         self.chunks: list[Any] = list(self.model.chunks)
+        self._saving: checkpoint.PendingSave | None = None
         if total_steps:
             self.chunks = wrap_for_training(self.model)
             self.optimizer = build_optimizer(self.chunks, config.optimizer, getattr(torch, config.model.dtype))
             self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps)
 
     @property
+    def rank(self) -> int:
+        """Of this process among all of the run."""
+        return torch.distributed.get_rank()
+
+    @property
     def is_writer(self) -> bool:
         """True on the one rank that writes files and speaks."""
-        return torch.distributed.get_rank() == 0
+        return self.rank == 0
 
     @property
     def num_parameters(self) -> int:
@@ -254,19 +261,49 @@ class MegatronPolicy(PolicyInterface):
         )
         torch.distributed.barrier()
 
-    def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any]) -> Path:
+    def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any], wait: bool = True) -> Path | None:
         """Write iteration `step` below `directory`; `state` is the loop's own (small, plain values).
+
+        Without `wait`, training may go on at once; `finish_saving` then tells when it is there. One save at
+        a time: a pending one is waited for first.
+
+        Returns:
+            the checkpoint's directory, or None while it is being written.
 
         Raises:
             SaveError: it could not be written, on every rank; earlier checkpoints are untouched.
         """
-        return checkpoint.save(
-            CheckpointStore(directory), step, self.model, self.optimizer, self.scheduler, state, self.config
-        )
+        self.finish_saving()
+        self._saving = checkpoint.PendingSave(CheckpointStore(directory), step, self._training_state(), state)
+        return self.finish_saving() if wait else None
 
-    def load_checkpoint(self, iteration: Path) -> dict[str, Any]:
-        """Restore weights, optimizer and schedule, from any layout; returns the loop's state."""
-        return checkpoint.load(iteration, self.model, self.optimizer, self.scheduler)
+    def finish_saving(self, wait: bool = True) -> Path | None:
+        """Commit the pending checkpoint once it is written; collective.
+
+        Returns:
+            its directory; None if there is none, or (without `wait`) it is still being written.
+
+        Raises:
+            SaveError: as `save_checkpoint`.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return None
+        if saving.is_written(wait):
+            return saving.commit()
+        self._saving = saving
+        return None
+
+    def load_checkpoint(self, iteration: Path, allow_partial: bool = False) -> checkpoint.Restored:
+        """Restore weights, optimizer, schedule, random states and the loop's own state, from any layout.
+
+        Raises:
+            UserError: the checkpoint does not fit, or lacks a piece and `allow_partial` is not set.
+        """
+        return checkpoint.load(iteration, self._training_state(), allow_partial)
+
+    def _training_state(self) -> checkpoint.TrainingState:
+        return checkpoint.TrainingState(self.model, self.optimizer, self.scheduler, self.config)
 
     def verify_checkpoint(self, iteration: Path) -> list[str]:
         """What is damaged in a checkpoint, every byte read; the same answer on every rank."""

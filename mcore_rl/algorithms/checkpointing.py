@@ -1,0 +1,115 @@
+"""A run's checkpoints: which to resume from, when to save, and what to say about it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.algorithms.metrics import Say
+from mcore_rl.checkpoint_store import CheckpointStore, quick_problems
+from mcore_rl.config import TrainingConfig
+from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.models.megatron.checkpoint import SaveError
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+
+def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
+    """What `checkpoint.resume` asks for: checkpoints to try, the best first, and what is wrong with others.
+
+    Raises:
+        UserError: nothing there, or everything damaged.
+    """
+    wanted = config.checkpoint.resume
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # torchrun began this run anew after a failure
+        wanted = "auto"
+    if wanted == "none":
+        return [], []
+    if wanted == "auto":
+        return CheckpointStore(config.output_dir / "checkpoints").candidates()
+    path = Path(wanted)
+    if not path.is_dir():
+        raise UserError(f"checkpoint.resume: {path} is not a directory (nor auto, nor none)")
+    if path.name.startswith("iter_"):
+        if problems := quick_problems(path):
+            raise UserError(f"checkpoint.resume: {path} is not whole: {'; '.join(problems)}")
+        return [path], []
+    found, notes = CheckpointStore(path).candidates()
+    if not found:
+        raise UserError(f"checkpoint.resume: {path} holds no checkpoint")
+    return found, notes
+
+
+class RunCheckpoints:
+    """Saves and restores one run; every method is collective.
+
+    Args:
+        candidates: what to resume from, the best first, and what is wrong with others (`find_checkpoints`).
+        fingerprint: of the data, which a resumed run must share.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        policy: MegatronPolicy,
+        say: Say,
+        candidates: tuple[list[Path], list[str]],
+        fingerprint: str,
+    ) -> None:
+        self.config, self.policy, self.say, self.fingerprint = config, policy, say, fingerprint
+        self.resume_from, self.notes = candidates
+        self.store = CheckpointStore(config.output_dir / "checkpoints")
+
+    def resume(self) -> dict[str, Any]:
+        """Restore the best sound checkpoint; returns the loop's state, `step` 0 for a fresh start.
+
+        Raises:
+            UserError: none is sound, or the best does not fit this run.
+        """
+        for note in self.notes:
+            self.say(f"damaged checkpoint: {note}")
+        for iteration in self.resume_from:
+            if problems := self.policy.verify_checkpoint(iteration):
+                self.say(f"damaged checkpoint: {iteration}: {'; '.join(problems)}")
+                continue
+            restored = self.policy.load_checkpoint(iteration, self.config.checkpoint.allow_partial)
+            if restored.state.get("data_fingerprint", self.fingerprint) != self.fingerprint:
+                raise UserError(
+                    f"data.train: {self.config.data.train} does not hold the data that {iteration} was trained on; "
+                    "set checkpoint.resume=none to start afresh"
+                )
+            state = {"step": 0, "consumed_samples": 0, **restored.state}
+            position = f"data position ({state['consumed_samples']:,} samples)"
+            self.say(f"resumed from {iteration}: {', '.join([*restored.pieces, position])}")
+            if restored.missing:
+                self.say(f"not in it, begun anew: {', '.join(restored.missing)}")
+            return state
+        if self.resume_from:
+            raise UserError(f"no checkpoint in {self.resume_from[0].parent} is sound")
+        return {"step": 0, "consumed_samples": 0}
+
+    def save(self, step: int, state: dict[str, Any], wait: bool) -> None:
+        """Begin to write iteration `step`, and wait for it if asked to, or if saving is not asynchronous."""
+        wait = wait or not self.config.checkpoint.asynchronous
+        state = {**state, "data_fingerprint": self.fingerprint}
+        self._or_fail(step, lambda: self.policy.finish_saving())
+        self._or_fail(step, lambda: self.policy.save_checkpoint(self.store.directory, step, state, wait))
+
+    def poll(self, step: int) -> None:
+        """Between two steps: commit what has been written meanwhile, notice what went wrong."""
+        self._or_fail(step, lambda: self.policy.finish_saving(wait=False))
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint on disk."""
+        return next(reversed(self.store.iterations()), None)
+
+    def _or_fail(self, step: int, action: Callable[[], Path | None]) -> None:
+        try:
+            if path := action():
+                self.say(f"checkpoint: {path}")
+        except SaveError as error:
+            message = f"step {step}: the checkpoint could not be written: {error}"
+            if self.config.checkpoint.on_failure == "stop":
+                raise TrainingError(message) from None
+            self.say(message)

@@ -1,0 +1,226 @@
+"""Writing the shards of a checkpoint in a process of its own, while training goes on.
+
+The process is forked, so it sees the tensors as they were at that moment, whatever training does to
+them afterwards; tensors of a GPU are first copied to the host. It can fail or die without taking the run
+with it: whoever waits looks at the process too, not only for its message.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from mcore_rl.checkpoint_store import FileDigests, digests_of
+
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict  # isort: skip
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # isort: skip
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # isort: skip
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan  # isort: skip
+from megatron.core.dist_checkpointing.strategies.torch import (  # isort: skip
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+
+
+POLL_SECONDS = 0.05
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; raised on every rank. Earlier checkpoints are untouched."""
+
+
+@dataclass(frozen=True)
+class PlannedShards:
+    """What each rank is to write, as Megatron planned it; `metadata` is there on rank 0 alone."""
+
+    storage: OneFileWriter
+    metadata: Any
+
+    @classmethod
+    def of(cls, state: ShardedStateDict, directory: Path, replicas: ProcessGroup) -> PlannedShards:
+        """Share the shards out over the ranks of `replicas`, which hold the same ones. Collective."""
+        strategy = FullyParallelSaveStrategyWrapper(_PlanOnly("torch_dist", 1), replicas)
+        planned: PlannedShards = strategy.async_save(state, directory)
+        return planned
+
+
+class _PlanOnly(TorchDistSaveShardedStrategy):
+    """Megatron's strategy up to the writing, which it would do in processes that it waits for for ever."""
+
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> PlannedShards:
+        tensors, *_ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        planned, *_ = save_state_dict_async_plan(
+            mcore_to_pyt_state_dict(tensors, False),
+            OneFileWriter(checkpoint_dir),
+            None,
+            coordinator_rank=0,
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+        storage, metadata, _ = planned
+        return PlannedShards(storage, metadata)
+
+
+class OneFileWriter(FileSystemWriterAsync):
+    """A rank's tensors and objects, in one file."""
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self.file_name = f"{plan.storage_data.prefix}0.distcp"
+        resolved: list[tuple[WriteItem, Any]] = [(item, planner.resolve_data(item)) for item in plan.items]
+        self.objects = [(item, data) for item, data in resolved if item.type == WriteItemType.BYTE_IO]
+        self.tensors = [(item, data.detach()) for item, data in resolved if item.type != WriteItemType.BYTE_IO]
+
+    def stage(self) -> None:
+        """Copy to the host what is on a GPU."""
+        self.tensors = [(item, tensor.cpu()) for item, tensor in self.tensors]
+
+    def write(self) -> list[Any]:
+        """Write and flush the file; returns what the index needs to know."""
+        if not self.objects and not self.tensors:
+            return []
+        outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        unfinished: queue.Queue[int] = queue.Queue()
+        unfinished.put(0)
+        tensors = [(item, _own_storage(tensor)) for item, tensor in self.tensors]
+        bucket = (str(Path(self.checkpoint_dir) / self.file_name), self.file_name, (self.objects, tensors))
+        transforms = [self.transforms] if hasattr(self, "transforms") else []  # depends on torch's version
+        self.write_preloaded_data(transforms, 0, bucket, outcomes, unfinished, True)
+        _, outcome = outcomes.get()
+        if isinstance(outcome, Exception):
+            raise outcome
+        results: list[Any] = outcome
+        return results
+
+
+def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A view is written with all of the storage behind it; a copy is not."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
+
+
+class ShardWriter:
+    """One rank's shards on their way to disk.
+
+    Args:
+        planned: what to write.
+        timeout: seconds after which the process is given up.
+    """
+
+    def __init__(self, planned: PlannedShards, timeout: float) -> None:
+        self.storage, self.metadata = planned.storage, planned.metadata
+        self._deadline = time.monotonic() + timeout
+        self._report: _Report | None = None
+        self.storage.stage()
+        context = multiprocessing.get_context("fork")
+        self._receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_write, args=(sender, self.storage, os.getpid()), daemon=True)
+        self._process.start()
+        sender.close()
+
+    def poll(self) -> _Report | None:
+        """None while writing."""
+        if self._report is None:
+            self._report = self._look()
+        return self._report
+
+    def _look(self) -> _Report | None:
+        if self._receiver in wait([self._receiver, self._process.sentinel], timeout=0) or self._receiver.poll():
+            try:
+                report: _Report = self._receiver.recv()
+            except (EOFError, OSError):
+                return self._died()
+            self._process.join()
+            return report
+        if not self._process.is_alive():
+            return self._died()
+        if time.monotonic() > self._deadline:
+            self.abandon()
+            return _Report(error="writing took longer than checkpoint.timeout_seconds")
+        return None
+
+    def _died(self) -> _Report:
+        self._process.join(1)
+        return _Report(error=f"the process that wrote died (exit status {self._process.exitcode})")
+
+    def abandon(self) -> None:
+        """Stop writing."""
+        self._process.kill()
+        self._process.join()
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a writing process achieved: Megatron's results, the files' digests, or what went wrong."""
+
+    results: list[Any] = field(default_factory=list)
+    digests: FileDigests = field(default_factory=dict)
+    error: str | None = None
+
+
+def _write(sender: Connection, storage: OneFileWriter, parent: int) -> None:
+    """The forked process: write and flush the file, read it back for its digest, report."""
+    _live_and_die_with(parent)
+    torch.set_num_threads(1)  # the parent's OpenMP threads do not exist here
+    try:
+        results = storage.write()
+        report = _Report(results, digests_of(Path(storage.checkpoint_dir), [storage.file_name] if results else []))
+    except Exception as error:
+        report = _Report(error=f"{type(error).__name__}: {error}")
+    sender.send(report)
+    sender.close()
+
+
+def _live_and_die_with(parent: int) -> None:
+    """Let signals to stop be the parent's to answer, end when it ends, and leave it the processor."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+    ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.nice(5)
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's `value`, on every rank."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def on_every_rank(action: Callable[[], Any]) -> Any:
+    """`action()`; if it fails on any rank, SaveError on all of them."""
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as failure:  # whatever it was, the other ranks must hear of it
+        error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:500]}"
+    raise_together(error)
+    return result
+
+
+def on_first_rank(action: Callable[[], Any]) -> Any:
+    """`action()` on rank 0; its result, or SaveError, on all ranks."""
+    box = [on_every_rank(action if torch.distributed.get_rank() == 0 else lambda: None)]
+    torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def raise_together(error: str | None) -> None:
+    """SaveError on every rank if any has an error."""
+    errors = gather(error)
+    if any(errors):
+        raise SaveError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text))
