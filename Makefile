@@ -3,7 +3,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: install demo test layouts bench lint clean
+.PHONY: install demo test faults layouts bench lint clean
 
 install: .venv/installed
 
@@ -30,12 +30,16 @@ demo: outputs/demo/model/config.json
 test: install
 	$(BIN)/pytest
 
+faults: install
+	$(BIN)/pytest -m faults --kills 50 -rP
+
 layouts: outputs/demo/model/config.json
 	$(BIN)/python scripts/verify_layouts.py configs/dpo_cpu.yaml batch.global_batch_size=16 \
 		--layouts tp=1,2 pp=1,2 cp=1,2 dp=1,2 sp=0,1 packing=0,1 --max-processes 8
 
 bench: install
 	$(BIN)/python scripts/bench_logprobs.py
+	$(BIN)/python scripts/bench_checkpoints.py
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -37,9 +37,7 @@ def run_script(config_type: type[ConfigT], train: Callable[[ConfigT], Any], desc
         leave(3, str(error))
     except Exception as error:
         text = traceback.format_exc()
-        if hint := watchdog.explain(error):
-            text += hint
-        leave(1, text, every_rank=True)
+        leave(1, text + watchdog.explain(error, text), every_rank=True)
 
 
 def quiet_libraries() -> None:

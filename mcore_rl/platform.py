@@ -67,6 +67,12 @@ def initialize_process_group(timeout: timedelta) -> None:
         kwargs["device_id"] = device()
     if "RANK" not in os.environ:
         kwargs.update(rank=0, world_size=1, store=torch.distributed.HashStore())
+    elif attempt := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+        # torchrun keeps its store when it starts the ranks again: without a prefix of their own they would
+        # find the addresses of those that died.
+        store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
+        store = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
+        kwargs.update(rank=rank, world_size=world_size, store=store)
     torch.distributed.init_process_group(**kwargs)
 
 

@@ -40,8 +40,10 @@ class Watchdog:
         self._file.write(f"rank {self.rank}, {phase}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         self._file.flush()
 
-    def ask_everyone(self) -> Path:
-        """Have all ranks write their stacks, and give them a moment to; returns the directory."""
+    def ask_everyone(self, own: str) -> Path:
+        """Write `own` traceback, have all ranks write their stacks, and give them a moment to."""
+        self._file.write(own)
+        self._file.flush()
         self._request.touch()
         time.sleep(4 * POLL_SECONDS)
         return self.directory
@@ -83,9 +85,9 @@ def stop() -> None:
     _current = None
 
 
-def explain(error: Exception) -> str | None:
+def explain(error: Exception, own_traceback: str) -> str:
     """What to add to the traceback of a collective that timed out; asks all ranks for their stacks."""
     if _current is None or "timed out" not in str(error).lower():
-        return None
-    directory = _current.ask_everyone()
+        return ""
+    directory = _current.ask_everyone(own_traceback)
     return f"a collective took longer than parallel.timeout_seconds; what each rank was doing is in {directory}"

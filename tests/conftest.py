@@ -17,6 +17,10 @@ quiet_libraries()
 torch.set_num_threads(2)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--kills", type=int, default=3, help="how many ranks tests/test_faults.py kills")
+
+
 @pytest.fixture(scope="session")
 def model_of(tmp_path_factory):
     """A function from a family's name to the directory of a small model of it."""

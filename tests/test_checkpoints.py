@@ -85,6 +85,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
 def test_damage_is_named_and_the_next_best_is_used(store, damage, message):
     damage(store.iteration(30))
@@ -93,6 +94,7 @@ def test_damage_is_named_and_the_next_best_is_used(store, damage, message):
     assert any("iter_0000030" in problem and message in problem for problem in problems)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", FILES)
 def test_flipped_bytes_are_found_by_reading(store, name):
     path = store.iteration(30)
@@ -102,6 +104,7 @@ def test_flipped_bytes_are_found_by_reading(store, name):
     assert digest_problems(path) == [f"{name}: its contents are damaged (SHA-256)"]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("text", "message"), [("40", "names iteration 40"), ("x", "not the number"), (None, "missing")]
 )
@@ -113,6 +116,7 @@ def test_a_wrong_tracker_is_told(store, text, message):
     assert any(message in problem for problem in problems)
 
 
+@pytest.mark.faults
 def test_nothing_sound_is_an_error_not_a_fresh_start(store):
     for path in store.iterations():
         (path / "common.pt").unlink()
@@ -134,6 +138,7 @@ def test_retention(store):
     assert steps(store.iterations()) == [20, 30, 40]
 
 
+@pytest.mark.faults
 def test_retention_keeps_the_only_sound_one(store):
     for step in (20, 30):
         (store.iteration(step) / "common.pt").unlink()
@@ -161,11 +166,16 @@ def files(tmp_path_factory):
         "checkpoint": {"save_interval": 4},
     }
     (root / "sft.yaml").write_text(yaml.safe_dump(config))
+    pairs = [{"prompt": f"say {i} ", "chosen": "abcd"[: 1 + i % 4], "rejected": "wxyz"[: 1 + i % 3]} for i in range(30)]
+    (root / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    config["data"]["train"] = str(root / "pairs.jsonl")
+    (root / "dpo.yaml").write_text(yaml.safe_dump(config))
     return root
 
 
-def start(files, out, *arguments):
-    command = [sys.executable, ROOT / "scripts" / "train_sft.py", files / "sft.yaml", f"output_dir={out}", *arguments]
+def start(files, out, *arguments, algorithm="sft"):
+    script, config = ROOT / "scripts" / f"train_{algorithm}.py", files / f"{algorithm}.yaml"
+    command = [sys.executable, script, config, f"output_dir={out}", *arguments]
     return subprocess.Popen(
         list(map(str, command)),
         stdout=subprocess.PIPE,
@@ -228,6 +238,21 @@ def test_sigterm_saves_and_the_run_ends_bit_for_bit_the_same(files, whole_run):
     assert len(losses(out)) < 8
     assert "resumed from" in finish(start(files, out))
     assert_bit_equal(out, whole_run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("algorithm", "dtype"), [("sft", "bfloat16"), ("dpo", "float32"), ("dpo", "bfloat16")])
+def test_resuming_is_bit_for_bit(files, algorithm, dtype):
+    """The checkpoint is of step 4, in the middle of an epoch that ended at 3.75 steps."""
+    whole, resumed = files / f"{algorithm}_{dtype}", files / f"{algorithm}_{dtype}_resumed"
+    finish(start(files, whole, f"model.dtype={dtype}", algorithm=algorithm))
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "iter_0000008")
+    (resumed / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4\n")
+    shutil.rmtree(resumed / "hf")
+    text = finish(start(files, resumed, f"model.dtype={dtype}", algorithm=algorithm))
+    assert "iter_0000004: weights, optimizer, schedule, random states, data position (32 samples)" in text
+    assert_bit_equal(resumed, whole)
 
 
 def test_other_data_is_refused(files, whole_run):

@@ -134,15 +134,15 @@ def test_precomputed_reference_equals_swapping(files, dpo_run):
 
 
 @pytest.mark.slow
-def test_sft_and_export(files):
+def test_sft_and_conversion(files):
     run("train_sft.py", files / "sft.yaml", "parallel.tensor_model_parallel_size=2", processes=2)
     metrics = metrics_of(files / "out_sft")
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     exported = files / "exported"
-    run("export_hf.py", files / "out_sft" / "checkpoints", exported)
+    run("convert_checkpoint.py", "megatron-to-hf", files / "out_sft" / "checkpoints", exported)
     ours, theirs = load_file(exported / "model.safetensors"), load_file(files / "out_sft" / "hf" / "model.safetensors")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    again = run("export_hf.py", files / "out_sft" / "checkpoints", exported, check=False)
+    again = run("convert_checkpoint.py", "megatron-to-hf", files / "out_sft" / "checkpoints", exported, check=False)
     assert again.returncode == 2
     assert "exists already" in again.stderr_text
 

@@ -93,12 +93,12 @@ class RunCheckpoints:
         """Begin to write iteration `step`, and wait for it if asked to, or if saving is not asynchronous."""
         wait = wait or not self.config.checkpoint.asynchronous
         state = {**state, "data_fingerprint": self.fingerprint}
-        self._or_fail(step, lambda: self.policy.finish_saving())
+        self.poll(step, wait=True)
         self._or_fail(step, lambda: self.policy.save_checkpoint(self.store.directory, step, state, wait))
 
-    def poll(self, step: int) -> None:
+    def poll(self, step: int, wait: bool = False) -> None:
         """Between two steps: commit what has been written meanwhile, notice what went wrong."""
-        self._or_fail(step, lambda: self.policy.finish_saving(wait=False))
+        self._or_fail(step, lambda: self.policy.finish_saving(wait))
 
     def newest(self) -> Path | None:
         """The newest checkpoint on disk."""

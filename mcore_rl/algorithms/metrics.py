@@ -75,10 +75,17 @@ def _duration(seconds: float) -> str:
 
 
 def _drop_lines_from(path: Path, first_step: int) -> None:
+    """A run that was killed may have gone further than its last checkpoint, and ended in the middle of a line."""
     if not path.exists():
         return
-    kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < first_step]
-    path.write_text("".join(line + "\n" for line in kept))
+    kept = [line for line in path.read_text().splitlines(keepends=True) if _is_before(line, first_step)]
+    temporary = path.with_suffix(".partial")
+    temporary.write_text("".join(kept))
+    temporary.replace(path)
+
+
+def _is_before(line: str, step: int) -> bool:
+    return line.endswith("}\n") and int(json.loads(line)["step"]) < step
 
 
 def _tensorboard(output_dir: Path) -> Any:

@@ -144,6 +144,7 @@ class SupervisedRun:
         try:
             metrics = self.policy.train(data, self.loss_fn)
         except FloatingPointError as error:
+            self.checkpoints.poll(step, wait=True)
             newest = self.checkpoints.newest() or "none"
             raise TrainingError(f"step {step}: {error}; the last checkpoint is {newest}") from None
         if step == 1:

@@ -29,6 +29,7 @@ from mcore_rl.models.megatron.checkpoint_writer import (
     raise_together,
 )
 from mcore_rl.models.megatron.model import BuiltModel
+from mcore_rl.models.megatron.optimizer_shards import optimizer_shards
 from mcore_rl.models.megatron.parallel import process_groups
 from mcore_rl.models.megatron.random_states import random_states, seed_everything, set_random_states
 
@@ -75,25 +76,21 @@ class PendingSave:
     def __init__(self, store: CheckpointStore, step: int, run: TrainingState, state: dict[str, Any]) -> None:
         self.store, self.step, self.config = store, step, run.config
         self.partial: Path = on_first_rank(lambda: store.begin(step))
-        model_state = _model_state(run.model)
+        weights = model_state(run.model)
+        own = list(optimizer_shards(run.optimizer, weights))
         shards, common = save_preprocess(
             {
-                **model_state,
-                "optimizer": run.optimizer.sharded_state_dict(model_state, metadata=METADATA),
+                **weights,
+                "optimizer": _optimizer_common(run.optimizer),
                 "scheduler": run.scheduler.state_dict(),
                 "state": {**state, "step": step, "version": __version__},
                 "random": {"layout": run.layout, "states": gather(random_states())},
                 "content_metadata": METADATA,
             }
         )
-        on_first_rank(lambda: self._write_common(common))
-        planned = PlannedShards.of(shards, self.partial, process_groups().dp_cp)
+        on_first_rank(lambda: write_common(common, resolved_yaml(run.config), self.partial))
+        planned = PlannedShards.of(shards, own, self.partial, process_groups().dp_cp)
         self._writer = on_every_rank(lambda: ShardWriter(planned, run.config.checkpoint.timeout_seconds))
-
-    def _write_common(self, common: dict[str, Any]) -> None:
-        torch.save(common, self.partial / "common.pt")
-        (self.partial / "config.yaml").write_text(resolved_yaml(self.config))
-        save_config(CheckpointingConfig("torch_dist"), str(self.partial))
 
     def is_written(self, wait: bool = False) -> bool:
         """Whether every rank's shards are on disk."""
@@ -124,6 +121,19 @@ class PendingSave:
 
         final: Path = on_first_rank(write_index_and_rename)
         return final
+
+
+def _optimizer_common(optimizer: MegatronOptimizer) -> dict[Any, Any]:
+    """What all ranks share of the optimizer: its parameter groups."""
+    (inner,) = optimizer.chained_optimizers
+    return {**inner.state_dict(), "param_state_sharding_type": METADATA["distrib_optim_sharding_type"]}
+
+
+def write_common(common: dict[str, Any], config: str, directory: Path) -> None:
+    """The files of a checkpoint beside its shards and their index: `config` is the text of config.yaml."""
+    torch.save(common, directory / "common.pt")
+    (directory / "config.yaml").write_text(config)
+    save_config(CheckpointingConfig("torch_dist"), str(directory))
 
 
 def verify(iteration: Path) -> list[str]:
@@ -189,14 +199,14 @@ def _restore_random(saved: dict[str, Any], run: TrainingState, state: dict[str, 
 
 
 def _load_model_and_optimizer(iteration: Path, run: TrainingState, with_optimizer: bool) -> None:
-    model_state = _model_state(run.model)
-    wanted = dict(model_state)
+    weights = model_state(run.model)
+    wanted = dict(weights)
     if with_optimizer:
         for chained in run.optimizer.chained_optimizers:
             if not chained.optimizer.state:  # Megatron describes only states that exist
                 chained._init_optimizer_states_with_dummy_values()
-        wanted["optimizer"] = run.optimizer.sharded_state_dict(model_state, is_loading=True, metadata=METADATA)
-    loaded = _load(wanted, iteration)
+        wanted["optimizer"] = run.optimizer.sharded_state_dict(weights, is_loading=True, metadata=METADATA)
+    loaded = load_sharded(wanted, iteration)
     _set_model_state(run.model, loaded)
     if with_optimizer:
         _load_optimizer(run.optimizer, loaded["optimizer"])
@@ -211,10 +221,15 @@ def load_weights(iteration: Path, model: BuiltModel) -> None:
         UserError: it does not fit the model, or names code to run.
     """
     check_trusted(iteration)
-    _set_model_state(model, _load(_model_state(model), iteration))
+    _set_model_state(model, load_sharded(model_state(model), iteration))
 
 
-def _load(wanted: dict[str, Any], iteration: Path) -> dict[str, Any]:
+def load_sharded(wanted: dict[str, Any], iteration: Path) -> dict[str, Any]:
+    """What Megatron's description `wanted` asks for.
+
+    Raises:
+        UserError: the checkpoint does not hold it, or in another shape.
+    """
     try:
         loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(iteration))
     except (CheckpointingException, KeyError) as error:
@@ -227,7 +242,8 @@ def _model_key(model: BuiltModel, index: int) -> str:
     return "model" if len(model.chunks) == 1 else f"model{index}"
 
 
-def _model_state(model: BuiltModel) -> dict[str, Any]:
+def model_state(model: BuiltModel) -> dict[str, Any]:
+    """Megatron's description of the model's part of a checkpoint, by chunk."""
     return {_model_key(model, i): chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(model.chunks)}
 
 

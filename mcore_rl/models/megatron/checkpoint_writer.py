@@ -13,8 +13,8 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -52,15 +52,30 @@ class PlannedShards:
     metadata: Any
 
     @classmethod
-    def of(cls, state: ShardedStateDict, directory: Path, replicas: ProcessGroup) -> PlannedShards:
-        """Share the shards out over the ranks of `replicas`, which hold the same ones. Collective."""
-        strategy = FullyParallelSaveStrategyWrapper(_PlanOnly("torch_dist", 1), replicas)
+    def of(
+        cls,
+        state: ShardedStateDict,
+        own: Iterable[tuple[WriteItem, torch.Tensor]],
+        directory: Path,
+        group: ProcessGroup,
+    ) -> PlannedShards:
+        """Collective.
+
+        Args:
+            state: shards that all ranks of `group` hold alike; they are shared out over them.
+            own: parts that this rank alone holds.
+        """
+        strategy = FullyParallelSaveStrategyWrapper(_PlanOnly(own), group)
         planned: PlannedShards = strategy.async_save(state, directory)
         return planned
 
 
 class _PlanOnly(TorchDistSaveShardedStrategy):
     """Megatron's strategy up to the writing, which it would do in processes that it waits for for ever."""
+
+    def __init__(self, own: Iterable[tuple[WriteItem, torch.Tensor]]) -> None:
+        super().__init__("torch_dist", 1)
+        self.own = own
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> PlannedShards:
         tensors, *_ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
@@ -69,10 +84,28 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
             OneFileWriter(checkpoint_dir),
             None,
             coordinator_rank=0,
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            planner=_Planner(self.own),
         )
         storage, metadata, _ = planned
         return PlannedShards(storage, metadata)
+
+
+class _Planner(MCoreSavePlanner):
+    """Megatron's planner, with parts that are planned already. Torch checks that all fit together."""
+
+    def __init__(self, own: Iterable[tuple[WriteItem, torch.Tensor]]) -> None:
+        super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self.own = {item.index: (item, tensor) for item, tensor in own}
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[*plan.items, *(item for item, _ in self.own.values())])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if write_item.index in self.own:
+            return self.own[write_item.index][1]
+        return super().resolve_data(write_item)
 
 
 class OneFileWriter(FileSystemWriterAsync):
@@ -88,15 +121,19 @@ class OneFileWriter(FileSystemWriterAsync):
         """Copy to the host what is on a GPU."""
         self.tensors = [(item, tensor.cpu()) for item, tensor in self.tensors]
 
-    def write(self) -> list[Any]:
-        """Write and flush the file; returns what the index needs to know."""
+    def write(self, tensors: Iterable[tuple[WriteItem, torch.Tensor]] | None = None) -> list[Any]:
+        """Write and flush the file; returns what the index needs to know.
+
+        Args:
+            tensors: the values of `self.tensors`, in their order, if they come from elsewhere.
+        """
         if not self.objects and not self.tensors:
             return []
         outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
         unfinished: queue.Queue[int] = queue.Queue()
         unfinished.put(0)
-        tensors = [(item, _own_storage(tensor)) for item, tensor in self.tensors]
-        bucket = (str(Path(self.checkpoint_dir) / self.file_name), self.file_name, (self.objects, tensors))
+        own = ((item, _own_storage(tensor)) for item, tensor in tensors or self.tensors)
+        bucket = (str(Path(self.checkpoint_dir) / self.file_name), self.file_name, (self.objects, own))
         transforms = [self.transforms] if hasattr(self, "transforms") else []  # depends on torch's version
         self.write_preloaded_data(transforms, 0, bucket, outcomes, unfinished, True)
         _, outcome = outcomes.get()

@@ -72,6 +72,9 @@ class SafetensorsDirectory:
     def shape(self, name: str) -> list[int]:
         return list(self._slice(name).get_shape())
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self._slice(name)[:0].dtype
+
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
         """`tensor[rows]`, or `tensor[rows, columns]`, without reading the rest."""
         view = self._slice(name)

@@ -7,9 +7,11 @@ logits multiplies explicitly.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mcore_rl import platform
@@ -49,20 +51,26 @@ class BuiltModel:
         return int(self.hf_config.vocab_size)
 
 
-def build_model(hf: Any, model: ModelConfig, parallel: ParallelConfig, topology: Topology) -> BuiltModel:
-    """This rank's part of the model, its weights not yet set, on the run's device."""
+def build_model(
+    hf: Any, model: ModelConfig, parallel: ParallelConfig, topology: Topology, memory: bool = True
+) -> BuiltModel:
+    """This rank's part of the model, its weights not yet set, on the run's device.
+
+    Without `memory` its parameters have shapes alone (torch's meta device).
+    """
     config = transformer_config(hf, model, parallel)
     groups = process_groups()
-    chunk = HiddenStateGPTModel(
-        config=config,
-        transformer_layer_spec=block_spec(config, topology.pipeline.rank),
-        vocab_size=padded_vocab_size(hf.vocab_size, topology.tensor.size),
-        max_sequence_length=hf.max_position_embeddings,
-        pre_process=topology.is_first_stage,
-        post_process=topology.is_last_stage,
-        share_embeddings_and_output_weights=hf.tie_word_embeddings,
-        position_embedding_type="rope",
-        pg_collection=groups,
-    )
+    with nullcontext() if memory else torch.device("meta"):
+        chunk = HiddenStateGPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(config, topology.pipeline.rank),
+            vocab_size=padded_vocab_size(hf.vocab_size, topology.tensor.size),
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=topology.is_first_stage,
+            post_process=topology.is_last_stage,
+            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            position_embedding_type="rope",
+            pg_collection=groups,
+        )
     chunk.rotary_pos_emb = PackedRotaryEmbedding(hf, groups)
-    return BuiltModel([chunk.to(platform.device())], hf, topology)
+    return BuiltModel([chunk.to(platform.device()) if memory else chunk], hf, topology)

@@ -23,7 +23,7 @@ def initialize_parallel(config: ParallelConfig) -> Topology:
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         context_parallel_size=config.context_parallel_size,
-        distributed_timeout_minutes=max(1, config.timeout_seconds // 60),
+        distributed_timeout_minutes=config.timeout_seconds / 60,
     )
     groups = process_groups()
     return Topology(

@@ -127,7 +127,7 @@ def load_hf_weights(model: BuiltModel, source: SafetensorsDirectory) -> None:
         UserError: a tensor that is missing, unknown, or of another shape than the config says.
     """
     check_hf_tensors(model.hf_config, source)
-    reader = _ShardReader(source, model.hf_config, model.topology)
+    reader = ShardReader(source, model.hf_config, model.topology)
     with torch.no_grad():
         for mapping, parameter in named_mappings(model):
             parameter.copy_(reader.read(mapping))
@@ -185,7 +185,7 @@ def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
             )
 
 
-class _ShardReader:
+class ShardReader:
     """Reads one tensor-parallel rank's shard of a mapped parameter."""
 
     def __init__(self, source: SafetensorsDirectory, hf: Any, topology: Topology) -> None:
@@ -257,7 +257,7 @@ def export_hf_weights(
         mapping = everywhere[stage][name][0]
         shard = value_of(local[name][1]) if stage == model.topology.pipeline.rank else None
         whole = _gather_whole(mapping, shard, stage, everywhere[stage][name][1], model)
-        yield from zip(mapping.hf, _split(mapping, whole, model.hf_config), strict=True)
+        yield from zip(mapping.hf, split_mapped(mapping, whole, model.hf_config), strict=True)
 
 
 def _gather_whole(
@@ -282,7 +282,7 @@ def _gather_whole(
     return stacked
 
 
-def _split(mapping: Mapping, stacked: Tensor, hf: Any) -> list[Tensor]:
+def split_mapped(mapping: Mapping, stacked: Tensor, hf: Any) -> list[Tensor]:
     """Shards [TP, …] → the whole Hugging Face tensors, each with memory of its own."""
     if mapping.kind == "replicated":
         parts = [stacked[0]]

@@ -1,0 +1,184 @@
+"""Hugging Face directories ⇄ weights-only Megatron checkpoints, one tensor at a time.
+
+The model is built without memory (on torch's meta device), and Megatron describes how its checkpoint
+holds each parameter. Tensors are then read, rearranged and written one after the other, in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from mcore_rl.checkpoint_store import CheckpointStore, digests_of
+from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.checkpoint import METADATA, model_state, write_common
+from mcore_rl.models.megatron.checkpoint_trust import check_trusted, read_index
+from mcore_rl.models.megatron.checkpoint_writer import PlannedShards
+from mcore_rl.models.megatron.hf_checkpoint import MAX_SHARD_BYTES, SafetensorsDirectory, write_hf_directory
+from mcore_rl.models.megatron.hf_config import load_hf_config
+from mcore_rl.models.megatron.model import BuiltModel, build_model
+from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel, process_groups
+from mcore_rl.models.megatron.weights import (
+    ShardReader,
+    check_hf_tensors,
+    map_parameter,
+    named_mappings,
+    split_mapped,
+)
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory  # isort: skip
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
+
+# Wraps an iterable of a known length in a progress bar.
+Progress = Callable[[Iterable[Any], int], Iterable[Any]]
+
+
+def hf_to_megatron(source: Path, destination: Path, progress: Progress) -> Path:
+    """Write the weights of a Hugging Face directory as iteration 0 below `destination`; returns it.
+
+    Training begins from it with `checkpoint.resume=DESTINATION checkpoint.allow_partial=true`.
+
+    Raises:
+        UserError: not a model that is supported, or weights of mixed precision.
+    """
+    tensors = SafetensorsDirectory(source)
+    hf_config = load_hf_config(source)
+    check_hf_tensors(hf_config, tensors)
+    store = CheckpointStore(destination)
+    if store.iterations():
+        raise UserError(f"{destination} holds checkpoints already")
+    with _memoryless_model(hf_config, source, _dtype_of(tensors)) as model:
+        shards, common = save_preprocess({**model_state(model), "content_metadata": METADATA})
+        partial = store.begin(0)
+        planned = PlannedShards.of(shards, (), partial, process_groups().dp_cp)
+        reader = ShardReader(tensors, hf_config, model.topology)
+        items = planned.storage.tensors
+        results = planned.storage.write(_read_shards(progress(items, len(items)), reader))
+        config = {"model": {"path": str(source), "dtype": _name(_dtype_of(tensors))}}
+        write_common(common, yaml.safe_dump(config), partial)
+        planned.storage.finish(planned.metadata, [results])
+        return store.commit(0, partial, digests_of(partial, sorted(path.name for path in partial.iterdir())))
+
+
+def megatron_to_hf(
+    iteration: Path, source: Path, destination: Path, progress: Progress, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write the weights of a checkpoint as a Hugging Face directory.
+
+    Args:
+        source: a Hugging Face directory of the same architecture, for config and tokenizer.
+        max_shard_bytes: size of the files written, of which one is held in memory.
+
+    Raises:
+        UserError: a checkpoint of another architecture, or one that names code to run.
+    """
+    check_trusted(iteration)
+    hf_config = load_hf_config(source)
+    index = read_index(iteration)
+    stored = index.state_dict_metadata
+    weights = [
+        e for name, e in stored.items() if isinstance(e, TensorStorageMetadata) and not name.startswith("optimizer.")
+    ]
+    dtypes = {entry.properties.dtype for entry in weights}
+    if len(dtypes) != 1:
+        raise UserError(f"{iteration}: holds weights of {len(dtypes)} precisions")
+    with _memoryless_model(hf_config, source, dtypes.pop()) as model:
+        tensors = _load_all(iteration, index, model, progress)
+        write_hf_directory(tensors, destination, source, hf_config, is_writer=True, max_shard_bytes=max_shard_bytes)
+
+
+@contextmanager
+def _memoryless_model(hf_config: Any, path: Path, dtype: torch.dtype) -> Iterator[BuiltModel]:
+    parallel = ParallelConfig()
+    topology = initialize_parallel(parallel)
+    try:
+        model = ModelConfig.model_validate({"path": path, "dtype": _name(dtype)})
+        yield build_model(hf_config, model, parallel, topology, memory=False)
+    finally:
+        destroy_parallel()
+
+
+def _dtype_of(tensors: SafetensorsDirectory) -> torch.dtype:
+    dtypes = {tensors.dtype(name) for name in tensors.names()}
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
+        found = ", ".join(sorted(map(_name, dtypes)))
+        raise UserError(f"{tensors.path}: weights must be all float32 or all bfloat16, found {found}")
+    return dtypes.pop()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _read_shards(items: Iterable[tuple[WriteItem, Tensor]], reader: ShardReader) -> Iterator[tuple[WriteItem, Tensor]]:
+    """The tensors of a plan, each read when it is asked for."""
+    for item, _ in items:
+        assert item.tensor_data is not None, "a plan's tensors have a place"
+        offsets, sizes = item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes
+        name, prepended = item.index.fqn, 0
+        if name.startswith("decoder.layers."):  # all layers are one tensor, the layer its first dimension
+            name, prepended = name.replace("layers.", f"layers.{offsets[0]}.", 1), 1
+        whole = reader.read(map_parameter(name))
+        cut = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+        yield item, whole[cut[prepended:]].clone(memory_format=torch.contiguous_format).view(sizes)
+
+
+def _load_all(iteration: Path, index: Metadata, model: BuiltModel, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+    """Every Hugging Face tensor of a checkpoint, each read when it is asked for."""
+    described, reader = model_state(model)["model"], RegionReader(iteration, index)
+    mappings = [(mapping, tuple(parameter.shape)) for mapping, parameter in named_mappings(model)]
+    for mapping, shape in progress(mappings, len(mappings)):
+        entry = described[mapping.megatron]
+        if isinstance(entry, ShardedTensorFactory):  # stored in parts, which lie side by side
+            entry = next(nested_values(entry.build()))
+        if mapping.kind == "vocab":  # padded differently by every layout
+            shape = (model.vocab_size, *shape[1:])
+        layer = tuple(entry.global_offset[: entry.prepend_axis_num])
+        stored = reader.read(entry.key, (*layer, *(0 for _ in shape)), (*(1 for _ in layer), *shape))
+        yield from zip(mapping.hf, split_mapped(mapping, stored.view(1, *shape), model.hf_config), strict=True)
+
+
+class RegionReader(DefaultLoadPlanner):
+    """Reads parts of a checkpoint's tensors, from however many shards they were written in."""
+
+    def __init__(self, iteration: Path, index: Metadata) -> None:
+        super().__init__()
+        self.iteration, self.index = iteration, index
+        self.storage = FileSystemReader(iteration)
+        self.storage.set_up_storage_reader(index, is_coordinator=True)
+
+    def read(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        """`tensor[offsets : offsets + sizes]`.
+
+        Raises:
+            UserError: there is no such tensor, or not all of the region.
+        """
+        entry = self.index.state_dict_metadata.get(key)
+        if not isinstance(entry, TensorStorageMetadata) or len(entry.size) != len(sizes):
+            raise UserError(f"{self.iteration}: holds no tensor {key} of {len(sizes)} dimensions")
+        self.out = torch.empty(sizes, dtype=entry.properties.dtype)
+        region = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        items = create_read_items_for_chunk_list(key, entry, [region])
+        if sum(item.lengths.numel() for item in items) != self.out.numel():
+            raise UserError(f"{self.iteration}: {key} is {tuple(entry.size)}, not large enough for this model")
+        self.storage.read_data(LoadPlan(items), self).wait()
+        return self.out
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        return narrow_tensor_by_index(self.out, read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass

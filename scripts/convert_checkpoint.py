@@ -1,0 +1,95 @@
+"""Hugging Face directories and Megatron checkpoints, one into the other.
+
+    scripts/convert_checkpoint.py hf-to-megatron MODEL DESTINATION
+    scripts/convert_checkpoint.py megatron-to-hf CHECKPOINT DESTINATION [--model MODEL]
+    scripts/convert_checkpoint.py inspect CHECKPOINT
+
+CHECKPOINT is a directory iter_NNNNNNN, or the one above it (the newest is taken). One process, which
+holds a tensor or two at a time; whatever layout wrote a checkpoint, and whatever layout will read it.
+"""
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.checkpoint_store import CheckpointStore, digest_problems
+from mcore_rl.config import read_yaml
+from mcore_rl.entry_point import leave, quiet_libraries
+from mcore_rl.errors import UserError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    forward = commands.add_parser("hf-to-megatron")
+    forward.add_argument("model", type=Path)
+    forward.add_argument("destination", type=Path)
+    backward = commands.add_parser("megatron-to-hf")
+    backward.add_argument("checkpoint", type=Path)
+    backward.add_argument("destination", type=Path)
+    backward.add_argument("--model", type=Path, help="config and tokenizer, if not those that it was trained from")
+    look = commands.add_parser("inspect")
+    look.add_argument("checkpoint", type=Path)
+    arguments = vars(parser.parse_args())
+    quiet_libraries()
+    command = {"hf-to-megatron": hf_to_megatron, "megatron-to-hf": megatron_to_hf, "inspect": inspect}
+    try:
+        command[arguments.pop("command")](**arguments)
+    except UserError as error:
+        leave(2, str(error))
+
+
+def hf_to_megatron(model: Path, destination: Path) -> None:
+    from mcore_rl.models.megatron.convert import hf_to_megatron
+
+    iteration = hf_to_megatron(model, destination, progress)
+    print(f"Megatron checkpoint: {iteration}")
+    print(f"train from it with checkpoint.resume={destination} checkpoint.allow_partial=true")
+
+
+def megatron_to_hf(checkpoint: Path, destination: Path, model: Path | None) -> None:
+    from mcore_rl.models.megatron.convert import megatron_to_hf
+
+    if destination.exists():
+        raise UserError(f"{destination} exists already")
+    iteration = find_iteration(checkpoint)
+    if problems := digest_problems(iteration):
+        raise UserError(f"{iteration} is damaged: {'; '.join(problems)}")
+    source = model or Path(str(read_yaml(iteration / "config.yaml").get("model", {}).get("path")))
+    if not source.is_dir():
+        raise UserError(f"{source}, which {iteration} was trained from, is not there; name a directory with --model")
+    megatron_to_hf(iteration, source, destination, progress)
+    print(f"Hugging Face model: {destination}")
+
+
+def inspect(checkpoint: Path) -> None:
+    from mcore_rl.models.megatron.inspection import describe
+
+    for line in describe(find_iteration(checkpoint)):
+        print(line)
+
+
+def find_iteration(path: Path) -> Path:
+    """The checkpoint that a user named, by itself or by the directory above it."""
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory")
+    if (path / "metadata.json").is_file():
+        return path
+    candidates, problems = CheckpointStore(path).candidates()
+    for problem in problems:
+        print(f"damaged checkpoint: {problem}")
+    if not candidates:
+        raise UserError(f"{path} is no checkpoint and holds none")
+    return candidates[0]
+
+
+def progress(items: Iterable[Any], total: int) -> Iterable[Any]:
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, "tensors", total, console=Console(stderr=True))
+
+
+if __name__ == "__main__":
+    main()
