@@ -3,7 +3,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: install demo test faults layouts bench lint clean
+.PHONY: install demo demo-grpo test faults layouts bench lint clean
 
 install: .venv/installed
 
@@ -27,6 +27,15 @@ demo: outputs/demo/model/config.json
 	rm -rf outputs/dpo_cpu
 	$(BIN)/torchrun --nproc-per-node 2 scripts/train_dpo.py configs/dpo_cpu.yaml parallel.tensor_model_parallel_size=2
 
+outputs/arithmetic/model/config.json: scripts/make_arithmetic_data.py | install
+	$(BIN)/python scripts/make_arithmetic_data.py outputs/arithmetic
+
+demo-grpo: outputs/arithmetic/model/config.json
+	rm -rf outputs/sft_arithmetic outputs/grpo_cpu
+	$(BIN)/torchrun --nproc-per-node 2 scripts/train_sft.py configs/sft_arithmetic.yaml
+	$(BIN)/torchrun --nproc-per-node 2 scripts/train_grpo.py configs/grpo_cpu.yaml parallel.tensor_model_parallel_size=2
+	$(BIN)/python scripts/plot_metrics.py outputs/grpo_cpu
+
 test: install
 	$(BIN)/pytest
 
@@ -40,6 +49,7 @@ layouts: outputs/demo/model/config.json
 bench: install
 	$(BIN)/python scripts/bench_logprobs.py
 	$(BIN)/python scripts/bench_checkpoints.py
+	$(BIN)/python scripts/bench_generation.py
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -9,6 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from mcore_rl import watchdog
@@ -18,8 +19,12 @@ from mcore_rl.errors import TrainingError, UserError
 ConfigT = TypeVar("ConfigT", bound=Section)
 
 
-def run_script(config_type: type[ConfigT], train: Callable[[ConfigT], Any], description: str) -> None:
-    """Parse `CONFIG [section.key=value …]`, train, and exit.
+def run_script(config_type: type[ConfigT], train: Callable[..., Any], description: str, **file_options: str) -> None:
+    """Parse `CONFIG [--option FILE] [section.key=value …]`, train, and exit.
+
+    Args:
+        train: called with the configuration, and each option's path (None if it was not given) by its name.
+        file_options: the names of options that take a path, and what they are for.
 
     Exit status: 0; 1 for a failure, with its traceback; 2 for a user's error and 3 for training that
     cannot go on, with one line.
@@ -27,10 +32,13 @@ def run_script(config_type: type[ConfigT], train: Callable[[ConfigT], Any], desc
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file's values")
+    for name, purpose in file_options.items():
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=purpose)
     arguments = parser.parse_intermixed_args()
+    paths = {name: getattr(arguments, name) for name in file_options}
     quiet_libraries()
     try:
-        train(load_config(config_type, arguments.config, arguments.overrides))
+        train(load_config(config_type, arguments.config, arguments.overrides), **paths)
     except UserError as error:
         leave(2, str(error))
     except TrainingError as error:

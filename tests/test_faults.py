@@ -51,23 +51,25 @@ def start(files, out, *arguments, restarts=0, processes=2, script=None, **option
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     launcher += ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
     command = [sys.executable, *launcher, script or ROOT / "scripts" / "train_sft.py", files / "sft.yaml"]
-    return subprocess.Popen(
+    log = Path(f"{out}.log")  # not a pipe, which would fill up while nobody reads
+    process = subprocess.Popen(
         list(map(str, [*command, f"output_dir={out}", *arguments])),
-        stdout=subprocess.PIPE,
+        stdout=log.open("w"),
         stderr=subprocess.STDOUT,
-        text=True,
         start_new_session=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         **options,
     )
+    process.log = log
+    return process
 
 
 def finish(process, timeout=120):
     try:
-        text, _ = process.communicate(timeout=timeout)
+        process.wait(timeout)
     except subprocess.TimeoutExpired:
         pytest.fail(f"no end in {timeout} s: {kill_all(process)}")
-    return text
+    return process.log.read_text()
 
 
 def kill_all(launcher):
@@ -75,7 +77,7 @@ def kill_all(launcher):
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in (launcher, *psutil.Process(launcher.pid).children(recursive=True)):
             process.kill()
-    return launcher.communicate(timeout=30)[0]
+    return launcher.log.read_text()
 
 
 def losses(out):
@@ -114,7 +116,7 @@ def test_killed_ranks_lose_nothing(files, request):
     assert reference.returncode == 0, text
     process = start(files, out, steps, restarts=kills)
     try:
-        lost, during_saving = [], 0
+        lost, during_saving, from_the_start = [], 0, 0
         for kill in range(kills):
             before, deadline = steps_seen(out), time.monotonic() + 120
             while process.poll() is None and steps_seen(out) <= before:  # the restarted run has begun to train
@@ -125,6 +127,7 @@ def test_killed_ranks_lose_nothing(files, request):
                 time.sleep(0.001)
             during_saving += bool(list((out / "checkpoints").glob(".iter_*.partial")))
             committed = tracked(out)
+            from_the_start += not committed
             generator.choice(workers(process)).kill()
             time.sleep(0.3)
             store = CheckpointStore(out / "checkpoints")
@@ -137,7 +140,7 @@ def test_killed_ranks_lose_nothing(files, request):
     text = finish(process, timeout=600)
     assert process.returncode == 0, text
     assert not lost
-    assert text.count("resumed from") == kills
+    assert text.count("resumed from") >= kills - from_the_start  # a kill may come before the first checkpoint
     assert losses(out) == losses(undisturbed)
     ours, theirs = (load_file(run / "hf" / "model.safetensors") for run in (out, undisturbed))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

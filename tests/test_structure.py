@@ -20,6 +20,8 @@ FLOORS = {
     "algorithms.loss_functions": 2,
     "models.megatron": 3,
     "models.policy": 4,
+    "models.generation": 4,
+    "environments": 4,
     "algorithms": 5,
     "layout_check": 5,
     "entry_point": 6,

@@ -9,7 +9,7 @@ from torch import Tensor
 from mcore_rl.algorithms.loss_functions import DPOLossFn
 from mcore_rl.algorithms.training import Inputs, SupervisedRun, load_inputs, total_steps
 from mcore_rl.config import DPOConfig
-from mcore_rl.data.records import load_preference_dataset
+from mcore_rl.data.records import Dataset, load_preference_dataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import TrainingError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -23,7 +23,12 @@ def train_dpo(config: DPOConfig) -> None:
     """Make chosen responses likelier than rejected ones, relative to the reference."""
     inputs = load_inputs(config, load_preference_dataset, rows_per_unit=2)
     swap = config.dpo.reference == "swap"
-    policy = MegatronPolicy(config, total_steps(config, len(inputs.train)), rows_per_unit=2, keep_reference=swap)
+    policy = MegatronPolicy(
+        config,
+        total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size),
+        rows_per_unit=2,
+        keep_reference=swap,
+    )
     reference = SwappedReference(policy) if swap else _precompute(config, inputs, policy)
     loss_fn = DPOLossFn(config.dpo.model_dump(exclude={"reference"}))  # type: ignore[arg-type]
 
@@ -67,7 +72,7 @@ class StoredReference:
         return self.train.rows([2 * index + side for index in indices for side in (0, 1)], width)
 
 
-def _precompute(config: DPOConfig, inputs: Inputs, policy: MegatronPolicy) -> StoredReference:
+def _precompute(config: DPOConfig, inputs: Inputs[Dataset], policy: MegatronPolicy) -> StoredReference:
     directory = config.output_dir / "reference_logprobs"
     stored = [
         None

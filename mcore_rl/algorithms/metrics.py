@@ -60,7 +60,7 @@ class Reporter:
         if not self.enabled:
             return
         per_step = (time.monotonic() - self.started) / (step - self.first_step + 1)
-        shown = ("loss", "accuracy", "grad_norm", "lr")
+        shown = ("reward_mean", "loss", "accuracy", "grad_norm", "lr")
         parts = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
         parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
         parts.append(f"{metrics['tflops_per_second']:.3g} TFLOP/s")

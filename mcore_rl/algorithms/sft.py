@@ -12,6 +12,6 @@ from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 def train_sft(config: SFTConfig) -> None:
     """Minimise the mean negative log-likelihood of the response tokens."""
     inputs = load_inputs(config, load_sft_dataset, rows_per_unit=1)
-    policy = MegatronPolicy(config, total_steps(config, len(inputs.train)))
+    policy = MegatronPolicy(config, total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size))
     SupervisedRun(config, inputs, policy, NLLLoss()).run()
     policy.shutdown()

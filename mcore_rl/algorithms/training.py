@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from mcore_rl import watchdog
 from mcore_rl.algorithms.checkpointing import RunCheckpoints, find_checkpoints
 from mcore_rl.algorithms.interfaces import LossFunction
 from mcore_rl.algorithms.interruption import Interruption
 from mcore_rl.algorithms.metrics import Reporter, Say, speaker
-from mcore_rl.config import TrainingConfig, resolved_yaml
+from mcore_rl.config import TrainerConfig, TrainingConfig, resolved_yaml
 from mcore_rl.data.batches import SampleOrder, collate
 from mcore_rl.data.records import Dataset, fingerprint
 from mcore_rl.data.tokenize import load_tokenizer
@@ -27,18 +27,31 @@ from mcore_rl.models.megatron.weights import check_hf_tensors
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy, batching_of
 
 
+class RunDataset(Protocol):
+    """A dataset that can be counted and described."""
+
+    def __len__(self) -> int: ...
+
+    def describe(self, name: str, limit: int) -> str: ...
+
+
+DatasetT = TypeVar("DatasetT", bound=RunDataset)
+
+
 @dataclass(frozen=True)
-class Inputs:
+class Inputs(Generic[DatasetT]):
     """What a run is made from, checked and loaded without any process group."""
 
     tokenizer: Any
     hf_config: Any
-    train: Dataset
-    validation: Dataset | None
+    train: DatasetT
+    validation: DatasetT | None
     checkpoints: tuple[list[Path], list[str]]
 
 
-def load_inputs(config: TrainingConfig, load_dataset: Callable[[str, Any, Any], Dataset], rows_per_unit: int) -> Inputs:
+def load_inputs(
+    config: TrainingConfig, load_dataset: Callable[[str, Any, Any], DatasetT], rows_per_unit: int
+) -> Inputs[DatasetT]:
     """Check everything a user can get wrong, and read the data; the same on every rank.
 
     Raises:
@@ -64,11 +77,11 @@ def load_inputs(config: TrainingConfig, load_dataset: Callable[[str, Any, Any], 
     )
 
 
-def total_steps(config: TrainingConfig, num_samples: int) -> int:
-    """Optimizer steps of the run: the smaller of max_steps and max_epochs; the last batch may be smaller."""
-    limits = [config.trainer.max_steps or math.inf]
-    if config.trainer.max_epochs:
-        limits.append(math.ceil(config.trainer.max_epochs * num_samples / config.batch.global_batch_size))
+def total_steps(trainer: TrainerConfig, num_samples: int, samples_per_step: int) -> int:
+    """Steps of the run: the smaller of max_steps and max_epochs; the last batch may be smaller."""
+    limits = [trainer.max_steps or math.inf]
+    if trainer.max_epochs:
+        limits.append(math.ceil(trainer.max_epochs * num_samples / samples_per_step))
     return int(min(limits))
 
 
@@ -86,7 +99,7 @@ class SupervisedRun:
     """
 
     config: TrainingConfig
-    inputs: Inputs
+    inputs: Inputs[Dataset]
     policy: MegatronPolicy
     loss_fn: LossFunction
     add_columns: Callable[[BatchedDataDict[Any], list[int] | None], None] = lambda data, indices: None
@@ -95,7 +108,7 @@ class SupervisedRun:
     def run(self) -> None:
         """All steps from the checkpoint resumed from (or the start) to the end, then the export."""
         config, policy = self.config, self.policy
-        steps = total_steps(config, len(self.inputs.train))
+        steps = total_steps(config.trainer, len(self.inputs.train), config.batch.global_batch_size)
         begin_run(config, policy)
         data_fingerprint = fingerprint(self.inputs.train.units)
         self.checkpoints = RunCheckpoints(config, policy, self.say, self.inputs.checkpoints, data_fingerprint)

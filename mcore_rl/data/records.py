@@ -62,13 +62,13 @@ def load_sft_dataset(source: str, tokenizer: Any, data: DataConfig) -> Dataset:
 
 def _load(source: str, tokenize: Callable[[dict[str, Any]], Unit], data: DataConfig) -> Dataset:
     units, dropped, truncated = [], 0, 0
-    for index, record in enumerate(_read(source)):
+    for index, record in enumerate(read_records(source)):
         try:
             unit = tokenize(record)
             if not all(sequence.is_trainable for sequence in unit):
                 raise ValueError("the record has no response tokens")
         except ValueError as error:
-            raise UserError(f"{_place(source, index)}: {error}") from None
+            raise UserError(f"{record_place(source, index)}: {error}") from None
         if max(map(len, unit)) > data.max_sequence_length:
             unit = tuple(sequence.truncate(data.max_sequence_length) for sequence in unit)
             if data.overlong == "drop" or not all(sequence.is_trainable for sequence in unit):
@@ -115,7 +115,7 @@ def _require(record: dict[str, Any], *keys: str) -> None:
         raise ValueError(f"lacks the key {' and '.join(missing)}; it has {', '.join(sorted(record))}")
 
 
-def _read(source: str) -> Sequence[dict[str, Any]]:
+def read_records(source: str) -> Sequence[dict[str, Any]]:
     """A local file, or `NAME` / `NAME:SPLIT` of a dataset on the hub."""
     import datasets
 
@@ -156,7 +156,8 @@ def _check_lines(source: str) -> None:
                 raise UserError(f"{source}, line {number}: must be a JSON object, found a {type(record).__name__}")
 
 
-def _place(source: str, index: int) -> str:
+def record_place(source: str, index: int) -> str:
+    """Where record `index` is, for an error: its line in a .jsonl file."""
     if Path(source).suffix != ".jsonl":
         return f"{source}, record {index + 1}"
     with open(source, "rb") as file:

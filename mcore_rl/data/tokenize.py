@@ -62,6 +62,36 @@ def tokenize_completion(tokenizer: Any, prompt: str | Messages, completion: str 
     raise ValueError("prompt and completion must both be strings or both be lists of messages")
 
 
+def tokenize_prompt(tokenizer: Any, prompt: str | Messages) -> tuple[int, ...]:
+    """A prompt that awaits its response, as `tokenize_completion` begins with it.
+
+    Raises:
+        ValueError: a chat template that fails.
+    """
+    if isinstance(prompt, str):
+        return (*_leading_special_tokens(tokenizer), *tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    return tuple(tokenizer(_render(tokenizer, prompt, True), add_special_tokens=False)["input_ids"])
+
+
+def tokenize_observation(tokenizer: Any, conversation: str | Messages, response: str, observation: str) -> list[int]:
+    """What stands between a response and the next one: the environment's message, and the sign to answer it.
+
+    Args:
+        conversation: what the response answered; a plain text is continued as plain text.
+
+    Raises:
+        ValueError: a chat template that fails or rewrites earlier messages.
+    """
+    if isinstance(conversation, str):
+        return list(tokenizer(observation, add_special_tokens=False)["input_ids"])
+    answered = [*conversation, {"role": "assistant", "content": response}]
+    before = _render(tokenizer, answered, add_generation_prompt=False)
+    after = _render(tokenizer, [*answered, {"role": "user", "content": observation}], add_generation_prompt=True)
+    if not after.startswith(before):
+        raise ValueError("the chat template does not keep a conversation as it was once a message follows")
+    return list(tokenizer(after[len(before) :], add_special_tokens=False)["input_ids"])
+
+
 def tokenize_messages(tokenizer: Any, messages: Messages) -> TokenSequence:
     """A conversation; every assistant message is trained on.
 

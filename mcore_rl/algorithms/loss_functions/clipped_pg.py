@@ -42,6 +42,7 @@ class ClippedPGLossConfig(_RequiredConfig, total=False):
     """Keys of `ClippedPGLossFn`; what each does is written at `_Options`."""
 
     disable_ppo_ratio: bool
+    force_on_policy_ratio: bool
     sequence_level_importance_ratios: bool
     clip_type: Literal["ppo", "cispo"]
     dr_grpo_max_tokens: int | None
@@ -58,7 +59,8 @@ class ClippedPGLossConfig(_RequiredConfig, total=False):
 class ClippedPGLossDataDict(TypedDict):
     """What `ClippedPGLossFn` reads; all [B, S] aligned with `input_ids`, `sample_mask` [B].
 
-    `reference_policy_logprobs` is needed only with a KL penalty.
+    `reference_policy_logprobs` is needed only with a KL penalty, `prev_logprobs` only without
+    `force_on_policy_ratio`.
     """
 
     input_ids: Tensor
@@ -85,6 +87,8 @@ class _Options:
     """Mean over all tokens (DAPO, arXiv:2503.14476) rather than over sequences of their means (GRPO)."""
     disable_ppo_ratio: bool = False
     """REINFORCE / RLOO (arXiv:2402.14740): the log-probability itself in place of the ratio, no clip."""
+    force_on_policy_ratio: bool = False
+    """prev = current, so that the ratio is 1: right for the only update on the samples of these weights."""
     sequence_level_importance_ratios: bool = False
     """GSPO (arXiv:2507.18071): one ratio a sequence, exp(mean(current − prev))."""
     clip_type: Literal["ppo", "cispo"] = "ppo"
@@ -151,7 +155,8 @@ class ClippedPGLossFn(LogprobLoss):
         self.required_keys = tuple(
             key
             for key in ClippedPGLossDataDict.__annotations__
-            if key != "reference_policy_logprobs" or self.options.reference_policy_kl_penalty != 0
+            if not (key == "reference_policy_logprobs" and self.options.reference_policy_kl_penalty == 0)
+            and not (key == "prev_logprobs" and self.options.force_on_policy_ratio)
         )
 
     def from_logprobs(
@@ -247,6 +252,8 @@ class ClippedPGLossFn(LogprobLoss):
             values = {
                 "probs_ratio": reduction.token_mean(ratio),
                 "probs_ratio_clamped": reduction.token_mean(clamped),
+                "clip_fraction_low": reduction.token_mean((ratio < clamped).to(ratio)),
+                "clip_fraction_high": reduction.token_mean((ratio > clamped).to(ratio)),
                 "token_mult_prob_error": reduction.token_mean(mismatch),
                 "sampling_importance_ratio": reduction.token_mean(weights.expand_as(current)),
                 "approx_entropy": reduction.token_mean(entropy),
@@ -271,7 +278,7 @@ class _Batch:
     reference: Tensor | None
 
     @classmethod
-    def of(cls, data: BatchedDataDict[Any], like: Tensor, loss: object) -> _Batch:
+    def of(cls, data: BatchedDataDict[Any], like: Tensor, loss: ClippedPGLossFn) -> _Batch:
         def predicted(key: str) -> Tensor:
             require_shape(key, data[key], tuple(data["token_mask"].shape), loss)
             return data[key][:, 1:].to(like)
@@ -280,7 +287,7 @@ class _Batch:
             token_mask=token_mask_of(data, like),
             sample_mask=sample_mask_of(data, like),
             advantages=predicted("advantages"),
-            prev=predicted("prev_logprobs"),
+            prev=like.detach() if loss.options.force_on_policy_ratio else predicted("prev_logprobs"),
             generation=predicted("generation_logprobs"),
             reference=predicted("reference_policy_logprobs") if "reference_policy_logprobs" in data else None,
         )

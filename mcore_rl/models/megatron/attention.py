@@ -70,9 +70,7 @@ class PackedCausalAttention(MegatronModule):
         query_lengths = key_lengths = layout.segment_lengths
         if layout.cp_size > 1:
             key, value, query_lengths, key_lengths = self._gather_keys(key, value, layout)
-        use_flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-        attend = _flash_attention if use_flash else _sdpa_by_segment
-        return attend(query, key, value, query_lengths, key_lengths, self.softmax_scale).flatten(1)
+        return packed_attention(query, key, value, query_lengths, key_lengths, self.softmax_scale).flatten(1)
 
     def _gather_keys(
         self, key: Tensor, value: Tensor, layout: PackLayout
@@ -90,6 +88,23 @@ class PackedCausalAttention(MegatronModule):
         visible = gathered[layout.gather_order[torch.cat(indices)].to(key.device)]
         key, value = visible.split(key.shape[-1], dim=-1)
         return key, value, tuple(query_lengths), tuple(key_lengths)
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_lengths: tuple[int, ...],
+    key_lengths: tuple[int, ...],
+    scale: float | None,
+) -> Tensor:
+    """Causal attention inside each segment; a segment's queries are the last ones of its keys.
+
+    [ΣQ, heads, d] queries, [ΣK, groups, d] keys and values → [ΣQ, heads, d].
+    """
+    use_flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    attend = _flash_attention if use_flash else _sdpa_by_segment
+    return attend(query, key, value, query_lengths, key_lengths, scale)
 
 
 def _sdpa_by_segment(

@@ -300,7 +300,10 @@ class MegatronPolicy(PolicyInterface):
         Raises:
             UserError: the checkpoint does not fit, or lacks a piece and `allow_partial` is not set.
         """
-        return checkpoint.load(iteration, self._training_state(), allow_partial)
+        restored = checkpoint.load(iteration, self._training_state(), allow_partial)
+        if self.reference is not None and not restored.state:  # training begins from these weights
+            self.reference = self._weights_on_host()
+        return restored
 
     def _training_state(self) -> checkpoint.TrainingState:
         return checkpoint.TrainingState(self.model, self.optimizer, self.scheduler, self.config)

@@ -1,0 +1,317 @@
+"""Group relative policy optimization: rollouts by the policy itself, rewards, advantages, updates."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl import watchdog
+from mcore_rl.algorithms.advantages import ESTIMATORS, has_signal
+from mcore_rl.algorithms.checkpointing import RunCheckpoints
+from mcore_rl.algorithms.interruption import Interruption
+from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
+from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
+from mcore_rl.algorithms.metrics import Reporter, Say, speaker
+from mcore_rl.algorithms.rollouts import (
+    Rollout,
+    RolloutWorker,
+    hash_of_weights,
+    read_recording,
+    record_step,
+    to_batch,
+)
+from mcore_rl.algorithms.training import Inputs, begin_run, divides, export_at_end, load_inputs, total_steps
+from mcore_rl.config import GRPOConfig
+from mcore_rl.data.batches import SampleOrder
+from mcore_rl.data.prompts import PromptDataset, load_prompt_dataset
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.environments.judged import JudgedEnvironment
+from mcore_rl.errors import TrainingError
+from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+from mcore_rl.models.generation.sampling import SamplingParams
+from mcore_rl.models.megatron.weights import export_hf_weights
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+# Before the first update sampler, policy and reference are the same weights; what is left is rounding.
+FIRST_STEP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
+
+
+def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | None = None) -> None:
+    """Raise the rewards of the policy's own answers.
+
+    Args:
+        record: a file that keeps every step's rollouts.
+        replay: such a file, to train from instead of generating.
+    """
+    longest_prompt = config.data.max_sequence_length - config.grpo.max_new_tokens
+
+    def load_dataset(source: str, tokenizer: Any, data: Any) -> PromptDataset:
+        return load_prompt_dataset(source, tokenizer, data, longest_prompt)
+
+    inputs = load_inputs(config, load_dataset, rows_per_unit=1)
+    steps = total_steps(config.trainer, len(inputs.train), config.grpo.num_prompts_per_step)
+    recorded = read_recording(replay, steps) if replay else None
+    updates = steps * config.grpo.num_updates_per_rollout
+    policy = MegatronPolicy(config, updates, keep_reference=config.loss.reference_policy_kl_penalty > 0)
+    environment = JudgedEnvironment(config.environment) if policy.is_writer else None
+    try:
+        GRPORun(config, inputs, policy, rollout_worker(config, inputs, policy, environment), record, recorded).run()
+    finally:
+        if environment is not None:
+            environment.close()
+    policy.shutdown()
+
+
+def rollout_worker(
+    config: GRPOConfig, inputs: Inputs[PromptDataset], policy: MegatronPolicy, environment: JudgedEnvironment | None
+) -> RolloutWorker:
+    """Generation with the policy's weights, as the configuration says."""
+    grpo, tokenizer = config.grpo, inputs.tokenizer
+    params = SamplingParams(
+        max_new_tokens=grpo.max_new_tokens,
+        temperature=grpo.temperature,
+        top_k=grpo.top_k,
+        top_p=grpo.top_p,
+        min_p=grpo.min_p,
+        stop_token_ids=(tokenizer.eos_token_id,),
+        stop_strings=tuple(grpo.stop_strings),
+        seed=config.seed,
+    )
+    limit = config.data.max_sequence_length
+    generation = MegatronGeneration(policy.model, params, limit, tokenizer, grpo.generation_batch_size)
+    return RolloutWorker(generation, environment, tokenizer, config.environment.max_turns)
+
+
+@dataclass
+class GRPORun:
+    """The loop: collect, score, update, validate, save."""
+
+    config: GRPOConfig
+    inputs: Inputs[PromptDataset]
+    policy: MegatronPolicy
+    worker: RolloutWorker
+    record: Path | None = None
+    recorded: dict[int, list[Rollout]] | None = None
+    consumed_prompts: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.say: Say = speaker(self.policy.is_writer)
+        # The sampler's log-probabilities are the policy's own where one precision computes both; then the
+        # only update on them is on-policy and needs no others.
+        exact = self.config.model.dtype == "float32" and self.recorded is None
+        self.on_policy = exact and self.config.grpo.num_updates_per_rollout == 1
+        options = {**self.config.loss.model_dump(), "force_on_policy_ratio": self.on_policy}
+        self.loss_fn = ClippedPGLossFn(options)  # type: ignore[arg-type]
+
+    def run(self) -> None:
+        """All steps from the checkpoint resumed from (or the start) to the end, then the export."""
+        config, policy, train = self.config, self.policy, self.inputs.train
+        steps = total_steps(config.trainer, len(train), config.grpo.num_prompts_per_step)
+        begin_run(config, policy)
+        self.order = SampleOrder(len(train), config.seed)
+        checkpoints = RunCheckpoints(config, policy, self.say, self.inputs.checkpoints, train.fingerprint())
+        interruption = Interruption()
+        state = checkpoints.resume()
+        done, self.consumed_prompts = state["step"], state["consumed_samples"]
+        reporter = Reporter(config.output_dir, config.logging, policy.is_writer, done + 1, steps)
+        self._introduce(done, steps)
+        for step in range(done + 1, steps + 1):
+            try:
+                metrics = self._step(step)
+            except FloatingPointError as error:
+                checkpoints.poll(step, wait=True)
+                raise TrainingError(
+                    f"step {step}: {error}; the last checkpoint is {checkpoints.newest() or 'none'}"
+                ) from None
+            if divides(config.trainer.validation_interval, step) or step == steps:
+                metrics.update(self._validate(step))
+            reporter.record(step, metrics)
+            if divides(config.trainer.log_interval, step) or step in (1, steps):
+                reporter.progress(step, metrics)
+            signal = interruption.requested()
+            last = step == steps or signal is not None
+            watchdog.enter(f"step {step}: checkpoint")
+            checkpoints.poll(step)
+            if last or divides(config.checkpoint.save_interval, step):
+                checkpoints.save(step, {"consumed_samples": self.consumed_prompts}, wait=last)
+            if signal and step < steps:
+                self.say(f"stopped by {signal} after step {step}; the same command goes on from here")
+                break
+        else:
+            export_at_end(config, policy, self.say)
+        watchdog.stop()
+
+    def _introduce(self, done: int, steps: int) -> None:
+        self.say(f"model: {self.config.model.path}, {self.policy.num_parameters:,} parameters, "
+                 f"{self.policy.describe_layout()}")  # fmt: skip
+        limit = self.config.data.max_sequence_length - self.config.grpo.max_new_tokens
+        self.say(self.inputs.train.describe("train", limit))
+        if self.inputs.validation:
+            self.say(self.inputs.validation.describe("validation", limit))
+            if done == 0:
+                self._validate(0)
+        if done >= steps:
+            self.say(f"nothing left to train: the checkpoint is at step {done} of {steps}")
+
+    # ------------------------------------------------------------ a step
+
+    def _step(self, step: int) -> dict[str, Any]:
+        started = time.perf_counter()
+        self.seconds = {}
+        with self._phase(step, "generation"):
+            rollouts = self._collect(step)
+        rewards = torch.tensor([r.reward for r in rollouts]).view(-1, self.config.grpo.num_generations_per_prompt)
+        metrics = rollout_metrics(rollouts)
+        advantages = ESTIMATORS[self.config.grpo.advantage_estimator](self._shaped(rewards, rollouts)).flatten()
+        if bool((advantages == 0).all()):
+            self.say(f"step {step}: all rewards of each prompt are equal; there is nothing to learn from, no update")
+            return {**metrics, "skipped_update": 1.0, **self._timings(rollouts, started)}
+        data = self._training_data(step, rollouts, advantages)
+        with self._phase(step, "training"):
+            for update in range(self.config.grpo.num_updates_per_rollout):
+                trained = self.policy.train(data, self.loss_fn, self.config.grpo.temperature)
+                if step == 1 and update == 0 and self.recorded is None:
+                    self._check_first(trained)
+        return {**metrics, **trained, "skipped_update": 0.0, **self._timings(rollouts, started)}
+
+    def _collect(self, step: int) -> list[Rollout]:
+        """The step's groups: recorded ones, or new ones, those without signal replaced if so configured."""
+        if self.recorded is not None:
+            self.consumed_prompts += self.config.grpo.num_prompts_per_step
+            return self.recorded[step]
+        grpo, size = self.config.grpo, self.config.grpo.num_generations_per_prompt
+        kept: list[Rollout] = []
+        for round_ in range(grpo.dynamic_sampling_rounds):
+            wanted = grpo.num_prompts_per_step - len(kept) // size
+            new = self._generate(wanted)
+            groups = [new[i : i + size] for i in range(0, len(new), size)]
+            signal = has_signal(torch.tensor([[r.reward for r in group] for group in groups])).tolist()
+            last = round_ == grpo.dynamic_sampling_rounds - 1
+            everything = grpo.dynamic_sampling_rounds == 1 or (last and not kept and not any(signal))
+            kept += [r for group, good in zip(groups, signal, strict=True) if good or everything for r in group]
+            if len(kept) == grpo.num_prompts_per_step * size:
+                break
+        self._write_samples(step, kept)
+        return kept
+
+    def _generate(self, num_prompts: int) -> list[Rollout]:
+        """All responses to the next prompts."""
+        size, first = self.config.grpo.num_generations_per_prompt, self.consumed_prompts
+        indices = self.order.indices(first, num_prompts)
+        prompts = [(i, self.inputs.train.prompts[i]) for i in indices for _ in range(size)]
+        self.consumed_prompts += num_prompts
+        return self.worker.run(prompts, range(first * size, (first + num_prompts) * size))
+
+    def _write_samples(self, step: int, rollouts: list[Rollout]) -> None:
+        weights = hash_of_weights(export_hf_weights(self.policy.model)) if self.record else ""
+        if not self.policy.is_writer:
+            return
+        if self.record:
+            sampling = self.config.grpo.model_dump(include={"temperature", "top_k", "top_p", "min_p", "max_new_tokens"})
+            record_step(self.record, step, weights, {**sampling, "seed": self.config.seed}, rollouts)
+        with open(self.config.output_dir / "samples.jsonl", "a") as file:
+            for r in rollouts[: self.config.grpo.num_logged_samples]:
+                sample = {"step": step, "reward": r.reward, "messages": r.message_log, "error": r.error}
+                file.write(json.dumps(sample) + "\n")
+
+    def _shaped(self, rewards: torch.Tensor, rollouts: list[Rollout]) -> torch.Tensor:
+        """Rewards with the penalty on responses near the limit, if there is one."""
+        cache = self.config.grpo.overlong_cache_length
+        if cache is None:
+            return rewards
+        lengths = torch.tensor([float(r.response_length) for r in rollouts])
+        return rewards + soft_overlong_penalty(lengths, self.config.grpo.max_new_tokens, cache).view_as(rewards)
+
+    def _training_data(self, step: int, rollouts: list[Rollout], advantages: torch.Tensor) -> BatchedDataDict[Any]:
+        data = to_batch(rollouts, self.inputs.tokenizer.pad_token_id)
+        data["advantages"] = advantages[:, None].expand(data["input_ids"].shape).contiguous()
+        if self.config.grpo.mask_truncated:
+            data["sample_mask"] = torch.tensor([0.0 if r.truncated else 1.0 for r in rollouts])
+        with self._phase(step, "logprobs"):
+            if not self.on_policy:
+                data["prev_logprobs"] = self.policy.get_logprobs(data, self.config.grpo.temperature)["logprobs"]
+            if self.policy.reference is not None:
+                reference = self.policy.get_reference_policy_logprobs(data, self.config.grpo.temperature)
+                data["reference_policy_logprobs"] = reference["reference_logprobs"]
+        return data
+
+    def _check_first(self, metrics: dict[str, Any]) -> None:
+        tolerance = FIRST_STEP_TOLERANCE[self.config.model.dtype]
+        expected = {"kl_penalty": 0.0, "token_mult_prob_error": 1.0}
+        if not self.config.loss.disable_ppo_ratio:
+            expected["probs_ratio"] = 1.0
+        for name, value in expected.items():
+            if abs(metrics[name] - value) > tolerance:
+                raise TrainingError(
+                    f"step 1: before any update {name} must be {value:g}, but is {metrics[name]:.4g}: sampler, policy "
+                    "and reference do not agree on the log-probabilities of the same weights"
+                )
+
+    # ------------------------------------------------------------ beside the step
+
+    def _validate(self, step: int) -> dict[str, float]:
+        """Rewards of greedy answers to the validation prompts."""
+        if self.inputs.validation is None:
+            return {}
+        with self._phase(step, "validation"):
+            prompts = list(enumerate(self.inputs.validation.prompts))
+            metrics = rollout_metrics(self.worker.run(prompts, range(len(prompts)), greedy=True))
+        self.say(f"step {step}  validation: reward {metrics['reward_mean']:.4g}  accuracy {metrics['accuracy']:.4g}")
+        return {f"validation_{name}": value for name, value in metrics.items()}
+
+    def _phase(self, step: int, name: str) -> _Timer:
+        watchdog.enter(f"step {step}: {name}")
+        return _Timer(self.seconds, name)
+
+    def _timings(self, rollouts: list[Rollout], started: float) -> dict[str, float]:
+        lengths = [len(r.input_ids) for r in rollouts]
+        generated, total = sum(r.response_length for r in rollouts), sum(lengths)
+        seconds = time.perf_counter() - started
+        flops = self.policy.training_flops(lengths) * self.config.grpo.num_updates_per_rollout
+        timings = {f"{name}_seconds": value for name, value in self.seconds.items()}
+        for name, tokens in (("generation", generated), ("logprobs", total), ("training", total)):
+            if self.seconds.get(name):
+                timings[f"{name}_tokens_per_second"] = tokens / self.seconds[name]
+        return {
+            **timings,
+            "num_tokens": total,
+            "tokens_per_second": total / seconds,
+            "tflops_per_second": flops / seconds / 1e12,
+            "step_seconds": seconds,
+        }
+
+
+class _Timer:
+    """Adds the time spent inside to `seconds[name]`."""
+
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self.seconds, self.name = seconds, name
+
+    def __enter__(self) -> None:
+        self.started = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds[self.name] = self.seconds.get(self.name, 0.0) + time.perf_counter() - self.started
+
+
+def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+    """What rewards and responses look like; accuracy is the share of samples with a positive reward."""
+    rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
+    lengths = torch.tensor([r.response_length for r in rollouts], dtype=torch.float64)
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std(unbiased=False)),
+        "accuracy": float((rewards > 0).double().mean()),
+        "response_length_mean": float(lengths.mean()),
+        "response_length_max": float(lengths.max()),
+        "truncated_fraction": sum(r.truncated for r in rollouts) / len(rollouts),
+        "turns_mean": sum(r.turns for r in rollouts) / len(rollouts),
+        "failed_fraction": sum(r.error is not None for r in rollouts) / len(rollouts),
+        "num_samples": float(len(rollouts)),
+    }

@@ -1,0 +1,81 @@
+"""Prompt records: a prompt to answer, and what the environment needs to judge the answer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.config import DataConfig
+from mcore_rl.data.records import read_records, record_place
+from mcore_rl.data.tokenize import Messages, tokenize_prompt
+from mcore_rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, the text or messages they come from, and the record's other fields."""
+
+    input_ids: tuple[int, ...]
+    content: str | Messages
+    record: dict[str, Any]
+
+    @property
+    def message_log(self) -> list[dict[str, str]]:
+        """As messages; a plain text is one of the user's."""
+        return [{"role": "user", "content": self.content}] if isinstance(self.content, str) else list(self.content)
+
+
+@dataclass(frozen=True)
+class PromptDataset:
+    """Prompts, and how many were left out for their length."""
+
+    prompts: list[Prompt]
+    num_dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def describe(self, name: str, limit: int) -> str:
+        """One line for the user."""
+        text = f"{name}: {len(self):,} prompts, {sum(len(p.input_ids) for p in self.prompts):,} tokens"
+        return text + (f", {self.num_dropped:,} dropped (longer than {limit} tokens)" if self.num_dropped else "")
+
+    def fingerprint(self) -> str:
+        """Hash of token ids and records."""
+        digest = hashlib.sha256()
+        for prompt in self.prompts:
+            digest.update(array("q", [len(prompt.input_ids), *prompt.input_ids]).tobytes())
+            digest.update(json.dumps(prompt.record, sort_keys=True, default=str).encode())
+        return digest.hexdigest()
+
+
+def load_prompt_dataset(source: str, tokenizer: Any, data: DataConfig, max_prompt_length: int) -> PromptDataset:
+    """Prompts from records `prompt` (a string or messages), with whatever else each record has.
+
+    Raises:
+        UserError: names the file and line of a bad record, or says that no prompt is short enough.
+    """
+    prompts, dropped = [], 0
+    for index, record in enumerate(read_records(source)):
+        if record.get("prompt") is None:
+            raise UserError(f"{record_place(source, index)}: lacks the key prompt; it has {', '.join(sorted(record))}")
+        try:
+            input_ids = tokenize_prompt(tokenizer, record["prompt"])
+        except ValueError as error:
+            raise UserError(f"{record_place(source, index)}: {error}") from None
+        if not input_ids:
+            raise UserError(f"{record_place(source, index)}: the prompt has no tokens")
+        if len(input_ids) > max_prompt_length:
+            dropped += 1
+            continue
+        rest = {key: value for key, value in record.items() if key != "prompt"}
+        prompts.append(Prompt(input_ids, record["prompt"], rest))
+    if not prompts:
+        raise UserError(
+            f"{source}: no prompt is left ({dropped} longer than {max_prompt_length} tokens, which is "
+            "data.max_sequence_length - grpo.max_new_tokens)"
+        )
+    return PromptDataset(prompts, dropped)

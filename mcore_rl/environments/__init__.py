@@ -1,0 +1,1 @@
+"""What responses meet: rewards, ends and observations, each sample judged in a process that may fail."""

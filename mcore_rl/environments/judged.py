@@ -1,0 +1,140 @@
+"""An environment whose samples are judged in processes of their own, each within a time limit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from mcore_rl.config import EnvironmentConfig
+from mcore_rl.environments.interfaces import MessageLog, Step
+from mcore_rl.errors import UserError
+
+START_SECONDS = 60.0
+
+
+class JudgedEnvironment:
+    """Hands samples to worker processes. One that raises, hangs or dies fails its own sample and no other.
+
+    Raises:
+        UserError: the judge cannot be made (a module that cannot be imported, a missing extra, …).
+    """
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self.config = config
+        self.workers = [_Worker(config) for _ in range(config.num_workers)]
+
+    def step(self, message_logs: Sequence[MessageLog], records: Sequence[dict[str, Any]]) -> list[Step]:
+        steps: list[Step | None] = [None] * len(message_logs)
+        samples = enumerate(zip(message_logs, records, strict=True))
+        waiting = deque((i, {"message_log": log, "record": record}) for i, (log, record) in samples)
+        idle, busy = list(self.workers), dict[_Worker, int]()
+        selector = selectors.DefaultSelector()
+        while waiting or busy:
+            while waiting and idle:
+                worker, (index, sample) = idle.pop(), waiting.popleft()
+                worker.send(sample, self.config.time_limit_seconds)
+                busy[worker] = index
+                selector.register(worker.answers, selectors.EVENT_READ, worker)
+            nearest = min(worker.deadline for worker in busy)
+            selector.select(max(0.0, nearest - time.monotonic()))
+            for worker in list(busy):
+                step = worker.poll()
+                if step is not None:
+                    steps[busy.pop(worker)] = step
+                    selector.unregister(worker.answers)
+                    worker.restart_if_gone()
+                    idle.append(worker)
+        return [step or Step() for step in steps]
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+
+
+class _Worker:
+    """One judging process."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self.config = config
+        self._start()
+
+    def _start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mcore_rl.environments.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+        assert self.process.stdout is not None
+        self.answers, self._partial, self.gone = self.process.stdout.fileno(), b"", False
+        os.set_blocking(self.answers, False)
+        options = {"pattern": self.config.pattern, "function": self.config.function}
+        self._write({"judge": self.config.name, "options": options})
+        deadline = time.monotonic() + START_SECONDS
+        while (answer := self._read()) is None:
+            if self.gone or time.monotonic() > deadline:
+                answer = {"error": "its process did not start"}
+                break
+            time.sleep(0.01)
+        if "error" in answer:
+            self.kill()
+            raise UserError(f"environment.{self.config.name}: {answer['error']}")
+
+    def send(self, sample: dict[str, Any], seconds: float) -> None:
+        self.deadline = time.monotonic() + seconds
+        self._write(sample)
+
+    def _write(self, value: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(value).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            self.gone = True
+
+    def poll(self) -> Step | None:
+        """The answer, or what became of the process; None while it thinks."""
+        if (answer := self._read()) is not None:
+            return Step(**answer)
+        if self.gone:
+            return Step(error="the process that judged it died")
+        if time.monotonic() > self.deadline:
+            self.kill()
+            return Step(error=f"no answer within environment.time_limit_seconds={self.config.time_limit_seconds:g}")
+        return None
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            data = os.read(self.answers, 1 << 16)
+            self.gone = self.gone or not data
+            self._partial += data
+        except BlockingIOError:
+            pass
+        line, end, rest = self._partial.partition(b"\n")
+        if not end:
+            return None
+        self._partial = rest
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def restart_if_gone(self) -> None:
+        if self.gone or self.process.poll() is not None:
+            self.kill()
+            self._start()
+
+    def kill(self) -> None:
+        self.gone = True
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()

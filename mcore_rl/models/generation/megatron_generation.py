@@ -1,0 +1,212 @@
+"""Generation by the training model itself, in the training processes.
+
+Data- and context-parallel ranks are replicas that share the prompts out; the tensor- and pipeline-parallel
+ranks of a replica run the same steps. A replica keeps up to `max_batch_size` sequences going: one that
+ends leaves at once, and the next prompt of the queue takes its place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl import platform
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.errors import UserError
+from mcore_rl.models.generation.decoder import Decoder, KeyValueCache
+from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+from mcore_rl.models.generation.sampling import SamplingParams, sample, uniforms
+from mcore_rl.models.megatron.model import BuiltModel
+
+
+@dataclass
+class _Sequence:
+    """A sequence on its way."""
+
+    row: int
+    """In the batch of prompts."""
+    sample_id: int
+    prompt: list[int]
+    response: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ended: bool = False
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.response)
+
+
+class MegatronGeneration(GenerationInterface):
+    """Continues prompts with the weights of a model that may go on being trained.
+
+    Args:
+        params: how tokens are drawn.
+        max_sequence_length: of prompt and response together.
+        tokenizer: decodes the ends of responses, for stop strings.
+        max_batch_size: sequences that a replica runs at a time.
+        prefill_tokens: prompt tokens that go through the model at a time.
+    """
+
+    def __init__(
+        self,
+        model: BuiltModel,
+        params: SamplingParams,
+        max_sequence_length: int,
+        tokenizer: Any,
+        max_batch_size: int = 64,
+        prefill_tokens: int = 8192,
+    ) -> None:
+        self.decoder, self.topology, self.params = Decoder(model), model.topology, params
+        self.max_sequence_length, self.tokenizer = max_sequence_length, tokenizer
+        self.max_batch_size, self.prefill_tokens = max_batch_size, prefill_tokens
+        # A token holds a byte at least: so many of the last ones show any stop string that has just come.
+        longest = max((len(text.encode()) for text in params.stop_strings), default=0)
+        self.stop_window = longest + 1
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    @torch.no_grad()
+    def generate(
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        greedy: bool = False,
+        max_new_tokens: Sequence[int] | None = None,
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """A response to each row; collective.
+
+        Args:
+            greedy: take the likeliest token whatever the temperature.
+            max_new_tokens: a limit of each row's own; that of the sampling parameters if left out.
+
+        Raises:
+            UserError: a prompt that is empty, or leaves no room for a response.
+        """
+        params = replace(self.params, temperature=0.0) if greedy else self.params
+        prompts = self._prompts(data)
+        limits = list(max_new_tokens or [params.max_new_tokens] * len(prompts))
+        replicas = self.topology.data.size * self.topology.context.size
+        replica = self.topology.data.rank * self.topology.context.size + self.topology.context.rank
+        mine = prompts[replica::replicas]
+        if mine:
+            _Batch(self, mine, params, limits).run()
+        return self._collect(mine, prompts, limits)
+
+    def _prompts(self, data: BatchedDataDict[Any]) -> list[_Sequence]:
+        lengths = data["input_lengths"].tolist()
+        ids = data["sample_ids"].tolist() if "sample_ids" in data else range(len(lengths))
+        for row, length in enumerate(lengths):
+            if not 0 < length < self.max_sequence_length:
+                raise UserError(
+                    f"prompt {row} has {length} tokens; it must have at least 1, and fewer than "
+                    f"max_sequence_length={self.max_sequence_length}"
+                )
+        rows = zip(ids, data["input_ids"].tolist(), lengths, strict=True)
+        return [_Sequence(row, sample_id, ids[:length]) for row, (sample_id, ids, length) in enumerate(rows)]
+
+    def _collect(
+        self, mine: list[_Sequence], prompts: list[_Sequence], limits: list[int]
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Every replica's sequences, on all ranks."""
+        speaks = self.topology.tensor.rank == 0 and self.topology.pipeline.rank == 0
+        parts: list[Any] = [None] * torch.distributed.get_world_size()
+        own = [(s.row, s.response, s.logprobs, s.ended) for s in mine] if speaks else []
+        torch.distributed.all_gather_object(parts, own)
+        done = {row: (response, logprobs, ended) for part in parts for row, response, logprobs, ended in part}
+        lengths = [len(s.prompt) + len(done[s.row][0]) for s in prompts]
+        output_ids = torch.full((len(prompts), max(lengths)), self.tokenizer.pad_token_id)
+        logprobs = torch.zeros(len(prompts), max(lengths))
+        for s, length in zip(prompts, lengths, strict=True):
+            response, values, _ = done[s.row]
+            output_ids[s.row, :length] = torch.tensor(s.prompt + response)
+            logprobs[s.row, len(s.prompt) : length] = torch.tensor(values)
+        return BatchedDataDict(
+            output_ids=output_ids,
+            logprobs=logprobs,
+            generation_lengths=torch.tensor([len(done[s.row][0]) for s in prompts]),
+            unpadded_sequence_lengths=torch.tensor(lengths),
+            truncated=torch.tensor([not done[s.row][2] for s in prompts]),
+        )
+
+
+class _Batch:
+    """The sequences that a replica has going: sequence i in row i of the cache."""
+
+    def __init__(
+        self, generation: MegatronGeneration, sequences: list[_Sequence], params: SamplingParams, limits: list[int]
+    ) -> None:
+        self.generation, self.params = generation, params
+        room = generation.max_sequence_length
+        self.limit = {s.row: min(limits[s.row], room - len(s.prompt)) for s in sequences}
+        self.queue, self.going = deque(sequences), list[_Sequence]()
+        rows = min(len(sequences), generation.max_batch_size)
+        longest = max(len(s.prompt) + self.limit[s.row] for s in sequences)
+        self.cache = KeyValueCache(generation.decoder, rows, longest)
+        self.rows = rows
+
+    def run(self) -> None:
+        device = platform.device()
+        while self.queue or self.going:
+            self._admit()
+            if self.going:
+                tokens = torch.tensor([s.response[-1] for s in self.going], device=device)
+                positions = torch.tensor([len(s) - 1 for s in self.going], device=device)
+                self._extend(self.going, self.cache.step(tokens, positions))
+                self._retire()
+
+    def _admit(self) -> None:
+        """Prompts into free rows, each with its first token."""
+        while self.queue and len(self.going) < self.rows:
+            new, tokens = [self.queue.popleft()], 0
+            while self.queue and len(self.going) + len(new) < self.rows:
+                tokens += len(self.queue[0])
+                if tokens > self.generation.prefill_tokens:
+                    break
+                new.append(self.queue.popleft())
+            last = self.cache.prefill(len(self.going), [s.prompt for s in new])
+            self.going += new
+            self._extend(new, last)
+            self._retire()
+
+    def _extend(self, sequences: list[_Sequence], x: Tensor) -> None:
+        """One more token each, from the hidden states [n, hidden] of their last ones."""
+        tokens, logprobs = self._next_tokens(sequences, x)
+        for s, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            s.response.append(token)
+            s.logprobs.append(logprob)
+            s.ended = token in self.params.stop_token_ids or self._at_stop_string(s)
+
+    def _next_tokens(self, sequences: list[_Sequence], x: Tensor) -> tuple[list[int], list[float]]:
+        topology = self.generation.topology
+        drawn = torch.empty(2, len(sequences), dtype=torch.float64, device=x.device)
+        if topology.is_last_stage:
+            u = uniforms(self.params.seed, [s.sample_id for s in sequences], [len(s) for s in sequences])
+            group = topology.tensor.group
+            drawn[0], drawn[1] = sample(self.generation.decoder.logits(x), u, self.params, group)
+        if topology.pipeline.size > 1:
+            torch.distributed.broadcast(drawn, group=topology.pipeline.group, group_src=topology.pipeline.size - 1)
+        tokens, logprobs = drawn.tolist()
+        return [int(token) for token in tokens], logprobs
+
+    def _at_stop_string(self, s: _Sequence) -> bool:
+        if not self.params.stop_strings:
+            return False
+        text = self.generation.tokenizer.decode(s.response[-self.generation.stop_window :])
+        return any(stop in text for stop in self.params.stop_strings)
+
+    def _retire(self) -> None:
+        """Let go of what has ended; the last sequences move into the rows that become free."""
+        for row in reversed(range(len(self.going))):
+            s = self.going[row]
+            if s.ended or len(s.response) >= self.limit[s.row]:
+                last = self.going.pop()
+                if last is not s:
+                    self.cache.move(len(self.going), row, len(last))
+                    self.going[row] = last

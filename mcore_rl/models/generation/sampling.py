@@ -1,0 +1,166 @@
+"""The next token from vocabulary shards: the vocabulary is never gathered.
+
+Every filter (top-k, top-p, min-p) is one threshold per row, found with a few numbers a rank. A token is
+drawn by its place in the cumulative distribution over token ids, from one uniform number per row that is a
+function of seed, sample and position alone; so a sample is the same under every layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from mcore_rl.distributed.collectives import all_gather, all_reduce, group_rank
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    temperature: divides the logits; 0 is greedy.
+    top_k: the k likeliest tokens; None for all.
+    top_p: the fewest likeliest tokens whose probabilities make up this much.
+    min_p: tokens at least this likely relative to the likeliest.
+    max_new_tokens: length of a response at most, its stop token included.
+    stop_token_ids: tokens that end a response, and are part of it.
+    stop_strings: texts that end a response, and are part of it.
+    seed: of the random numbers.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def logprob_temperature(self) -> float:
+        """The temperature under which log-probabilities are given."""
+        return 1.0 if self.greedy else self.temperature
+
+
+def sample(
+    logits: Tensor, uniform: Tensor, params: SamplingParams, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Draw one token a row.
+
+    Args:
+        logits: [n, Vp] fp32, this rank's columns; −inf in the vocabulary's padding.
+        uniform: [n] float64 in [0, 1).
+        group: the tensor-parallel group, whose ranks hold the vocabulary's columns in their order.
+
+    Returns:
+        token ids [n] and their log-probabilities [n] fp32 under the temperature, the same on all ranks.
+    """
+    logprobs = _log_softmax(logits / params.logprob_temperature, group)
+    tokens = _argmax(logprobs, group) if params.greedy else _draw(_filtered(logprobs, params, group), uniform, group)
+    local = tokens - group_rank(group) * logits.shape[1]
+    mine = (local >= 0) & (local < logits.shape[1])
+    chosen = logprobs.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+    return tokens, all_reduce(torch.where(mine, chosen, 0.0), group)
+
+
+def uniforms(seed: int, samples: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """[n] float64 in [0, 1): a hash of (seed, sample, position), by SplitMix64 (doi:10.1145/2714064.2660195)."""
+    state = np.full(len(samples), seed % 2**64, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for part in (samples, positions):
+            state = _mix(state + np.asarray(part, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return torch.from_numpy((state >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def _log_softmax(logits: Tensor, group: ProcessGroup | None) -> Tensor:
+    highest = all_reduce(logits.amax(-1), group, ReduceOp.MAX)
+    shifted = logits - highest[:, None]
+    return shifted - all_reduce(shifted.exp().sum(-1), group).log()[:, None]
+
+
+def _argmax(logprobs: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The likeliest token; of equally likely ones the first."""
+    value, index = logprobs.max(-1)
+    values, indices = all_gather(value, group), all_gather(index, group)
+    owner = values.argmax(0)
+    return indices.gather(0, owner[None])[0] + owner * logprobs.shape[1]
+
+
+def _filtered(logprobs: Tensor, params: SamplingParams, group: ProcessGroup | None) -> Tensor:
+    """−inf for what the filters leave out, in the order in which transformers applies them."""
+    if params.top_k is not None:
+        local = logprobs.topk(min(params.top_k, logprobs.shape[1])).values
+        best = all_gather(local, group).transpose(0, 1).flatten(1)
+        threshold = best.topk(min(params.top_k, best.shape[1])).values[:, -1]
+        logprobs = _at_least(logprobs, threshold)
+    if params.top_p < 1:
+        logprobs = _at_least(logprobs, _nucleus_threshold(logprobs, params.top_p, group))
+    if params.min_p > 0:
+        highest = all_reduce(logprobs.amax(-1), group, ReduceOp.MAX)
+        logprobs = _at_least(logprobs, highest + math.log(params.min_p))
+    return logprobs
+
+
+def _at_least(logprobs: Tensor, threshold: Tensor) -> Tensor:
+    return logprobs.masked_fill(logprobs < threshold[:, None], -torch.inf)
+
+
+def _nucleus_threshold(logprobs: Tensor, top_p: float, group: ProcessGroup | None) -> Tensor:
+    """The highest log-probability [n] such that tokens at least as likely make up `top_p` of the mass.
+
+    Exact, by bisection over the ordered bit patterns of float32: 32 sums a rank instead of a sort of the
+    whole vocabulary.
+    """
+    probabilities, keys = logprobs.double().exp(), _ordered_bits(logprobs)
+    wanted = top_p * all_reduce(probabilities.sum(-1), group)
+    low = torch.full_like(wanted, -(2**31), dtype=torch.int64)
+    high = torch.full_like(low, 2**31 - 1)
+    while bool((low < high).any()):
+        middle = (low + high + 1).div(2, rounding_mode="floor")
+        mass = all_reduce((probabilities * (keys >= middle[:, None])).sum(-1), group)
+        enough = mass >= wanted
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle - 1)
+    return _from_ordered_bits(low)
+
+
+def _ordered_bits(x: Tensor) -> Tensor:
+    """int64 that order as the float32 values do."""
+    bits = x.contiguous().view(torch.int32).long()
+    return torch.where(bits >= 0, bits, -(2**31) - bits)
+
+
+def _from_ordered_bits(keys: Tensor) -> Tensor:
+    bits = torch.where(keys >= 0, keys, -(2**31) - keys)
+    return bits.int().view(torch.float32)
+
+
+def _draw(logprobs: Tensor, uniform: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The token at which the cumulative distribution, over token ids, passes `uniform` of its mass."""
+    cumulative = logprobs.double().exp().cumsum(-1)
+    masses = all_gather(cumulative[:, -1].contiguous(), group)  # [TP, n]
+    ends = masses.cumsum(0)
+    target = uniform.to(ends) * ends[-1]
+    owner = (ends <= target).sum(0)
+    rank = group_rank(group)
+    before = ends[rank] - masses[rank]
+    index = torch.searchsorted(cumulative, (target - before)[:, None], right=True)[:, 0]
+    last = (logprobs > -torch.inf).long().cumsum(-1).argmax(-1)  # rounding must not lead past the last token
+    tokens = torch.minimum(index, last) + rank * logprobs.shape[1]
+    return all_reduce(torch.where(owner == rank, tokens, 0), group)

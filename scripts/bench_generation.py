@@ -1,0 +1,137 @@
+"""Useful tokens a second of generation, beside transformers' batched generate, measured within one run.
+
+    OMP_NUM_THREADS=2 python scripts/bench_generation.py [--hidden 256] [--layers 6] [--prompts 32] [--new-tokens 128]
+
+Ragged prompts, and responses of skewed lengths (a few as long as the limit, most much shorter), the same for
+both. A token is useful if it belongs to a response; what a batch computes for sequences that have ended is not.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+from mcore_rl.config import SFTConfig
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.entry_point import quiet_libraries
+
+
+class NoTokenizer:
+    """Nothing is decoded here."""
+
+    pad_token_id = 0
+
+
+class LengthLimits(StoppingCriteria):
+    """Ends each row at a length of its own."""
+
+    def __init__(self, prompt_width, limits):
+        self.ends = prompt_width + torch.tensor(limits)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] >= self.ends
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--repetitions", type=int, default=5)
+    arguments = parser.parse_args()
+    quiet_libraries()
+    prompts, limits = make_prompts(arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        ours, theirs = make_both(Path(directory), arguments)
+        ratios = []
+        for _ in range(arguments.repetitions + 1):
+            ours_seconds, ours_tokens = timed(lambda: run_ours(ours, prompts, limits))
+            theirs_seconds, theirs_tokens = timed(lambda: run_theirs(theirs, prompts, limits))
+            ratios.append(theirs_seconds / ours_seconds)
+        assert ours_tokens == theirs_tokens, "the two do not generate the same tokens"
+    useful = sum(limits)
+    print(f"{sum(p.numel() for p in theirs.parameters()):,} parameters, {len(limits)} prompts, {useful} useful tokens")
+    print(f"ours {useful / ours_seconds:,.0f} tokens/s, transformers {useful / theirs_seconds:,.0f} tokens/s")
+    print(f"ours / transformers: {statistics.median(ratios[1:]):.2f} (median of {arguments.repetitions})")
+
+
+def make_prompts(arguments):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(8, 64, (arguments.prompts,), generator=generator).tolist()
+    prompts = [torch.randint(3, arguments.vocabulary, (n,), generator=generator).tolist() for n in lengths]
+    skewed = torch.rand(arguments.prompts, generator=generator).pow(3)
+    limits = (8 + skewed * (arguments.new_tokens - 8)).long().tolist()
+    limits[0] = arguments.new_tokens
+    return prompts, limits
+
+
+def make_both(directory, arguments):
+    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+    from mcore_rl.models.generation.sampling import SamplingParams
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=arguments.vocabulary,
+        hidden_size=arguments.hidden,
+        intermediate_size=3 * arguments.hidden,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.hidden // 32,
+        num_key_value_heads=arguments.hidden // 64,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    theirs = LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(directory)
+    run = {
+        "output_dir": directory,
+        "model": {"path": directory},
+        "data": {"train": "unused", "max_sequence_length": 64 + arguments.new_tokens},
+        "batch": {"global_batch_size": 1},
+        "optimizer": {"lr": 0},
+        "trainer": {"max_steps": 1},
+    }
+    policy = MegatronPolicy(SFTConfig.model_validate(run))
+    params = SamplingParams(arguments.new_tokens)
+    length = 64 + arguments.new_tokens
+    return MegatronGeneration(policy.model, params, length, NoTokenizer(), max_batch_size=arguments.prompts), theirs
+
+
+def timed(function):
+    started = time.perf_counter()
+    result = function()
+    return time.perf_counter() - started, result
+
+
+def run_ours(generation, prompts, limits):
+    lengths = [len(prompt) for prompt in prompts]
+    rows = torch.tensor([prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts])
+    data = BatchedDataDict(input_ids=rows, input_lengths=torch.tensor(lengths))
+    out = generation.generate(data, greedy=True, max_new_tokens=limits)
+    return [row[n : n + limit].tolist() for row, n, limit in zip(out["output_ids"], lengths, limits, strict=True)]
+
+
+def run_theirs(model, prompts, limits):
+    width = max(map(len, prompts))
+    rows = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    out = model.generate(
+        rows,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=max(limits),
+        pad_token_id=0,
+        stopping_criteria=StoppingCriteriaList([LengthLimits(width, limits)]),
+    )
+    return [row[width : width + limit].tolist() for row, limit in zip(out, limits, strict=True)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Write a small model and additions: a careless teacher's answers for SFT, and problems for GRPO.
+
+    python scripts/make_arithmetic_data.py DIRECTORY
+
+The teacher forgets the carry seven times out of ten, so a model that learnt from it gets most additions with
+a carry wrong. Problems of the validation file are in no other file. The model is a Llama of two layers with
+random weights and one token a character.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+LARGEST_OPERAND, HELD_OUT, TEACHER_EXAMPLES, FORGOTTEN_CARRIES = 49, 200, 12000, 0.7
+
+
+def main(directory: Path) -> None:
+    generator = random.Random(0)
+    problems = [(a, b) for a in range(LARGEST_OPERAND + 1) for b in range(LARGEST_OPERAND + 1)]
+    generator.shuffle(problems)
+    held_out, known = problems[:HELD_OUT], problems[HELD_OUT:]
+    directory.mkdir(parents=True, exist_ok=True)
+    taught = [teach(*generator.choice(known), generator) for _ in range(TEACHER_EXAMPLES)]
+    write_jsonl(directory / "sft_train.jsonl", taught)
+    write_jsonl(directory / "train.jsonl", (problem(a, b) for a, b in known))
+    write_jsonl(directory / "validation.jsonl", (problem(a, b) for a, b in held_out))
+    make_model(directory / "model")
+    print(f"{directory}: model, {len(taught)} lessons, {len(known)} problems, {len(held_out)} held out")
+
+
+def problem(a, b):
+    return {"prompt": f"{a}+{b}=", "answer": str(a + b)}
+
+
+def teach(a, b, generator):
+    carries = a % 10 + b % 10 >= 10
+    answer = a + b - 10 if carries and generator.random() < FORGOTTEN_CARRIES else a + b
+    return {"prompt": f"{a}+{b}=", "completion": str(answer)}
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def make_model(directory):
+    tokens = ["<|pad|>", "<|end|>", "<|unk|>", *"0123456789+="]
+    characters = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|unk|>"))
+    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    characters.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        unk_token="<|unk|>",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokens),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,225 @@
+"""Generation: transformers' greedy tokens, the trainer's log-probabilities, the same samples under every layout."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import make_model, make_tokenizer
+from test_layouts import make_config
+from transformers import AutoModelForCausalLM
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.processes import WorkerError, run_processes
+from mcore_rl.layout_check import Layout
+from mcore_rl.models.generation.sampling import SamplingParams, _filtered, sample, uniforms
+
+ROWS, NEW_TOKENS, LIMIT = 13, 30, 100
+
+
+def make_prompts():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 40, (ROWS,), generator=generator)
+    return BatchedDataDict(input_ids=torch.randint(6, 80, (ROWS, 40), generator=generator), input_lengths=lengths)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    """By family; logits of an ordinary size, so that 1e-5 means something."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            made[family] = make_model(family, tmp_path_factory.mktemp(family), initializer_range=0.1)
+        return made[family]
+
+    return get
+
+
+def config_of(path, layout=Layout()):  # noqa: B008 (frozen)
+    config = make_config(path)
+    data = config.data.model_copy(update={"max_sequence_length": LIMIT})
+    return layout.apply(config.model_copy(update={"data": data}))
+
+
+def generate(config, params, greedy=False, slots=64, prompts=None, limits=None):
+    """Output, and the largest difference from the trainer's log-probabilities."""
+    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy, prompts = MegatronPolicy(config), prompts or make_prompts()
+    generation = MegatronGeneration(policy.model, params, LIMIT, make_tokenizer(), slots, prefill_tokens=100)
+    out = generation.generate(prompts, greedy, limits)
+    ids, lengths = out["output_ids"], out["unpadded_sequence_lengths"]
+    data = BatchedDataDict(input_ids=ids, input_lengths=lengths, sample_mask=torch.ones(len(ids)))
+    logprobs = policy.get_logprobs(data, 1.0 if greedy else params.temperature)["logprobs"]
+    column = torch.arange(ids.shape[1])[None]
+    response = (column >= prompts["input_lengths"][:, None]) & (column < lengths[:, None])
+    assert torch.equal(out["logprobs"] != 0, response & (out["logprobs"] != 0))
+    difference = float(((logprobs - out["logprobs"]) * response).abs().max())
+    policy.shutdown()
+    return out.data, difference
+
+
+def run(config, layout, *args, **kwargs):
+    return run_processes(generate, config, *args, world_size=layout.world_size)[0]
+
+
+def sequences(out):
+    return [row[:n].tolist() for row, n in zip(out["output_ids"], out["unpadded_sequence_lengths"], strict=True)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_greedy_equals_transformers(family, model_path):
+    model = AutoModelForCausalLM.from_pretrained(model_path(family), dtype=torch.float32)
+    prompts, expected = make_prompts(), []
+    for ids, length in zip(prompts["input_ids"], prompts["input_lengths"].tolist(), strict=True):
+        ids = ids[None, :length]
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+        expected.append(out[0].tolist())
+    out, difference = run(
+        config_of(model_path(family)), Layout(), SamplingParams(NEW_TOKENS, stop_token_ids=(1,)), True
+    )
+    assert sequences(out) == expected
+    assert difference < 1e-5
+
+
+LAYOUTS = [(Layout(tp=2, sp=True), 64), (Layout(pp=2), 4), (Layout(cp=2), 64), (Layout(dp=2), 3)]
+MORE = [(Layout(), 1), (Layout(tp=2, pp=2), 3), (Layout(tp=2, dp=2), 64), (Layout(cp=2, pp=2), 64)]
+PARAMS = SamplingParams(NEW_TOKENS, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, stop_token_ids=(1,), seed=5)
+
+
+def check_layout(layout, slots, family, model_path, one_process):
+    out, difference = run(config_of(model_path(family), layout), layout, PARAMS, False, slots)
+    assert difference < 1e-5
+    assert sequences(out) == one_process(family)
+
+
+@pytest.fixture(scope="module")
+def one_process(model_path):
+    made = {}
+
+    def get(family):
+        if family not in made:
+            out, difference = run(config_of(model_path(family)), Layout(), PARAMS)
+            assert difference < 1e-5
+            made[family] = sequences(out)
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize(("layout", "slots"), LAYOUTS, ids=str)
+def test_the_same_samples_under_every_layout(layout, slots, model_path, one_process):
+    check_layout(layout, slots, "qwen2", model_path, one_process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "slots"), MORE, ids=str)
+def test_the_same_samples_under_more_layouts(layout, slots, model_path, one_process):
+    check_layout(layout, slots, "llama", model_path, one_process)
+
+
+def test_ends(model_path):
+    """Stop strings end a response behind them; limits of rows' own are kept, and told."""
+    config, limits = config_of(model_path("llama")), [1 + row % 5 for row in range(ROWS)]
+    free, _ = run(config, Layout(), SamplingParams(NEW_TOKENS, seed=1))
+    tokenizer = make_tokenizer()
+    responses = [row[n:] for row, n in zip(sequences(free), make_prompts()["input_lengths"].tolist(), strict=True)]
+    stop = tokenizer.decode(responses[0][3:5])
+    stopped, _ = run(config, Layout(), SamplingParams(NEW_TOKENS, seed=1, stop_strings=(stop,)))
+    assert stopped["generation_lengths"][0] <= 5
+    assert not stopped["truncated"][0]
+    assert stop in tokenizer.decode(sequences(stopped)[0])
+    limited, _ = run(config, Layout(), SamplingParams(NEW_TOKENS, seed=1), False, 4, None, limits)
+    assert limited["generation_lengths"].tolist() == limits
+    assert limited["truncated"].all()
+    assert [row[n:] for row, n in zip(sequences(limited), make_prompts()["input_lengths"].tolist(), strict=True)] == [
+        response[:limit] for response, limit in zip(responses, limits, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("length", "message"), [(0, "prompt 0 has 0 tokens"), (LIMIT, f"prompt 0 has {LIMIT} tokens")])
+def test_prompts_that_do_not_fit(length, message, model_path):
+    prompts = BatchedDataDict(input_ids=torch.ones(1, LIMIT, dtype=torch.long), input_lengths=torch.tensor([length]))
+    with pytest.raises(WorkerError, match=message):
+        run(config_of(model_path("llama")), Layout(), SamplingParams(5), False, 4, prompts)
+
+
+def test_tensor_parallelism_that_cuts_heads(model_path):
+    layout = Layout(tp=4)
+    with pytest.raises(WorkerError, match="generation needs a divisor of the model's 2 key-value heads"):
+        run(config_of(model_path("llama"), layout), layout, SamplingParams(5))
+
+
+# ------------------------------------------------------------------ sampling
+
+
+WARPERS = {
+    "top_k": (dict(top_k=7), [TopKLogitsWarper(7)]),
+    "top_p": (dict(top_p=0.6), [TopPLogitsWarper(0.6)]),
+    "tiny top_p": (dict(top_p=1e-6), [TopPLogitsWarper(1e-6)]),
+    "min_p": (dict(min_p=0.1), [MinPLogitsWarper(0.1)]),
+    "all": (
+        dict(top_k=20, top_p=0.8, min_p=0.05),
+        [TopKLogitsWarper(20), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "warpers"), WARPERS.values(), ids=WARPERS)
+def test_filters_keep_what_transformers_keeps(options, warpers):
+    logits = torch.randn(50, 100, generator=torch.Generator().manual_seed(0)) * 2
+    theirs = logits
+    for warper in warpers:
+        theirs = warper(None, theirs)
+    ours = _filtered(logits.log_softmax(-1), SamplingParams(1, **options), None)
+    assert torch.equal(ours > -torch.inf, theirs > -torch.inf)
+
+
+def test_samples_follow_the_distribution():
+    probabilities = torch.tensor([0.5, 0.0, 0.2, 0.05, 0.25])
+    draws = 200_000
+    u = uniforms(3, list(range(draws)), [7] * draws)
+    tokens, logprobs = sample(probabilities.log().expand(draws, -1), u, SamplingParams(1), None)
+    counts = torch.bincount(tokens, minlength=5) / draws
+    torch.testing.assert_close(counts, probabilities, atol=4e-3, rtol=0)
+    torch.testing.assert_close(logprobs, probabilities.log()[tokens])
+    assert counts[1] == 0
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**40), st.lists(st.integers(0, 2**31), min_size=2, max_size=20, unique=True))
+def test_uniform_numbers_depend_on_seed_sample_and_position(seed, samples):
+    u = uniforms(seed, samples, [4] * len(samples))
+    assert ((u >= 0) & (u < 1)).all()
+    assert len(set(u.tolist())) == len(samples)
+    assert uniforms(seed, samples[:1], [4]) == u[0]
+    assert uniforms(seed, samples[:1], [5]) != u[0]
+    assert uniforms(seed + 1, samples[:1], [4]) != u[0]
+
+
+def sample_shards(logits, u, params):
+    group = torch.distributed.group.WORLD
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return sample(logits.chunk(size, dim=1)[rank].contiguous(), u, params, group)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(1, 0.0), SamplingParams(1, 0.7, 20, 0.8, 0.05), SamplingParams(1)])
+def test_vocabulary_shards_give_the_same(params):
+    logits = torch.randn(64, 120, generator=torch.Generator().manual_seed(1)) * 3
+    logits[:, 111:] = -torch.inf  # the vocabulary's padding
+    u = uniforms(0, list(range(64)), [1] * 64)
+    tokens, logprobs = sample(logits, u, params, None)
+    assert tokens.max() < 111
+    for size in (2, 4):
+        for ours, ours_logprobs in run_processes(sample_shards, logits, u, params, world_size=size):
+            assert torch.equal(ours, tokens)
+            torch.testing.assert_close(ours_logprobs, logprobs)
