@@ -77,6 +77,7 @@ class PendingSave:
         self.store, self.step, self.config = store, step, run.config
         self.partial: Path = on_first_rank(lambda: store.begin(step))
         weights = model_state(run.model)
+        _ensure_optimizer_state(run)
         own = list(optimizer_shards(run.optimizer, weights))
         shards, common = save_preprocess(
             {
@@ -202,9 +203,7 @@ def _load_model_and_optimizer(iteration: Path, run: TrainingState, with_optimize
     weights = model_state(run.model)
     wanted = dict(weights)
     if with_optimizer:
-        for chained in run.optimizer.chained_optimizers:
-            if not chained.optimizer.state:  # Megatron describes only states that exist
-                chained._init_optimizer_states_with_dummy_values()
+        _ensure_optimizer_state(run)
         wanted["optimizer"] = run.optimizer.sharded_state_dict(weights, is_loading=True, metadata=METADATA)
     loaded = load_sharded(wanted, iteration)
     _set_model_state(run.model, loaded)
@@ -212,6 +211,21 @@ def _load_model_and_optimizer(iteration: Path, run: TrainingState, with_optimize
         _load_optimizer(run.optimizer, loaded["optimizer"])
     else:
         run.optimizer.reload_model_params()
+
+
+def _ensure_optimizer_state(run: TrainingState) -> None:
+    """Zero moments before the first step: Megatron describes only states that exist."""
+    for inner in run.optimizer.chained_optimizers:
+        if not inner.optimizer.state:
+            rates = [group["lr"] for group in inner.optimizer.param_groups]
+            for group in inner.optimizer.param_groups:  # a step on zero gradients would still decay the weights
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+            inner._init_optimizer_states_with_dummy_values()
+            for group, rate in zip(inner.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            for state in inner.optimizer.state.values():
+                if "step" in state:
+                    state["step"].zero_()
 
 
 def load_weights(iteration: Path, model: BuiltModel) -> None:
