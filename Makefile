@@ -3,7 +3,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: install demo demo-grpo test faults layouts bench lint clean
+.PHONY: install demo demo-grpo test test-long faults layouts bench lint clean
 
 install: .venv/installed
 
@@ -38,6 +38,9 @@ demo-grpo: outputs/arithmetic/model/config.json
 
 test: install
 	$(BIN)/pytest
+
+test-long: install
+	$(BIN)/pytest -m long
 
 faults: install
 	$(BIN)/pytest -m faults --kills 50 -rP

@@ -25,7 +25,7 @@ from mcore_rl.checkpoint_store import CheckpointStore, digest_problems
 from mcore_rl.distributed.processes import run_processes
 
 ROOT = Path(__file__).parent.parent
-pytestmark = [pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.faults, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,7 @@ def test_the_same_samples_under_every_layout(layout, slots, model_path, one_proc
     check_layout(layout, slots, "qwen2", model_path, one_process)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "slots"), MORE, ids=str)
 def test_the_same_samples_under_more_layouts(layout, slots, model_path, one_process):
     check_layout(layout, slots, "llama", model_path, one_process)

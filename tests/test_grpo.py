@@ -251,7 +251,7 @@ def test_resume_is_bit_for_bit(files, whole_run):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout", ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=2", "context_parallel_size=2", "seed"]
 )
@@ -327,7 +327,7 @@ def test_mistakes_are_one_line(files, arguments, message):
 # ------------------------------------------------------------------ it learns
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_grpo_teaches_what_sft_taught_badly(tmp_path):
     """The demo: held-out accuracy rises by at least 30 points, at TP2 and at DP2 alike."""
     from test_training import ROOT

@@ -174,7 +174,7 @@ def test_layouts_of_other_families(family, layout, outcomes, model_of):
     check_layout(family, layout, outcomes, model_of)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("layout", SLOW, ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_more_layouts(family, layout, outcomes, model_of):

@@ -81,7 +81,7 @@ def test_going_on_under_another_layout(first, second, model_of, uninterrupted, t
     check("qwen2", first, second, model_of, uninterrupted, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize(("first", "second"), MORE, ids=str)
 def test_going_on_under_more_layouts(family, first, second, model_of, uninterrupted, tmp_path):

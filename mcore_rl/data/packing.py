@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.bin_packing import assign, first_fit_decreasing, split_until_divisible
 from mcore_rl.distributed.pack_layout import PackLayout, round_up
 
 
@@ -66,26 +67,10 @@ class Batching:
         starts = range(0, len(lengths), self.rows_per_unit)
         units = [list(range(start, start + self.rows_per_unit)) for start in starts]
         cost = [sum(padded[row] for row in unit) for unit in units]
-        bins = self._first_fit_decreasing(cost) if self.packing else self._in_order(len(units))
-        _split_until_divisible(bins, cost, self.dp_size)
-        shards = _assign(bins, cost, self.dp_size)
+        bins = first_fit_decreasing(cost, self.tokens_per_pack) if self.packing else self._in_order(len(units))
+        split_until_divisible(bins, cost, self.dp_size)
+        shards = assign(bins, cost, self.dp_size)
         return [[sorted(row for unit in box for row in units[unit]) for box in boxes] for boxes in shards]
-
-    def _first_fit_decreasing(self, cost: list[int]) -> list[list[int]]:
-        bins: list[list[int]] = []
-        free: list[int] = []
-        for unit in sorted(range(len(cost)), key=lambda unit: -cost[unit]):
-            if cost[unit] > self.tokens_per_pack:
-                raise ValueError(
-                    f"a record of {cost[unit]} padded tokens does not fit a pack of {self.tokens_per_pack}"
-                )
-            index = next((i for i, room in enumerate(free) if room >= cost[unit]), len(bins))
-            if index == len(bins):
-                bins.append([])
-                free.append(self.tokens_per_pack)
-            bins[index].append(unit)
-            free[index] -= cost[unit]
-        return bins
 
     def _in_order(self, count: int) -> list[list[int]]:
         return [list(range(i, min(i + self.micro_batch_size, count))) for i in range(0, count, self.micro_batch_size)]
@@ -118,32 +103,6 @@ class Batching:
         """Tokens that a microbatch of these rows takes; a filler is no wider than what it stands beside."""
         padded = [round_up(n, self.multiple) for n in lengths]
         return sum(padded) if self.packing else max(padded, default=0) * len(padded)
-
-
-def _split_until_divisible(bins: list[list[int]], cost: list[int], count: int) -> None:
-    """Split the fullest bins until their number divides by `count`; fillers are the last resort."""
-    while len(bins) % count:
-        fullest = max((box for box in bins if len(box) > 1), key=lambda box: sum(cost[u] for u in box), default=None)
-        if fullest is None:
-            bins.append([])
-            continue
-        bins.remove(fullest)
-        halves: tuple[list[int], list[int]] = ([], [])
-        for unit in sorted(fullest, key=lambda unit: -cost[unit]):
-            min(halves, key=lambda half: sum(cost[u] for u in half)).append(unit)
-        bins.extend(halves)
-
-
-def _assign(bins: list[list[int]], cost: list[int], count: int) -> list[list[list[int]]]:
-    """Largest first, each to the least loaded rank that still has room for a bin."""
-    shards: list[list[list[int]]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for box in sorted(bins, key=lambda box: -sum(cost[u] for u in box)):
-        open_ranks = (rank for rank in range(count) if len(shards[rank]) < len(bins) // count)
-        rank = min(open_ranks, key=lambda rank: loads[rank])
-        shards[rank].append(box)
-        loads[rank] += sum(cost[u] for u in box)
-    return shards
 
 
 def _cut(data: BatchedDataDict[Any], width: int, full_width: int) -> BatchedDataDict[Any]:

@@ -8,7 +8,7 @@ ranks, then sent to the other pipeline stages, split into its Hugging Face tenso
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,11 +241,15 @@ class ShardReader:
 
 
 def export_hf_weights(
-    model: BuiltModel, value_of: Callable[[torch.nn.Parameter], Tensor] = lambda parameter: parameter.detach()
+    model: BuiltModel,
+    value_of: Callable[[torch.nn.Parameter], Tensor] = lambda parameter: parameter.detach(),
+    names: Collection[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every Hugging Face tensor, whole, on every rank. Collective over TP and PP.
+    """Yield every Hugging Face tensor, whole, on every rank, one at a time. Collective over TP and PP.
 
-    `value_of` chooses what is exported of a parameter: its value, or for example its gradient.
+    Args:
+        value_of: what is exported of a parameter: its value, or for example its gradient.
+        names: only these tensors, the same on every rank; all if left out.
     """
     local = {mapping.megatron: (mapping, parameter) for mapping, parameter in named_mappings(model)}
     everywhere: list[Any] = [None] * model.topology.pipeline.size
@@ -255,9 +259,13 @@ def export_hf_weights(
     # Stages in order give the model's own order: embedding, layers, norm, head.
     for name, stage in sorted(owners.items(), key=lambda item: item[1]):
         mapping = everywhere[stage][name][0]
+        if names is not None and not set(mapping.hf) & set(names):
+            continue
         shard = value_of(local[name][1]) if stage == model.topology.pipeline.rank else None
         whole = _gather_whole(mapping, shard, stage, everywhere[stage][name][1], model)
-        yield from zip(mapping.hf, split_mapped(mapping, whole, model.hf_config), strict=True)
+        for hf_name, tensor in zip(mapping.hf, split_mapped(mapping, whole, model.hf_config), strict=True):
+            if names is None or hf_name in names:
+                yield hf_name, tensor
 
 
 def _gather_whole(

@@ -57,3 +57,44 @@ class PolicyInterface(ABC):
     @abstractmethod
     def shutdown(self) -> bool:
         """Release processes and groups; True if all went well."""
+
+
+class ColocatablePolicyInterface(PolicyInterface):
+    """A policy that shares its devices with an inference engine, and hands its weights over.
+
+    By collective: `prepare_refit_info`, `init_collective`, then `broadcast_weights_for_collective` after every
+    update. By shared memory: `offload_before_refit`, `prepare_weights_for_ipc`, `get_weights_ipc_handles` for
+    each group of keys, `offload_after_refit`; `prepare_for_training` brings everything back.
+    """
+
+    @abstractmethod
+    def init_collective(self, ip: str, port: int, world_size: int) -> Any:
+        """Open a group with the engine's processes.
+
+        Args:
+            world_size: the engine's processes and one more, the policy's first rank, which is rank 0.
+        """
+
+    @abstractmethod
+    def offload_before_refit(self) -> Any:
+        """Give up the device memory that only training needs: gradient buffers and optimizer state."""
+
+    @abstractmethod
+    def offload_after_refit(self) -> Any:
+        """Give up the weights' device memory too."""
+
+    @abstractmethod
+    def prepare_refit_info(self) -> dict[str, Any] | None:
+        """Hugging Face name → (shape, dtype) of every tensor, in the order in which they are sent."""
+
+    @abstractmethod
+    def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
+        """Groups of keys, each to be asked for at once."""
+
+    @abstractmethod
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        """A handle on shared memory that holds these tensors, until the next call."""
+
+    @abstractmethod
+    def broadcast_weights_for_collective(self) -> Any:
+        """Send all weights to the engine's processes."""

@@ -32,10 +32,11 @@ from mcore_rl.models.megatron.optimizer import build_optimizer, build_scheduler,
 from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel
 from mcore_rl.models.megatron.random_states import seed_everything
 from mcore_rl.models.megatron.weights import export_hf_weights, hf_shapes, load_hf_weights
-from mcore_rl.models.policy.interfaces import LogprobOutputSpec, PolicyInterface, ReferenceLogprobOutputSpec
+from mcore_rl.models.policy.colocation import Colocation
+from mcore_rl.models.policy.interfaces import LogprobOutputSpec, ReferenceLogprobOutputSpec
 
 
-class MegatronPolicy(PolicyInterface):
+class MegatronPolicy(Colocation):
     """Model, optimizer and reference weights of one run.
 
     Args:
@@ -61,20 +62,12 @@ class MegatronPolicy(PolicyInterface):
         self.reference = self._weights_on_host() if keep_reference else None
         self.chunks: list[Any] = list(self.model.chunks)
         self._saving: checkpoint.PendingSave | None = None
-        if total_steps:
+        self.init_colocation()
+        self.is_trained = total_steps > 0
+        if self.is_trained:
             self.chunks = wrap_for_training(self.model)
             self.optimizer = build_optimizer(self.chunks, config.optimizer, getattr(torch, config.model.dtype))
             self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps)
-
-    @property
-    def rank(self) -> int:
-        """Of this process among all of the run."""
-        return torch.distributed.get_rank()
-
-    @property
-    def is_writer(self) -> bool:
-        """True on the one rank that writes files and speaks."""
-        return self.rank == 0
 
     @property
     def num_parameters(self) -> int:
@@ -114,6 +107,7 @@ class MegatronPolicy(PolicyInterface):
     @torch.no_grad()
     def _score(self, data: BatchedDataDict[Any], temperature: float) -> Tensor:
         """[B, S] log-probabilities of every real token, the same on all ranks."""
+        self.require("get_logprobs", self.weights_away)
         rows, width = data["input_ids"].shape
         scores = torch.zeros(rows, width, device=platform.device())
         head = LogprobHead(self.model, temperature)
@@ -148,8 +142,8 @@ class MegatronPolicy(PolicyInterface):
         Raises:
             FloatingPointError: loss or gradient norm is not finite, on every rank; weights are as before.
         """
-        lr = self.optimizer.param_groups[0]["lr"]
         metrics = self.compute_gradients(data, loss_fn, temperature)
+        lr = self.optimizer.param_groups[0]["lr"]
         updated, grad_norm = optimizer_step(self.optimizer, self.config.optimizer.clip_grad)
         if not updated:
             raise FloatingPointError(f"the gradient norm is {grad_norm}")
@@ -164,6 +158,9 @@ class MegatronPolicy(PolicyInterface):
         Raises:
             FloatingPointError: the loss is not finite; names row and position where one log-probability is.
         """
+        if not self.is_trained:
+            raise RuntimeError("train: the policy was built without an optimizer (total_steps=0)")
+        self.require("train", self.weights_away, self.optimizer_away, self.gradients_away)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -222,9 +219,6 @@ class MegatronPolicy(PolicyInterface):
 
     # ------------------------------------------------------------ weights
 
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        return (parameter for chunk in self.model.chunks for parameter in chunk.parameters())
-
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
         """The reference weights in place of the current ones; the current ones return whatever happens."""
@@ -240,14 +234,14 @@ class MegatronPolicy(PolicyInterface):
     @torch.no_grad()
     def _weights_on_host(self) -> list[Tensor]:
         """Copies of this rank's parameters in host memory, page-locked where there is a GPU."""
-        copies = [torch.empty(p.shape, dtype=p.dtype, pin_memory=platform.has_gpu()) for p in self._parameters()]
-        for copy, parameter in zip(copies, self._parameters(), strict=True):
+        copies = [torch.empty(p.shape, dtype=p.dtype, pin_memory=platform.has_gpu()) for p in self.parameters()]
+        for copy, parameter in zip(copies, self.parameters(), strict=True):
             copy.copy_(parameter)
         return copies
 
     @torch.no_grad()
     def _set_weights(self, values: list[Tensor]) -> None:
-        for parameter, value in zip(self._parameters(), values, strict=True):
+        for parameter, value in zip(self.parameters(), values, strict=True):
             parameter.copy_(value, non_blocking=True)
 
     def export_hf(self, destination: Path) -> None:
@@ -274,6 +268,7 @@ class MegatronPolicy(PolicyInterface):
             SaveError: it could not be written, on every rank; earlier checkpoints are untouched.
         """
         self.finish_saving()
+        self.require("save_checkpoint", self.weights_away, self.optimizer_away)
         self._saving = checkpoint.PendingSave(CheckpointStore(directory), step, self._training_state(), state)
         return self.finish_saving() if wait else None
 
@@ -318,15 +313,8 @@ class MegatronPolicy(PolicyInterface):
 
     # ------------------------------------------------------------ life
 
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        for chunk in self.chunks:
-            chunk.train()
-
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        for chunk in self.chunks:
-            chunk.eval()
-
     def shutdown(self) -> bool:
+        self.release_shared_bucket()
         destroy_parallel()
         return True
 

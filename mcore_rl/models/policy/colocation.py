@@ -1,0 +1,138 @@
+"""A policy that shares its devices with an inference engine: memory given up, weights handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mcore_rl.config import TrainingConfig
+from mcore_rl.models.megatron.model import BuiltModel
+from mcore_rl.models.megatron.offload import Offload, gradient_buffers, optimizer_tensors
+from mcore_rl.models.megatron.weights import export_hf_weights, hf_shapes
+from mcore_rl.models.policy.interfaces import ColocatablePolicyInterface
+from mcore_rl.models.policy.refit import RefitGroup, RefitInfo, SharedBucket, plan_buckets, send_weights
+
+BUCKET_BYTES = 512 * 1024**2
+
+
+class Colocation(ColocatablePolicyInterface):
+    """The part of the Megatron policy that an inference engine beside it needs."""
+
+    config: TrainingConfig
+    model: BuiltModel
+    hf_config: Any
+    chunks: list[Any]
+    optimizer: Any
+    is_trained: bool
+
+    def init_colocation(self) -> None:
+        """Nothing is away, nobody is connected."""
+        self.weights_away, self.optimizer_away = Offload(keep=True), Offload(keep=True)
+        self.gradients_away = Offload(keep=False)
+        self._has_collective = False
+        self._refit_group: RefitGroup | None = None
+        self._shared_bucket: SharedBucket | None = None
+
+    @property
+    def rank(self) -> int:
+        """Of this process among all of the run."""
+        return torch.distributed.get_rank()
+
+    @property
+    def is_writer(self) -> bool:
+        """True on the one rank that writes files and speaks."""
+        return self.rank == 0
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """This rank's shards."""
+        return (parameter for chunk in self.model.chunks for parameter in chunk.parameters())
+
+    # ------------------------------------------------------------ memory
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Bring back what was offloaded."""
+        for offload in (self.weights_away, self.optimizer_away, self.gradients_away):
+            offload.restore()
+        for chunk in self.chunks:
+            chunk.train()
+
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """Release gradient buffers and optimizer state until `prepare_for_training`."""
+        self.offload_before_refit()
+        for chunk in self.chunks:
+            chunk.eval()
+
+    def offload_before_refit(self) -> int:
+        """Move the optimizer's state to the host and drop the gradient buffers; returns the device bytes freed."""
+        if not self.is_trained:
+            return 0
+        freed = self.gradients_away.offload(gradient_buffers(self.chunks))
+        return freed + self.optimizer_away.offload(optimizer_tensors(self.optimizer, self.parameters()))
+
+    def offload_after_refit(self) -> int:
+        """Move the weights to the host too; returns the device bytes freed."""
+        self.release_shared_bucket()
+        return self.offload_before_refit() + self.weights_away.offload(self.parameters())
+
+    def require(self, purpose: str, *offloads: Offload) -> None:
+        """Raise RuntimeError if any of them is away."""
+        if any(offload.is_away for offload in offloads):
+            raise RuntimeError(f"{purpose}: what it needs is offloaded; call prepare_for_training first")
+
+    # ------------------------------------------------------------ refit
+
+    def prepare_refit_info(self) -> RefitInfo:
+        dtype = next(iter(self.parameters())).dtype
+        return {name: (shape, dtype) for name, shape in hf_shapes(self.hf_config).items()}
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> None:
+        """Open a group with the engine's processes, ranks 1 … world_size − 1 of it.
+
+        Raises:
+            RuntimeError: they did not come within `parallel.timeout_seconds`.
+        """
+        if self.is_writer:
+            self._refit_group = RefitGroup(ip, port, 0, world_size, self.config.parallel.timeout_seconds)
+        self._has_collective = True
+
+    def broadcast_weights_for_collective(self, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """Send all weights, gathered one at a time, in buckets of at most `bucket_bytes`. Collective.
+
+        Raises:
+            RuntimeError: `init_collective` was not called, or the weights are offloaded.
+        """
+        if not self._has_collective:
+            raise RuntimeError("broadcast_weights_for_collective: call init_collective first")
+        self.require("broadcast_weights_for_collective", self.weights_away)
+        send_weights(export_hf_weights(self.model), self.prepare_refit_info(), self._refit_group, bucket_bytes)
+
+    def prepare_weights_for_ipc(self, bucket_bytes: int = BUCKET_BYTES) -> list[list[str]]:
+        """Keys in groups of at most `bucket_bytes`, to be asked for one group after the other."""
+        return plan_buckets(self.prepare_refit_info(), bucket_bytes)
+
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        """One block of shared memory with the tensors `keys`; the block of the call before is released.
+
+        Collective; the first rank holds the block, the others return an empty dictionary.
+
+        Raises:
+            ValueError: a key that the model does not have.
+            RuntimeError: the weights are offloaded.
+        """
+        self.require("get_weights_ipc_handles", self.weights_away)
+        if unknown := sorted(set(keys) - set(hf_shapes(self.hf_config))):
+            raise ValueError(f"get_weights_ipc_handles: the model has no {', '.join(unknown)}")
+        self.release_shared_bucket()
+        tensors = list(export_hf_weights(self.model, names=keys))
+        if not self.is_writer:
+            return {}
+        self._shared_bucket = SharedBucket(tensors)
+        return self._shared_bucket.handle
+
+    def release_shared_bucket(self) -> None:
+        """Let go of the last block of shared memory."""
+        if self._shared_bucket is not None:
+            self._shared_bucket.release()
+        self._shared_bucket = None

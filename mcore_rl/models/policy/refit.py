@@ -1,0 +1,215 @@
+"""The policy's weights for an inference engine, as Hugging Face tensors, bucket by bucket.
+
+By collective: the policy's first rank and the engine's processes share a group of their own. Each bucket is
+a header (number of tensors, bytes), the tensors' numbers in the refit info, and their bytes one after the
+other. By IPC: each bucket is one block of shared memory (of the GPU, or of the host where there is
+none). Peak extra memory is a bucket and the largest tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing import resource_tracker, shared_memory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl import platform
+
+RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Name → shape and precision; a tensor's number is its place in it."""
+
+HEADER_NUMBERS = 2
+
+
+class RefitGroup:
+    """A process group beside the default one: the policy's first rank is rank 0, the engine's processes follow.
+
+    Collective over all of them.
+
+    Raises:
+        RuntimeError: not all processes came within `timeout` seconds.
+    """
+
+    def __init__(self, ip: str, port: int, rank: int, world_size: int, timeout: float = 600) -> None:
+        limit = timedelta(seconds=timeout)
+        self.group: Any
+        store = torch.distributed.TCPStore(ip, port, world_size, is_master=rank == 0, timeout=limit)
+        if platform.has_gpu():
+            options = torch.distributed.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self.group = torch.distributed.ProcessGroupNCCL(store, rank, world_size, options)
+        else:
+            self.group = torch.distributed.ProcessGroupGloo(store, rank, world_size, limit)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """From rank 0, in place."""
+        self.group.broadcast(tensor, 0).wait()
+        return tensor
+
+
+class Bucket:
+    """Tensors' bytes, one after the other in one buffer.
+
+    Args:
+        budget: bytes of the buffer; a tensor that is larger has a bucket of its own.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget, self.filled = budget, 0
+        self.numbers: list[int] = []
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+
+    def has_room(self, tensor: Tensor) -> bool:
+        return not self.numbers or self.filled + tensor.nbytes <= self.budget
+
+    def add(self, number: int, tensor: Tensor) -> None:
+        wanted = max(self.budget, tensor.nbytes)
+        if self.buffer.numel() < wanted or self.buffer.device != tensor.device:
+            self.buffer = torch.empty(wanted, dtype=torch.uint8, device=tensor.device)
+        self.buffer[self.filled : self.filled + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+        self.numbers.append(number)
+        self.filled += tensor.nbytes
+
+    def send(self, group: RefitGroup) -> None:
+        """Broadcast what is in it; it is empty afterwards."""
+        payload = self.buffer[: self.filled]
+        group.broadcast(torch.tensor([len(self.numbers), self.filled], device=payload.device))
+        group.broadcast(torch.tensor(self.numbers, device=payload.device))
+        group.broadcast(payload)
+        self.numbers, self.filled = [], 0
+
+
+def send_weights(tensors: Iterable[tuple[str, Tensor]], info: RefitInfo, group: RefitGroup | None, budget: int) -> None:
+    """Broadcast every tensor; where `group` is None, only take part in producing them."""
+    bucket, numbers = Bucket(budget), {name: number for number, name in enumerate(info)}
+    for name, tensor in tensors:
+        if group is None:
+            continue
+        if not bucket.has_room(tensor):
+            bucket.send(group)
+        bucket.add(numbers[name], tensor)
+    if group is not None and bucket.numbers:
+        bucket.send(group)
+
+
+def plan_buckets(info: RefitInfo, budget: int) -> list[list[str]]:
+    """Names of the tensors of each bucket of at most `budget` bytes."""
+    buckets: list[list[str]] = []
+    room = 0
+    for name, (shape, dtype) in info.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if not buckets or size > room:
+            buckets.append([])
+            room = budget
+        buckets[-1].append(name)
+        room -= size
+    return buckets
+
+
+class SharedBucket:
+    """Named tensors in one block of shared memory.
+
+    Raises:
+        ValueError: `tensors` is empty.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        if not tensors:
+            raise ValueError("a bucket of no tensors cannot be shared")
+        places, size = {}, 0
+        for name, tensor in tensors:
+            places[name] = (size, tuple(tensor.shape), tensor.dtype)
+            size += tensor.nbytes
+        self._memory: shared_memory.SharedMemory | None = None
+        if tensors[0][1].is_cuda:
+            from torch.multiprocessing.reductions import reduce_tensor
+
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=tensors[0][1].device)
+            self.handle: dict[str, Any] = {"cuda": reduce_tensor(self._buffer), "tensors": places}
+        else:
+            self._memory = shared_memory.SharedMemory(create=True, size=size)
+            self._buffer = torch.frombuffer(self._memory.buf, dtype=torch.uint8)[:size]
+            self.handle = {"shared_memory": self._memory.name, "tensors": places}
+        for name, tensor in tensors:
+            start = places[name][0]
+            self._buffer[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+        if tensors[0][1].is_cuda:
+            torch.cuda.synchronize()
+
+    def release(self) -> None:
+        """The memory; whoever still reads it on this host keeps it until then."""
+        del self._buffer
+        if self._memory is not None:
+            self._memory.close()
+            self._memory.unlink()
+
+
+LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
+"""Takes (Hugging Face name, tensor) pairs; the tensors are gone afterwards."""
+
+
+class RefitReceiver:
+    """The engine's side, in one of its processes.
+
+    Args:
+        load_weights: sets the engine's weights, such as vLLM's `model.load_weights`.
+        info: what the policy's `prepare_refit_info` gave.
+    """
+
+    def __init__(self, load_weights: LoadWeights, info: RefitInfo, device: torch.device | str = "cpu") -> None:
+        self.load_weights, self.info, self.device = load_weights, info, torch.device(device)
+        self.group: RefitGroup | None = None
+
+    def init_collective(self, ip: str, port: int, rank: int, world_size: int, timeout: float = 600) -> None:
+        """Join the policy's group; ranks begin at 1, the policy is 0."""
+        self.group = RefitGroup(ip, port, rank, world_size, timeout)
+
+    def update_weights_from_collective(self) -> None:
+        """Receive all weights; runs beside the policy's `broadcast_weights_for_collective`.
+
+        Raises:
+            RuntimeError: `init_collective` was not called.
+        """
+        if self.group is None:
+            raise RuntimeError("update_weights_from_collective: call init_collective first")
+        entries, received = list(self.info.items()), 0
+        while received < len(self.info):
+            header = torch.zeros(HEADER_NUMBERS, dtype=torch.long, device=self.device)
+            count, size = self.group.broadcast(header).tolist()
+            numbers = self.group.broadcast(torch.empty(count, dtype=torch.long, device=self.device)).tolist()
+            payload = self.group.broadcast(torch.empty(size, dtype=torch.uint8, device=self.device))
+            self.load_weights(_cut(payload, [entries[number] for number in numbers]))
+            received += count
+
+    def update_weights_from_ipc_handles(self, handles: Mapping[str, Any]) -> None:
+        """Take one bucket from shared memory."""
+        if "cuda" in handles:
+            rebuild, arguments = handles["cuda"]
+            self._load_from(rebuild(*arguments), handles["tensors"])
+            torch.cuda.synchronize()
+            return
+        memory = shared_memory.SharedMemory(handles["shared_memory"])
+        # Attaching registers the block here too; it is its maker's to remove.
+        resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]
+        self._load_from(torch.frombuffer(memory.buf, dtype=torch.uint8), handles["tensors"])
+        memory.close()
+
+    def _load_from(self, buffer: Tensor, places: Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]) -> None:
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for name, (start, shape, dtype) in places.items():
+                size = torch.Size(shape).numel() * dtype.itemsize
+                yield name, buffer[start : start + size].clone().view(dtype).view(shape)
+
+        self.load_weights(tensors())
+
+
+def _cut(payload: Tensor, entries: Sequence[tuple[str, tuple[tuple[int, ...], torch.dtype]]]) -> Iterator[Any]:
+    start = 0
+    for name, (shape, dtype) in entries:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        # A copy begins at an address that every precision can be read from.
+        yield name, payload[start : start + size].clone().view(dtype).view(shape)
+        start += size

@@ -1,0 +1,228 @@
+"""Weights to an engine in other processes, and device memory given up for it: the same logits, the same training."""
+
+import socket
+
+import pytest
+import torch
+from test_layouts import make_config, make_data
+from transformers import AutoModelForCausalLM
+
+from mcore_rl.algorithms.loss_functions import DPOLossFn
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.processes import WorkerError, run_processes
+from mcore_rl.layout_check import Layout
+from mcore_rl.models.policy.refit import RefitReceiver, plan_buckets
+
+REFITS, ENGINES = 3, 2
+BUCKET_BYTES = 20_000  # smaller than some tensors, larger than others
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def prompts():
+    return torch.randint(1, 250, (4, 20), generator=torch.Generator().manual_seed(0))
+
+
+def engine_of(path):
+    """A transformers model with no weights worth anything, and how to set them."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.fill_(0.5)
+
+    @torch.no_grad()
+    def load(tensors):
+        for name, tensor in tensors:
+            parameters[name].copy_(tensor)
+
+    return model, load
+
+
+@torch.no_grad()
+def engine_logprobs(model):
+    logits = model(prompts()).logits[:, :-1].log_softmax(-1)
+    return logits.gather(2, prompts()[:, 1:, None])[..., 0]
+
+
+def train_and_refit(config, port):
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    policy.init_collective("127.0.0.1", port, ENGINES + 1)
+    loss_fn = DPOLossFn(config.dpo.model_dump(exclude={"reference"}))
+    data = BatchedDataDict(input_ids=prompts(), input_lengths=torch.tensor([20] * 4), sample_mask=torch.ones(4))
+    results = []
+    for _ in range(REFITS):
+        policy.train(make_data(), loss_fn)
+        policy.broadcast_weights_for_collective(BUCKET_BYTES)
+        results.append(policy.get_logprobs(data)["logprobs"][:, 1:])
+    return results
+
+
+def start_both(config, policies, port, store):
+    """As one set of processes, of which the trainers alone make up the policy's world."""
+    import os
+
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.weights import hf_shapes
+
+    rank = torch.distributed.get_rank()
+    torch.distributed.destroy_process_group()
+    if rank < policies:
+        os.environ["WORLD_SIZE"] = str(policies)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{store}", rank=rank, world_size=policies
+        )
+        return train_and_refit(config, port)
+    model, load = engine_of(config.model.path)
+    info = {name: (shape, torch.float32) for name, shape in hf_shapes(load_hf_config(config.model.path)).items()}
+    receiver = RefitReceiver(load, info)
+    receiver.init_collective("127.0.0.1", port, rank - policies + 1, ENGINES + 1, timeout=60)
+    results = []
+    for _ in range(REFITS):
+        receiver.update_weights_from_collective()
+        results.append(engine_logprobs(model))
+    return results
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2)], ids=str)
+def test_refit_by_collective(layout, family, model_of):
+    config = layout.apply(make_config(model_of(family)))
+    policies = layout.world_size
+    everyone = run_processes(start_both, config, policies, free_port(), free_port(), world_size=policies + ENGINES)
+    for refit in range(REFITS):
+        for engine in everyone[policies:]:
+            torch.testing.assert_close(engine[refit], everyone[0][refit], rtol=0, atol=2e-5)
+    assert not torch.allclose(everyone[0][0], everyone[0][1], atol=1e-3), "training changed the weights"
+
+
+def share_and_receive(config):
+    """The first rank's process starts the engine's, which takes the weights from shared memory."""
+    import multiprocessing
+
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    loss_fn = DPOLossFn(config.dpo.model_dump(exclude={"reference"}))
+    policy.train(make_data(), loss_fn)
+    data = BatchedDataDict(input_ids=prompts(), input_lengths=torch.tensor([20] * 4), sample_mask=torch.ones(4))
+    expected = policy.get_logprobs(data)["logprobs"][:, 1:]
+    before = policy.offload_before_refit()
+    connection = None
+    if policy.is_writer:
+        context = multiprocessing.get_context("spawn")
+        connection, theirs = context.Pipe()
+        engine = context.Process(target=ipc_engine, args=(theirs, config.model.path), daemon=True)
+        engine.start()
+    for keys in policy.prepare_weights_for_ipc(BUCKET_BYTES):
+        handles = policy.get_weights_ipc_handles(keys)
+        if connection is not None:
+            connection.send(handles)
+            assert connection.poll(60) and connection.recv() == "taken"
+        torch.distributed.barrier()
+    after = policy.offload_after_refit()
+    errors = []
+    for call in (lambda: policy.get_logprobs(data), lambda: policy.train(make_data(), loss_fn)):
+        try:
+            call()
+        except RuntimeError as error:
+            errors.append(str(error))
+    policy.prepare_for_training()
+    again = policy.get_logprobs(data)["logprobs"][:, 1:]
+    metrics = policy.train(make_data(), loss_fn)
+    received = None
+    if connection is not None:
+        connection.send(None)
+        received = torch.tensor(connection.recv())
+        engine.join(30)
+    policy.shutdown()
+    return expected, again, received, (before, after), errors, metrics
+
+
+def ipc_engine(connection, path):
+    torch.set_num_threads(1)
+    model, load = engine_of(path)
+    receiver = RefitReceiver(load, {})
+    while (handles := connection.recv()) is not None:
+        receiver.update_weights_from_ipc_handles(handles)
+        connection.send("taken")
+    connection.send(engine_logprobs(model).tolist())
+
+
+def two_steps(config):
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    loss_fn = DPOLossFn(config.dpo.model_dump(exclude={"reference"}))
+    metrics = [policy.train(make_data(), loss_fn) for _ in range(2)][-1]
+    policy.shutdown()
+    return metrics
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2)], ids=str)
+def test_refit_by_shared_memory_and_offloading(layout, model_of):
+    config = layout.apply(make_config(model_of("llama")))
+    results = run_processes(share_and_receive, config, world_size=layout.world_size)
+    expected, again, received, _, errors, metrics = results[0]
+    torch.testing.assert_close(received, expected, rtol=0, atol=2e-5)
+    assert torch.equal(again, expected)
+    assert [error.split(":")[0] for error in errors] == ["get_logprobs", "train"]
+    assert all("call prepare_for_training first" in error for error in errors)
+    assert metrics == run_processes(two_steps, config, world_size=layout.world_size)[0]
+    parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(config.model.path).parameters())
+    before = sum(result[3][0] for result in results)  # fp32 gradients, and two moments
+    after = sum(result[3][1] for result in results)  # fp32 weights
+    assert before >= 3 * 4 * parameters
+    assert after >= 4 * parameters
+
+
+def misuse(config):
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy, messages = MegatronPolicy(config), []
+    for call in (
+        policy.broadcast_weights_for_collective,
+        lambda: policy.get_weights_ipc_handles(["model.nothing"]),
+        lambda: policy.train(make_data(), None),
+        lambda: RefitReceiver(print, {}).update_weights_from_collective(),
+    ):
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            messages.append(str(error))
+    policy.shutdown()
+    return messages
+
+
+def test_misuse_is_told(model_of):
+    assert run_processes(misuse, make_config(model_of("llama")), world_size=1)[0] == [
+        "broadcast_weights_for_collective: call init_collective first",
+        "get_weights_ipc_handles: the model has no model.nothing",
+        "train: the policy was built without an optimizer (total_steps=0)",
+        "update_weights_from_collective: call init_collective first",
+    ]
+
+
+def wait_for_nobody(config, port):
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(
+        config.model_copy(update={"parallel": config.parallel.model_copy(update={"timeout_seconds": 2})})
+    )
+    policy.init_collective("127.0.0.1", port, 2)
+
+
+def test_an_engine_that_never_comes(model_of):
+    with pytest.raises(WorkerError, match=r"[Tt]ime"):
+        run_processes(wait_for_nobody, make_config(model_of("llama")), free_port(), world_size=1, timeout=30)
+
+
+def test_buckets_hold_no_more_than_their_budget():
+    info = {f"t{i}": ((size,), torch.float32) for i, size in enumerate([10, 10, 30, 5, 5, 100, 1])}
+    assert plan_buckets(info, 120) == [["t0", "t1"], ["t2"], ["t3", "t4"], ["t5"], ["t6"]]
