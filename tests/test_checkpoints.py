@@ -240,6 +240,20 @@ def test_sigterm_saves_and_the_run_ends_bit_for_bit_the_same(files, whole_run):
     assert_bit_equal(out, whole_run)
 
 
+def test_a_second_signal_stops_at_once(files):
+    code = (
+        "import os, signal\n"
+        "from mcore_rl.algorithms.interruption import Interruption\n"
+        "Interruption()\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "print('going on', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print('never')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "going on\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "dtype"), [("sft", "bfloat16"), ("dpo", "float32"), ("dpo", "bfloat16")])
 def test_resuming_is_bit_for_bit(files, algorithm, dtype):

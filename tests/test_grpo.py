@@ -180,6 +180,8 @@ def files(tmp_path_factory):
         "def twice(log, record):\n"
         "    last = len(log) >= 4\n"
         "    return Step(count(log, record), done=last, observation=None if last else ' more ')\n"
+        "def sometimes(log, record):\n"
+        "    return count(log, record) / ('a' in record['answer'] or record['answer'] > 'd')\n"
         "def nothing(log, record):\n"
         "    return 0\n"
     )
@@ -292,6 +294,26 @@ def test_several_turns_updates_and_dynamic_sampling(files):
     assert sum(a != b for a, b in itertools.pairwise(text)) == 3  # prompt, response, observation, response
     assert all((logprob == 0) or masked for logprob, masked in zip(rollout["logprobs"], text, strict=True))
     assert metrics_of(files / "several")[0]["turns_mean"] == 2
+
+
+def test_what_cannot_be_judged_is_told_and_stops_nothing(files):
+    process = train(files, "failing", "environment.function=judging:sometimes", "trainer.max_steps=1")
+    assert "samples could not be judged and count as failed; first: ZeroDivisionError" in process.stdout_text
+    assert 0 < metrics_of(files / "failing")[0]["failed_fraction"] < 1
+
+
+def test_a_sampler_that_disagrees_stops_the_first_step(files):
+    from mcore_rl.algorithms.grpo import GRPORun
+    from mcore_rl.config import GRPOConfig, load_config
+    from mcore_rl.errors import TrainingError
+
+    run_ = object.__new__(GRPORun)
+    run_.config = load_config(GRPOConfig, files / "grpo.yaml", [f"output_dir={files}"])
+    agreeing = {"kl_penalty": 1e-6, "token_mult_prob_error": 1.0001, "probs_ratio": 0.9999}
+    run_._check_first(agreeing)
+    for name, value in (("kl_penalty", 0.1), ("token_mult_prob_error", 1.2), ("probs_ratio", 0.9)):
+        with pytest.raises(TrainingError, match=f"step 1: before any update {name} must be"):
+            run_._check_first({**agreeing, name: value})
 
 
 def test_no_signal_is_no_update(files):

@@ -197,6 +197,8 @@ class GRPORun:
             kept += [r for group, good in zip(groups, signal, strict=True) if good or everything for r in group]
             if len(kept) == grpo.num_prompts_per_step * size:
                 break
+        if errors := [r.error for r in kept if r.error is not None]:
+            self.say(f"step {step}: {len(errors)} samples could not be judged and count as failed; first: {errors[0]}")
         self._write_samples(step, kept)
         return kept
 
