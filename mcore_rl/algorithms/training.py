@@ -50,14 +50,20 @@ class Inputs(Generic[DatasetT]):
 
 
 def load_inputs(
-    config: TrainingConfig, load_dataset: Callable[[str, Any, Any], DatasetT], rows_per_unit: int
+    config: TrainingConfig,
+    load_dataset: Callable[[str, Any, Any], DatasetT],
+    rows_per_unit: int,
+    world_size: int | None = None,
 ) -> Inputs[DatasetT]:
     """Check everything a user can get wrong, and read the data; the same on every rank.
+
+    Args:
+        world_size: processes of the run; what torchrun says if left out.
 
     Raises:
         UserError: naming the key or the file and line.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = world_size or int(os.environ.get("WORLD_SIZE", 1))
     batching_of(config, rows_per_unit, config.parallel.data_parallel_size(world_size))
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
     check_model_fits(hf_config, config.parallel, config.data.max_sequence_length)

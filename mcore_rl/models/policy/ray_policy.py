@@ -1,0 +1,220 @@
+"""The policy behind a Ray controller: one actor a rank, and in each the same worker that torchrun starts.
+
+Needs the `ray` extra. The driver puts a global batch into Ray's object store once; every rank reads it and
+takes its part by the plan that all ranks share, so that numbers are those of the torchrun programs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.algorithms.interfaces import LossFunction
+from mcore_rl.config import TrainingConfig
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.errors import UserError
+from mcore_rl.models.policy.interfaces import (
+    ColocatablePolicyInterface,
+    LogprobOutputSpec,
+    ReferenceLogprobOutputSpec,
+)
+
+try:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError:
+    raise UserError("the Ray controller needs the ray extra (pip install 'mcore_rl[ray]')") from None
+
+
+class WorkerError(RuntimeError):
+    """A rank failed or died; the message has its number and, if it could still tell, its traceback."""
+
+
+class Policy(ColocatablePolicyInterface):
+    """Drives `world_size` ranks; every call is made on all of them.
+
+    Args:
+        config: the run's configuration; its layout must divide `world_size`.
+        world_size: actors, each with a CPU and, on a GPU cluster, a GPU.
+        num_gpus_per_worker: 0 on CPU.
+        start_timeout: seconds that the actors may take to be placed and to build the model.
+        worker_options: `total_steps`, `rows_per_unit`, `keep_reference` of `MegatronPolicy`.
+
+    Raises:
+        UserError: a layout that does not divide the actors.
+        WorkerError: a rank could not be started.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        world_size: int,
+        num_gpus_per_worker: float = 0,
+        start_timeout: float = 300,
+        **worker_options: Any,
+    ) -> None:
+        config.parallel.data_parallel_size(world_size)
+        if not ray.is_initialized():
+            ray.init(include_dashboard=False, log_to_driver=False)
+        self.start_timeout = start_timeout
+        bundle = {"CPU": 1.0, **({"GPU": float(num_gpus_per_worker)} if num_gpus_per_worker else {})}
+        # Neighbouring ranks on one node as far as it goes: tensor parallelism is between neighbours.
+        self.placement = placement_group([bundle] * world_size, strategy="PACK")
+        if not self.placement.wait(start_timeout):
+            remove_placement_group(self.placement)
+            raise WorkerError(f"the cluster has no room for {world_size} workers of {bundle} each")
+        actor = ray.remote(_Worker)
+        self.workers = [
+            actor.options(
+                num_cpus=1,
+                num_gpus=num_gpus_per_worker,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, rank),
+            ).remote(rank, world_size)
+            for rank in range(world_size)
+        ]
+        address = self._gather([self.workers[0].address.remote()], start_timeout)[0]
+        self._call("start", config, *address, timeout=start_timeout, **worker_options)
+
+    # ------------------------------------------------------------ calls
+
+    def _refs(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The call on every rank, under way; large arguments go into the object store once."""
+        stored = [ray.put(arg) if isinstance(arg, BatchedDataDict) else arg for arg in args]
+        return [worker.call.remote(method, *stored, **kwargs) for worker in self.workers]
+
+    def _call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+        return self._gather(self._refs(method, *args, **kwargs), timeout)
+
+    def _gather(self, refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        """Every rank's result; the first failure ends all ranks, which would wait for the failed one.
+
+        Raises:
+            WorkerError: a rank failed, died, or took longer than `timeout` seconds.
+        """
+        rank_of, waiting = {ref: rank for rank, ref in enumerate(refs)}, list(refs)
+        results: list[Any] = [None] * len(refs)
+        while waiting:
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
+            if not ready:
+                self._end()
+                raise WorkerError(f"ranks {sorted(rank_of[ref] for ref in waiting)} took longer than {timeout} s")
+            try:
+                results[rank_of[ready[0]]], failure = ray.get(ready[0])
+            except ray.exceptions.RayError as error:
+                failure = f"the actor died: {str(error).splitlines()[0]}"
+            if failure is not None:
+                self._end()
+                raise WorkerError(f"rank {rank_of[ready[0]]}: {failure}")
+        return results
+
+    def _end(self) -> None:
+        for worker in self.workers:
+            ray.kill(worker)
+        remove_placement_group(self.placement)
+        self.workers = []
+
+    # ------------------------------------------------------------ the interface
+
+    def get_logprobs(self, data: BatchedDataDict[Any], temperature: float = 1.0) -> BatchedDataDict[LogprobOutputSpec]:
+        return self._call("get_logprobs", data, temperature)[0]
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], temperature: float = 1.0
+    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+        return self._call("get_reference_policy_logprobs", data, temperature)[0]
+
+    def train(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, Any]:
+        metrics: dict[str, Any] = self._call("train", data, loss_fn, temperature)[0]
+        return metrics
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        self._call("prepare_for_training", *args, **kwargs)
+
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        self._call("finish_training", *args, **kwargs)
+
+    def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any]) -> Path:
+        path: Path = self._call("save_checkpoint", directory, step, state)[0]
+        return path
+
+    def load_checkpoint(self, iteration: Path, allow_partial: bool = False) -> Any:
+        """As `MegatronPolicy.load_checkpoint`."""
+        return self._call("load_checkpoint", iteration, allow_partial)[0]
+
+    def export_hf(self, destination: Path) -> None:
+        """Write the current weights as a Hugging Face model directory."""
+        self._call("export_hf", destination)
+
+    def offload_before_refit(self) -> int:
+        return sum(self._call("offload_before_refit"))
+
+    def offload_after_refit(self) -> int:
+        return sum(self._call("offload_after_refit"))
+
+    def prepare_refit_info(self) -> dict[str, Any]:
+        info: dict[str, Any] = self._call("prepare_refit_info")[0]
+        return info
+
+    def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
+        groups: list[list[str]] = self._call("prepare_weights_for_ipc", *args, **kwargs)[0]
+        return groups
+
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        handles: dict[str, Any] = self._call("get_weights_ipc_handles", keys)[0]
+        return handles
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
+        """As the interface; returns `ray.ObjectRef`s, since the engine's processes must join meanwhile."""
+        return self._refs("init_collective", ip, port, world_size)
+
+    def broadcast_weights_for_collective(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """As the interface; returns `ray.ObjectRef`s, since the engine's processes must receive meanwhile."""
+        return self._refs("broadcast_weights_for_collective", *args, **kwargs)
+
+    def wait(self, refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        """Results of calls that returned `ray.ObjectRef`s, rank by rank.
+
+        Raises:
+            WorkerError: as every other call.
+        """
+        return self._gather(refs, timeout)
+
+    def shutdown(self) -> bool:
+        """Close the ranks' process groups, then their actors."""
+        if self.workers:
+            self._call("shutdown")
+            self._end()
+        return True
+
+
+class _Worker:
+    """One rank. Results are pairs (value, failure), so that a failure arrives with its own traceback."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        # Ray shows an actor its own GPU alone, so that it is always the first.
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
+
+    def address(self) -> tuple[tuple[str, int], None]:
+        """Where the ranks can meet: this node, a free port."""
+        with socket.socket() as listener:
+            listener.bind(("", 0))
+            return (ray.util.get_node_ip_address(), listener.getsockname()[1]), None
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
+        try:
+            return getattr(self if method == "start" else self.policy, method)(*args, **kwargs), None
+        except Exception:
+            return None, traceback.format_exc()
+
+    def start(self, config: TrainingConfig, host: str, port: int, **options: Any) -> None:
+        from mcore_rl.entry_point import quiet_libraries
+        from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+        quiet_libraries()
+        os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+        self.policy = MegatronPolicy(config, **options)

@@ -1,0 +1,50 @@
+"""The training steps of train_dpo.py, driven through the Ray controller: the same numbers.
+
+python scripts/ray_dpo.py CONFIG [--workers 2] [--steps 3] [section.key=value …]
+"""
+
+import argparse
+
+from mcore_rl.config import DPOConfig, load_config
+from mcore_rl.entry_point import leave, quiet_libraries
+from mcore_rl.errors import UserError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    arguments = parser.parse_intermixed_args()
+    quiet_libraries()
+    try:
+        train(load_config(DPOConfig, arguments.config, arguments.overrides), arguments.workers, arguments.steps)
+    except UserError as error:
+        leave(2, str(error))
+
+
+def train(config: DPOConfig, workers: int, steps: int) -> None:
+    from mcore_rl.algorithms.loss_functions import DPOLossFn
+    from mcore_rl.algorithms.training import load_inputs, total_steps
+    from mcore_rl.data.batches import SampleOrder, collate
+    from mcore_rl.data.records import load_preference_dataset
+    from mcore_rl.models.policy.ray_policy import Policy
+
+    inputs = load_inputs(config, load_preference_dataset, rows_per_unit=2, world_size=workers)
+    whole_run = total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size)
+    policy = Policy(config, workers, total_steps=whole_run, rows_per_unit=2, keep_reference=True)
+    loss_fn = DPOLossFn(config.dpo.model_dump(exclude={"reference"}))
+    order, size = SampleOrder(len(inputs.train), config.seed), config.batch.global_batch_size
+    for step in range(steps):
+        units = [inputs.train.units[i] for i in order.indices(step * size, size)]
+        data = collate(units, inputs.tokenizer.pad_token_id)
+        reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+        data["reference_policy_logprobs"] = reference.roll(-1, dims=1)
+        metrics = policy.train(data, loss_fn)
+        print(f"step {step + 1}  loss {metrics['loss']!r}  grad_norm {metrics['grad_norm']!r}")
+    policy.shutdown()
+
+
+if __name__ == "__main__":
+    main()

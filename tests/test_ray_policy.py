@@ -1,0 +1,102 @@
+"""The Ray controller: torchrun's numbers, and failures that reach the driver within seconds."""
+
+import os
+import signal
+import time
+
+import pytest
+from test_layouts import make_config, make_data
+
+from mcore_rl.algorithms.interfaces import LossFunction, LossType
+from mcore_rl.algorithms.loss_functions import DPOLossFn
+from mcore_rl.distributed.processes import run_processes
+from mcore_rl.errors import UserError
+from mcore_rl.layout_check import Layout
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.long
+LAYOUT = Layout(tp=2)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.path.dirname(__file__)}
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def policy(cluster, model_of):
+    from mcore_rl.models.policy.ray_policy import Policy
+
+    made = Policy(LAYOUT.apply(make_config(model_of("llama"))), 2, total_steps=10, rows_per_unit=2)
+    yield made
+    made.shutdown()
+
+
+def loss_of(config):
+    return DPOLossFn(config.dpo.model_dump(exclude={"reference"}))
+
+
+def direct(config):
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    results = [policy.train(make_data(), loss_of(config)) for _ in range(2)], policy.get_logprobs(make_data())
+    policy.shutdown()
+    return results
+
+
+def test_the_numbers_are_the_workers_own(policy, model_of, tmp_path):
+    config = LAYOUT.apply(make_config(model_of("llama")))
+    metrics, logprobs = run_processes(direct, config, world_size=2)[0]
+    assert [policy.train(make_data(), loss_of(config)) for _ in range(2)] == metrics
+    assert (policy.get_logprobs(make_data())["logprobs"] == logprobs["logprobs"]).all()
+    saved = policy.save_checkpoint(tmp_path, 2, {})
+    assert saved.name == "iter_0000002"
+    freed = policy.offload_before_refit()
+    assert freed > 0
+    policy.prepare_for_training()
+    assert policy.load_checkpoint(saved).state["step"] == 2
+    assert sum(map(len, policy.prepare_weights_for_ipc(20_000))) == len(policy.prepare_refit_info())
+
+
+class FailingLoss(LossFunction):
+    loss_type = LossType.TOKEN_LEVEL
+
+    def __call__(self, *args, **kwargs):
+        raise ZeroDivisionError("this loss always fails")
+
+
+def test_a_failure_arrives_with_rank_and_traceback(policy):
+    from mcore_rl.models.policy.ray_policy import WorkerError
+
+    with pytest.raises(WorkerError, match=r"(?s)rank [01]: Traceback .* this loss always fails"):
+        policy.train(make_data(), FailingLoss())
+
+
+class DyingLoss(FailingLoss):
+    def __call__(self, *args, **kwargs):
+        import torch
+
+        if torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(100)
+
+
+def test_a_dead_actor_fails_the_call_within_seconds(policy):
+    from mcore_rl.models.policy.ray_policy import WorkerError
+
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1: the actor died"):
+        policy.train(make_data(), DyingLoss())
+    assert time.monotonic() - started < 20
+
+
+def test_a_layout_that_does_not_divide(cluster, model_of):
+    from mcore_rl.models.policy.ray_policy import Policy
+
+    with pytest.raises(UserError, match=r"must divide the number of processes \(3\)"):
+        Policy(LAYOUT.apply(make_config(model_of("llama"))), 3)
