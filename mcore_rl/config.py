@@ -38,6 +38,8 @@ class ModelConfig(Section):
 
     path: Path
     dtype: Literal["float32", "bfloat16"] = "float32"
+    head: Literal["lm", "reward"] = "lm"
+    """reward: one number a sequence, from its last token, in place of the vocabulary."""
     trust_remote_code: bool = False
     recompute_activations: bool = False
     """Keep only each layer's input for the backward pass and compute the layer again."""
@@ -316,6 +318,21 @@ class GRPOConfig(TrainingConfig):
             )
         if self.environment.name == "function" and not self.environment.function:
             raise ValueError("environment.function: name the function, as module:function")
+        return self
+
+
+class RewardAlgorithmConfig(Section):
+    center_rewards_coefficient: NonNegative = 0.0
+    """Weight of the mean of (r_chosen + r_rejected)², which keeps rewards near zero."""
+
+
+class RMConfig(TrainingConfig):
+    reward: RewardAlgorithmConfig = RewardAlgorithmConfig()
+
+    @model_validator(mode="after")
+    def _rewards(self) -> RMConfig:
+        if self.model.head != "reward":
+            raise ValueError("model.head: a reward model is trained with head=reward")
         return self
 
 

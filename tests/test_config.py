@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import DPOConfig, ParallelConfig, SFTConfig, load_config, resolved_yaml
+from mcore_rl.config import DPOConfig, GRPOConfig, ParallelConfig, RMConfig, SFTConfig, load_config, resolved_yaml
 from mcore_rl.errors import UserError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -30,7 +30,8 @@ def write(tmp_path):
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_configurations_load(path):
-    config = load_config(DPOConfig if "dpo" in path.name else SFTConfig, path)
+    kinds = {"dpo": DPOConfig, "sft": SFTConfig, "grpo": GRPOConfig, "rm": RMConfig}
+    config = load_config(kinds[path.name.split("_")[0]], path)
     assert config.optimizer.lr > 0
 
 

@@ -290,9 +290,13 @@ def test_clipped_pg(changes, seed):
     metrics = check(ClippedPGLossFn(cfg), pg_expected(cfg, data, seqs, toks, logits), logits, data, seqs, toks)
     assert set(metrics) == {
         "loss", "probs_ratio", "probs_ratio_clamped", "kl_penalty", "token_mult_prob_error",
-        "sampling_importance_ratio", "num_valid_samples", "approx_entropy",
+        "sampling_importance_ratio", "num_valid_samples", "approx_entropy", "clip_fraction_low", "clip_fraction_high",
     }  # fmt: skip
     mask = mask_of(data)
+    if not (cfg.get("disable_ppo_ratio") or cfg.get("sequence_level_importance_ratios")):
+        ratio = (logprobs_of(logits, data).detach() - data["prev_logprobs"][:, 1:]).exp()
+        for name, clipped in (("low", ratio < 1 - cfg["ratio_clip_min"]), ("high", ratio > 1 + cfg["ratio_clip_max"])):
+            torch.testing.assert_close(metrics[f"clip_fraction_{name}"], (clipped * mask).sum() / toks)
     mismatch = (data["generation_logprobs"] - data["prev_logprobs"])[:, 1:].abs().exp()
     torch.testing.assert_close(metrics["token_mult_prob_error"], (mismatch * mask).sum() / toks)
     lp = logprobs_of(logits, data).detach()

@@ -31,7 +31,8 @@ def megatron_logits(path, export_to, **sizes):
     from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, write_hf_directory
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
     from mcore_rl.models.megatron.model import build_model
-    from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel, seed_everything
+    from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel
+    from mcore_rl.models.megatron.random_states import seed_everything
     from mcore_rl.models.megatron.weights import export_hf_weights, load_hf_weights
 
     parallel = ParallelConfig(**sizes)

@@ -15,12 +15,14 @@ from mcore_rl.algorithms.loss_functions.common import token_mask_of
 from mcore_rl.algorithms.loss_functions.packing import SequencePackingLossWrapper
 from mcore_rl.data.packing import Microbatch
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.context_parallel import slice_context_parallel
+from mcore_rl.distributed.collectives import all_gather_forward_split_backward
+from mcore_rl.distributed.context_parallel import gather_context_parallel, slice_context_parallel
 from mcore_rl.distributed.linear_logprobs import gather_hidden_states, linear_logprobs
 from mcore_rl.distributed.pack_layout import PackLayout
-from mcore_rl.distributed.parallel_logprobs import unpack_next_token_values, valid_columns
+from mcore_rl.distributed.parallel_logprobs import unpack_next_token_values, valid_columns, vocab_parallel_topk
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.models.megatron.attention import PackParams
+from mcore_rl.models.megatron.hf_config import has_reward_head
 from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
 from mcore_rl.models.megatron.model import BuiltModel
 
@@ -125,10 +127,50 @@ def _spread(values: Tensor, rows: Tensor, size: int, used: bool) -> Tensor:
     return values.new_zeros(size).index_copy(0, rows, values)
 
 
+class TopKHead:
+    """The k largest logits of each position of a microbatch, and their token ids; the vocabulary stays in shards."""
+
+    def __init__(self, model: BuiltModel, k: int) -> None:
+        self.model, self.k = model, k
+
+    def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """[n, S, k] each, of the positions of each row's tokens; whole on every rank, 0 in the padding."""
+        topology, layout = self.model.topology, microbatch.layout
+        group, width = topology.tensor.group, microbatch.data["input_ids"].shape[1]
+        values, ids = vocab_parallel_topk(
+            vocab_parallel_logits(hidden, self.model), self.k, group, self.model.vocab_size
+        )
+        position = torch.arange(width)
+        valid = position[None] < torch.tensor(layout.lengths)[:, None]
+        index = torch.where(valid, layout.starts[:, None] + position[None], 0).to(hidden.device)
+        best, tokens = (
+            gather_context_parallel(local, layout, topology.context.group)[index] * valid[..., None].to(hidden.device)
+            for local in (values, ids)
+        )
+        return best, tokens
+
+
+class RewardOfSequences:
+    """The reward head's number at each sequence's last token."""
+
+    def __init__(self, model: BuiltModel) -> None:
+        self.model = model
+
+    def __call__(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+        """[n, 1] fp32, whole on every rank."""
+        topology, layout = self.model.topology, microbatch.layout
+        if topology.sequence_parallel:  # every rank then computes the same: its own part of the gradient is enough
+            hidden = all_gather_forward_split_backward(hidden, topology.tensor.group)
+        rewards = gather_context_parallel(self.model.chunks[-1].output_layer(hidden), layout, topology.context.group)
+        last = layout.starts + torch.tensor(layout.lengths) - 1
+        return rewards[last.to(rewards.device)][:, None]
+
+
 class LossHead:
     """A loss function at the end of the model.
 
-    Losses of log-probabilities get them from the hidden states; any other gets the pack's logits.
+    Losses of log-probabilities get them from the hidden states; a model with a reward head gives its rewards
+    [n, 1]; any other loss gets the pack's logits.
 
     Args:
         global_valid_seqs, global_valid_toks: counts of the whole global batch.
@@ -144,11 +186,15 @@ class LossHead:
     ) -> None:
         self.model, self.loss_fn, self.temperature = model, loss_fn, temperature
         self.counts = global_valid_seqs.to(platform.device()), global_valid_toks.to(platform.device())
+        self.rewards = RewardOfSequences(model) if has_reward_head(model.hf_config) else None
         self.fused = isinstance(loss_fn, LogprobLossFunction)
         self.logprobs = LogprobHead(model, temperature, with_entropy=getattr(loss_fn, "needs_entropy", False))
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
         data = microbatch.data.to(hidden.device)
+        if self.rewards is not None:
+            loss, metrics = self.loss_fn(self.rewards(hidden, microbatch), data, *self.counts)
+            return loss, {"metrics": metrics}
         if not self.fused:
             loss, metrics = self._from_logits(hidden, microbatch.layout, data)
             return loss, {"metrics": metrics}

@@ -18,20 +18,36 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def load_hf_config(path: Path, trust_remote_code: bool = False) -> Any:
-    """The transformers config of a model directory.
+REWARD_ARCHITECTURE = "ForSequenceClassification"
+
+
+def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm") -> Any:
+    """The transformers config of a model directory, for a model with that head.
 
     Raises:
-        UserError: not a directory with a readable config.json.
+        UserError: not a directory with a readable config.json, or a reward model where a language model is wanted.
     """
     from transformers import AutoConfig
 
     if not (path / "config.json").is_file():
         raise UserError(f"model.path: {path} must be a Hugging Face model directory with a config.json")
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError) as error:
         raise UserError(f"model.path: {path}/config.json cannot be read: {' '.join(str(error).split())}") from None
+    if head == "reward":
+        config.architectures = [
+            name.replace("ForCausalLM", REWARD_ARCHITECTURE) for name in config.architectures or ["ForCausalLM"]
+        ]
+        config.num_labels, config.tie_word_embeddings = 1, False
+    elif has_reward_head(config):
+        raise UserError(f"model.path: {path} is a reward model; set model.head=reward")
+    return config
+
+
+def has_reward_head(hf: Any) -> bool:
+    """Whether the model gives one number a sequence in place of the vocabulary's logits."""
+    return any(REWARD_ARCHITECTURE in name for name in hf.architectures or ())
 
 
 def check_model_fits(hf: Any, parallel: ParallelConfig, max_sequence_length: int) -> None:

@@ -17,12 +17,14 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.distributed.topology import Topology
-from mcore_rl.models.megatron.hf_config import padded_vocab_size, transformer_config
+from mcore_rl.models.megatron.hf_config import has_reward_head, padded_vocab_size, transformer_config
 from mcore_rl.models.megatron.layer_spec import block_spec
 from mcore_rl.models.megatron.parallel import process_groups
 from mcore_rl.models.megatron.rope import PackedRotaryEmbedding
 
 from megatron.core.models.gpt import GPTModel  # isort: skip
+from megatron.core.transformer.module import MegatronModule  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
 
 class HiddenStateGPTModel(GPTModel):
@@ -31,11 +33,27 @@ class HiddenStateGPTModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states.squeeze(1) if self.post_process else hidden_states
 
+    def set_reward_head(self, config: TransformerConfig) -> None:
+        """One number for each token, in place of the vocabulary's logits."""
+        self.output_layer = RewardHead(config)
+
     def lm_head_weight(self) -> Tensor:
         """[Vp, hidden] of the padded vocabulary; the embedding itself where the two are tied."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
+
+
+class RewardHead(MegatronModule):
+    """hidden → 1, whole on every tensor-parallel rank."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[T, hidden] → [T] fp32."""
+        return (hidden.float() @ self.weight.float().T).squeeze(-1)
 
 
 @dataclass(frozen=True)
@@ -72,5 +90,7 @@ def build_model(
             position_embedding_type="rope",
             pg_collection=groups,
         )
+        if chunk.post_process and has_reward_head(hf):
+            chunk.set_reward_head(config)
     chunk.rotary_pos_emb = PackedRotaryEmbedding(hf, groups)
     return BuiltModel([chunk.to(platform.device()) if memory else chunk], hf, topology)

@@ -19,7 +19,7 @@ from mcore_rl.distributed.collectives import all_gather
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-from mcore_rl.models.megatron.hf_config import head_dim, padded_vocab_size
+from mcore_rl.models.megatron.hf_config import has_reward_head, head_dim, padded_vocab_size
 from mcore_rl.models.megatron.model import BuiltModel
 
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes  # isort: skip
@@ -84,6 +84,8 @@ _TABLE: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (("decoder.final_layernorm.weight",), ("model.norm.weight",), "replicated"),
     (("output_layer.weight",), ("lm_head.weight",), "vocab"),
 )
+REWARD_HEAD = Mapping("output_layer.weight", ("score.weight",), "replicated")
+"""In place of the vocabulary's projection; named as transformers' sequence classifiers name it."""
 _BY_MEGATRON_NAME = {name: (hf, kind) for names, hf, kind in _TABLE for name in names}
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
 
@@ -114,6 +116,9 @@ def named_mappings(model: BuiltModel) -> Iterator[tuple[Mapping, torch.nn.Parame
         for name, parameter in chunk.named_parameters():
             if name == "output_layer.weight" and model.hf_config.tie_word_embeddings:
                 continue
+            if name == REWARD_HEAD.megatron and has_reward_head(model.hf_config):
+                yield REWARD_HEAD, parameter
+                continue
             yield map_parameter(name, first_layer(model.topology, model.hf_config)), parameter
 
 
@@ -130,6 +135,8 @@ def load_hf_weights(model: BuiltModel, source: SafetensorsDirectory) -> None:
     reader = ShardReader(source, model.hf_config, model.topology)
     with torch.no_grad():
         for mapping, parameter in named_mappings(model):
+            if mapping is REWARD_HEAD and mapping.hf[0] not in source.names():
+                continue  # a language model's directory has none: training begins from zero
             parameter.copy_(reader.read(mapping))
             if mapping.kind != "replicated" and not hasattr(parameter, "tensor_model_parallel"):
                 # Megatron marks shards only when it initialises them; unmarked, the gradient norm of all
@@ -162,7 +169,9 @@ def hf_shapes(hf: Any) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}mlp.{name}_proj.weight"] = (hf.intermediate_size, h)
         shapes[prefix + "mlp.down_proj.weight"] = (h, hf.intermediate_size)
     shapes["model.norm.weight"] = (h,)
-    if not hf.tie_word_embeddings:
+    if has_reward_head(hf):
+        shapes[REWARD_HEAD.hf[0]] = (1, h)
+    elif not hf.tie_word_embeddings:
         shapes["lm_head.weight"] = (hf.vocab_size, h)
     return shapes
 
@@ -173,7 +182,9 @@ def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
     Raises:
         UserError: naming the first tensors that are missing, unknown or misshapen.
     """
-    expected, ignored = hf_shapes(hf), {"lm_head.weight"} if hf.tie_word_embeddings else set()
+    expected, ignored = hf_shapes(hf), {"lm_head.weight"} if hf.tie_word_embeddings or has_reward_head(hf) else set()
+    if has_reward_head(hf) and REWARD_HEAD.hf[0] not in source.names():
+        del expected[REWARD_HEAD.hf[0]]
     found = {name for name in source.names() if not name.endswith("rotary_emb.inv_freq")} - ignored
     for what, names in (("lacks", set(expected) - found), ("has unknown", found - set(expected))):
         if names:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl import platform
@@ -24,9 +25,15 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_reduce
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron import checkpoint
-from mcore_rl.models.megatron.forward_step import LogprobHead, LossHead, run_microbatches
+from mcore_rl.models.megatron.forward_step import (
+    LogprobHead,
+    LossHead,
+    RewardOfSequences,
+    TopKHead,
+    run_microbatches,
+)
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, write_hf_directory
-from mcore_rl.models.megatron.hf_config import head_dim, load_hf_config
+from mcore_rl.models.megatron.hf_config import has_reward_head, head_dim, load_hf_config
 from mcore_rl.models.megatron.model import build_model
 from mcore_rl.models.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step, wrap_for_training
 from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel
@@ -55,7 +62,7 @@ class MegatronPolicy(Colocation):
         seed_everything(config.seed)
         if config.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
-        self.hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
+        self.hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
         self.model = build_model(self.hf_config, config.model, config.parallel, self.topology)
         load_hf_weights(self.model, SafetensorsDirectory(config.model.path))
         self.batching = batching_of(config, rows_per_unit, self.topology.data.size)
@@ -104,24 +111,72 @@ class MegatronPolicy(Colocation):
         with self.reference_weights():
             return BatchedDataDict(reference_logprobs=self._score(data, temperature))
 
-    @torch.no_grad()
     def _score(self, data: BatchedDataDict[Any], temperature: float) -> Tensor:
         """[B, S] log-probabilities of every real token, the same on all ranks."""
-        self.require("get_logprobs", self.weights_away)
-        rows, width = data["input_ids"].shape
-        scores = torch.zeros(rows, width, device=platform.device())
         head = LogprobHead(self.model, temperature)
 
-        def score(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
+        def score(hidden: Tensor, microbatch: Microbatch) -> dict[str, Tensor]:
             ids = microbatch.data["input_ids"]
             logprobs, _ = head(hidden, microbatch, torch.ones(ids.shape[0], ids.shape[1] - 1))
-            return logprobs.sum(), {"logprobs": logprobs, "microbatch": microbatch}
+            return {"logprobs": F.pad(logprobs, (1, 0))}
 
-        for output in self._run(self.batching.microbatches(data, self.topology.data.rank), score, train=False):
-            if output["microbatch"].counts:
-                logprobs = output["logprobs"]
-                scores[output["microbatch"].rows, 1 : logprobs.shape[1] + 1] = logprobs.to(scores)
-        return self._sum_over_replicas_and_stages(scores).cpu()
+        return self._forward_rows("get_logprobs", data, score)["logprobs"]
+
+    def get_topk_logits(self, data: BatchedDataDict[Any], k: int) -> BatchedDataDict[Any]:
+        """`topk_logits`, `topk_indices` [B, S, k]: the largest logits after each input position, and their tokens.
+
+        What a student's `DistillationLossFn` wants of its teacher; 0 in the padding.
+
+        Raises:
+            ValueError: k is not between 1 and the vocabulary's size.
+        """
+        if not 1 <= k <= self.hf_config.vocab_size:
+            raise ValueError(f"get_topk_logits: k must be between 1 and {self.hf_config.vocab_size}, got {k}")
+        head = TopKHead(self.model, k)
+
+        def best(hidden: Tensor, microbatch: Microbatch) -> dict[str, Tensor]:
+            values, tokens = head(hidden, microbatch)
+            return {"topk_logits": values, "topk_indices": tokens}
+
+        return BatchedDataDict(self._forward_rows("get_topk_logits", data, best))
+
+    def get_rewards(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        """`rewards` [B, 1] of a policy whose model has a reward head."""
+        head = RewardOfSequences(self.model)
+        return BatchedDataDict(self._forward_rows("get_rewards", data, lambda x, mb: {"rewards": head(x, mb)}))
+
+    @torch.no_grad()
+    def _forward_rows(
+        self, purpose: str, data: BatchedDataDict[Any], compute: Callable[[Tensor, Microbatch], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """What `compute` makes of the last stage's hidden states, [rows, columns, …], as rows of the global batch.
+
+        The same on all ranks, on the host; columns that a microbatch does not have are 0.
+
+        Raises:
+            RuntimeError: the weights are offloaded, or the model's head gives something else.
+        """
+        self.require(purpose, self.weights_away)
+        if has_reward_head(self.hf_config) != (purpose == "get_rewards"):
+            raise RuntimeError(f"{purpose}: a model with model.head={self.config.model.head} has none")
+
+        def run(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
+            rows = compute(hidden, microbatch)
+            return next(iter(rows.values())).sum(), {"rows": rows, "microbatch": microbatch}
+
+        outputs = self._run(self.batching.microbatches(data, self.topology.data.rank), run, train=False)
+        shapes: list[Any] = [None] * torch.distributed.get_world_size()
+        own = {name: (rows.shape[1:], rows.dtype) for output in outputs[:1] for name, rows in output["rows"].items()}
+        torch.distributed.all_gather_object(shapes, own)
+        gathered = {}
+        for name, (shape, dtype) in next(shape for shape in shapes if shape).items():
+            width = 1 if purpose == "get_rewards" else data["input_ids"].shape[1]
+            whole = torch.zeros(data.size, width, *shape[1:], dtype=dtype, device=platform.device())
+            for output in (output for output in outputs if output["microbatch"].counts):
+                rows = output["rows"][name]
+                whole[output["microbatch"].rows, : rows.shape[1]] = rows
+            gathered[name] = self._sum_over_replicas_and_stages(whole).cpu()
+        return gathered
 
     def _run(self, microbatches: list[Microbatch], head: Any, train: bool) -> list[dict[str, Any]]:
         for chunk in self.chunks:

@@ -1,0 +1,18 @@
+"""Reward models: which of two responses is better (Bradley–Terry)."""
+
+from __future__ import annotations
+
+from mcore_rl.algorithms.loss_functions import BradleyTerryLoss
+from mcore_rl.algorithms.training import SupervisedRun, load_inputs, total_steps
+from mcore_rl.config import RMConfig
+from mcore_rl.data.records import load_preference_dataset
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+
+def train_rm(config: RMConfig) -> None:
+    """Give the chosen response of each pair a higher reward than the rejected one."""
+    inputs = load_inputs(config, load_preference_dataset, rows_per_unit=2)
+    steps = total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size)
+    policy = MegatronPolicy(config, steps, rows_per_unit=2)
+    SupervisedRun(config, inputs, policy, BradleyTerryLoss(config.reward.center_rewards_coefficient)).run()
+    policy.shutdown()
