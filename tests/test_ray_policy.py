@@ -5,10 +5,12 @@ import signal
 import time
 
 import pytest
+import torch
 from test_layouts import make_config, make_data
 
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
 from mcore_rl.algorithms.loss_functions import DPOLossFn
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
 from mcore_rl.layout_check import Layout
@@ -68,6 +70,43 @@ class FailingLoss(LossFunction):
 
     def __call__(self, *args, **kwargs):
         raise ZeroDivisionError("this loss always fails")
+
+
+class Engine:
+    """An inference worker: a transformers model in an actor of its own."""
+
+    def __init__(self, path, info):
+        from test_refit import engine_of
+
+        from mcore_rl.models.policy.refit import RefitReceiver
+
+        self.model, load = engine_of(path)
+        self.receiver = RefitReceiver(load, info)
+
+    def join(self, ip, port):
+        self.receiver.init_collective(ip, port, 1, 2, timeout=60)
+
+    def refit(self):
+        from test_refit import engine_logprobs
+
+        self.receiver.update_weights_from_collective()
+        return engine_logprobs(self.model)
+
+
+def test_an_engine_is_refitted(policy, model_of):
+    from test_refit import free_port, prompts
+
+    engine, port = ray.remote(Engine).remote(str(model_of("llama")), policy.prepare_refit_info()), free_port()
+    joining = engine.join.remote("127.0.0.1", port)
+    policy.wait(policy.init_collective("127.0.0.1", port, 2), timeout=60)
+    ray.get(joining, timeout=60)
+    policy.train(make_data(), loss_of(LAYOUT.apply(make_config(model_of("llama")))))
+    refitting = engine.refit.remote()
+    policy.wait(policy.broadcast_weights_for_collective(20_000), timeout=60)
+    data = BatchedDataDict(input_ids=prompts(), input_lengths=torch.tensor([20] * 4))
+    ours = policy.get_logprobs(data)["logprobs"][:, 1:]
+    torch.testing.assert_close(ray.get(refitting, timeout=60), ours, rtol=0, atol=2e-5)
+    ray.kill(engine)
 
 
 def test_a_failure_arrives_with_rank_and_traceback(policy):
