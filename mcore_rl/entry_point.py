@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +13,7 @@ from typing import Any, TypeVar
 from mcore_rl import watchdog
 from mcore_rl.config import Section, load_config
 from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.quiet import quiet_libraries
 
 ConfigT = TypeVar("ConfigT", bound=Section)
 
@@ -46,16 +45,6 @@ def run_script(config_type: type[ConfigT], train: Callable[..., Any], descriptio
     except Exception as error:
         text = traceback.format_exc()
         leave(1, text + watchdog.explain(error, text), every_rank=True)
-
-
-def quiet_libraries() -> None:
-    """What libraries say about parts that are not used here is not for the user."""
-    warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*|transformers\..*")
-    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine).*")
-    for name in ("transformers", "datasets", "megatron", "torch.distributed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of processes started from here
 
 
 def leave(status: int, message: str, every_rank: bool = False) -> None:

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, Stoppi
 
 from mcore_rl.config import SFTConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.entry_point import quiet_libraries
+from mcore_rl.quiet import quiet_libraries
 
 
 class NoTokenizer:

@@ -15,8 +15,9 @@ from typing import Any
 
 from mcore_rl.checkpoint_store import CheckpointStore, digest_problems
 from mcore_rl.config import read_yaml
-from mcore_rl.entry_point import leave, quiet_libraries
+from mcore_rl.entry_point import leave
 from mcore_rl.errors import UserError
+from mcore_rl.quiet import quiet_libraries
 
 
 def main() -> None:

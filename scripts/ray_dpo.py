@@ -6,8 +6,9 @@ python scripts/ray_dpo.py CONFIG [--workers 2] [--steps 3] [section.key=value â€
 import argparse
 
 from mcore_rl.config import DPOConfig, load_config
-from mcore_rl.entry_point import leave, quiet_libraries
+from mcore_rl.entry_point import leave
 from mcore_rl.errors import UserError
+from mcore_rl.quiet import quiet_libraries
 
 
 def main() -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from mcore_rl.config import DPOConfig, SFTConfig, load_config
-from mcore_rl.entry_point import leave, quiet_libraries
+from mcore_rl.entry_point import leave
 from mcore_rl.errors import UserError
+from mcore_rl.quiet import quiet_libraries
 
 DEFAULT_LAYOUTS = ["tp=1,2", "pp=1,2", "cp=1,2"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import make_model
 
-from mcore_rl.entry_point import quiet_libraries
+from mcore_rl.quiet import quiet_libraries
 
 quiet_libraries()
 torch.set_num_threads(2)

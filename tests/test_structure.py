@@ -11,6 +11,7 @@ FLOORS = {
     "__init__": 0,
     "errors": 0,
     "platform": 0,
+    "quiet": 0,
     "watchdog": 0,
     "checkpoint_store": 1,
     "config": 0,  # may be imported from anywhere

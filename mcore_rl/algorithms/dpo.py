@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from mcore_rl.algorithms.loss_functions import DPOLossFn
-from mcore_rl.algorithms.training import Inputs, SupervisedRun, load_inputs, total_steps
+from mcore_rl.algorithms.supervised import SupervisedRun
+from mcore_rl.algorithms.training import Inputs, load_inputs, total_steps
 from mcore_rl.config import DPOConfig
 from mcore_rl.data.records import Dataset, load_preference_dataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict

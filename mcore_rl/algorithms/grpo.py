@@ -12,11 +12,8 @@ import torch
 
 from mcore_rl import watchdog
 from mcore_rl.algorithms.advantages import ESTIMATORS, has_signal
-from mcore_rl.algorithms.checkpointing import RunCheckpoints
-from mcore_rl.algorithms.interruption import Interruption
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
 from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
-from mcore_rl.algorithms.metrics import Reporter, Say, speaker
 from mcore_rl.algorithms.rollouts import (
     Rollout,
     RolloutWorker,
@@ -25,7 +22,7 @@ from mcore_rl.algorithms.rollouts import (
     record_step,
     to_batch,
 )
-from mcore_rl.algorithms.training import Inputs, begin_run, divides, export_at_end, load_inputs, total_steps
+from mcore_rl.algorithms.training import Inputs, TrainingRun, load_inputs, total_steps
 from mcore_rl.config import GRPOConfig
 from mcore_rl.data.batches import SampleOrder
 from mcore_rl.data.prompts import PromptDataset, load_prompt_dataset
@@ -88,20 +85,17 @@ def rollout_worker(
 
 
 @dataclass
-class GRPORun:
-    """The loop: collect, score, update, validate, save."""
+class GRPORun(TrainingRun[PromptDataset]):
+    """Collect, score, update; a step's samples are its prompts."""
 
     config: GRPOConfig
-    inputs: Inputs[PromptDataset]
-    policy: MegatronPolicy
     worker: RolloutWorker
     record: Path | None = None
     recorded: dict[int, list[Rollout]] | None = None
-    consumed_prompts: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    """Of each phase of the step."""
 
     def __post_init__(self) -> None:
-        self.say: Say = speaker(self.policy.is_writer)
         # The sampler's log-probabilities are the policy's own where one precision computes both; then the
         # only update on them is on-policy and needs no others.
         exact = self.config.model.dtype == "float32" and self.recorded is None
@@ -109,59 +103,22 @@ class GRPORun:
         options = {**self.config.loss.model_dump(), "force_on_policy_ratio": self.on_policy}
         self.loss_fn = ClippedPGLossFn(options)  # type: ignore[arg-type]
 
-    def run(self) -> None:
-        """All steps from the checkpoint resumed from (or the start) to the end, then the export."""
-        config, policy, train = self.config, self.policy, self.inputs.train
-        steps = total_steps(config.trainer, len(train), config.grpo.num_prompts_per_step)
-        begin_run(config, policy)
-        self.order = SampleOrder(len(train), config.seed)
-        checkpoints = RunCheckpoints(config, policy, self.say, self.inputs.checkpoints, train.fingerprint())
-        interruption = Interruption()
-        state = checkpoints.resume()
-        done, self.consumed_prompts = state["step"], state["consumed_samples"]
-        reporter = Reporter(config.output_dir, config.logging, policy.is_writer, done + 1, steps)
-        self._introduce(done, steps)
-        for step in range(done + 1, steps + 1):
-            try:
-                metrics = self._step(step)
-            except FloatingPointError as error:
-                checkpoints.poll(step, wait=True)
-                raise TrainingError(
-                    f"step {step}: {error}; the last checkpoint is {checkpoints.newest() or 'none'}"
-                ) from None
-            if divides(config.trainer.validation_interval, step) or step == steps:
-                metrics.update(self._validate(step))
-            reporter.record(step, metrics)
-            if divides(config.trainer.log_interval, step) or step in (1, steps):
-                reporter.progress(step, metrics)
-            signal = interruption.requested()
-            last = step == steps or signal is not None
-            watchdog.enter(f"step {step}: checkpoint")
-            checkpoints.poll(step)
-            if last or divides(config.checkpoint.save_interval, step):
-                checkpoints.save(step, {"consumed_samples": self.consumed_prompts}, wait=last)
-            if signal and step < steps:
-                self.say(f"stopped by {signal} after step {step}; the same command goes on from here")
-                break
-        else:
-            export_at_end(config, policy, self.say)
-        watchdog.stop()
+    @property
+    def samples_per_step(self) -> int:
+        return self.config.grpo.num_prompts_per_step
 
-    def _introduce(self, done: int, steps: int) -> None:
-        self.say(f"model: {self.config.model.path}, {self.policy.num_parameters:,} parameters, "
-                 f"{self.policy.describe_layout()}")  # fmt: skip
-        limit = self.config.data.max_sequence_length - self.config.grpo.max_new_tokens
-        self.say(self.inputs.train.describe("train", limit))
-        if self.inputs.validation:
-            self.say(self.inputs.validation.describe("validation", limit))
-            if done == 0:
-                self._validate(0)
-        if done >= steps:
-            self.say(f"nothing left to train: the checkpoint is at step {done} of {steps}")
+    @property
+    def prompt_limit(self) -> int:
+        return self.config.data.max_sequence_length - self.config.grpo.max_new_tokens
+
+    def introduce(self, done: int, steps: int) -> None:
+        super().introduce(done, steps)
+        if done == 0:
+            self.validate(0)
 
     # ------------------------------------------------------------ a step
 
-    def _step(self, step: int) -> dict[str, Any]:
+    def step(self, step: int) -> dict[str, Any]:
         started = time.perf_counter()
         self.seconds = {}
         with self._phase(step, "generation"):
@@ -183,7 +140,7 @@ class GRPORun:
     def _collect(self, step: int) -> list[Rollout]:
         """The step's groups: recorded ones, or new ones, those without signal replaced if so configured."""
         if self.recorded is not None:
-            self.consumed_prompts += self.config.grpo.num_prompts_per_step
+            self.consumed_samples += self.config.grpo.num_prompts_per_step
             return self.recorded[step]
         grpo, size = self.config.grpo, self.config.grpo.num_generations_per_prompt
         kept: list[Rollout] = []
@@ -204,10 +161,10 @@ class GRPORun:
 
     def _generate(self, num_prompts: int) -> list[Rollout]:
         """All responses to the next prompts."""
-        size, first = self.config.grpo.num_generations_per_prompt, self.consumed_prompts
-        indices = self.order.indices(first, num_prompts)
+        size, first = self.config.grpo.num_generations_per_prompt, self.consumed_samples
+        indices = SampleOrder(len(self.inputs.train), self.config.seed).indices(first, num_prompts)
         prompts = [(i, self.inputs.train.prompts[i]) for i in indices for _ in range(size)]
-        self.consumed_prompts += num_prompts
+        self.consumed_samples += num_prompts
         return self.worker.run(prompts, range(first * size, (first + num_prompts) * size))
 
     def _write_samples(self, step: int, rollouts: list[Rollout]) -> None:
@@ -257,7 +214,7 @@ class GRPORun:
 
     # ------------------------------------------------------------ beside the step
 
-    def _validate(self, step: int) -> dict[str, float]:
+    def validate(self, step: int) -> dict[str, float]:
         """Rewards of greedy answers to the validation prompts."""
         if self.inputs.validation is None:
             return {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mcore_rl.algorithms.loss_functions import BradleyTerryLoss
-from mcore_rl.algorithms.training import SupervisedRun, load_inputs, total_steps
+from mcore_rl.algorithms.supervised import SupervisedRun
+from mcore_rl.algorithms.training import load_inputs, total_steps
 from mcore_rl.config import RMConfig
 from mcore_rl.data.records import load_preference_dataset
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mcore_rl.algorithms.loss_functions import NLLLoss
-from mcore_rl.algorithms.training import SupervisedRun, load_inputs, total_steps
+from mcore_rl.algorithms.supervised import SupervisedRun
+from mcore_rl.algorithms.training import load_inputs, total_steps
 from mcore_rl.config import SFTConfig
 from mcore_rl.data.records import load_sft_dataset
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy

@@ -1,10 +1,10 @@
-"""What the supervised loops share: checks before anything is started, steps, validation, checkpoints."""
+"""What all loops share: checks before anything is started; steps, validation, checkpoints, signals, the end."""
 
 from __future__ import annotations
 
 import math
 import os
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +12,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from mcore_rl import watchdog
 from mcore_rl.algorithms.checkpointing import RunCheckpoints, find_checkpoints
-from mcore_rl.algorithms.interfaces import LossFunction
 from mcore_rl.algorithms.interruption import Interruption
-from mcore_rl.algorithms.metrics import Reporter, Say, speaker
+from mcore_rl.algorithms.metrics import Reporter, speaker
 from mcore_rl.config import TrainerConfig, TrainingConfig, resolved_yaml
-from mcore_rl.data.batches import SampleOrder, collate
-from mcore_rl.data.records import Dataset, fingerprint
 from mcore_rl.data.tokenize import load_tokenizer
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
@@ -33,6 +29,8 @@ class RunDataset(Protocol):
     def __len__(self) -> int: ...
 
     def describe(self, name: str, limit: int) -> str: ...
+
+    def fingerprint(self) -> str: ...
 
 
 DatasetT = TypeVar("DatasetT", bound=RunDataset)
@@ -91,129 +89,105 @@ def total_steps(trainer: TrainerConfig, num_samples: int, samples_per_step: int)
     return int(min(limits))
 
 
-def divides(interval: int | None, step: int) -> bool:
+def _divides(interval: int | None, step: int) -> bool:
     """Whether something that happens every `interval` steps (never, for None) happens now."""
     return interval is not None and step % interval == 0
 
 
 @dataclass
-class SupervisedRun:
-    """Training of a policy on a fixed dataset.
-
-    add_columns: adds what the loss needs to a batch, given its dataset indices (or None for validation).
-    check_first_step: raises TrainingError if what must hold before the first update does not.
-    """
+class TrainingRun(ABC, Generic[DatasetT]):
+    """A run from its start, or the checkpoint it resumes from, to its end. Every method is collective."""
 
     config: TrainingConfig
-    inputs: Inputs[Dataset]
+    inputs: Inputs[DatasetT]
     policy: MegatronPolicy
-    loss_fn: LossFunction
-    add_columns: Callable[[BatchedDataDict[Any], list[int] | None], None] = lambda data, indices: None
-    check_first_step: Callable[[dict[str, Any]], None] = lambda metrics: None
+    consumed_samples = 0
+    """Position in the order of the dataset, across epochs."""
+
+    @property
+    @abstractmethod
+    def samples_per_step(self) -> int:
+        """Of the dataset."""
+
+    @property
+    def prompt_limit(self) -> int:
+        """Longest record in tokens."""
+        return self.config.data.max_sequence_length
+
+    @abstractmethod
+    def step(self, step: int) -> dict[str, Any]:
+        """Train once; returns metrics, among them `tokens_per_second` and `tflops_per_second`.
+
+        Raises:
+            FloatingPointError: training cannot go on; weights are as before.
+        """
+
+    @abstractmethod
+    def validate(self, step: int) -> dict[str, float]:
+        """Metrics of the validation set, each named `validation_…`; {} without one."""
+
+    def say(self, message: str) -> None:
+        """A line for the user, once."""
+        speaker(self.policy.is_writer)(message)
 
     def run(self) -> None:
-        """All steps from the checkpoint resumed from (or the start) to the end, then the export."""
+        """All steps, then the export."""
         config, policy = self.config, self.policy
-        steps = total_steps(config.trainer, len(self.inputs.train), config.batch.global_batch_size)
-        begin_run(config, policy)
-        data_fingerprint = fingerprint(self.inputs.train.units)
-        self.checkpoints = RunCheckpoints(config, policy, self.say, self.inputs.checkpoints, data_fingerprint)
+        steps = total_steps(config.trainer, len(self.inputs.train), self.samples_per_step)
+        self._begin()
+        fingerprint = self.inputs.train.fingerprint()
+        checkpoints = RunCheckpoints(config, policy, self.say, self.inputs.checkpoints, fingerprint)
         interruption = Interruption()
-        state = self.checkpoints.resume()
+        state = checkpoints.resume()
         done, self.consumed_samples = state["step"], state["consumed_samples"]
         reporter = Reporter(config.output_dir, config.logging, policy.is_writer, done + 1, steps)
-        self._introduce(done, steps)
+        self.introduce(done, steps)
         for step in range(done + 1, steps + 1):
-            metrics = self._step(step)
-            if divides(config.trainer.validation_interval, step):
-                metrics.update(self._validate(step))
+            try:
+                metrics = self.step(step)
+            except FloatingPointError as error:
+                checkpoints.poll(step, wait=True)
+                newest = checkpoints.newest() or "none"
+                raise TrainingError(f"step {step}: {error}; the last checkpoint is {newest}") from None
+            if _divides(config.trainer.validation_interval, step):
+                metrics.update(self.validate(step))
             reporter.record(step, metrics)
-            if divides(config.trainer.log_interval, step) or step in (1, steps):
+            if _divides(config.trainer.log_interval, step) or step in (1, steps):
                 reporter.progress(step, metrics)
             signal = interruption.requested()
             last = step == steps or signal is not None
             watchdog.enter(f"step {step}: checkpoint")
-            self.checkpoints.poll(step)
-            if last or divides(config.checkpoint.save_interval, step):
-                self.checkpoints.save(step, {"consumed_samples": self.consumed_samples}, wait=last)
+            checkpoints.poll(step)
+            if last or _divides(config.checkpoint.save_interval, step):
+                checkpoints.save(step, {"consumed_samples": self.consumed_samples}, wait=last)
             if signal and step < steps:
                 self.say(f"stopped by {signal} after step {step}; the same command goes on from here")
                 break
         else:
-            export_at_end(config, policy, self.say)
+            self._export()
         watchdog.stop()
 
-    @property
-    def say(self) -> Say:
-        return speaker(self.policy.is_writer)
+    def _begin(self) -> None:
+        """Make the output directory, with the resolved configuration in it, and watch over the run."""
+        if self.policy.is_writer:
+            self.config.output_dir.mkdir(parents=True, exist_ok=True)
+            (self.config.output_dir / "config.yaml").write_text(resolved_yaml(self.config))
+        watchdog.start(self.config.output_dir / "stacks", self.policy.rank)
 
-    def _introduce(self, done: int, steps: int) -> None:
-        limit, policy = self.config.data.max_sequence_length, self.policy
+    def introduce(self, done: int, steps: int) -> None:
+        """Say what is trained on what."""
+        policy = self.policy
         self.say(f"model: {self.config.model.path}, {policy.num_parameters:,} parameters, {policy.describe_layout()}")
-        self.say(self.inputs.train.describe("train", limit))
-        if self.inputs.validation:
-            self.say(self.inputs.validation.describe("validation", limit))
+        self.say(self.inputs.train.describe("train", self.prompt_limit))
+        if self.inputs.validation is not None:
+            self.say(self.inputs.validation.describe("validation", self.prompt_limit))
         if done >= steps:
             self.say(f"nothing left to train: the checkpoint is at step {done} of {steps}")
 
-    def _step(self, step: int) -> dict[str, Any]:
-        started = time.perf_counter()
-        watchdog.enter(f"step {step}: training")
-        data = self._next_batch()
-        try:
-            metrics = self.policy.train(data, self.loss_fn)
-        except FloatingPointError as error:
-            self.checkpoints.poll(step, wait=True)
-            newest = self.checkpoints.newest() or "none"
-            raise TrainingError(f"step {step}: {error}; the last checkpoint is {newest}") from None
-        if step == 1:
-            self.check_first_step(metrics)
-        seconds = time.perf_counter() - started
-        lengths = data["input_lengths"]
-        return {
-            **metrics,
-            "num_tokens": int(lengths.sum()),
-            "tokens_per_second": float(lengths.sum()) / seconds,
-            "tflops_per_second": self.policy.training_flops(lengths.tolist()) / seconds / 1e12,
-            "step_seconds": seconds,
-        }
-
-    def _next_batch(self) -> BatchedDataDict[Any]:
-        """The next global batch; smaller at the very end of the last epoch."""
-        train, size, epochs = self.inputs.train, self.config.batch.global_batch_size, self.config.trainer.max_epochs
-        count = size if epochs is None else min(size, epochs * len(train) - self.consumed_samples)
-        indices = SampleOrder(len(train), self.config.seed).indices(self.consumed_samples, count)
-        self.consumed_samples += count
-        data = collate([train.units[i] for i in indices], self.inputs.tokenizer.pad_token_id)
-        self.add_columns(data, indices)
-        return data
-
-    def _validate(self, step: int) -> dict[str, float]:
-        """Metrics over the whole validation set, as one batch, so that they are exact means."""
-        if self.inputs.validation is None:
-            return {}
-        watchdog.enter(f"step {step}: validation")
-        if not hasattr(self, "_validation_batch"):
-            self._validation_batch = collate(self.inputs.validation.units, self.inputs.tokenizer.pad_token_id)
-            self.add_columns(self._validation_batch, None)
-        metrics = self.policy.evaluate(self._validation_batch, self.loss_fn)
-        shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in ("loss", "accuracy") if name in metrics)
-        self.say(f"step {step}  validation: {shown}")
-        return {f"validation_{name}": value for name, value in metrics.items()}
-
-
-def begin_run(config: TrainingConfig, policy: MegatronPolicy) -> None:
-    """Make the output directory, with the resolved configuration in it, and watch over the run."""
-    if policy.is_writer:
-        config.output_dir.mkdir(parents=True, exist_ok=True)
-        (config.output_dir / "config.yaml").write_text(resolved_yaml(config))
-    watchdog.start(config.output_dir / "stacks", policy.rank)
-
-
-def export_at_end(config: TrainingConfig, policy: MegatronPolicy, say: Say) -> None:
-    """The trained model as a Hugging Face directory, if the configuration asks for it."""
-    if config.checkpoint.export_hf:
-        watchdog.enter("export")
-        destination = config.output_dir / "hf"
-        policy.export_hf(destination)
-        say(f"Hugging Face model: {destination}")
+    def _export(self) -> None:
+        """The trained model as a Hugging Face directory, if the configuration asks for it."""
+        if self.config.checkpoint.export_hf:
+            watchdog.enter("export")
+            destination = self.config.output_dir / "hf"
+            self.policy.export_hf(destination)
+            self.say(f"Hugging Face model: {destination}")

@@ -30,6 +30,10 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.units)
 
+    def fingerprint(self) -> str:
+        """Hash of token ids and masks."""
+        return fingerprint(self.units)
+
     def describe(self, name: str, limit: int) -> str:
         """One line for the user: what is there and what was done to it."""
         tokens = sum(len(sequence) for unit in self.units for sequence in unit)

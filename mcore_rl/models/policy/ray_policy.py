@@ -212,8 +212,8 @@ class _Worker:
             return None, traceback.format_exc()
 
     def start(self, config: TrainingConfig, host: str, port: int, **options: Any) -> None:
-        from mcore_rl.entry_point import quiet_libraries
         from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+        from mcore_rl.quiet import quiet_libraries
 
         quiet_libraries()
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))

@@ -1,0 +1,72 @@
+"""Training on a fixed dataset: SFT, DPO, reward models."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl import watchdog
+from mcore_rl.algorithms.interfaces import LossFunction
+from mcore_rl.algorithms.training import TrainingRun
+from mcore_rl.data.batches import SampleOrder, collate
+from mcore_rl.data.records import Dataset
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+
+
+@dataclass
+class SupervisedRun(TrainingRun[Dataset]):
+    """Training of a policy on a fixed dataset.
+
+    add_columns: adds what the loss needs to a batch, given its dataset indices (or None for validation).
+    check_first_step: raises TrainingError if what must hold before the first update does not.
+    """
+
+    loss_fn: LossFunction
+    add_columns: Callable[[BatchedDataDict[Any], list[int] | None], None] = lambda data, indices: None
+    check_first_step: Callable[[dict[str, Any]], None] = lambda metrics: None
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.config.batch.global_batch_size
+
+    def step(self, step: int) -> dict[str, Any]:
+        started = time.perf_counter()
+        watchdog.enter(f"step {step}: training")
+        data = self._next_batch()
+        metrics = self.policy.train(data, self.loss_fn)
+        if step == 1:
+            self.check_first_step(metrics)
+        seconds = time.perf_counter() - started
+        lengths = data["input_lengths"]
+        return {
+            **metrics,
+            "num_tokens": int(lengths.sum()),
+            "tokens_per_second": float(lengths.sum()) / seconds,
+            "tflops_per_second": self.policy.training_flops(lengths.tolist()) / seconds / 1e12,
+            "step_seconds": seconds,
+        }
+
+    def _next_batch(self) -> BatchedDataDict[Any]:
+        """The next global batch; smaller at the very end of the last epoch."""
+        train, size, epochs = self.inputs.train, self.config.batch.global_batch_size, self.config.trainer.max_epochs
+        count = size if epochs is None else min(size, epochs * len(train) - self.consumed_samples)
+        indices = SampleOrder(len(train), self.config.seed).indices(self.consumed_samples, count)
+        self.consumed_samples += count
+        data = collate([train.units[i] for i in indices], self.inputs.tokenizer.pad_token_id)
+        self.add_columns(data, indices)
+        return data
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Metrics over the whole validation set, as one batch, so that they are exact means."""
+        if self.inputs.validation is None:
+            return {}
+        watchdog.enter(f"step {step}: validation")
+        if not hasattr(self, "_validation_batch"):
+            self._validation_batch = collate(self.inputs.validation.units, self.inputs.tokenizer.pad_token_id)
+            self.add_columns(self._validation_batch, None)
+        metrics = self.policy.evaluate(self._validation_batch, self.loss_fn)
+        shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in ("loss", "accuracy") if name in metrics)
+        self.say(f"step {step}  validation: {shown}")
+        return {f"validation_{name}": value for name, value in metrics.items()}

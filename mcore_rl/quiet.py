@@ -1,0 +1,17 @@
+"""What libraries say of themselves, kept from the user."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+
+def quiet_libraries() -> None:
+    """What libraries say about parts that are not used here is not for the user."""
+    warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*|transformers\..*")
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine).*")
+    for name in ("transformers", "datasets", "megatron", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of processes started from here
