@@ -1,0 +1,61 @@
+"""The configuration: frozen pydantic models, one per YAML section, and the loader.
+
+`load_config(DPOConfig, "configs/dpo_cpu.yaml", ["optimizer.lr=1e-4"])` reads a file, applies
+`section.key=value` overrides and answers anything wrong with one line that names the key.
+"""
+
+from mcore_rl.config.algorithms import (
+    ClippedPGConfig,
+    DPOAlgorithmConfig,
+    DPOConfig,
+    EnvironmentConfig,
+    GRPOAlgorithmConfig,
+    GRPOConfig,
+    RewardAlgorithmConfig,
+    RMConfig,
+    SFTConfig,
+)
+from mcore_rl.config.loading import (
+    build_config,
+    load_config,
+    read_yaml,
+    resolved_yaml,
+)
+from mcore_rl.config.sections import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Section,
+    TrainerConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "ClippedPGConfig",
+    "DPOAlgorithmConfig",
+    "DPOConfig",
+    "EnvironmentConfig",
+    "GRPOAlgorithmConfig",
+    "GRPOConfig",
+    "RewardAlgorithmConfig",
+    "RMConfig",
+    "SFTConfig",
+    "build_config",
+    "load_config",
+    "read_yaml",
+    "resolved_yaml",
+    "BatchConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "Section",
+    "TrainerConfig",
+    "TrainingConfig",
+]

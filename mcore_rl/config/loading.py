@@ -1,0 +1,101 @@
+"""From YAML and overrides to a configuration, every mistake one line that names the key."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ValidationError
+
+from mcore_rl.config.sections import Section
+from mcore_rl.errors import UserError
+
+ConfigT = TypeVar("ConfigT", bound=Section)
+
+
+def load_config(config_type: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()) -> ConfigT:
+    """Read `path` (YAML) and apply `section.key=value` overrides (values are YAML too).
+
+    Raises:
+        UserError: the file is missing or not YAML, or a key or value is wrong; names file and key.
+    """
+    return build_config(config_type, read_yaml(path), overrides, origin=str(path))
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The sections of a configuration file, unchecked.
+
+    Raises:
+        UserError: the file cannot be read, or does not hold sections.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text()) or {}
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: must hold sections of keys, found a {type(values).__name__}")
+    return values
+
+
+def build_config(config_type: type[ConfigT], values: dict[str, Any], overrides: Sequence[str], origin: str) -> ConfigT:
+    """A configuration from a file's values and overrides; `origin` names the file in errors."""
+    for override in overrides:
+        _apply_override(values, override)
+    try:
+        return config_type.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{origin}: {_explain(config_type, error)}") from None
+
+
+def resolved_yaml(config: Section) -> str:
+    """The whole configuration, defaults included, as YAML that `load_config` reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    name, separator, text = override.partition("=")
+    if not separator or not name:
+        raise UserError(f"override {override!r}: write it as section.key=value")
+    *sections, key = name.split(".")
+    for depth, section in enumerate(sections, start=1):
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise UserError(f"override {override!r}: {'.'.join(sections[:depth])} is a value, not a section")
+    try:
+        values[key] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"override {override!r}: {text!r} is not a YAML value") from None
+
+
+def _explain(config_type: type[Section], error: ValidationError) -> str:
+    """All problems in one line, unknown keys with the nearest known one."""
+    return "; ".join(_explain_one(config_type, problem) for problem in error.errors())
+
+
+def _explain_one(config_type: type[Section], problem: Any) -> str:
+    location = [str(part) for part in problem["loc"]]
+    name = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        known = _fields_at(config_type, location[:-1])
+        if near := difflib.get_close_matches(location[-1], known, n=1):
+            return f"unknown key {name}; did you mean {'.'.join([*location[:-1], *near])}?"
+        return f"unknown key {name}; known here are {', '.join(known)}"
+    if problem["type"] == "missing":
+        return f"{name} is required"
+    message = problem["msg"].removeprefix("Value error, ")
+    if isinstance(problem["input"], str | int | float | bool):
+        message += f" (got {problem['input']!r})"
+    return f"{name}: {message}"
+
+
+def _fields_at(config_type: type[Section], sections: Sequence[str]) -> list[str]:
+    for section in sections:
+        annotation = config_type.model_fields[section].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, Section)
+        config_type = annotation
+    return list(config_type.model_fields)

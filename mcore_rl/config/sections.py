@@ -1,0 +1,190 @@
+"""The sections that all configurations share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from mcore_rl.errors import UserError
+
+
+def refuse_bool(value: Any) -> Any:
+    """YAML's true would pass for 1."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(refuse_bool)]
+Positive = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1)]
+Count = Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)]
+NonNegative = Annotated[float, BeforeValidator(refuse_bool), Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """The model directory and how it is held."""
+
+    path: Path
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    head: Literal["lm", "reward"] = "lm"
+    """reward: one number a sequence, from its last token, in place of the vocabulary."""
+    trust_remote_code: bool = False
+    recompute_activations: bool = False
+    """Keep only each layer's input for the backward pass and compute the layer again."""
+
+
+class ParallelConfig(Section):
+    """Sizes of the parallel layout; data parallelism takes the processes that are left."""
+
+    tensor_model_parallel_size: Positive = 1
+    pipeline_model_parallel_size: Positive = 1
+    virtual_pipeline_model_parallel_size: Positive | None = None
+    context_parallel_size: Positive = 1
+    expert_model_parallel_size: Positive = 1
+    sequence_parallel: bool = False
+    timeout_seconds: Positive = 600
+    """A collective that takes longer ends the run instead of hanging it."""
+
+    @model_validator(mode="after")
+    def _supported(self) -> ParallelConfig:
+        if self.virtual_pipeline_model_parallel_size not in (None, 1):
+            raise ValueError("virtual_pipeline_model_parallel_size: virtual pipeline stages are not supported; use 1")
+        if self.expert_model_parallel_size != 1:
+            raise ValueError("expert_model_parallel_size: mixtures of experts are not supported; use 1")
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError("sequence_parallel: needs tensor_model_parallel_size > 1")
+        return self
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Processes that hold one replica of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every packed sequence is padded to a multiple of this many tokens.
+
+        Context parallelism cuts a sequence into 2·CP chunks; sequence parallelism cuts what is left
+        into TP parts.
+        """
+        zigzag = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        return zigzag * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Replicas in `world_size` processes.
+
+        Raises:
+            UserError: the layout does not divide the processes.
+        """
+        if world_size % self.model_parallel_size:
+            raise UserError(
+                f"parallel: tensor {self.tensor_model_parallel_size} x pipeline "
+                f"{self.pipeline_model_parallel_size} x context {self.context_parallel_size} = "
+                f"{self.model_parallel_size} must divide the number of processes ({world_size}); "
+                f"start torchrun with --nproc-per-node {self.model_parallel_size} or a multiple"
+            )
+        return world_size // self.model_parallel_size
+
+
+class DataConfig(Section):
+    """Where records come from and what happens to long ones."""
+
+    train: str
+    validation: str | None = None
+    max_sequence_length: Positive
+    overlong: Literal["drop", "truncate"] = "drop"
+
+
+class BatchConfig(Section):
+    """One optimizer step's batch and its cutting into microbatches."""
+
+    global_batch_size: Positive
+    packing: bool = True
+    tokens_per_pack: Positive | None = None
+    """Width of a pack in tokens; max_sequence_length if not given (twice that for pairs)."""
+    micro_batch_size: Positive = 1
+    """Rows (or pairs) per microbatch without packing."""
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule; the unit of `warmup_steps` is optimizer steps."""
+
+    lr: NonNegative
+    min_lr: NonNegative = 0.0
+    weight_decay: NonNegative = 0.0
+    adam_beta1: NonNegative = 0.9
+    adam_beta2: NonNegative = 0.999
+    adam_eps: NonNegative = 1e-8
+    clip_grad: NonNegative = 1.0
+    warmup_steps: Count = 0
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+
+    @model_validator(mode="after")
+    def _ordered(self) -> OptimizerConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr: must be at most lr ({self.lr}), got {self.min_lr}")
+        return self
+
+
+class TrainerConfig(Section):
+    """How long to train; whichever of the two limits comes first."""
+
+    max_steps: Positive | None = None
+    max_epochs: Positive | None = None
+    validation_interval: Positive | None = None
+    log_interval: Positive = 1
+
+    @model_validator(mode="after")
+    def _bounded(self) -> TrainerConfig:
+        if self.max_steps is None and self.max_epochs is None:
+            raise ValueError("give max_steps, max_epochs or both")
+        return self
+
+
+class CheckpointConfig(Section):
+    save_interval: Positive | None = None
+    """Steps between checkpoints; the end of the run always saves one."""
+    keep_last: Positive | None = None
+    """How many of the newest checkpoints stay; all if not given."""
+    keep_every: Positive | None = None
+    """Checkpoints at multiples of this many steps stay whatever `keep_last` says."""
+    on_failure: Literal["stop", "continue"] = "stop"
+    """Whether training goes on when a checkpoint cannot be written."""
+    asynchronous: bool = True
+    """Whether training goes on while a checkpoint is being written."""
+    timeout_seconds: Positive = 1800
+    """Writing that takes longer is a failure."""
+    allow_partial: bool = False
+    """Whether to go on from a checkpoint that lacks optimizer, schedule, random states or data position."""
+    resume: str = "auto"
+    """auto: the newest checkpoint in output_dir; none: start afresh; or a checkpoint directory."""
+    export_hf: bool = True
+
+
+class LoggingConfig(Section):
+    tensorboard: bool = False
+    wandb: str | None = None
+    """Project name on Weights & Biases; needs the `wandb` extra."""
+
+
+class TrainingConfig(Section):
+    """What every algorithm shares."""
+
+    seed: Int = 0
+    deterministic: bool = False
+    """Ask torch for deterministic kernels."""
+    output_dir: Path
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    trainer: TrainerConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
