@@ -76,7 +76,7 @@ def rollout_worker(
         top_p=grpo.top_p,
         min_p=grpo.min_p,
         stop_token_ids=(tokenizer.eos_token_id,),
-        stop_strings=tuple(grpo.stop_strings),
+        stop_strings=grpo.stop_strings,
         seed=config.seed,
     )
     limit = config.data.max_sequence_length
