@@ -165,3 +165,5 @@ def test_training_begins_from_converted_weights(model_of, tmp_path):
     begun = run("train_sft.py", *arguments, "checkpoint.allow_partial=true")
     assert "begun anew: optimizer, schedule, random states, data position" in begun.stdout_text
     assert_same_tensors(tmp_path / "out" / "hf", model_of("llama"))  # a learning rate of 0 keeps them
+    again = run("train_sft.py", *arguments, "checkpoint.allow_partial=true", "trainer.max_steps=2")
+    assert f"resumed from {tmp_path / 'out' / 'checkpoints' / 'iter_0000001'}" in again.stdout_text

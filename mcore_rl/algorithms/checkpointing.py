@@ -22,15 +22,18 @@ def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
         UserError: nothing there, or everything damaged.
     """
     wanted = config.checkpoint.resume
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # torchrun began this run anew after a failure
-        wanted = "auto"
-    if wanted == "none":
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # by torchrun, after a failure
+    if wanted == "none" and not restarted:
         return [], []
-    if wanted == "auto":
-        return CheckpointStore(config.output_dir / "checkpoints").candidates()
+    own = CheckpointStore(config.output_dir / "checkpoints")
+    if wanted in ("auto", "none"):
+        return own.candidates()
     path = Path(wanted)
     if not path.is_dir():
         raise UserError(f"checkpoint.resume: {path} is not a directory (nor auto, nor none)")
+    is_own = own.directory.resolve() in (path.resolve(), path.resolve().parent)
+    if own.iterations() and not is_own:  # it began there and has gone further since
+        return own.candidates()
     if path.name.startswith("iter_"):
         if problems := quick_problems(path):
             raise UserError(f"checkpoint.resume: {path} is not whole: {'; '.join(problems)}")

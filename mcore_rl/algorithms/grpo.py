@@ -111,10 +111,8 @@ class GRPORun(TrainingRun[PromptDataset]):
     def prompt_limit(self) -> int:
         return self.config.data.max_sequence_length - self.config.grpo.max_new_tokens
 
-    def introduce(self, done: int, steps: int) -> None:
-        super().introduce(done, steps)
-        if done == 0:
-            self.validate(0)
+    def before_first_step(self) -> dict[str, float]:
+        return self.validate(0)
 
     # ------------------------------------------------------------ a step
 

@@ -38,7 +38,7 @@ class Reporter:
         if not is_writer:
             return
         self.path = output_dir / "metrics.jsonl"
-        _drop_lines_from(self.path, first_step)
+        _drop_lines_from(self.path, first_step if first_step > 1 else 0)
         self.tensorboard = _tensorboard(output_dir) if config.tensorboard else None
         self.wandb = _wandb(config.wandb, output_dir) if config.wandb else None
 

@@ -141,7 +141,9 @@ class TrainingRun(ABC, Generic[DatasetT]):
         state = checkpoints.resume()
         done, self.consumed_samples = state["step"], state["consumed_samples"]
         reporter = Reporter(config.output_dir, config.logging, policy.is_writer, done + 1, steps)
-        self.introduce(done, steps)
+        self._introduce(done, steps)
+        if done == 0 and (metrics := self.before_first_step()):
+            reporter.record(0, metrics)
         for step in range(done + 1, steps + 1):
             try:
                 metrics = self.step(step)
@@ -174,7 +176,11 @@ class TrainingRun(ABC, Generic[DatasetT]):
             (self.config.output_dir / "config.yaml").write_text(resolved_yaml(self.config))
         watchdog.start(self.config.output_dir / "stacks", self.policy.rank)
 
-    def introduce(self, done: int, steps: int) -> None:
+    def before_first_step(self) -> dict[str, float]:
+        """Metrics to compare later ones with; recorded as step 0."""
+        return {}
+
+    def _introduce(self, done: int, steps: int) -> None:
         """Say what is trained on what."""
         policy = self.policy
         self.say(f"model: {self.config.model.path}, {policy.num_parameters:,} parameters, {policy.describe_layout()}")

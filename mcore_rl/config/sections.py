@@ -163,7 +163,8 @@ class CheckpointConfig(Section):
     allow_partial: bool = False
     """Whether to go on from a checkpoint that lacks optimizer, schedule, random states or data position."""
     resume: str = "auto"
-    """auto: the newest checkpoint in output_dir; none: start afresh; or a checkpoint directory."""
+    """auto: the newest checkpoint in output_dir; none: start afresh; or a directory, to begin from if there is
+    no checkpoint in output_dir yet, or to go back to if it is one of them."""
     export_hf: bool = True
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # i
 
 # The one optimizer format that loads under every layout.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+VERSIONS = {"mcore_rl": __version__, **{name: version(name) for name in ("torch", "megatron-core")}}
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class PendingSave:
                 **weights,
                 "optimizer": _optimizer_common(run.optimizer),
                 "scheduler": run.scheduler.state_dict(),
-                "state": {**state, "step": step, "version": __version__},
+                "state": {**state, "step": step},
+                "versions": VERSIONS,
                 "random": {"layout": run.layout, "states": gather(random_states())},
                 "content_metadata": METADATA,
             }

@@ -24,9 +24,9 @@ def describe(iteration: Path) -> Iterator[str]:
     common = torch.load(iteration / "common.pt", weights_only=True)
     problems = quick_problems(iteration)
     yield f"{iteration}: {'; '.join(problems) or 'whole'}"
-    for name, value in common.get("state", {}).items():
+    for name, value in {**common.get("state", {}), **common.get("versions", {})}.items():
         yield f"  {name}: {_short(value)}"
-    yield f"  also: {', '.join(sorted(set(common) - {'state'}))}"
+    yield f"  also: {', '.join(sorted(set(common) - {'state', 'versions'}))}"
     tensors = {
         name: entry
         for name, entry in sorted(read_index(iteration).state_dict_metadata.items())
