@@ -182,6 +182,63 @@ def test_refit_by_shared_memory_and_offloading(layout, model_of):
     assert after >= 4 * parameters
 
 
+def peak_while_sending(config, port, store, budget):
+    """Bytes of anonymous memory that the sending rank takes at most beyond what it had; the engine keeps nothing."""
+    import os
+    import re
+    import threading
+
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.weights import hf_shapes
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    rank = torch.distributed.get_rank()
+    torch.distributed.destroy_process_group()
+    if rank == 2:
+        info = {name: (shape, torch.float32) for name, shape in hf_shapes(load_hf_config(config.model.path)).items()}
+        receiver = RefitReceiver(lambda tensors: [None for _ in tensors], info)
+        receiver.init_collective("127.0.0.1", port, 1, 2, timeout=60)
+        return receiver.update_weights_from_collective()
+    os.environ["WORLD_SIZE"] = "2"
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{store}", rank=rank, world_size=2)
+    policy = MegatronPolicy(config)
+    policy.init_collective("127.0.0.1", port, 2)
+
+    def memory():
+        with open("/proc/self/status") as status:
+            return 1024 * int(re.search(r"RssAnon:\s+(\d+)", status.read())[1])
+
+    start, peak, done = memory(), 0, threading.Event()
+
+    def watch():
+        nonlocal peak
+        while not done.wait(0.001):
+            peak = max(peak, memory() - start)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    policy.broadcast_weights_for_collective(budget)
+    done.set()
+    watcher.join()
+    policy.shutdown()
+    return peak
+
+
+@pytest.mark.long
+def test_sending_takes_little_memory(tmp_path):
+    """A bucket and the largest tensor, gathered over tensor-parallel ranks; the model itself is five times that."""
+    from models import make_model
+
+    path = make_model("llama", tmp_path / "large", vocab_size=32000, hidden_size=512, num_hidden_layers=12,
+                      intermediate_size=3072, num_attention_heads=8, num_key_value_heads=4, head_dim=64)  # fmt: skip
+    config = Layout(tp=2).apply(make_config(path))
+    budget, largest = 8 * 10**6, 32000 * 512 * 4
+    peak = run_processes(peak_while_sending, config, free_port(), free_port(), budget, world_size=3)[0]
+    print(f"peak {peak / 1e6:.0f} MB; bucket {budget / 1e6:.0f} MB, largest tensor {largest / 1e6:.0f} MB")
+    # A bucket, the gathered tensor, and gloo's own staging copy of what it gathers.
+    assert peak < budget + 3 * largest
+
+
 def misuse(config):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 

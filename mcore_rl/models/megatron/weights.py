@@ -255,12 +255,14 @@ def export_hf_weights(
     model: BuiltModel,
     value_of: Callable[[torch.nn.Parameter], Tensor] = lambda parameter: parameter.detach(),
     names: Collection[str] | None = None,
+    copies: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor, whole, on every rank, one at a time. Collective over TP and PP.
 
     Args:
         value_of: what is exported of a parameter: its value, or for example its gradient.
         names: only these tensors, the same on every rank; all if left out.
+        copies: give each tensor memory of its own; otherwise it is valid until the next one only.
     """
     local = {mapping.megatron: (mapping, parameter) for mapping, parameter in named_mappings(model)}
     everywhere: list[Any] = [None] * model.topology.pipeline.size
@@ -274,7 +276,7 @@ def export_hf_weights(
             continue
         shard = value_of(local[name][1]) if stage == model.topology.pipeline.rank else None
         whole = _gather_whole(mapping, shard, stage, everywhere[stage][name][1], model)
-        for hf_name, tensor in zip(mapping.hf, split_mapped(mapping, whole, model.hf_config), strict=True):
+        for hf_name, tensor in zip(mapping.hf, split_mapped(mapping, whole, model.hf_config, copies), strict=True):
             if names is None or hf_name in names:
                 yield hf_name, tensor
 
@@ -301,8 +303,8 @@ def _gather_whole(
     return stacked
 
 
-def split_mapped(mapping: Mapping, stacked: Tensor, hf: Any) -> list[Tensor]:
-    """Shards [TP, …] → the whole Hugging Face tensors, each with memory of its own."""
+def split_mapped(mapping: Mapping, stacked: Tensor, hf: Any, copies: bool = True) -> list[Tensor]:
+    """Shards [TP, …] → the whole Hugging Face tensors, each with memory of its own, or views where they can be."""
     if mapping.kind == "replicated":
         parts = [stacked[0]]
     elif mapping.kind == "vocab":
@@ -316,4 +318,4 @@ def split_mapped(mapping: Mapping, stacked: Tensor, hf: Any) -> list[Tensor]:
         heads = (hf.num_attention_heads // groups, 1, 1)
         rows = stacked.flatten(0, 1).unflatten(0, (groups, sum(heads) * d))
         parts = [part.flatten(0, 1) for part in rows.split([n * d for n in heads], dim=1)]
-    return [part.clone(memory_format=torch.contiguous_format) for part in parts]
+    return [part.clone(memory_format=torch.contiguous_format) for part in parts] if copies else parts

@@ -106,7 +106,8 @@ class Colocation(ColocatablePolicyInterface):
         if not self._has_collective:
             raise RuntimeError("broadcast_weights_for_collective: call init_collective first")
         self.require("broadcast_weights_for_collective", self.weights_away)
-        send_weights(export_hf_weights(self.model), self.prepare_refit_info(), self._refit_group, bucket_bytes)
+        tensors = export_hf_weights(self.model, copies=False)
+        send_weights(tensors, self.prepare_refit_info(), self._refit_group, bucket_bytes)
 
     def prepare_weights_for_ipc(self, bucket_bytes: int = BUCKET_BYTES) -> list[list[str]]:
         """Keys in groups of at most `bucket_bytes`, to be asked for one group after the other."""

@@ -51,11 +51,7 @@ class RefitGroup:
 
 
 class Bucket:
-    """Tensors' bytes, one after the other in one buffer.
-
-    Args:
-        budget: bytes of the buffer; a tensor that is larger has a bucket of its own.
-    """
+    """Tensors' bytes, one after the other in a buffer of `budget` bytes."""
 
     def __init__(self, budget: int) -> None:
         self.budget, self.filled = budget, 0
@@ -63,23 +59,28 @@ class Bucket:
         self.buffer = torch.empty(0, dtype=torch.uint8)
 
     def has_room(self, tensor: Tensor) -> bool:
-        return not self.numbers or self.filled + tensor.nbytes <= self.budget
+        return self.filled + tensor.nbytes <= self.budget
 
     def add(self, number: int, tensor: Tensor) -> None:
-        wanted = max(self.budget, tensor.nbytes)
-        if self.buffer.numel() < wanted or self.buffer.device != tensor.device:
-            self.buffer = torch.empty(wanted, dtype=torch.uint8, device=tensor.device)
-        self.buffer[self.filled : self.filled + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+        """A copy of the tensor, for which there must be room."""
+        if not self.buffer.numel():
+            self.buffer = torch.empty(self.budget, dtype=torch.uint8, device=tensor.device)
+        place = self.buffer[self.filled : self.filled + tensor.nbytes]
+        place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
         self.numbers.append(number)
         self.filled += tensor.nbytes
 
     def send(self, group: RefitGroup) -> None:
-        """Broadcast what is in it; it is empty afterwards."""
-        payload = self.buffer[: self.filled]
-        group.broadcast(torch.tensor([len(self.numbers), self.filled], device=payload.device))
-        group.broadcast(torch.tensor(self.numbers, device=payload.device))
-        group.broadcast(payload)
+        """Broadcast what is in it, if anything; it is empty afterwards."""
+        if self.numbers:
+            _send(self.numbers, self.buffer[: self.filled], group)
         self.numbers, self.filled = [], 0
+
+
+def _send(numbers: list[int], payload: Tensor, group: RefitGroup) -> None:
+    group.broadcast(torch.tensor([len(numbers), payload.numel()], device=payload.device))
+    group.broadcast(torch.tensor(numbers, device=payload.device))
+    group.broadcast(payload)
 
 
 def send_weights(tensors: Iterable[tuple[str, Tensor]], info: RefitInfo, group: RefitGroup | None, budget: int) -> None:
@@ -90,8 +91,11 @@ def send_weights(tensors: Iterable[tuple[str, Tensor]], info: RefitInfo, group: 
             continue
         if not bucket.has_room(tensor):
             bucket.send(group)
-        bucket.add(numbers[name], tensor)
-    if group is not None and bucket.numbers:
+        if bucket.has_room(tensor):
+            bucket.add(numbers[name], tensor)
+        else:  # larger than a bucket: it goes as it is
+            _send([numbers[name]], tensor.contiguous().view(-1).view(torch.uint8), group)
+    if group is not None:
         bucket.send(group)
 
 
