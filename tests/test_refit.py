@@ -235,8 +235,7 @@ def test_sending_takes_little_memory(tmp_path):
     budget, largest = 8 * 10**6, 32000 * 512 * 4
     peak = run_processes(peak_while_sending, config, free_port(), free_port(), budget, world_size=3)[0]
     print(f"peak {peak / 1e6:.0f} MB; bucket {budget / 1e6:.0f} MB, largest tensor {largest / 1e6:.0f} MB")
-    # A bucket, the gathered tensor, and gloo's own staging copy of what it gathers.
-    assert peak < budget + 3 * largest
+    assert peak < budget + 1.6 * largest  # and what the allocator keeps
 
 
 def misuse(config):

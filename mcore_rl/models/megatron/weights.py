@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.distributed.collectives import all_gather
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
@@ -288,7 +287,7 @@ def _gather_whole(
     topology = model.topology
     parts = 1 if mapping.kind == "replicated" else topology.tensor.size
     if shard is not None:
-        stacked = shard.unsqueeze(0) if parts == 1 else all_gather(shard, topology.tensor.group)
+        stacked = shard.unsqueeze(0) if parts == 1 else _gather_in_place(shard, topology)
     if topology.pipeline.size == 1:
         return stacked
     header = [stacked.dtype if shard is not None else None]
@@ -300,6 +299,15 @@ def _gather_whole(
         stacked = torch.empty((parts, *shape), dtype=header[0], device=reference.device)
     stacked = stacked.contiguous()
     torch.distributed.broadcast(stacked, src=source, group=topology.pipeline.group)
+    return stacked
+
+
+def _gather_in_place(shard: Tensor, topology: Topology) -> Tensor:
+    """[…] on each tensor-parallel rank → [TP, …]; gloo's all-gather would hold the whole a second time."""
+    stacked = shard.new_empty((topology.tensor.size, *shard.shape))
+    stacked[topology.tensor.rank] = shard
+    for rank, part in enumerate(stacked):
+        torch.distributed.broadcast(part, group=topology.tensor.group, group_src=rank)
     return stacked
 
 
