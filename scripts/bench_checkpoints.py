@@ -3,21 +3,20 @@
     OMP_NUM_THREADS=2 python scripts/bench_checkpoints.py [--hidden 768] [--layers 8]
 
 Stall: seconds that training stands still for an asynchronous save, over those of a synchronous one; medians of
-interleaved repetitions. Memory: the peak of a converting process's anonymous memory beyond its start, beside the
-size of the model and of its largest tensor.
+interleaved repetitions. Memory: the peak of a converting process beyond its start, beside the size of
+the model and of its largest tensor.
 """
 
 import argparse
 import math
 import multiprocessing
-import re
 import statistics
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 import torch
+from peak_memory import PeakMemory
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -109,7 +108,7 @@ def measure_conversion(root):
     context = multiprocessing.get_context("spawn")
     for convert in (to_megatron, to_hf):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=peak_memory, args=(sender, convert, root))
+        process = context.Process(target=measure_peak, args=(sender, convert, root))
         process.start()
         peak = receiver.recv()
         process.join()
@@ -132,29 +131,13 @@ def to_hf(root):
     megatron_to_hf(iteration, root / "model", root / "hf", lambda items, total: items, max_shard_bytes=10**8)
 
 
-def peak_memory(sender, convert, root):
+def measure_peak(sender, convert, root):
     quiet_libraries()
     import mcore_rl.models.megatron.convert  # noqa: F401 (imports are not what is measured)
 
-    start, peak, done = anonymous_bytes(), 0, threading.Event()
-
-    def watch():
-        nonlocal peak
-        while not done.wait(0.002):
-            peak = max(peak, anonymous_bytes() - start)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    convert(root)
-    done.set()
-    watcher.join()
-    sender.send(peak)
-
-
-def anonymous_bytes():
-    """Memory of this process that is not the page cache of a mapped file."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1])
+    with PeakMemory() as peak:
+        convert(root)
+    sender.send(peak.bytes)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,18 @@
     OMP_NUM_THREADS=2 python scripts/bench_logprobs.py [--vocabulary 151936] [--hidden 512] [--tokens 1024]
 
 The yardstick is the three matrix products that no method avoids: logits, and the gradients of hidden
-states and weight. Each ratio is the median over interleaved repetitions. Memory is the peak of the
-process's resident set beyond inputs, weight and their gradients, measured in a process of its own.
+states and weight. Each ratio is the median over interleaved repetitions. Memory is the process's
+peak beyond inputs, weight and their gradients, measured in a process of its own.
 """
 
 import argparse
 import multiprocessing
 import statistics
-import threading
 import time
 
-import psutil
 import torch
 import torch.nn.functional as F
+from peak_memory import PeakMemory
 
 from mcore_rl.algorithms.loss_functions import NLLLoss, SequencePackingLossWrapper
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
@@ -122,30 +121,11 @@ def _peak(tokens: int, hidden: int, vocabulary: int) -> float:
     case = Case(tokens, hidden, vocabulary)
     # As in training, gradients have their places already.
     case.hidden.grad, case.weight.main_grad = torch.ones_like(case.hidden), torch.ones_like(case.weight)
-    with ResidentPeak() as resident:
+    with PeakMemory() as peak:
         logprobs, _ = linear_logprobs(case.hidden, case.weight, case.targets)
         logprobs.sum().backward()
     gradient_before_it_is_added = case.hidden.numel() * 4
-    return (resident.peak - gradient_before_it_is_added) / 1e6
-
-
-class ResidentPeak:
-    """The highest resident set size while open, above that at its start, sampled every 2 ms."""
-
-    def __enter__(self) -> "ResidentPeak":
-        self.process, self.peak, self.done = psutil.Process(), 0, threading.Event()
-        self.start = self.process.memory_info().rss
-        self.thread = threading.Thread(target=self._sample)
-        self.thread.start()
-        return self
-
-    def _sample(self) -> None:
-        while not self.done.wait(0.002):
-            self.peak = max(self.peak, self.process.memory_info().rss - self.start)
-
-    def __exit__(self, *_: object) -> None:
-        self.done.set()
-        self.thread.join()
+    return (peak.bytes - gradient_before_it_is_added) / 1e6
 
 
 if __name__ == "__main__":

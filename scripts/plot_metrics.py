@@ -4,13 +4,14 @@ python scripts/plot_metrics.py OUTPUT [METRIC …]          (reward_mean and val
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+from mcore_rl.algorithms.step_log import read_step_log
 
 
 def main() -> None:
@@ -19,7 +20,7 @@ def main() -> None:
     parser.add_argument("metrics", nargs="*")
     arguments = parser.parse_args()
     names = arguments.metrics or ["reward_mean", "validation_reward_mean"]
-    lines = [json.loads(line) for line in (arguments.output / "metrics.jsonl").read_text().splitlines()]
+    lines = read_step_log(arguments.output / "metrics.jsonl")
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for name in names:
         points = [(line["step"], line[name]) for line in lines if name in line]

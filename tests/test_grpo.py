@@ -249,6 +249,7 @@ def test_resume_is_bit_for_bit(files, whole_run):
     process = train(files, "resumed")
     assert "resumed from" in process.stdout_text
     assert comparable(out) == comparable(whole_run[1])
+    assert (out / "samples.jsonl").read_text() == (whole_run[1] / "samples.jsonl").read_text()
     ours, theirs = (load_file(directory / "hf" / "model.safetensors") for directory in (out, whole_run[1]))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -336,6 +337,9 @@ def test_no_signal_is_no_update(files):
         (["data.max_sequence_length=12"], "no prompt is left (20 longer than 4 tokens"),
         (["grpo.num_generations_per_prompt=1"], "grpo compares responses; use 2 or more"),
         (["batch.global_batch_size=7"], "is prompts x generations here (24); leave it out"),
+        (["--record", "nowhere/at/all"], "--record nowhere/at/all: there is no directory nowhere/at"),
+        (["--record", "a", "--replay", "b"], "--record and --replay exclude each other"),
+        (["--replay", "nowhere"], "--replay nowhere: cannot be read (No such file or directory)"),
         (["loss.ratio_clip=1"], "unknown key loss.ratio_clip"),
     ],
 )

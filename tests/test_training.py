@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -135,7 +136,10 @@ def test_precomputed_reference_equals_swapping(files, dpo_run):
 
 @pytest.mark.slow
 def test_sft_and_conversion(files):
-    run("train_sft.py", files / "sft.yaml", "parallel.tensor_model_parallel_size=2", processes=2)
+    arguments = ("parallel.tensor_model_parallel_size=2", "trainer.log_interval=2")
+    process = run("train_sft.py", files / "sft.yaml", *arguments, processes=2)
+    shown = re.findall(r"^step (\d+)/5", process.stdout_text, re.MULTILINE)
+    assert shown == ["1", "2", "4", "5"], "the first, the last, and every second"
     metrics = metrics_of(files / "out_sft")
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     exported = files / "exported"

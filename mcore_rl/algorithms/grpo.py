@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +18,17 @@ from mcore_rl.algorithms.rollouts import (
     RolloutWorker,
     hash_of_weights,
     read_recording,
-    record_step,
+    recorded_step,
     to_batch,
 )
+from mcore_rl.algorithms.step_log import StepLog
 from mcore_rl.algorithms.training import Inputs, TrainingRun, load_inputs, total_steps
 from mcore_rl.config import GRPOConfig
 from mcore_rl.data.batches import SampleOrder
 from mcore_rl.data.prompts import PromptDataset, load_prompt_dataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.environments.judged import JudgedEnvironment
-from mcore_rl.errors import TrainingError
+from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.megatron_generation import MegatronGeneration
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.megatron.weights import export_hf_weights
@@ -44,11 +44,17 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
     Args:
         record: a file that keeps every step's rollouts.
         replay: such a file, to train from instead of generating.
+
+    Raises:
+        UserError: the configuration, the data or one of the files is not usable.
     """
-    longest_prompt = config.data.max_sequence_length - config.grpo.max_new_tokens
+    if record and replay:
+        raise UserError("--record and --replay exclude each other: a replay generates nothing that could be recorded")
+    if record and not record.parent.is_dir():
+        raise UserError(f"--record {record}: there is no directory {record.parent}")
 
     def load_dataset(source: str, tokenizer: Any, data: Any) -> PromptDataset:
-        return load_prompt_dataset(source, tokenizer, data, longest_prompt)
+        return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length)
 
     inputs = load_inputs(config, load_dataset, rows_per_unit=1)
     steps = total_steps(config.trainer, len(inputs.train), config.grpo.num_prompts_per_step)
@@ -57,7 +63,8 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
     policy = MegatronPolicy(config, updates, keep_reference=config.loss.reference_policy_kl_penalty > 0)
     environment = JudgedEnvironment(config.environment) if policy.is_writer else None
     try:
-        GRPORun(config, inputs, policy, rollout_worker(config, inputs, policy, environment), record, recorded).run()
+        worker, recording = rollout_worker(config, inputs, policy, environment), StepLog(record) if record else None
+        GRPORun(config, inputs, policy, worker, recording, recorded).run()
     finally:
         if environment is not None:
             environment.close()
@@ -90,12 +97,15 @@ class GRPORun(TrainingRun[PromptDataset]):
 
     config: GRPOConfig
     worker: RolloutWorker
-    record: Path | None = None
+    recording: StepLog | None = None
+    """Keeps every step's rollouts."""
     recorded: dict[int, list[Rollout]] | None = None
+    """Of each step, to train on instead of generating."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Of each phase of the step."""
 
     def __post_init__(self) -> None:
+        self.samples = StepLog(self.config.output_dir / "samples.jsonl")
         # The sampler's log-probabilities are the policy's own where one precision computes both; then the
         # only update on them is on-policy and needs no others.
         exact = self.config.model.dtype == "float32" and self.recorded is None
@@ -108,8 +118,8 @@ class GRPORun(TrainingRun[PromptDataset]):
         return self.config.grpo.num_prompts_per_step
 
     @property
-    def prompt_limit(self) -> int:
-        return self.config.data.max_sequence_length - self.config.grpo.max_new_tokens
+    def max_record_length(self) -> int:
+        return self.config.max_prompt_length
 
     def before_first_step(self) -> dict[str, float]:
         return self.validate(0)
@@ -166,16 +176,14 @@ class GRPORun(TrainingRun[PromptDataset]):
         return self.worker.run(prompts, range(first * size, (first + num_prompts) * size))
 
     def _write_samples(self, step: int, rollouts: list[Rollout]) -> None:
-        weights = hash_of_weights(export_hf_weights(self.policy.model)) if self.record else ""
+        weights = hash_of_weights(export_hf_weights(self.policy.model)) if self.recording else ""
         if not self.policy.is_writer:
             return
-        if self.record:
+        if self.recording:
             sampling = self.config.grpo.model_dump(include={"temperature", "top_k", "top_p", "min_p", "max_new_tokens"})
-            record_step(self.record, step, weights, {**sampling, "seed": self.config.seed}, rollouts)
-        with open(self.config.output_dir / "samples.jsonl", "a") as file:
-            for r in rollouts[: self.config.grpo.num_logged_samples]:
-                sample = {"step": step, "reward": r.reward, "messages": r.message_log, "error": r.error}
-                file.write(json.dumps(sample) + "\n")
+            self.recording.append(step, recorded_step(weights, {**sampling, "seed": self.config.seed}, rollouts))
+        logged = rollouts[: self.config.grpo.num_logged_samples]
+        self.samples.append(step, *({"reward": r.reward, "messages": r.message_log, "error": r.error} for r in logged))
 
     def _shaped(self, rewards: torch.Tensor, rollouts: list[Rollout]) -> torch.Tensor:
         """Rewards with the penalty on responses near the limit, if there is one."""
@@ -229,19 +237,12 @@ class GRPORun(TrainingRun[PromptDataset]):
     def _timings(self, rollouts: list[Rollout], started: float) -> dict[str, float]:
         lengths = [len(r.input_ids) for r in rollouts]
         generated, total = sum(r.response_length for r in rollouts), sum(lengths)
-        seconds = time.perf_counter() - started
-        flops = self.policy.training_flops(lengths) * self.config.grpo.num_updates_per_rollout
         timings = {f"{name}_seconds": value for name, value in self.seconds.items()}
         for name, tokens in (("generation", generated), ("logprobs", total), ("training", total)):
             if self.seconds.get(name):
                 timings[f"{name}_tokens_per_second"] = tokens / self.seconds[name]
-        return {
-            **timings,
-            "num_tokens": total,
-            "tokens_per_second": total / seconds,
-            "tflops_per_second": flops / seconds / 1e12,
-            "step_seconds": seconds,
-        }
+        passes = self.config.grpo.num_updates_per_rollout
+        return {**timings, **self.throughput(lengths, time.perf_counter() - started, passes)}
 
 
 class _Timer:

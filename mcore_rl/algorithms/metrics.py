@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
+from mcore_rl.algorithms.step_log import StepLog
 from mcore_rl.config import LoggingConfig
-from mcore_rl.errors import UserError
 
 console = Console(soft_wrap=True, highlight=False)
 
@@ -28,8 +27,8 @@ class Reporter:
     """Writes on rank 0 and does nothing on the others.
 
     Args:
-        output_dir: where metrics.jsonl goes; lines from `first_step` on, left by a run that went further
-            than its last checkpoint, are removed.
+        output_dir: where metrics.jsonl goes.
+        first_step: the first that is done now, of `total`.
     """
 
     def __init__(self, output_dir: Path, config: LoggingConfig, is_writer: bool, first_step: int, total: int) -> None:
@@ -37,8 +36,7 @@ class Reporter:
         self.first_step, self.started = first_step, time.monotonic()
         if not is_writer:
             return
-        self.path = output_dir / "metrics.jsonl"
-        _drop_lines_from(self.path, first_step if first_step > 1 else 0)
+        self.log = StepLog(output_dir / "metrics.jsonl")
         self.tensorboard = _tensorboard(output_dir) if config.tensorboard else None
         self.wandb = _wandb(config.wandb, output_dir) if config.wandb else None
 
@@ -46,8 +44,7 @@ class Reporter:
         """One object for the step: a line of metrics.jsonl, and TensorBoard's and wandb's scalars."""
         if not self.enabled:
             return
-        with open(self.path, "a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self.log.append(step, metrics)
         if self.tensorboard:
             for name, value in metrics.items():
                 self.tensorboard.add_scalar(name, value, step)
@@ -74,20 +71,6 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}"
 
 
-def _drop_lines_from(path: Path, first_step: int) -> None:
-    """A run that was killed may have gone further than its last checkpoint, and ended in the middle of a line."""
-    if not path.exists():
-        return
-    kept = [line for line in path.read_text().splitlines(keepends=True) if _is_before(line, first_step)]
-    temporary = path.with_suffix(".partial")
-    temporary.write_text("".join(kept))
-    temporary.replace(path)
-
-
-def _is_before(line: str, step: int) -> bool:
-    return line.endswith("}\n") and int(json.loads(line)["step"]) < step
-
-
 def _tensorboard(output_dir: Path) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -95,8 +78,6 @@ def _tensorboard(output_dir: Path) -> Any:
 
 
 def _wandb(project: str, output_dir: Path) -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("logging.wandb: install the wandb extra (pip install 'mcore_rl[wandb]')") from None
+    import wandb
+
     return wandb.init(project=project, dir=str(output_dir))

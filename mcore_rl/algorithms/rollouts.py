@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mcore_rl.algorithms.step_log import read_step_log
 from mcore_rl.data.prompts import Prompt
 from mcore_rl.data.tokenize import tokenize_observation
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
@@ -43,6 +43,13 @@ class Rollout:
     error: str | None = None
     message_log: MessageLog = field(default_factory=list)
 
+    @classmethod
+    def begin(cls, index: int, sample_id: int, prompt: Prompt) -> Rollout:
+        """A prompt that awaits its first response."""
+        size = len(prompt.input_ids)
+        log = prompt.message_log
+        return cls(index, sample_id, list(prompt.input_ids), [False] * size, [0.0] * size, message_log=log)
+
     @property
     def response_length(self) -> int:
         """Tokens of all responses."""
@@ -63,11 +70,9 @@ class RolloutWorker:
     ) -> list[Rollout]:
         """One conversation for each (index, prompt); `sample_ids` tell them apart."""
         rollouts = [
-            Rollout(index, sample_id, list(p.input_ids), [False] * len(p.input_ids), [0.0] * len(p.input_ids))
-            for (index, p), sample_id in zip(prompts, sample_ids, strict=True)
+            Rollout.begin(index, sample_id, prompt)
+            for (index, prompt), sample_id in zip(prompts, sample_ids, strict=True)
         ]
-        for rollout, (_, prompt) in zip(rollouts, prompts, strict=True):
-            rollout.message_log = prompt.message_log
         records = [prompt.record for _, prompt in prompts]
         plain = [isinstance(prompt.content, str) for _, prompt in prompts]
         going = list(range(len(rollouts)))
@@ -81,12 +86,10 @@ class RolloutWorker:
 
     def _respond(self, rollouts: list[Rollout], greedy: bool) -> None:
         lengths = [len(r.input_ids) for r in rollouts]
-        ids = torch.zeros(len(rollouts), max(lengths), dtype=torch.long)
-        for row, rollout in enumerate(rollouts):
-            ids[row, : lengths[row]] = torch.tensor(rollout.input_ids)
-        sample_ids = torch.tensor([r.sample_id for r in rollouts])
         data: BatchedDataDict[GenerationDatumSpec] = BatchedDataDict(
-            input_ids=ids, input_lengths=torch.tensor(lengths), sample_ids=sample_ids
+            input_ids=_padded([r.input_ids for r in rollouts], torch.long),
+            input_lengths=torch.tensor(lengths),
+            sample_ids=torch.tensor([r.sample_id for r in rollouts]),
         )
         out = self.generation.generate(data, greedy)
         ends, truncated = out["unpadded_sequence_lengths"].tolist(), out["truncated"].tolist()
@@ -126,37 +129,26 @@ class RolloutWorker:
 
 def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> BatchedDataDict[Any]:
     """Right-padded rows: input_ids, token_mask, generation_logprobs [B, S], input_lengths, sample_mask [B]."""
-    lengths = [len(r.input_ids) for r in rollouts]
-    shape = (len(rollouts), max(lengths))
-    data: BatchedDataDict[Any] = BatchedDataDict(
-        input_ids=torch.full(shape, pad_token_id),
-        token_mask=torch.zeros(shape),
-        generation_logprobs=torch.zeros(shape),
-        input_lengths=torch.tensor(lengths),
+    return BatchedDataDict(
+        input_ids=_padded([r.input_ids for r in rollouts], torch.long, pad_token_id),
+        token_mask=_padded([r.token_mask for r in rollouts], torch.float32),
+        generation_logprobs=_padded([r.logprobs for r in rollouts], torch.float32),
+        input_lengths=torch.tensor([len(r.input_ids) for r in rollouts]),
         sample_mask=torch.ones(len(rollouts)),
     )
-    for row, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
-        data["input_ids"][row, :length] = torch.tensor(rollout.input_ids)
-        data["token_mask"][row, :length] = torch.tensor(rollout.token_mask).float()
-        data["generation_logprobs"][row, :length] = torch.tensor(rollout.logprobs)
-    return data
 
 
-# ------------------------------------------------------------------ record and replay
+def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float = 0) -> torch.Tensor:
+    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=padding)
 
 
-def record_step(path: Path, step: int, weights: str, sampling: dict[str, Any], rollouts: Sequence[Rollout]) -> None:
-    """Append a step's rollouts to a file of JSON lines; lines of this step or later ones are replaced.
+# ------------------------------------------------------------------ recordings
 
-    Args:
-        weights: hash of the weights that generated them.
-    """
-    lines = path.read_text().splitlines() if path.exists() else []
-    kept = [line for line in lines if json.loads(line)["step"] < step]
-    new = {"step": step, "weights": weights, "sampling": sampling, "rollouts": [asdict(r) for r in rollouts]}
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text("".join(line + "\n" for line in [*kept, json.dumps(new)]))
-    temporary.replace(path)
+
+def recorded_step(weights: str, sampling: dict[str, Any], rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """A recording's entry: a step's rollouts, the options they were sampled with, and a hash of the weights."""
+    return {"weights": weights, "sampling": sampling, "rollouts": [asdict(r) for r in rollouts]}
 
 
 def read_recording(path: Path, steps: int) -> dict[int, list[Rollout]]:
@@ -166,8 +158,7 @@ def read_recording(path: Path, steps: int) -> dict[int, list[Rollout]]:
         UserError: no such file, not a recording, or one of fewer than `steps` steps.
     """
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        recorded = {int(line["step"]): [Rollout(**rollout) for rollout in line["rollouts"]] for line in lines}
+        recorded = {entry["step"]: [Rollout(**r) for r in entry["rollouts"]] for entry in read_step_log(path)}
     except OSError as error:
         raise UserError(f"--replay {path}: cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError) as error:

@@ -38,15 +38,7 @@ class SupervisedRun(TrainingRun[Dataset]):
         metrics = self.policy.train(data, self.loss_fn)
         if step == 1:
             self.check_first_step(metrics)
-        seconds = time.perf_counter() - started
-        lengths = data["input_lengths"]
-        return {
-            **metrics,
-            "num_tokens": int(lengths.sum()),
-            "tokens_per_second": float(lengths.sum()) / seconds,
-            "tflops_per_second": self.policy.training_flops(lengths.tolist()) / seconds / 1e12,
-            "step_seconds": seconds,
-        }
+        return {**metrics, **self.throughput(data["input_lengths"].tolist(), time.perf_counter() - started)}
 
     def _next_batch(self) -> BatchedDataDict[Any]:
         """The next global batch; smaller at the very end of the last epoch."""

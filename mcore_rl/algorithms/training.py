@@ -110,8 +110,8 @@ class TrainingRun(ABC, Generic[DatasetT]):
         """Of the dataset."""
 
     @property
-    def prompt_limit(self) -> int:
-        """Longest record in tokens."""
+    def max_record_length(self) -> int:
+        """In tokens."""
         return self.config.data.max_sequence_length
 
     @abstractmethod
@@ -125,6 +125,16 @@ class TrainingRun(ABC, Generic[DatasetT]):
     @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
         """Metrics of the validation set, each named `validation_…`; {} without one."""
+
+    def throughput(self, lengths: list[int], seconds: float, passes: int = 1) -> dict[str, float]:
+        """Metrics of a step that trained `passes` times on sequences of these lengths."""
+        tokens = sum(lengths)
+        return {
+            "num_tokens": tokens,
+            "tokens_per_second": tokens / seconds,
+            "tflops_per_second": passes * self.policy.training_flops(lengths) / seconds / 1e12,
+            "step_seconds": seconds,
+        }
 
     def say(self, message: str) -> None:
         """A line for the user, once."""
@@ -184,9 +194,9 @@ class TrainingRun(ABC, Generic[DatasetT]):
         """Say what is trained on what."""
         policy = self.policy
         self.say(f"model: {self.config.model.path}, {policy.num_parameters:,} parameters, {policy.describe_layout()}")
-        self.say(self.inputs.train.describe("train", self.prompt_limit))
+        self.say(self.inputs.train.describe("train", self.max_record_length))
         if self.inputs.validation is not None:
-            self.say(self.inputs.validation.describe("validation", self.prompt_limit))
+            self.say(self.inputs.validation.describe("validation", self.max_record_length))
         if done >= steps:
             self.say(f"nothing left to train: the checkpoint is at step {done} of {steps}")
 

@@ -122,6 +122,11 @@ class GRPOConfig(TrainingConfig):
             values = {**values, "batch": {**batch, "global_batch_size": total}}
         return values
 
+    @property
+    def max_prompt_length(self) -> int:
+        """Tokens of a prompt at most, so that a response has room."""
+        return self.data.max_sequence_length - self.grpo.max_new_tokens
+
     @model_validator(mode="after")
     def _fits(self) -> GRPOConfig:
         if self.grpo.max_new_tokens >= self.data.max_sequence_length:

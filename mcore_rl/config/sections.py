@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -172,6 +173,12 @@ class LoggingConfig(Section):
     tensorboard: bool = False
     wandb: str | None = None
     """Project name on Weights & Biases; needs the `wandb` extra."""
+
+    @model_validator(mode="after")
+    def _installed(self) -> LoggingConfig:
+        if self.wandb is not None and find_spec("wandb") is None:
+            raise ValueError("wandb: install the wandb extra (pip install 'mcore_rl[wandb]')")
+        return self
 
 
 class TrainingConfig(Section):

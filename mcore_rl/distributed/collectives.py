@@ -24,6 +24,13 @@ def group_rank(group: ProcessGroup | None) -> int:
     return 0 if group is None else torch.distributed.get_rank(group)
 
 
+def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Every rank's `value` (small, picklable), on every rank; of all processes if no group is named."""
+    values: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(values, value, group=group)
+    return values
+
+
 def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """[n, …] on each of P ranks → [P, n, …] in rank order on all of them. No gradient."""
     if group_size(group) == 1:

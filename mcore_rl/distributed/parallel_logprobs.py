@@ -64,7 +64,7 @@ class _LogprobsFromLogits(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         count, dtype = logits.shape[0], accumulation_dtype(logits.dtype)
-        local, owned = _local_targets(targets, rank * logits.shape[1], columns)
+        local, owned = local_targets(targets, rank * logits.shape[1], columns)
         lse = torch.full((count,), -torch.inf, dtype=dtype, device=logits.device)
         mean, chosen = torch.zeros_like(lse), torch.zeros_like(targets, dtype=dtype)
         scratch = torch.empty(min(chunk, count), columns, dtype=dtype, device=logits.device)
@@ -124,7 +124,7 @@ def logprob_gradient(x: Tensor, lse: Tensor, mean: Tensor, g: Tensor, h: Tensor 
     return torch.sub(x, lse[:, None], out=out).exp_().mul_(weight)
 
 
-def _local_targets(targets: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
+def local_targets(targets: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
     """Columns of the shard (clamped into it), and whether the shard owns them."""
     owned = (targets >= start) & (targets < start + columns)
     return (targets - start).clamp(0, max(columns - 1, 0)), owned

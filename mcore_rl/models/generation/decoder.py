@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_reduce
-from mcore_rl.distributed.parallel_logprobs import valid_columns
+from mcore_rl.distributed.parallel_logprobs import local_targets, valid_columns
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import packed_attention
 from mcore_rl.models.megatron.hf_config import head_dim
@@ -95,10 +95,8 @@ class Decoder:
         weight = self.parameters["embedding.word_embeddings.weight"]
         if self.topology.tensor.size == 1:
             return F.embedding(tokens, weight)
-        local = tokens - self.topology.tensor.rank * weight.shape[0]
-        mine = (local >= 0) & (local < weight.shape[0])
-        rows = F.embedding(local.clamp(0, weight.shape[0] - 1), weight)
-        return all_reduce(rows * mine[:, None], self.topology.tensor.group)
+        local, owned = local_targets(tokens, self.topology.tensor.rank * weight.shape[0], weight.shape[0])
+        return all_reduce(F.embedding(local, weight) * owned[:, None], self.topology.tensor.group)
 
     def logits(self, x: Tensor) -> Tensor:
         """[n, hidden] after the last layer → [n, Vp] fp32; −inf in the vocabulary's padding."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.collectives import gather_objects
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.decoder import Decoder, KeyValueCache
 from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
@@ -116,10 +117,10 @@ class MegatronGeneration(GenerationInterface):
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Every replica's sequences, on all ranks."""
         speaks = self.topology.tensor.rank == 0 and self.topology.pipeline.rank == 0
-        parts: list[Any] = [None] * torch.distributed.get_world_size()
         own = [(s.row, s.response, s.logprobs, s.ended) for s in mine] if speaks else []
-        torch.distributed.all_gather_object(parts, own)
-        done = {row: (response, logprobs, ended) for part in parts for row, response, logprobs, ended in part}
+        done = {
+            row: (response, logprobs, ended) for part in gather_objects(own) for row, response, logprobs, ended in part
+        }
         lengths = [len(s.prompt) + len(done[s.row][0]) for s in prompts]
         output_ids = torch.full((len(prompts), max(lengths)), self.tokenizer.pad_token_id)
         logprobs = torch.zeros(len(prompts), max(lengths))

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from mcore_rl.distributed.collectives import all_gather, all_reduce, group_rank
+from mcore_rl.distributed.parallel_logprobs import local_targets, vocab_parallel_topk
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,9 @@ def sample(
     """
     logprobs = _log_softmax(logits / params.logprob_temperature, group)
     tokens = _argmax(logprobs, group) if params.greedy else _draw(_filtered(logprobs, params, group), uniform, group)
-    local = tokens - group_rank(group) * logits.shape[1]
-    mine = (local >= 0) & (local < logits.shape[1])
-    chosen = logprobs.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-    return tokens, all_reduce(torch.where(mine, chosen, 0.0), group)
+    local, owned = local_targets(tokens, group_rank(group) * logits.shape[1], logits.shape[1])
+    chosen = logprobs.gather(1, local[:, None])[:, 0]
+    return tokens, all_reduce(torch.where(owned, chosen, 0.0), group)
 
 
 def uniforms(seed: int, samples: Sequence[int], positions: Sequence[int]) -> Tensor:
@@ -106,10 +106,8 @@ def _argmax(logprobs: Tensor, group: ProcessGroup | None) -> Tensor:
 def _filtered(logprobs: Tensor, params: SamplingParams, group: ProcessGroup | None) -> Tensor:
     """−inf for what the filters leave out, in the order in which transformers applies them."""
     if params.top_k is not None:
-        local = logprobs.topk(min(params.top_k, logprobs.shape[1])).values
-        best = all_gather(local, group).transpose(0, 1).flatten(1)
-        threshold = best.topk(min(params.top_k, best.shape[1])).values[:, -1]
-        logprobs = _at_least(logprobs, threshold)
+        best, _ = vocab_parallel_topk(logprobs, params.top_k, group)
+        logprobs = _at_least(logprobs, best[:, -1])
     if params.top_p < 1:
         logprobs = _at_least(logprobs, _nucleus_threshold(logprobs, params.top_p, group))
     if params.min_p > 0:

@@ -17,14 +17,14 @@ import torch
 from mcore_rl import __version__
 from mcore_rl.checkpoint_store import CheckpointStore, digest_problems, digests_of
 from mcore_rl.config import TrainingConfig, resolved_yaml
+from mcore_rl.distributed.collectives import gather_objects
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.checkpoint_trust import check_trusted, read_index
+from mcore_rl.models.megatron.checkpoint_trust import check_trusted
 from mcore_rl.models.megatron.checkpoint_writer import (
     POLL_SECONDS,
     PlannedShards,
     SaveError,
     ShardWriter,
-    gather,
     on_every_rank,
     on_first_rank,
     raise_together,
@@ -88,7 +88,7 @@ class PendingSave:
                 "scheduler": run.scheduler.state_dict(),
                 "state": {**state, "step": step},
                 "versions": VERSIONS,
-                "random": {"layout": run.layout, "states": gather(random_states())},
+                "random": {"layout": run.layout, "states": gather_objects(random_states())},
                 "content_metadata": METADATA,
             }
         )
@@ -100,10 +100,10 @@ class PendingSave:
         """Whether every rank's shards are on disk."""
         while True:
             report = self._writer.poll()
-            if any(gather(report is not None and report.error is not None)):
+            if any(gather_objects(report is not None and report.error is not None)):
                 self._writer.abandon()
                 raise_together(None if report is None else report.error)
-            if all(gather(report is not None)):
+            if all(gather_objects(report is not None)):
                 return True
             if not wait:
                 return False
@@ -113,7 +113,7 @@ class PendingSave:
         """Give what is written its name; returns it. To be called once `is_written`."""
         report = self._writer.poll()
         assert report is not None, "not written yet"
-        results, digests = zip(*gather((report.results, report.digests)), strict=True)
+        results, digests = zip(*gather_objects((report.results, report.digests)), strict=True)
 
         def write_index_and_rename() -> Path:
             self._writer.storage.finish(self._writer.metadata, list(results))
@@ -143,7 +143,7 @@ def write_common(common: dict[str, Any], config: str, directory: Path) -> None:
 def verify(iteration: Path) -> list[str]:
     """What is damaged in a checkpoint, every byte read, the files shared out over ranks; collective."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return [problem for part in gather(digest_problems(iteration, rank, size)) for problem in part]
+    return [problem for part in gather_objects(digest_problems(iteration, rank, size)) for problem in part]
 
 
 # ------------------------------------------------------------------ loading
@@ -169,9 +169,9 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
     Raises:
         UserError: it does not fit the model, lacks a piece (unless `allow_partial`), or names code to run.
     """
-    check_trusted(iteration)
+    index = check_trusted(iteration)
     common = dist_checkpointing.load_common_state_dict(str(iteration))
-    has_optimizer = any(key.startswith("optimizer.state.") for key in read_index(iteration).state_dict_metadata)
+    has_optimizer = any(key.startswith("optimizer.state.") for key in index.state_dict_metadata)
     restored = Restored(common.get("state", {}))
     present = {
         "optimizer": has_optimizer and "optimizer" in common,

@@ -69,8 +69,8 @@ def read_index(iteration: Path) -> Metadata:
     return index
 
 
-def check_trusted(iteration: Path) -> None:
-    """Refuse a checkpoint that would run code when loaded; every file stays in its directory.
+def check_trusted(iteration: Path) -> Metadata:
+    """The index of a checkpoint; refuse one that would run code when loaded, or read outside its directory.
 
     Raises:
         UserError: naming the file and what it names.
@@ -82,6 +82,7 @@ def check_trusted(iteration: Path) -> None:
     for name, stream in [("common.pt", _read(iteration / "common.pt")), *_objects(iteration, index)]:
         if named := torch.serialization.get_unsafe_globals_in_checkpoint(stream):
             raise UserError(f"{iteration}: {name} names {', '.join(sorted(named))}, which is never loaded")
+    return index
 
 
 def _objects(iteration: Path, index: Metadata) -> Iterator[tuple[str, io.BytesIO]]:

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from mcore_rl.checkpoint_store import FileDigests, digests_of
+from mcore_rl.distributed.collectives import gather_objects
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict  # isort: skip
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # isort: skip
@@ -231,13 +232,6 @@ def _live_and_die_with(parent: int) -> None:
     os.nice(5)
 
 
-def gather(value: Any) -> list[Any]:
-    """Every rank's `value`, on every rank."""
-    values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values
-
-
 def on_every_rank(action: Callable[[], Any]) -> Any:
     """`action()`; if it fails on any rank, SaveError on all of them."""
     result, error = None, None
@@ -258,6 +252,6 @@ def on_first_rank(action: Callable[[], Any]) -> Any:
 
 def raise_together(error: str | None) -> None:
     """SaveError on every rank if any has an error."""
-    errors = gather(error)
+    errors = gather_objects(error)
     if any(errors):
         raise SaveError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text))

@@ -24,7 +24,7 @@ from mcore_rl.checkpoint_store import CheckpointStore, digests_of
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.checkpoint import METADATA, model_state, write_common
-from mcore_rl.models.megatron.checkpoint_trust import check_trusted, read_index
+from mcore_rl.models.megatron.checkpoint_trust import check_trusted
 from mcore_rl.models.megatron.checkpoint_writer import PlannedShards
 from mcore_rl.models.megatron.hf_checkpoint import MAX_SHARD_BYTES, SafetensorsDirectory, write_hf_directory
 from mcore_rl.models.megatron.hf_config import load_hf_config
@@ -85,9 +85,8 @@ def megatron_to_hf(
     Raises:
         UserError: a checkpoint of another architecture, or one that names code to run.
     """
-    check_trusted(iteration)
+    index = check_trusted(iteration)
     hf_config = load_hf_config(source)
-    index = read_index(iteration)
     stored = index.state_dict_metadata
     weights = [
         e for name, e in stored.items() if isinstance(e, TensorStorageMetadata) and not name.startswith("optimizer.")

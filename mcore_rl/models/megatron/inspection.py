@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcore_rl.checkpoint_store import quick_problems
-from mcore_rl.models.megatron.checkpoint_trust import check_trusted, read_index
+from mcore_rl.models.megatron.checkpoint_trust import check_trusted
 
 
 def describe(iteration: Path) -> Iterator[str]:
@@ -20,7 +20,7 @@ def describe(iteration: Path) -> Iterator[str]:
     Raises:
         UserError: it names code to run.
     """
-    check_trusted(iteration)
+    index = check_trusted(iteration)
     common = torch.load(iteration / "common.pt", weights_only=True)
     problems = quick_problems(iteration)
     yield f"{iteration}: {'; '.join(problems) or 'whole'}"
@@ -29,7 +29,7 @@ def describe(iteration: Path) -> Iterator[str]:
     yield f"  also: {', '.join(sorted(set(common) - {'state', 'versions'}))}"
     tensors = {
         name: entry
-        for name, entry in sorted(read_index(iteration).state_dict_metadata.items())
+        for name, entry in sorted(index.state_dict_metadata.items())
         if isinstance(entry, TensorStorageMetadata)
     }
     widest = max(map(len, tensors), default=0)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_rl.distributed.collectives import gather_objects
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
@@ -264,9 +265,8 @@ def export_hf_weights(
         copies: give each tensor memory of its own; otherwise it is valid until the next one only.
     """
     local = {mapping.megatron: (mapping, parameter) for mapping, parameter in named_mappings(model)}
-    everywhere: list[Any] = [None] * model.topology.pipeline.size
     described = {name: (mapping, tuple(p.shape)) for name, (mapping, p) in local.items()}
-    torch.distributed.all_gather_object(everywhere, described, group=model.topology.pipeline.group)
+    everywhere = gather_objects(described, model.topology.pipeline.group)
     owners = {name: stage for stage, names in reversed(list(enumerate(everywhere))) for name in names}
     # Stages in order give the model's own order: embedding, layers, norm, head.
     for name, stage in sorted(owners.items(), key=lambda item: item[1]):

@@ -123,14 +123,16 @@ class Colocation(ColocatablePolicyInterface):
             RuntimeError: the weights are offloaded.
         """
         self.require("get_weights_ipc_handles", self.weights_away)
-        if unknown := sorted(set(keys) - set(hf_shapes(self.hf_config))):
+        info = self.prepare_refit_info()
+        if unknown := sorted(set(keys) - set(info)):
             raise ValueError(f"get_weights_ipc_handles: the model has no {', '.join(unknown)}")
         self.release_shared_bucket()
-        tensors = list(export_hf_weights(self.model, names=keys))
-        if not self.is_writer:
-            return {}
-        self._shared_bucket = SharedBucket(tensors)
-        return self._shared_bucket.handle
+        if self.is_writer:
+            self._shared_bucket = SharedBucket({key: info[key] for key in keys})
+        for name, tensor in export_hf_weights(self.model, names=keys, copies=False):
+            if self._shared_bucket is not None:
+                self._shared_bucket.write(name, tensor)
+        return {} if self._shared_bucket is None else self._shared_bucket.handle()
 
     def release_shared_bucket(self) -> None:
         """Let go of the last block of shared memory."""

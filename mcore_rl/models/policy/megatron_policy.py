@@ -22,7 +22,7 @@ from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batches import valid_counts
 from mcore_rl.data.packing import Batching, Microbatch
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.collectives import all_reduce
+from mcore_rl.distributed.collectives import all_reduce, gather_objects
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron import checkpoint
 from mcore_rl.models.megatron.forward_step import (
@@ -33,7 +33,7 @@ from mcore_rl.models.megatron.forward_step import (
     run_microbatches,
 )
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, write_hf_directory
-from mcore_rl.models.megatron.hf_config import has_reward_head, head_dim, load_hf_config
+from mcore_rl.models.megatron.hf_config import head_dim, load_hf_config
 from mcore_rl.models.megatron.model import build_model
 from mcore_rl.models.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step, wrap_for_training
 from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel
@@ -120,7 +120,8 @@ class MegatronPolicy(Colocation):
             logprobs, _ = head(hidden, microbatch, torch.ones(ids.shape[0], ids.shape[1] - 1))
             return {"logprobs": F.pad(logprobs, (1, 0))}
 
-        return self._forward_rows("get_logprobs", data, score)["logprobs"]
+        rows = {"logprobs": torch.zeros(data["input_ids"].shape)}
+        return self._fill_rows("get_logprobs", data, rows, score)["logprobs"]
 
     def get_topk_logits(self, data: BatchedDataDict[Any], k: int) -> BatchedDataDict[Any]:
         """`topk_logits`, `topk_indices` [B, S, k]: the largest logits after each input position, and their tokens.
@@ -138,45 +139,47 @@ class MegatronPolicy(Colocation):
             values, tokens = head(hidden, microbatch)
             return {"topk_logits": values, "topk_indices": tokens}
 
-        return BatchedDataDict(self._forward_rows("get_topk_logits", data, best))
+        shape = (*data["input_ids"].shape, k)
+        rows = {"topk_logits": torch.zeros(shape), "topk_indices": torch.zeros(shape, dtype=torch.long)}
+        return BatchedDataDict(self._fill_rows("get_topk_logits", data, rows, best))
 
     def get_rewards(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """`rewards` [B, 1] of a policy whose model has a reward head."""
-        head = RewardOfSequences(self.model)
-        return BatchedDataDict(self._forward_rows("get_rewards", data, lambda x, mb: {"rewards": head(x, mb)}))
+        head, rows = RewardOfSequences(self.model), {"rewards": torch.zeros(data.size, 1)}
+        return BatchedDataDict(
+            self._fill_rows("get_rewards", data, rows, lambda x, mb: {"rewards": head(x, mb)}, model_head="reward")
+        )
 
     @torch.no_grad()
-    def _forward_rows(
-        self, purpose: str, data: BatchedDataDict[Any], compute: Callable[[Tensor, Microbatch], dict[str, Tensor]]
+    def _fill_rows(
+        self,
+        purpose: str,
+        data: BatchedDataDict[Any],
+        rows: dict[str, Tensor],
+        compute: Callable[[Tensor, Microbatch], dict[str, Tensor]],
+        model_head: str = "lm",
     ) -> dict[str, Tensor]:
-        """What `compute` makes of the last stage's hidden states, [rows, columns, …], as rows of the global batch.
+        """`rows` [B, …] of the global batch, filled with what `compute` makes of the last stage's hidden states.
 
-        The same on all ranks, on the host; columns that a microbatch does not have are 0.
+        The same on all ranks, on the host; columns that a microbatch does not have stay 0.
 
         Raises:
-            RuntimeError: the weights are offloaded, or the model's head gives something else.
+            RuntimeError: the weights are offloaded, or the model has another head.
         """
         self.require(purpose, self.weights_away)
-        if has_reward_head(self.hf_config) != (purpose == "get_rewards"):
+        if self.config.model.head != model_head:
             raise RuntimeError(f"{purpose}: a model with model.head={self.config.model.head} has none")
+        rows = {name: values.to(platform.device()) for name, values in rows.items()}
 
-        def run(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
-            rows = compute(hidden, microbatch)
-            return next(iter(rows.values())).sum(), {"rows": rows, "microbatch": microbatch}
+        def fill(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
+            computed = compute(hidden, microbatch)
+            if microbatch.counts:
+                for name, values in computed.items():
+                    rows[name][microbatch.rows, : values.shape[1]] = values.to(rows[name])
+            return hidden.new_zeros(()), {}
 
-        outputs = self._run(self.batching.microbatches(data, self.topology.data.rank), run, train=False)
-        shapes: list[Any] = [None] * torch.distributed.get_world_size()
-        own = {name: (rows.shape[1:], rows.dtype) for output in outputs[:1] for name, rows in output["rows"].items()}
-        torch.distributed.all_gather_object(shapes, own)
-        gathered = {}
-        for name, (shape, dtype) in next(shape for shape in shapes if shape).items():
-            width = 1 if purpose == "get_rewards" else data["input_ids"].shape[1]
-            whole = torch.zeros(data.size, width, *shape[1:], dtype=dtype, device=platform.device())
-            for output in (output for output in outputs if output["microbatch"].counts):
-                rows = output["rows"][name]
-                whole[output["microbatch"].rows, : rows.shape[1]] = rows
-            gathered[name] = self._sum_over_replicas_and_stages(whole).cpu()
-        return gathered
+        self._run(self.batching.microbatches(data, self.topology.data.rank), fill, train=False)
+        return {name: self._sum_over_replicas_and_stages(values).cpu() for name, values in rows.items()}
 
     def _run(self, microbatches: list[Microbatch], head: Any, train: bool) -> list[dict[str, Any]]:
         for chunk in self.chunks:
@@ -243,10 +246,8 @@ class MegatronPolicy(Colocation):
 
     def _reduce_metrics(self, local: dict[str, Any]) -> dict[str, float]:
         """The last stage's metrics, combined over data-parallel ranks, on every rank; one host sync."""
-        stages: list[Any] = [None] * self.topology.pipeline.size
-        if self.topology.pipeline.size > 1:
-            torch.distributed.all_gather_object(stages, sorted(local), group=self.topology.pipeline.group)
-        names = stages[-1] if self.topology.pipeline.size > 1 else sorted(local)
+        several = self.topology.pipeline.size > 1
+        names = gather_objects(sorted(local), self.topology.pipeline.group)[-1] if several else sorted(local)
         if not names:
             return {}
         zeros = torch.zeros(len(names), dtype=torch.float64)
@@ -267,9 +268,7 @@ class MegatronPolicy(Colocation):
             if "logprobs" in output and (place := locate_nonfinite(output["logprobs"].cpu(), output["mask"])):
                 found = f"row {output['rows'][place[0]]} of the global batch, position {place[1]}"
                 break
-        everywhere: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everywhere, found)
-        places = [f"rank {rank}: {place}" for rank, place in enumerate(everywhere) if place]
+        places = [f"rank {rank}: {place}" for rank, place in enumerate(gather_objects(found)) if place]
         return f"the loss is {loss}" + (f"; first bad log-probability at {places[0]}" if places else "")
 
     # ------------------------------------------------------------ weights

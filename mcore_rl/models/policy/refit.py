@@ -8,7 +8,7 @@ none). Peak extra memory is a bucket and the largest tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing import resource_tracker, shared_memory
 from typing import Any
@@ -50,6 +50,30 @@ class RefitGroup:
         return tensor
 
 
+Places = dict[str, tuple[int, tuple[int, ...], torch.dtype]]
+"""Name → first byte, shape and precision of each tensor in a buffer."""
+
+
+def lay_out(info: Iterable[tuple[str, tuple[tuple[int, ...], torch.dtype]]]) -> tuple[Places, int]:
+    """Tensors one after the other: their places, and the bytes they take."""
+    places, size = {}, 0
+    for name, (shape, dtype) in info:
+        places[name] = (size, shape, dtype)
+        size += torch.Size(shape).numel() * dtype.itemsize
+    return places, size
+
+
+def _put(buffer: Tensor, start: int, tensor: Tensor) -> None:
+    buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _cut(buffer: Tensor, places: Places) -> Iterator[tuple[str, Tensor]]:
+    for name, (start, shape, dtype) in places.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        # A copy begins at an address that every precision can be read from.
+        yield name, buffer[start : start + size].clone().view(dtype).view(shape)
+
+
 class Bucket:
     """Tensors' bytes, one after the other in a buffer of `budget` bytes."""
 
@@ -65,8 +89,7 @@ class Bucket:
         """A copy of the tensor, for which there must be room."""
         if not self.buffer.numel():
             self.buffer = torch.empty(self.budget, dtype=torch.uint8, device=tensor.device)
-        place = self.buffer[self.filled : self.filled + tensor.nbytes]
-        place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        _put(self.buffer, self.filled, tensor)
         self.numbers.append(number)
         self.filled += tensor.nbytes
 
@@ -114,34 +137,35 @@ def plan_buckets(info: RefitInfo, budget: int) -> list[list[str]]:
 
 
 class SharedBucket:
-    """Named tensors in one block of shared memory.
+    """Named tensors in one block of shared memory, each written when it is there.
 
     Raises:
-        ValueError: `tensors` is empty.
+        ValueError: `info` is empty.
     """
 
-    def __init__(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        if not tensors:
+    def __init__(self, info: RefitInfo) -> None:
+        self.places, size = lay_out(info.items())
+        if not size:
             raise ValueError("a bucket of no tensors cannot be shared")
-        places, size = {}, 0
-        for name, tensor in tensors:
-            places[name] = (size, tuple(tensor.shape), tensor.dtype)
-            size += tensor.nbytes
         self._memory: shared_memory.SharedMemory | None = None
-        if tensors[0][1].is_cuda:
+        if platform.has_gpu():
             from torch.multiprocessing.reductions import reduce_tensor
 
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=tensors[0][1].device)
-            self.handle: dict[str, Any] = {"cuda": reduce_tensor(self._buffer), "tensors": places}
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=platform.device())
+            self._where: dict[str, Any] = {"cuda": reduce_tensor(self._buffer)}
         else:
             self._memory = shared_memory.SharedMemory(create=True, size=size)
             self._buffer = torch.frombuffer(self._memory.buf, dtype=torch.uint8)[:size]
-            self.handle = {"shared_memory": self._memory.name, "tensors": places}
-        for name, tensor in tensors:
-            start = places[name][0]
-            self._buffer[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
-        if tensors[0][1].is_cuda:
+            self._where = {"shared_memory": self._memory.name}
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        _put(self._buffer, self.places[name][0], tensor)
+
+    def handle(self) -> dict[str, Any]:
+        """What `RefitReceiver.update_weights_from_ipc_handles` takes, once all tensors are written."""
+        if platform.has_gpu():
             torch.cuda.synchronize()
+        return {**self._where, "tensors": self.places}
 
     def release(self) -> None:
         """The memory; whoever still reads it on this host keeps it until then."""
@@ -185,35 +209,18 @@ class RefitReceiver:
             count, size = self.group.broadcast(header).tolist()
             numbers = self.group.broadcast(torch.empty(count, dtype=torch.long, device=self.device)).tolist()
             payload = self.group.broadcast(torch.empty(size, dtype=torch.uint8, device=self.device))
-            self.load_weights(_cut(payload, [entries[number] for number in numbers]))
+            self.load_weights(_cut(payload, lay_out(entries[number] for number in numbers)[0]))
             received += count
 
     def update_weights_from_ipc_handles(self, handles: Mapping[str, Any]) -> None:
         """Take one bucket from shared memory."""
         if "cuda" in handles:
             rebuild, arguments = handles["cuda"]
-            self._load_from(rebuild(*arguments), handles["tensors"])
+            self.load_weights(_cut(rebuild(*arguments), handles["tensors"]))
             torch.cuda.synchronize()
             return
         memory = shared_memory.SharedMemory(handles["shared_memory"])
         # Attaching registers the block here too; it is its maker's to remove.
         resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]
-        self._load_from(torch.frombuffer(memory.buf, dtype=torch.uint8), handles["tensors"])
+        self.load_weights(_cut(torch.frombuffer(memory.buf, dtype=torch.uint8), handles["tensors"]))
         memory.close()
-
-    def _load_from(self, buffer: Tensor, places: Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]) -> None:
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            for name, (start, shape, dtype) in places.items():
-                size = torch.Size(shape).numel() * dtype.itemsize
-                yield name, buffer[start : start + size].clone().view(dtype).view(shape)
-
-        self.load_weights(tensors())
-
-
-def _cut(payload: Tensor, entries: Sequence[tuple[str, tuple[tuple[int, ...], torch.dtype]]]) -> Iterator[Any]:
-    start = 0
-    for name, (shape, dtype) in entries:
-        size = torch.Size(shape).numel() * dtype.itemsize
-        # A copy begins at an address that every precision can be read from.
-        yield name, payload[start : start + size].clone().view(dtype).view(shape)
-        start += size

@@ -1,0 +1,285 @@
+"""Options that no other test is about: each does what it says."""
+
+import json
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from models import make_model
+from test_layouts import make_config, make_data
+from transformers import LlamaConfig
+
+from mcore_rl.algorithms import grpo
+from mcore_rl.algorithms.advantages import ESTIMATORS
+from mcore_rl.algorithms.checkpointing import RunCheckpoints
+from mcore_rl.algorithms.metrics import Reporter
+from mcore_rl.algorithms.rollouts import Rollout
+from mcore_rl.algorithms.step_log import StepLog, read_step_log
+from mcore_rl.config import EnvironmentConfig, GRPOConfig, LoggingConfig, SFTConfig, load_config
+from mcore_rl.data.batches import SampleOrder
+from mcore_rl.data.prompts import Prompt, PromptDataset
+from mcore_rl.distributed.processes import run_processes
+from mcore_rl.environments.judged import JudgedEnvironment
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.hf_config import load_hf_config
+
+GROUP, NUM_PROMPTS, DATASET_SIZE = 4, 6, 40
+
+
+def load(config_type, tmp_path, overrides=(), **sections):
+    config = {
+        "output_dir": str(tmp_path),
+        "model": {"path": "model"},
+        "data": {"train": "data.jsonl", "max_sequence_length": 40},
+        "optimizer": {"lr": 1e-3},
+        "trainer": {"max_steps": 4},
+        **sections,
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    return load_config(config_type, tmp_path / "config.yaml", list(overrides))
+
+
+# ------------------------------------------------------------------ grpo.*: a step whose worker and policy take notes
+
+
+class Worker:
+    """Answers of ascending lengths; every other prompt's are all right, and teach nothing."""
+
+    def __init__(self, teaches=lambda prompt: prompt % 2 == 1):
+        self.asked, self.teaches = [], teaches
+
+    def run(self, prompts, sample_ids, greedy=False):
+        self.asked += [index for index, _ in prompts][::GROUP]
+        return [
+            Rollout(
+                index, sample_id, [1] * (3 + n), [False, False] + [True] * (n + 1), [0.0, 0.0] + [-1.0] * (n + 1),
+                reward=float(not self.teaches(index) or number % 2), truncated=n == 7,
+            )
+            for number, ((index, _), sample_id) in enumerate(zip(prompts, sample_ids, strict=True))
+            for n in [sample_id % 8]
+        ]  # fmt: skip
+
+
+class Policy:
+    is_writer, reference = True, None
+
+    def __init__(self):
+        self.trained = []
+
+    def train(self, data, loss_fn, temperature):
+        self.trained.append(data)
+        return {"loss": 0.0, "kl_penalty": 0.0, "token_mult_prob_error": 1.0, "probs_ratio": 1.0}
+
+    def get_logprobs(self, data, temperature):
+        return {"logprobs": data["generation_logprobs"]}
+
+    def training_flops(self, lengths):
+        return 0.0
+
+
+def order(count):
+    """The dataset's first prompts, in the order of a run, once for each response."""
+    return [index for index in SampleOrder(DATASET_SIZE, 0).indices(0, count) for _ in range(GROUP)]
+
+
+@pytest.fixture
+def step(tmp_path):
+    """A function that runs the first step with options of the `grpo` section; the run it belongs to."""
+
+    def run(worker=None, **options):
+        section = {"num_prompts_per_step": NUM_PROMPTS, "num_generations_per_prompt": GROUP, "max_new_tokens": 8}
+        config = load(GRPOConfig, tmp_path, grpo={**section, **options})
+        prompts = PromptDataset([Prompt((1, 2), "", {}) for _ in range(DATASET_SIZE)])
+        inputs = SimpleNamespace(train=prompts, validation=None, tokenizer=SimpleNamespace(pad_token_id=0))
+        run = grpo.GRPORun(config, inputs, Policy(), worker or Worker())
+        run.metrics = run.step(1)
+        return run
+
+    return run
+
+
+def test_dynamic_sampling_asks_on_until_every_group_has_signal(step):
+    plain, dynamic = step(), step(dynamic_sampling_rounds=8)
+    assert (len(plain.worker.asked), plain.consumed_samples) == (NUM_PROMPTS, NUM_PROMPTS)
+    assert len(dynamic.worker.asked) == dynamic.consumed_samples > NUM_PROMPTS
+    (data,) = dynamic.policy.trained
+    assert data.size == NUM_PROMPTS * GROUP
+    assert (data["advantages"][:, 0].view(NUM_PROMPTS, GROUP).std(dim=1) > 0).all()
+
+
+def test_dynamic_sampling_ends_after_its_rounds(step):
+    lucky = order(1)[0]
+    one = step(Worker(lambda prompt: prompt == lucky), dynamic_sampling_rounds=3)
+    assert one.policy.trained[0].size == GROUP
+    assert len(one.worker.asked) == NUM_PROMPTS + 2 * (NUM_PROMPTS - 1)
+    none = step(Worker(lambda prompt: False), dynamic_sampling_rounds=3)
+    assert (none.policy.trained, none.metrics["skipped_update"]) == ([], 1)
+
+
+def test_mask_truncated_leaves_out_responses_that_hit_the_limit(step):
+    (kept,), (masked,) = step().policy.trained, step(mask_truncated=True).policy.trained
+    truncated = torch.arange(NUM_PROMPTS * GROUP) % 8 == 7
+    assert kept["sample_mask"].all()
+    assert torch.equal(masked["sample_mask"] == 0, truncated)
+
+
+def test_overlong_cache_length_takes_from_long_responses(step):
+    (data,) = step(overlong_cache_length=4).policy.trained
+    lengths = torch.arange(NUM_PROMPTS * GROUP) % 8 + 1.0
+    worker = Worker()
+    rewards = torch.tensor([r.reward for r in worker.run([(i, None) for i in order(NUM_PROMPTS)], range(24))])
+    shaped = rewards - ((lengths - 4) / 4).clamp(0, 1)
+    expected = ESTIMATORS["grpo"](shaped.view(-1, GROUP)).flatten()
+    torch.testing.assert_close(data["advantages"][:, 0], expected)
+
+
+def test_updates_per_rollout_and_logged_samples(step, tmp_path):
+    run = step(num_updates_per_rollout=3, num_logged_samples=5)
+    assert len(run.policy.trained) == 3
+    assert all("prev_logprobs" in data for data in run.policy.trained)
+    assert "prev_logprobs" not in step().policy.trained[0]
+    assert len(read_step_log(tmp_path / "samples.jsonl")) == 4
+    step(num_logged_samples=0)
+    assert read_step_log(tmp_path / "samples.jsonl") == []
+
+
+def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
+    taken = []
+    monkeypatch.setattr(grpo, "MegatronGeneration", lambda *arguments: taken.extend(arguments))
+    options = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "stop_strings": ["!", "END"]}
+    section = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_new_tokens": 7, **options}
+    config = load(
+        GRPOConfig, tmp_path, ["grpo.generation_batch_size=3", "seed=11", "environment.max_turns=4"], grpo=section
+    )
+    inputs = SimpleNamespace(tokenizer=SimpleNamespace(eos_token_id=9))
+    worker = grpo.rollout_worker(config, inputs, SimpleNamespace(model="model"), None)
+    model, params, longest, _, at_once = taken
+    assert {name: getattr(params, name) for name in options} == {**options, "stop_strings": ("!", "END")}
+    assert (params.max_new_tokens, params.seed, params.stop_token_ids) == (7, 11, (9,))
+    assert (model, longest, at_once, worker.max_turns) == ("model", 40, 3, 4)
+
+
+# ------------------------------------------------------------------ environment.*, checkpoint.*, logging.*
+
+
+def test_num_workers_judge_at_the_same_time(tmp_path, monkeypatch):
+    (tmp_path / "slowly.py").write_text(
+        "import os, time\ndef judge(message_log, record):\n    time.sleep(0.5)\n    return float(os.getpid())\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    log = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    for num_workers in (1, 3):
+        config = EnvironmentConfig(name="function", function="slowly:judge", num_workers=num_workers)
+        environment = JudgedEnvironment(config)
+        try:
+            steps = environment.step([log] * 3, [{}] * 3)
+        finally:
+            environment.close()
+        assert len(Counter(step.reward for step in steps)) == num_workers, steps
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_asynchronous_decides_whether_a_save_is_waited_for(asynchronous, tmp_path):
+    waited = []
+    policy = SimpleNamespace(
+        save_checkpoint=lambda directory, step, state, wait: waited.append(wait), finish_saving=lambda wait: None
+    )
+    overrides = [f"checkpoint.asynchronous={str(asynchronous).lower()}"]
+    config = load(SFTConfig, tmp_path, overrides, batch={"global_batch_size": 2})
+    checkpoints = RunCheckpoints(config, policy, print, ([], []), "")
+    checkpoints.save(1, {}, wait=False)
+    checkpoints.save(2, {}, wait=True)
+    assert waited == [not asynchronous, True]
+
+
+def test_tensorboard_and_wandb_get_every_metric(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wandb.py").write_text(
+        "calls = []\n"
+        "def init(**options):\n    calls.append(options)\n    import wandb\n    return wandb\n"
+        "def log(metrics, step):\n    calls.append((step, metrics))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    reporter = Reporter(tmp_path, LoggingConfig(tensorboard=True, wandb="project"), True, 1, 2)
+    for step in (1, 2):
+        reporter.record(step, {"loss": 0.5 / step})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
+    calls = sys.modules.pop("wandb").calls
+    assert calls == [{"project": "project", "dir": str(tmp_path)}, (1, {"loss": 0.5}), (2, {"loss": 0.25})]
+
+
+def test_wandb_that_is_not_installed_is_told_before_anything_starts(tmp_path):
+    with pytest.raises(UserError, match="wandb: install the wandb extra"):
+        load(SFTConfig, tmp_path, ["logging.wandb=project"], batch={"global_batch_size": 2})
+
+
+# ------------------------------------------------------------------ what stays of a run that went further
+
+
+def test_a_step_log_goes_on_from_any_of_its_steps(tmp_path):
+    path = tmp_path / "log.jsonl"
+    log = StepLog(path)
+    log.append(0, {"a": 1})
+    for step in (1, 2, 3):
+        log.append(step, {"a": step}, {"a": -step})
+    with open(path, "a") as file:
+        file.write('{"step": 4, "a"')
+    assert [entry["a"] for entry in read_step_log(path)] == [1, 1, -1, 2, -2, 3, -3]
+    again = StepLog(path)
+    again.append(3, {"a": 30})
+    again.append(4, {"a": 40})
+    assert [(entry["step"], entry["a"]) for entry in read_step_log(path)] == [
+        (0, 1), (1, 1), (1, -1), (2, 2), (2, -2), (3, 30), (4, 40)
+    ]  # fmt: skip
+    StepLog(path).append(1)
+    assert path.read_bytes() == b""
+
+
+# ------------------------------------------------------------------ model.*, deterministic
+
+
+def train_counting_layers(config):
+    from mcore_rl.algorithms.loss_functions import NLLLoss
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    calls = Counter()
+    for chunk in policy.chunks:
+        for name, module in chunk.named_modules():
+            if name.endswith("mlp"):
+                module.register_forward_hook(lambda *_: calls.update(["mlp"]))
+    metrics = [policy.train(make_data(), NLLLoss()) for _ in range(2)]
+    policy.shutdown()
+    return metrics, calls["mlp"], torch.are_deterministic_algorithms_enabled()
+
+
+def test_recomputation_runs_layers_twice_and_changes_no_number(model_of):
+    config = make_config(model_of("llama"))
+    model = config.model.model_copy(update={"recompute_activations": True})
+    recomputing = config.model_copy(update={"model": model, "deterministic": True})
+    (plain, calls, deterministic), (again, more, asked) = (
+        run_processes(train_counting_layers, c, world_size=1)[0] for c in (config, recomputing)
+    )
+    assert again == plain
+    assert more == 2 * calls
+    assert (deterministic, asked) == (False, True)
+
+
+def test_code_of_a_model_directory_runs_only_if_trusted(tmp_path, monkeypatch):
+    path = make_model("llama", tmp_path / "model")
+    (path / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = 'llama'\n"
+    )
+    config = json.loads((path / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "configuration_own.OwnConfig"}
+    (path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    assert type(load_hf_config(path)) is LlamaConfig
+    assert type(load_hf_config(path, trust_remote_code=True)).__name__ == "OwnConfig"
