@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=2 python scripts/bench_generation.py [--hidden 256] [--layers 6] [--prompts 32] [--new-tokens 128]
 
 Ragged prompts, and responses of skewed lengths (a few as long as the limit, most much shorter), the same for
-both. A token is useful if it belongs to a response; what a batch computes for sequences that have ended is not.
+both; then groups of responses to fewer, longer prompts. A token is useful if it belongs to a response; what a batch
+computes for sequences that have ended is not.
 """
 
 import argparse
@@ -18,6 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, Stoppi
 from mcore_rl.config import SFTConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.quiet import quiet_libraries
+
+LONGEST_PROMPT = 512
 
 
 class NoTokenizer:
@@ -42,30 +45,39 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--group", type=int, default=8, help="responses to each of the longer prompts")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=5)
     arguments = parser.parse_args()
     quiet_libraries()
-    prompts, limits = make_prompts(arguments)
     with tempfile.TemporaryDirectory() as directory:
         ours, theirs = make_both(Path(directory), arguments)
-        ratios = []
-        for _ in range(arguments.repetitions + 1):
-            ours_seconds, ours_tokens = timed(lambda: run_ours(ours, prompts, limits))
-            theirs_seconds, theirs_tokens = timed(lambda: run_theirs(theirs, prompts, limits))
-            ratios.append(theirs_seconds / ours_seconds)
+        print(f"{sum(p.numel() for p in theirs.parameters()):,} parameters, {arguments.prompts} responses")
+        compare("ragged prompts", *make_prompts(arguments, (8, 64), 1), ours, theirs, arguments.repetitions)
+        groups = make_prompts(arguments, (256, LONGEST_PROMPT), arguments.group)
+        compare(f"groups of {arguments.group}", *groups, ours, theirs, arguments.repetitions)
+
+
+def compare(name, prompts, limits, ours, theirs, repetitions):
+    ratios = []
+    for _ in range(repetitions + 1):
+        ours_seconds, ours_tokens = timed(lambda: run_ours(ours, prompts, limits))
+        theirs_seconds, theirs_tokens = timed(lambda: run_theirs(theirs, prompts, limits))
         assert ours_tokens == theirs_tokens, "the two do not generate the same tokens"
+        ratios.append(theirs_seconds / ours_seconds)
     useful = sum(limits)
-    print(f"{sum(p.numel() for p in theirs.parameters()):,} parameters, {len(limits)} prompts, {useful} useful tokens")
-    print(f"ours {useful / ours_seconds:,.0f} tokens/s, transformers {useful / theirs_seconds:,.0f} tokens/s")
-    print(f"ours / transformers: {statistics.median(ratios[1:]):.2f} (median of {arguments.repetitions})")
+    print(
+        f"{name}, {useful} useful tokens: ours {useful / ours_seconds:,.0f} tokens/s, transformers "
+        f"{useful / theirs_seconds:,.0f} tokens/s; ratio {statistics.median(ratios[1:]):.2f} (median of {repetitions})"
+    )
 
 
-def make_prompts(arguments):
+def make_prompts(arguments, lengths, group):
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(8, 64, (arguments.prompts,), generator=generator).tolist()
-    prompts = [torch.randint(3, arguments.vocabulary, (n,), generator=generator).tolist() for n in lengths]
-    skewed = torch.rand(arguments.prompts, generator=generator).pow(3)
+    lengths = torch.randint(*lengths, (arguments.prompts // group,), generator=generator).tolist()
+    distinct = [torch.randint(3, arguments.vocabulary, (n,), generator=generator).tolist() for n in lengths]
+    prompts = [prompt for prompt in distinct for _ in range(group)]
+    skewed = torch.rand(len(prompts), generator=generator).pow(3)
     limits = (8 + skewed * (arguments.new_tokens - 8)).long().tolist()
     limits[0] = arguments.new_tokens
     return prompts, limits
@@ -93,14 +105,14 @@ def make_both(directory, arguments):
     run = {
         "output_dir": directory,
         "model": {"path": directory},
-        "data": {"train": "unused", "max_sequence_length": 64 + arguments.new_tokens},
+        "data": {"train": "unused", "max_sequence_length": LONGEST_PROMPT + arguments.new_tokens},
         "batch": {"global_batch_size": 1},
         "optimizer": {"lr": 0},
         "trainer": {"max_steps": 1},
     }
     policy = MegatronPolicy(SFTConfig.model_validate(run))
     params = SamplingParams(arguments.new_tokens)
-    length = 64 + arguments.new_tokens
+    length = LONGEST_PROMPT + arguments.new_tokens
     return MegatronGeneration(policy.model, params, length, NoTokenizer(), max_batch_size=arguments.prompts), theirs
 
 

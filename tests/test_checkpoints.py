@@ -255,7 +255,10 @@ def test_a_second_signal_stops_at_once(files):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("algorithm", "dtype"), [("sft", "bfloat16"), ("dpo", "float32"), ("dpo", "bfloat16")])
+@pytest.mark.parametrize(
+    ("algorithm", "dtype"),
+    [("sft", "bfloat16"), ("dpo", "float32"), pytest.param("dpo", "bfloat16", marks=pytest.mark.long)],
+)
 def test_resuming_is_bit_for_bit(files, algorithm, dtype):
     """The checkpoint is of step 4, in the middle of an epoch that ended at 3.75 steps."""
     whole, resumed = files / f"{algorithm}_{dtype}", files / f"{algorithm}_{dtype}_resumed"

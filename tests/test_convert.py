@@ -140,6 +140,7 @@ def test_code_in_a_checkpoint_never_runs(poison, message, model_of, tmp_path, mo
     assert not (tmp_path / "harm").exists()
 
 
+@pytest.mark.long
 def test_training_begins_from_converted_weights(model_of, tmp_path):
     """Only when asked to: a checkpoint of weights alone lacks most of what a resume needs."""
     import yaml

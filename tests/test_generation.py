@@ -153,10 +153,39 @@ def test_prompts_that_do_not_fit(length, message, model_path):
         run(config_of(model_path("llama")), Layout(), SamplingParams(5), False, 4, prompts)
 
 
-def test_tensor_parallelism_that_cuts_heads(model_path):
-    layout = Layout(tp=4)
-    with pytest.raises(WorkerError, match="generation needs a divisor of the model's 2 key-value heads"):
-        run(config_of(model_path("llama"), layout), layout, SamplingParams(5))
+def test_ranks_that_share_a_key_value_head(model_path, one_process):
+    check_layout(Layout(tp=4), 64, "qwen3", model_path, one_process)
+
+
+def generate_groups(config, slots, repeats):
+    """Groups of equal prompts; sequences, and how many prompts went through the model."""
+    from mcore_rl.models.generation import megatron_generation
+
+    ran = []
+
+    class CountingCache(megatron_generation.KeyValueCache):
+        def prefill(self, rows, prompts):
+            ran.extend(prompts)
+            return super().prefill(rows, prompts)
+
+    megatron_generation.KeyValueCache = CountingCache
+    prompts = BatchedDataDict({name: values.repeat_interleave(repeats, 0) for name, values in make_prompts().items()})
+    out, difference = generate(
+        config, SamplingParams(NEW_TOKENS, seed=2, stop_token_ids=(1,)), slots=slots, prompts=prompts
+    )
+    assert difference < 1e-5
+    return sequences(out), len(ran)
+
+
+def test_equal_prompts_go_through_the_model_once(model_path):
+    config, repeats = config_of(model_path("llama")), 4
+    (alone, ran_alone), (shared, ran), (refilled, ran_refilled) = (
+        run_processes(generate_groups, config, slots, repeats, world_size=1)[0] for slots in (1, 64, 5)
+    )
+    assert shared == refilled == alone
+    assert len(set(map(tuple, shared))) > 2 * ROWS, "the samples of a group differ"
+    assert (ran_alone, ran) == (ROWS * repeats, ROWS)
+    assert ran_refilled < ROWS * repeats / 2
 
 
 # ------------------------------------------------------------------ sampling

@@ -121,7 +121,7 @@ def test_resuming_under_another_layout_continues_the_same_run(files, dpo_run):
         torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=2e-4, msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_precomputed_reference_equals_swapping(files, dpo_run):
     _, swapped = dpo_run
     out = files / "out_precomputed"

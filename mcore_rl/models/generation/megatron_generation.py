@@ -2,7 +2,8 @@
 
 Data- and context-parallel ranks are replicas that share the prompts out; the tensor- and pipeline-parallel
 ranks of a replica run the same steps. A replica keeps up to `max_batch_size` sequences going: one that
-ends leaves at once, and the next prompt of the queue takes its place.
+ends leaves at once, and the next prompt of the queue takes its place. A prompt that is being answered already
+(the others of its group) does not go through the model again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class _Sequence:
     row: int
     """In the batch of prompts."""
     sample_id: int
-    prompt: list[int]
+    prompt: tuple[int, ...]
+    prompt_state: Tensor = field(init=False)
+    """[hidden] of the prompt's last token, on the last stage."""
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ended: bool = False
@@ -95,7 +98,8 @@ class MegatronGeneration(GenerationInterface):
         limits = list(max_new_tokens or [params.max_new_tokens] * len(prompts))
         replicas = self.topology.data.size * self.topology.context.size
         replica = self.topology.data.rank * self.topology.context.size + self.topology.context.rank
-        mine = prompts[replica::replicas]
+        first, end = (len(prompts) * r // replicas for r in (replica, replica + 1))
+        mine = prompts[first:end]  # neighbours: equal prompts, which go through the model once
         if mine:
             _Batch(self, mine, params, limits).run()
         return self._collect(mine, prompts, limits)
@@ -110,7 +114,7 @@ class MegatronGeneration(GenerationInterface):
                     f"max_sequence_length={self.max_sequence_length}"
                 )
         rows = zip(ids, data["input_ids"].tolist(), lengths, strict=True)
-        return [_Sequence(row, sample_id, ids[:length]) for row, (sample_id, ids, length) in enumerate(rows)]
+        return [_Sequence(row, sample_id, tuple(ids[:length])) for row, (sample_id, ids, length) in enumerate(rows)]
 
     def _collect(
         self, mine: list[_Sequence], prompts: list[_Sequence], limits: list[int]
@@ -126,7 +130,7 @@ class MegatronGeneration(GenerationInterface):
         logprobs = torch.zeros(len(prompts), max(lengths))
         for s, length in zip(prompts, lengths, strict=True):
             response, values, _ = done[s.row]
-            output_ids[s.row, :length] = torch.tensor(s.prompt + response)
+            output_ids[s.row, :length] = torch.tensor([*s.prompt, *response])
             logprobs[s.row, len(s.prompt) : length] = torch.tensor(values)
         return BatchedDataDict(
             output_ids=output_ids,
@@ -163,18 +167,35 @@ class _Batch:
                 self._retire()
 
     def _admit(self) -> None:
-        """Prompts into free rows, each with its first token."""
+        """Queued sequences into free rows, each with its first token; one whose prompt is in a row copies it."""
         while self.queue and len(self.going) < self.rows:
-            new, tokens = [self.queue.popleft()], 0
-            while self.queue and len(self.going) + len(new) < self.rows:
-                tokens += len(self.queue[0])
-                if tokens > self.generation.prefill_tokens:
-                    break
-                new.append(self.queue.popleft())
-            last = self.cache.prefill(len(self.going), [s.prompt for s in new])
-            self.going += new
-            self._extend(new, last)
+            first, fresh = len(self.going), list[int]()
+            row_of = {s.prompt: row for row, s in enumerate(self.going)}
+            tokens = 0
+            while self.queue and len(self.going) < self.rows:
+                s, row = self.queue[0], len(self.going)
+                if s.prompt not in row_of:
+                    tokens += len(s.prompt)
+                    if fresh and tokens > self.generation.prefill_tokens:
+                        break
+                    fresh.append(row)
+                    row_of[s.prompt] = row
+                self.going.append(self.queue.popleft())
+            self._prefill(fresh)
+            new = self.going[first:]
+            for row, s in enumerate(new, start=first):
+                if (source := row_of[s.prompt]) != row:
+                    self.cache.copy(source, row, len(s.prompt))
+                    s.prompt_state = self.going[source].prompt_state
+            self._extend(new, torch.stack([s.prompt_state for s in new]))
             self._retire()
+
+    def _prefill(self, rows: list[int]) -> None:
+        """Run the prompts of these rows' sequences."""
+        if rows:
+            states = self.cache.prefill(rows, [self.going[row].prompt for row in rows])
+            for row, state in zip(rows, states, strict=True):
+                self.going[row].prompt_state = state
 
     def _extend(self, sequences: list[_Sequence], x: Tensor) -> None:
         """One more token each, from the hidden states [n, hidden] of their last ones."""
@@ -209,5 +230,5 @@ class _Batch:
             if s.ended or len(s.response) >= self.limit[s.row]:
                 last = self.going.pop()
                 if last is not s:
-                    self.cache.move(len(self.going), row, len(last))
+                    self.cache.copy(len(self.going), row, len(last))
                     self.going[row] = last
