@@ -14,7 +14,8 @@ from mcore_rl.distributed.processes import WorkerError, run_processes
 from mcore_rl.layout_check import Layout
 from mcore_rl.models.policy.refit import RefitReceiver, plan_buckets
 
-REFITS, ENGINES = 3, 2
+REFITS, ENGINES, BEST = 3, 2, 8
+CLOSE = {"rtol": 0, "atol": 1e-5}
 BUCKET_BYTES = 20_000  # smaller than some tensors, larger than others
 
 
@@ -45,9 +46,16 @@ def engine_of(path):
 
 
 @torch.no_grad()
-def engine_logprobs(model):
-    logits = model(prompts()).logits[:, :-1].log_softmax(-1)
-    return logits.gather(2, prompts()[:, 1:, None])[..., 0]
+def engine_outputs(model):
+    """Log-probabilities of the prompts' tokens, and the largest logits at each position."""
+    logits = model(prompts()).logits
+    logprobs = logits[:, :-1].log_softmax(-1).gather(2, prompts()[:, 1:, None])[..., 0]
+    return logprobs, logits.topk(BEST).values
+
+
+def policy_outputs(policy):
+    data = BatchedDataDict(input_ids=prompts(), input_lengths=torch.tensor([20] * 4), sample_mask=torch.ones(4))
+    return policy.get_logprobs(data)["logprobs"][:, 1:], policy.get_topk_logits(data, BEST)["topk_logits"]
 
 
 def train_and_refit(config, port):
@@ -56,12 +64,11 @@ def train_and_refit(config, port):
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
     policy.init_collective("127.0.0.1", port, ENGINES + 1)
     loss_fn = DPOLossFn(config.dpo.model_dump(exclude={"reference"}))
-    data = BatchedDataDict(input_ids=prompts(), input_lengths=torch.tensor([20] * 4), sample_mask=torch.ones(4))
     results = []
     for _ in range(REFITS):
         policy.train(make_data(), loss_fn)
         policy.broadcast_weights_for_collective(BUCKET_BYTES)
-        results.append(policy.get_logprobs(data)["logprobs"][:, 1:])
+        results.append(policy_outputs(policy))
     return results
 
 
@@ -87,7 +94,7 @@ def start_both(config, policies, port, store):
     results = []
     for _ in range(REFITS):
         receiver.update_weights_from_collective()
-        results.append(engine_logprobs(model))
+        results.append(engine_outputs(model))
     return results
 
 
@@ -99,8 +106,8 @@ def test_refit_by_collective(layout, family, model_of):
     everyone = run_processes(start_both, config, policies, free_port(), free_port(), world_size=policies + ENGINES)
     for refit in range(REFITS):
         for engine in everyone[policies:]:
-            torch.testing.assert_close(engine[refit], everyone[0][refit], rtol=0, atol=2e-5)
-    assert not torch.allclose(everyone[0][0], everyone[0][1], atol=1e-3), "training changed the weights"
+            torch.testing.assert_close(engine[refit], everyone[0][refit], **CLOSE)
+    assert not torch.allclose(everyone[0][0][0], everyone[0][1][0], atol=1e-3), "training changed the weights"
 
 
 def share_and_receive(config):
@@ -112,8 +119,7 @@ def share_and_receive(config):
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
     loss_fn = DPOLossFn(config.dpo.model_dump(exclude={"reference"}))
     policy.train(make_data(), loss_fn)
-    data = BatchedDataDict(input_ids=prompts(), input_lengths=torch.tensor([20] * 4), sample_mask=torch.ones(4))
-    expected = policy.get_logprobs(data)["logprobs"][:, 1:]
+    expected = policy_outputs(policy)
     before = policy.offload_before_refit()
     connection = None
     if policy.is_writer:
@@ -129,18 +135,18 @@ def share_and_receive(config):
         torch.distributed.barrier()
     after = policy.offload_after_refit()
     errors = []
-    for call in (lambda: policy.get_logprobs(data), lambda: policy.train(make_data(), loss_fn)):
+    for call in (lambda: policy_outputs(policy), lambda: policy.train(make_data(), loss_fn)):
         try:
             call()
         except RuntimeError as error:
             errors.append(str(error))
     policy.prepare_for_training()
-    again = policy.get_logprobs(data)["logprobs"][:, 1:]
+    again = policy_outputs(policy)
     metrics = policy.train(make_data(), loss_fn)
     received = None
     if connection is not None:
         connection.send(None)
-        received = torch.tensor(connection.recv())
+        received = tuple(map(torch.tensor, connection.recv()))
         engine.join(30)
     policy.shutdown()
     return expected, again, received, (before, after), errors, metrics
@@ -153,7 +159,7 @@ def ipc_engine(connection, path):
     while (handles := connection.recv()) is not None:
         receiver.update_weights_from_ipc_handles(handles)
         connection.send("taken")
-    connection.send(engine_logprobs(model).tolist())
+    connection.send([values.tolist() for values in engine_outputs(model)])
 
 
 def two_steps(config):
@@ -171,8 +177,8 @@ def test_refit_by_shared_memory_and_offloading(layout, model_of):
     config = layout.apply(make_config(model_of("llama")))
     results = run_processes(share_and_receive, config, world_size=layout.world_size)
     expected, again, received, _, errors, metrics = results[0]
-    torch.testing.assert_close(received, expected, rtol=0, atol=2e-5)
-    assert torch.equal(again, expected)
+    torch.testing.assert_close(received, expected, **CLOSE)
+    assert all(map(torch.equal, again, expected))
     assert [error.split(":")[0] for error in errors] == ["get_logprobs", "train"]
     assert all("call prepare_for_training first" in error for error in errors)
     assert metrics == run_processes(two_steps, config, world_size=layout.world_size)[0]
