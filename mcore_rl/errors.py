@@ -11,3 +11,7 @@ class UserError(ValueError):
 
 class TrainingError(RuntimeError):
     """Training cannot go on; the message says at which step and why. What was saved is intact."""
+
+
+class WorkerError(RuntimeError):
+    """A rank failed, died or took too long; the message has its number and, if it could still tell, its traceback."""

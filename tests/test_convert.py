@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from test_training import run
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.distributed.processes import WorkerError, run_processes
+from mcore_rl.distributed.processes import run_processes
+from mcore_rl.errors import WorkerError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.processes import WorkerError, run_processes
+from mcore_rl.distributed.processes import run_processes
+from mcore_rl.errors import WorkerError
 from mcore_rl.layout_check import Layout
 from mcore_rl.models.generation.sampling import SamplingParams, _filtered, sample, uniforms
 

@@ -207,7 +207,7 @@ def unregistered_collective():
 
 def test_a_collective_that_autograd_cannot_see_is_an_error():
     """What `run_processes` promises: the warning of wrong gradients is never only a warning."""
-    from mcore_rl.distributed.processes import WorkerError
+    from mcore_rl.errors import WorkerError
 
     with pytest.raises(WorkerError, match="autograd kernel was not registered"):
         run_processes(unregistered_collective, world_size=2)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -10,9 +11,8 @@ from test_layouts import make_config, make_data
 
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
 from mcore_rl.algorithms.loss_functions import DPOLossFn
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
-from mcore_rl.errors import UserError
+from mcore_rl.errors import UserError, WorkerError
 from mcore_rl.layout_check import Layout
 
 ray = pytest.importorskip("ray")
@@ -23,7 +23,7 @@ LAYOUT = Layout(tp=2)
 @pytest.fixture(scope="module")
 def cluster():
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.path.dirname(__file__)}
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
     yield
     ray.shutdown()
@@ -46,15 +46,17 @@ def direct(config):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
-    results = [policy.train(make_data(), loss_of(config)) for _ in range(2)], policy.get_logprobs(make_data())
+    trained = [policy.train(make_data(), loss_of(config)) for _ in range(2)]
+    results = trained, policy.evaluate(make_data(), loss_of(config)), policy.get_logprobs(make_data())
     policy.shutdown()
     return results
 
 
 def test_the_numbers_are_the_workers_own(policy, model_of, tmp_path):
     config = LAYOUT.apply(make_config(model_of("llama")))
-    metrics, logprobs = run_processes(direct, config, world_size=2)[0]
+    metrics, evaluated, logprobs = run_processes(direct, config, world_size=2)[0]
     assert [policy.train(make_data(), loss_of(config)) for _ in range(2)] == metrics
+    assert policy.evaluate(make_data(), loss_of(config)) == evaluated
     assert (policy.get_logprobs(make_data())["logprobs"] == logprobs["logprobs"]).all()
     saved = policy.save_checkpoint(tmp_path, 2, {})
     assert saved.name == "iter_0000002"
@@ -87,14 +89,14 @@ class Engine:
         self.receiver.init_collective(ip, port, 1, 2, timeout=60)
 
     def refit(self):
-        from test_refit import engine_logprobs
+        from test_refit import engine_outputs
 
         self.receiver.update_weights_from_collective()
-        return engine_logprobs(self.model)
+        return engine_outputs(self.model)
 
 
 def test_an_engine_is_refitted(policy, model_of):
-    from test_refit import free_port, prompts
+    from test_refit import CLOSE, free_port, policy_outputs
 
     engine, port = ray.remote(Engine).remote(str(model_of("llama")), policy.prepare_refit_info()), free_port()
     joining = engine.join.remote("127.0.0.1", port)
@@ -103,15 +105,11 @@ def test_an_engine_is_refitted(policy, model_of):
     policy.train(make_data(), loss_of(LAYOUT.apply(make_config(model_of("llama")))))
     refitting = engine.refit.remote()
     policy.wait(policy.broadcast_weights_for_collective(20_000), timeout=60)
-    data = BatchedDataDict(input_ids=prompts(), input_lengths=torch.tensor([20] * 4))
-    ours = policy.get_logprobs(data)["logprobs"][:, 1:]
-    torch.testing.assert_close(ray.get(refitting, timeout=60), ours, rtol=0, atol=2e-5)
+    torch.testing.assert_close(ray.get(refitting, timeout=60), policy_outputs(policy), **CLOSE)
     ray.kill(engine)
 
 
 def test_a_failure_arrives_with_rank_and_traceback(policy):
-    from mcore_rl.models.policy.ray_policy import WorkerError
-
     with pytest.raises(WorkerError, match=r"(?s)rank [01]: Traceback .* this loss always fails"):
         policy.train(make_data(), FailingLoss())
 
@@ -126,8 +124,6 @@ class DyingLoss(FailingLoss):
 
 
 def test_a_dead_actor_fails_the_call_within_seconds(policy):
-    from mcore_rl.models.policy.ray_policy import WorkerError
-
     started = time.monotonic()
     with pytest.raises(WorkerError, match="rank 1: the actor died"):
         policy.train(make_data(), DyingLoss())

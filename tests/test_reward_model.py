@@ -12,7 +12,8 @@ from test_training import metrics_of, run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mcore_rl.algorithms.loss_functions import BradleyTerryLoss
-from mcore_rl.distributed.processes import WorkerError, run_processes
+from mcore_rl.distributed.processes import run_processes
+from mcore_rl.errors import WorkerError
 from mcore_rl.layout_check import Layout
 
 STEPS, CENTER, K = 3, 0.1, 7

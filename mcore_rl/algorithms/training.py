@@ -15,12 +15,13 @@ from mcore_rl.algorithms.checkpointing import RunCheckpoints, find_checkpoints
 from mcore_rl.algorithms.interruption import Interruption
 from mcore_rl.algorithms.metrics import Reporter, speaker
 from mcore_rl.config import TrainerConfig, TrainingConfig, resolved_yaml
+from mcore_rl.data.packing import batching_of
 from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.models.megatron.weights import check_hf_tensors
-from mcore_rl.models.policy.megatron_policy import MegatronPolicy, batching_of
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
 
 class RunDataset(Protocol):

@@ -22,11 +22,9 @@ from typing import Any
 
 import torch
 
+from mcore_rl.errors import WorkerError
+
 _PRELOAD = ["mcore_rl.models.policy.megatron_policy", "mcore_rl.layout_check"]
-
-
-class WorkerError(RuntimeError):
-    """A function failed on a rank; the message holds that rank's traceback."""
 
 
 def run_processes(function: Callable[..., Any], *args: Any, world_size: int, timeout: float = 120) -> list[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from mcore_rl.algorithms.loss_functions.packing import add_metrics
 from mcore_rl.checkpoint_store import CheckpointStore
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batches import valid_counts
-from mcore_rl.data.packing import Batching, Microbatch
+from mcore_rl.data.packing import Microbatch, batching_of
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_reduce, gather_objects
 from mcore_rl.errors import UserError
@@ -371,31 +370,3 @@ class MegatronPolicy(Colocation):
         self.release_shared_bucket()
         destroy_parallel()
         return True
-
-
-def batching_of(config: TrainingConfig, rows_per_unit: int, dp_size: int) -> Batching:
-    """How a configuration cuts its batches.
-
-    Raises:
-        UserError: a pack that cannot hold the longest record.
-    """
-    parallel = config.parallel
-    batching = Batching(
-        packing=config.batch.packing,
-        tokens_per_pack=config.batch.tokens_per_pack or 0,
-        micro_batch_size=config.batch.micro_batch_size,
-        rows_per_unit=rows_per_unit,
-        dp_size=dp_size,
-        cp_size=parallel.context_parallel_size,
-        multiple=parallel.sequence_multiple,
-        one_width=parallel.pipeline_model_parallel_size > 1,
-    )
-    longest = rows_per_unit * -(-config.data.max_sequence_length // batching.multiple) * batching.multiple
-    if config.batch.tokens_per_pack is None:
-        return replace(batching, tokens_per_pack=longest)
-    if config.batch.packing and config.batch.tokens_per_pack < longest:
-        raise UserError(
-            f"batch.tokens_per_pack={config.batch.tokens_per_pack}: must hold the longest record, {longest} tokens "
-            f"({rows_per_unit} x data.max_sequence_length={config.data.max_sequence_length}, padded)"
-        )
-    return batching

@@ -16,7 +16,7 @@ from typing import Any
 from mcore_rl.algorithms.interfaces import LossFunction
 from mcore_rl.config import TrainingConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.errors import UserError
+from mcore_rl.errors import UserError, WorkerError
 from mcore_rl.models.policy.interfaces import (
     ColocatablePolicyInterface,
     LogprobOutputSpec,
@@ -29,10 +29,6 @@ try:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError:
     raise UserError("the Ray controller needs the ray extra (pip install 'mcore_rl[ray]')") from None
-
-
-class WorkerError(RuntimeError):
-    """A rank failed or died; the message has its number and, if it could still tell, its traceback."""
 
 
 class Policy(ColocatablePolicyInterface):
@@ -127,6 +123,19 @@ class Policy(ColocatablePolicyInterface):
         self, data: BatchedDataDict[Any], temperature: float = 1.0
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         return self._call("get_reference_policy_logprobs", data, temperature)[0]
+
+    def get_topk_logits(self, data: BatchedDataDict[Any], k: int) -> BatchedDataDict[Any]:
+        """As `MegatronPolicy.get_topk_logits`."""
+        return self._call("get_topk_logits", data, k)[0]
+
+    def get_rewards(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        """As `MegatronPolicy.get_rewards`."""
+        return self._call("get_rewards", data)[0]
+
+    def evaluate(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, float]:
+        """The loss's metrics over a global batch, without gradients."""
+        metrics: dict[str, float] = self._call("evaluate", data, loss_fn, temperature)[0]
+        return metrics
 
     def train(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, Any]:
         metrics: dict[str, Any] = self._call("train", data, loss_fn, temperature)[0]
