@@ -1,7 +1,8 @@
 """Is a parallel run right? The same step under many layouts, compared with one process.
 
-Everything that a layout could change is looked at: loss, metrics, log-probabilities, the gradient of
-every parameter in its Hugging Face shape, the gradient norm, and the weights after some steps.
+Everything that a layout could change is looked at: loss, metrics, scores (log-probabilities, or a reward
+model's rewards), the gradient of every parameter in its Hugging Face shape, the gradient norm, and the
+weights after some steps.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.loss_functions import DPOLossFn, LossFunction, NLLLoss
-from mcore_rl.config import DPOConfig, TrainingConfig
+from mcore_rl.algorithms.loss_functions import BradleyTerryLoss, ClippedPGLossFn, DPOLossFn, LossFunction, NLLLoss
+from mcore_rl.config import DPOConfig, GRPOConfig, RMConfig, TrainingConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
@@ -63,12 +64,12 @@ class Layout:
 class Outcome:
     """What one layout computed.
 
-    metrics: of the first step, `grad_norm` included. logprobs: [B, S]. gradients: of the first step.
-    weights: after the last.
+    metrics: of the first step, `grad_norm` included. scores: log-probabilities [B, S] or rewards [B, 1].
+    gradients: of the first step. weights: after the last.
     """
 
     metrics: dict[str, float]
-    logprobs: Tensor
+    scores: Tensor
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
 
@@ -77,7 +78,20 @@ def loss_of(config: TrainingConfig) -> LossFunction:
     """The loss that a configuration trains with."""
     if isinstance(config, DPOConfig):
         return DPOLossFn(config.dpo.model_dump(exclude={"reference"}))  # type: ignore[arg-type]
+    if isinstance(config, RMConfig):
+        return BradleyTerryLoss(config.reward.center_rewards_coefficient)
+    if isinstance(config, GRPOConfig):
+        return ClippedPGLossFn(config.loss.model_dump())  # type: ignore[arg-type]
     return NLLLoss()
+
+
+def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: TrainingConfig) -> None:
+    """What the loss compares the policy with, where the batch lacks it: the weights before the first update."""
+    if isinstance(config, DPOConfig):
+        data.setdefault("reference_policy_logprobs", logprobs.roll(-1, dims=1))
+    if isinstance(config, GRPOConfig):
+        for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
+            data[name] = logprobs
 
 
 def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: int) -> Outcome | None:
@@ -86,12 +100,14 @@ def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: i
     from mcore_rl.models.megatron.weights import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
-    is_dpo = isinstance(config, DPOConfig)
-    policy = MegatronPolicy(config, total_steps=1000, rows_per_unit=2 if is_dpo else 1)
+    pairs = isinstance(config, DPOConfig | RMConfig)
+    policy = MegatronPolicy(config, total_steps=1000, rows_per_unit=2 if pairs else 1)
     loss_fn = loss_of(config)
-    logprobs = policy.get_logprobs(data)["logprobs"]
-    if is_dpo and "reference_policy_logprobs" not in data:
-        data["reference_policy_logprobs"] = logprobs.roll(-1, dims=1)
+    if config.model.head == "reward":
+        scores = policy.get_rewards(data)["rewards"]
+    else:
+        scores = policy.get_logprobs(data)["logprobs"]
+        add_earlier_logprobs(data, scores, config)
     policy.compute_gradients(data, loss_fn)
     gather_gradients(policy.chunks)
     gradients = {name: g.cpu() for name, g in export_hf_weights(policy.model, _main_grad)}
@@ -99,7 +115,7 @@ def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: i
     weights = {name: w.cpu() for name, w in export_hf_weights(policy.model)}
     is_writer = policy.is_writer
     policy.shutdown()
-    return Outcome(metrics, logprobs, gradients, weights) if is_writer else None
+    return Outcome(metrics, scores, gradients, weights) if is_writer else None
 
 
 def _main_grad(parameter: torch.nn.Parameter) -> Tensor:
@@ -113,7 +129,7 @@ class Difference:
 
     loss: float
     metrics: float
-    logprobs: float
+    scores: float
     gradients: float
     worst_gradient: str
     grad_norm: float
@@ -121,7 +137,7 @@ class Difference:
 
     def within(self, loss: float = 1e-5, gradients: float = 1e-4) -> bool:
         return (
-            max(self.loss, self.metrics, self.logprobs) <= loss
+            max(self.loss, self.metrics, self.scores) <= loss
             and max(self.gradients, self.grad_norm, self.weights) <= gradients
         )
 
@@ -144,7 +160,7 @@ def compare(outcome: Outcome, reference: Outcome) -> Difference:
     return Difference(
         loss=metrics["loss"],
         metrics=max(value for name, value in metrics.items() if name not in ("loss", "grad_norm")),
-        logprobs=_distance(outcome.logprobs, reference.logprobs),
+        scores=_distance(outcome.scores, reference.scores),
         gradients=gradients[worst],
         worst_gradient=worst,
         grad_norm=abs(outcome.metrics["grad_norm"] / reference.metrics["grad_norm"] - 1),
@@ -161,11 +177,11 @@ def _distance(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     return float(difference / max(float(expected.double().norm()), floor, ROUNDING))
 
 
-def shrink_model(source: Path, destination: Path, layouts: Iterable[Layout]) -> None:
+def shrink_model(source: Path, destination: Path, layouts: Iterable[Layout], head: str = "lm") -> None:
     """A model of the same architecture with few small layers and random fp32 weights, and its tokenizer."""
     import shutil
 
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from mcore_rl.models.megatron.hf_checkpoint import companions
 
@@ -180,8 +196,11 @@ def shrink_model(source: Path, destination: Path, layouts: Iterable[Layout]) -> 
     config.num_hidden_layers = 2 * pp
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1] * config.num_hidden_layers
+    if head == "reward":
+        config.num_labels = 1
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model_class = AutoModelForSequenceClassification if head == "reward" else AutoModelForCausalLM
+    model = model_class.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():  # norms and biases away from their special values
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -221,13 +240,13 @@ def check_layouts(
 
 
 TABLE_HEADER = (
-    f"{'layout':<28}{'loss':>10}{'metrics':>10}{'logprobs':>10}{'gradients':>11}{'grad norm':>11}{'weights':>10}"
+    f"{'layout':<28}{'loss':>10}{'metrics':>10}{'scores':>10}{'gradients':>11}{'grad norm':>11}{'weights':>10}"
 )
 
 
 def table_row(layout: Layout, difference: Difference) -> str:
     """One line of the table of relative differences."""
-    numbers = (difference.loss, difference.metrics, difference.logprobs)
+    numbers = (difference.loss, difference.metrics, difference.scores)
     verdict = "" if difference.within() else f"  WRONG ({difference.worst_gradient})"
     return (
         f"{layout!s:<28}"

@@ -14,4 +14,5 @@ def quiet_libraries() -> None:
     for name in ("transformers", "datasets", "megatron", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of every rank at once
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of processes started from here

@@ -14,21 +14,22 @@ from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from mcore_rl.config import DPOConfig, SFTConfig, load_config
+from mcore_rl.config import DPOConfig, GRPOConfig, RMConfig, SFTConfig, load_config
 from mcore_rl.entry_point import leave
 from mcore_rl.errors import UserError
 from mcore_rl.quiet import quiet_libraries
 
+ALGORITHMS = {"dpo": DPOConfig, "sft": SFTConfig, "rm": RMConfig, "grpo": GRPOConfig}
 DEFAULT_LAYOUTS = ["tp=1,2", "pp=1,2", "cp=1,2"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", help="YAML file of train_dpo.py or train_sft.py")
+    parser.add_argument("config", help="YAML file of the algorithm's training script")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--layouts", nargs="+", default=DEFAULT_LAYOUTS, metavar="KEY=1,2")
     parser.add_argument("--max-processes", type=int, default=8, help="leave out larger layouts")
-    parser.add_argument("--algorithm", choices=("dpo", "sft"), default="dpo")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, default="dpo")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps before weights are compared")
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
@@ -38,35 +39,60 @@ def main() -> int:
         leave(2, str(error))
 
 
-def verify(arguments: argparse.Namespace) -> int:
-    from mcore_rl.data.batches import SampleOrder, collate
-    from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
+def verify(arguments):
     from mcore_rl.data.tokenize import load_tokenizer
     from mcore_rl.layout_check import TABLE_HEADER, check_layouts, parse_layouts, shrink_model, table_row
 
-    is_dpo = arguments.algorithm == "dpo"
-    config = load_config(DPOConfig if is_dpo else SFTConfig, arguments.config, arguments.overrides)
+    config = load_config(ALGORITHMS[arguments.algorithm], arguments.config, arguments.overrides)
     layouts = [x for x in parse_layouts(arguments.layouts) if x.world_size <= arguments.max_processes]
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    load_dataset = load_preference_dataset if is_dpo else load_sft_dataset
-    dataset = load_dataset(config.data.train, tokenizer, config.data)
-    count = min(config.batch.global_batch_size, len(dataset))
-    units = [dataset.units[i] for i in SampleOrder(len(dataset), config.seed).indices(0, count)]
+    data = invent_rollouts(config, tokenizer) if arguments.algorithm == "grpo" else first_batch(config, tokenizer)
     with tempfile.TemporaryDirectory() as directory:
         small = Path(directory) / "model"
-        shrink_model(config.model.path, small, layouts)
-        config = config.model_copy(
-            update={"model": config.model.model_copy(update={"path": small, "dtype": "float32"})}
-        )
-        print(f"{count} records of {config.data.train}, relative differences from one process")
+        shrink_model(config.model.path, small, layouts, config.model.head)
+        model = config.model.model_copy(update={"path": small, "dtype": "float32"})
+        config = config.model_copy(update={"model": model})
+        print(f"{data.size} sequences of {config.data.train}, relative differences from one process")
         print(TABLE_HEADER)
         right = True
-        for layout, difference in check_layouts(
-            config, collate(units, tokenizer.pad_token_id), layouts, arguments.steps
-        ):
+        for layout, difference in check_layouts(config, data, layouts, arguments.steps):
             print(table_row(layout, difference), flush=True)
             right &= difference.within()
     return 0 if right else 1
+
+
+def first_batch(config, tokenizer):
+    from mcore_rl.data.batches import SampleOrder, collate
+    from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
+
+    load_dataset = load_sft_dataset if isinstance(config, SFTConfig) else load_preference_dataset
+    dataset = load_dataset(config.data.train, tokenizer, config.data)
+    count = min(config.batch.global_batch_size, len(dataset))
+    units = [dataset.units[i] for i in SampleOrder(len(dataset), config.seed).indices(0, count)]
+    return collate(units, tokenizer.pad_token_id)
+
+
+def invent_rollouts(config, tokenizer):
+    """Random answers to the first prompts, with random rewards: what they say makes no difference here."""
+    import torch
+
+    from mcore_rl.algorithms.advantages import ESTIMATORS
+    from mcore_rl.algorithms.rollouts import Rollout, to_batch
+    from mcore_rl.data.batches import SampleOrder
+    from mcore_rl.data.prompts import load_prompt_dataset
+
+    dataset = load_prompt_dataset(config.data.train, tokenizer, config.data, config.max_prompt_length)
+    prompts, group = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
+    generator, rollouts = torch.Generator().manual_seed(config.seed), []
+    for index in SampleOrder(len(dataset), config.seed).indices(0, prompts):
+        for length in torch.randint(1, config.grpo.max_new_tokens + 1, (group,), generator=generator).tolist():
+            rollout = Rollout.begin(index, len(rollouts), dataset.prompts[index])
+            rollout.input_ids += torch.randint(len(tokenizer), (length,), generator=generator).tolist()
+            rollout.token_mask += [True] * length
+            rollout.logprobs += [0.0] * length
+            rollouts.append(rollout)
+    rewards = torch.rand(prompts, group, generator=generator)
+    return to_batch(rollouts, ESTIMATORS[config.grpo.advantage_estimator](rewards), tokenizer.pad_token_id)
 
 
 if __name__ == "__main__":

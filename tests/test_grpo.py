@@ -46,10 +46,7 @@ def make_rollouts():
 
 def make_batch():
     rollouts = make_rollouts()
-    data = to_batch(rollouts, 0)
-    advantages = ESTIMATORS["grpo"](torch.tensor([r.reward for r in rollouts]).view(4, 3)).flatten()
-    data["advantages"] = advantages[:, None].expand(data["input_ids"].shape).contiguous()
-    return data
+    return to_batch(rollouts, ESTIMATORS["grpo"](torch.tensor([r.reward for r in rollouts]).view(4, 3)), 0)
 
 
 def megatron_update(config, options):
@@ -326,6 +323,13 @@ def test_no_signal_is_no_update(files):
         load_file(files / "model" / "model.safetensors"),
     )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.long
+def test_every_layout_is_verified(files):
+    verified = run("verify_layouts.py", files / "grpo.yaml", "--algorithm", "grpo", "--layouts", "tp=2", "cp=1,2")
+    assert [line.split("  ")[0] for line in verified.stdout_text.splitlines()[2:]] == ["tp2", "tp2 cp2"]
+    assert "24 sequences" in verified.stdout_text
 
 
 @pytest.mark.parametrize(

@@ -189,3 +189,13 @@ def test_nan_stops_with_step_and_leaves_the_checkpoint(files):
     assert "error: step 1: the loss is nan; first bad log-probability at rank 0: row" in process.stderr_text
     assert "the last checkpoint is " + str(out / "checkpoints" / "iter_0000002") in process.stderr_text
     assert (out / "checkpoints" / "iter_0000002" / "metadata.json").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("config", "algorithm"), [("dpo", "dpo"), ("sft", "sft"), ("dpo", "rm")])
+def test_every_layout_is_verified(files, config, algorithm):
+    head = "model.head=reward" if algorithm == "rm" else "model.head=lm"
+    arguments = ("--algorithm", algorithm, head, "--layouts", "tp=2", "cp=1,2")
+    verified = run("verify_layouts.py", files / f"{config}.yaml", *arguments)
+    assert [line.split("  ")[0] for line in verified.stdout_text.splitlines()[2:]] == ["tp2", "tp2 cp2"]
+    assert "WRONG" not in verified.stdout_text

@@ -133,7 +133,7 @@ class GRPORun(TrainingRun[PromptDataset]):
             rollouts = self._collect(step)
         rewards = torch.tensor([r.reward for r in rollouts]).view(-1, self.config.grpo.num_generations_per_prompt)
         metrics = rollout_metrics(rollouts)
-        advantages = ESTIMATORS[self.config.grpo.advantage_estimator](self._shaped(rewards, rollouts)).flatten()
+        advantages = ESTIMATORS[self.config.grpo.advantage_estimator](self._shaped(rewards, rollouts))
         if bool((advantages == 0).all()):
             self.say(f"step {step}: all rewards of each prompt are equal; there is nothing to learn from, no update")
             return {**metrics, "skipped_update": 1.0, **self._timings(rollouts, started)}
@@ -194,8 +194,7 @@ class GRPORun(TrainingRun[PromptDataset]):
         return rewards + soft_overlong_penalty(lengths, self.config.grpo.max_new_tokens, cache).view_as(rewards)
 
     def _training_data(self, step: int, rollouts: list[Rollout], advantages: torch.Tensor) -> BatchedDataDict[Any]:
-        data = to_batch(rollouts, self.inputs.tokenizer.pad_token_id)
-        data["advantages"] = advantages[:, None].expand(data["input_ids"].shape).contiguous()
+        data = to_batch(rollouts, advantages, self.inputs.tokenizer.pad_token_id)
         if self.config.grpo.mask_truncated:
             data["sample_mask"] = torch.tensor([0.0 if r.truncated else 1.0 for r in rollouts])
         with self._phase(step, "logprobs"):

@@ -127,10 +127,16 @@ class RolloutWorker:
         return True
 
 
-def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> BatchedDataDict[Any]:
-    """Right-padded rows: input_ids, token_mask, generation_logprobs [B, S], input_lengths, sample_mask [B]."""
+def to_batch(rollouts: Sequence[Rollout], advantages: torch.Tensor, pad_token_id: int) -> BatchedDataDict[Any]:
+    """Right-padded rows: input_ids, token_mask, generation_logprobs, advantages [B, S], input_lengths, sample_mask [B].
+
+    Args:
+        advantages: one for each rollout, in any shape.
+    """
+    input_ids = _padded([r.input_ids for r in rollouts], torch.long, pad_token_id)
     return BatchedDataDict(
-        input_ids=_padded([r.input_ids for r in rollouts], torch.long, pad_token_id),
+        input_ids=input_ids,
+        advantages=advantages.reshape(-1, 1).expand(input_ids.shape).contiguous(),
         token_mask=_padded([r.token_mask for r in rollouts], torch.float32),
         generation_logprobs=_padded([r.logprobs for r in rollouts], torch.float32),
         input_lengths=torch.tensor([len(r.input_ids) for r in rollouts]),
