@@ -57,6 +57,7 @@ class Worker:
             Rollout(
                 index, sample_id, [1] * (3 + n), [False, False] + [True] * (n + 1), [0.0, 0.0] + [-1.0] * (n + 1),
                 reward=float(not self.teaches(index) or number % 2), truncated=n == 7,
+                message_log=[{"role": "user", "content": str(index)}],
             )
             for number, ((index, _), sample_id) in enumerate(zip(prompts, sample_ids, strict=True))
             for n in [sample_id % 8]
@@ -141,7 +142,8 @@ def test_updates_per_rollout_and_logged_samples(step, tmp_path):
     assert len(run.policy.trained) == 3
     assert all("prev_logprobs" in data for data in run.policy.trained)
     assert "prev_logprobs" not in step().policy.trained[0]
-    assert len(read_step_log(tmp_path / "samples.jsonl")) == 4
+    samples = read_step_log(tmp_path / "samples.jsonl")
+    assert len({sample["messages"][0]["content"] for sample in samples}) == len(samples) == 4, "of as many prompts"
     step(num_logged_samples=0)
     assert read_step_log(tmp_path / "samples.jsonl") == []
 

@@ -182,7 +182,8 @@ class GRPORun(TrainingRun[PromptDataset]):
         if self.recording:
             sampling = self.config.grpo.model_dump(include={"temperature", "top_k", "top_p", "min_p", "max_new_tokens"})
             self.recording.append(step, recorded_step(weights, {**sampling, "seed": self.config.seed}, rollouts))
-        logged = rollouts[: self.config.grpo.num_logged_samples]
+        count = min(self.config.grpo.num_logged_samples, len(rollouts))
+        logged = [rollouts[i * len(rollouts) // count] for i in range(count)]  # of as many prompts as there are
         self.samples.append(step, *({"reward": r.reward, "messages": r.message_log, "error": r.error} for r in logged))
 
     def _shaped(self, rewards: torch.Tensor, rollouts: list[Rollout]) -> torch.Tensor:

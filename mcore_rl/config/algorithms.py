@@ -89,7 +89,7 @@ class GRPOAlgorithmConfig(Section):
     mask_truncated: bool = False
     """Whether responses cut off by max_new_tokens are left out of the loss."""
     num_logged_samples: Count = 4
-    """Completions written to samples.jsonl each step."""
+    """Completions written to samples.jsonl each step, of as many prompts as there are."""
 
     @model_validator(mode="after")
     def _grouped(self) -> GRPOAlgorithmConfig:
