@@ -276,6 +276,8 @@ def test_replay_trains_on_what_was_recorded(files, whole_run):
     too_long = train(files, "longer", "--replay", files / "recording.jsonl", "trainer.max_steps=9", check=False)
     assert too_long.returncode == 2
     assert "has no step 5 of the 9 that are asked for" in too_long.stderr_text
+    hotter = train(files, "hotter", "--replay", files / "recording.jsonl", "grpo.temperature=2", check=False)
+    assert "recording.jsonl: was sampled with grpo.temperature=1.0; here it is 2.0" in hotter.stderr_text
 
 
 def test_several_turns_updates_and_dynamic_sampling(files):

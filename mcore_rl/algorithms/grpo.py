@@ -37,6 +37,8 @@ from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 # Before the first update sampler, policy and reference are the same weights; what is left is rounding.
 FIRST_STEP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
+SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", "num_generations_per_prompt"}
+
 
 def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | None = None) -> None:
     """Raise the rewards of the policy's own answers.
@@ -58,7 +60,8 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
 
     inputs = load_inputs(config, load_dataset, rows_per_unit=1)
     steps = total_steps(config.trainer, len(inputs.train), config.grpo.num_prompts_per_step)
-    recorded = read_recording(replay, steps) if replay else None
+    required = config.grpo.model_dump(include={"temperature", "num_generations_per_prompt"})
+    recorded = read_recording(replay, steps, required) if replay else None
     updates = steps * config.grpo.num_updates_per_rollout
     policy = MegatronPolicy(config, updates, keep_reference=config.loss.reference_policy_kl_penalty > 0)
     environment = JudgedEnvironment(config.environment) if policy.is_writer else None
@@ -180,8 +183,8 @@ class GRPORun(TrainingRun[PromptDataset]):
         if not self.policy.is_writer:
             return
         if self.recording:
-            sampling = self.config.grpo.model_dump(include={"temperature", "top_k", "top_p", "min_p", "max_new_tokens"})
-            self.recording.append(step, recorded_step(weights, {**sampling, "seed": self.config.seed}, rollouts))
+            sampling = {**self.config.grpo.model_dump(include=SAMPLING_OPTIONS), "seed": self.config.seed}
+            self.recording.append(step, recorded_step(weights, sampling, rollouts))
         count = min(self.config.grpo.num_logged_samples, len(rollouts))
         logged = [rollouts[i * len(rollouts) // count] for i in range(count)]  # of as many prompts as there are
         self.samples.append(step, *({"reward": r.reward, "messages": r.message_log, "error": r.error} for r in logged))

@@ -157,20 +157,28 @@ def recorded_step(weights: str, sampling: dict[str, Any], rollouts: Sequence[Rol
     return {"weights": weights, "sampling": sampling, "rollouts": [asdict(r) for r in rollouts]}
 
 
-def read_recording(path: Path, steps: int) -> dict[int, list[Rollout]]:
+def read_recording(path: Path, steps: int, required: dict[str, Any]) -> dict[int, list[Rollout]]:
     """The rollouts of each recorded step.
 
+    Args:
+        required: sampling options that training on them depends on.
+
     Raises:
-        UserError: no such file, not a recording, or one of fewer than `steps` steps.
+        UserError: no such file, not a recording, one of fewer than `steps` steps, or sampled otherwise.
     """
     try:
-        recorded = {entry["step"]: [Rollout(**r) for r in entry["rollouts"]] for entry in read_step_log(path)}
+        entries = {int(entry["step"]): entry for entry in read_step_log(path)}
+        recorded = {step: [Rollout(**r) for r in entry["rollouts"]] for step, entry in entries.items()}
+        found = {name: entry["sampling"][name] for entry in entries.values() for name in required}
     except OSError as error:
         raise UserError(f"--replay {path}: cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"--replay {path}: is not a recording of rollouts: {error}") from None
     if missing := [step for step in range(1, steps + 1) if step not in recorded]:
         raise UserError(f"--replay {path}: has no step {missing[0]} of the {steps} that are asked for")
+    for name, value in required.items():
+        if found[name] != value:
+            raise UserError(f"--replay {path}: was sampled with grpo.{name}={found[name]}; here it is {value}")
     return recorded
 
 
