@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.loss_functions import BradleyTerryLoss, ClippedPGLossFn, DPOLossFn, LossFunction, NLLLoss
-from mcore_rl.config import DPOConfig, GRPOConfig, RMConfig, TrainingConfig
+from mcore_rl.algorithms.objectives import loss_of
+from mcore_rl.config import DPOConfig, GRPOConfig, ModelConfig, RMConfig, TrainingConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
@@ -72,17 +72,6 @@ class Outcome:
     scores: Tensor
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
-
-
-def loss_of(config: TrainingConfig) -> LossFunction:
-    """The loss that a configuration trains with."""
-    if isinstance(config, DPOConfig):
-        return DPOLossFn(config.dpo.model_dump(exclude={"reference"}))  # type: ignore[arg-type]
-    if isinstance(config, RMConfig):
-        return BradleyTerryLoss(config.reward.center_rewards_coefficient)
-    if isinstance(config, GRPOConfig):
-        return ClippedPGLossFn(config.loss.model_dump())  # type: ignore[arg-type]
-    return NLLLoss()
 
 
 def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: TrainingConfig) -> None:
@@ -177,15 +166,16 @@ def _distance(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     return float(difference / max(float(expected.double().norm()), floor, ROUNDING))
 
 
-def shrink_model(source: Path, destination: Path, layouts: Iterable[Layout], head: str = "lm") -> None:
+def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Layout]) -> None:
     """A model of the same architecture with few small layers and random fp32 weights, and its tokenizer."""
     import shutil
 
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from mcore_rl.models.megatron.hf_checkpoint import companions
+    from mcore_rl.models.megatron.hf_config import has_reward_head, load_hf_config
 
-    config = AutoConfig.from_pretrained(source)
+    config = load_hf_config(source.path, source.trust_remote_code, source.head)
     tp, pp = (max(getattr(layout, name) for layout in layouts) for name in ("tp", "pp"))
     ratio = config.num_attention_heads // config.num_key_value_heads
     config.num_key_value_heads = max(2, tp)
@@ -196,16 +186,14 @@ def shrink_model(source: Path, destination: Path, layouts: Iterable[Layout], hea
     config.num_hidden_layers = 2 * pp
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1] * config.num_hidden_layers
-    if head == "reward":
-        config.num_labels = 1
     torch.manual_seed(0)
-    model_class = AutoModelForSequenceClassification if head == "reward" else AutoModelForCausalLM
+    model_class = AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM
     model = model_class.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():  # norms and biases away from their special values
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(destination)
-    for file in companions(source):
+    for file in companions(source.path):
         shutil.copy2(file, destination / file.name)
 
 

@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def train(config: DPOConfig, workers: int, steps: int) -> None:
-    from mcore_rl.algorithms.loss_functions import DPOLossFn
+    from mcore_rl.algorithms.objectives import loss_of
     from mcore_rl.algorithms.training import load_inputs, total_steps
     from mcore_rl.data.batches import SampleOrder, collate
     from mcore_rl.data.records import load_preference_dataset
@@ -35,7 +35,7 @@ def train(config: DPOConfig, workers: int, steps: int) -> None:
     inputs = load_inputs(config, load_preference_dataset, rows_per_unit=2, world_size=workers)
     whole_run = total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size)
     policy = Policy(config, workers, total_steps=whole_run, rows_per_unit=2, keep_reference=True)
-    loss_fn = DPOLossFn(config.dpo.model_dump(exclude={"reference"}))
+    loss_fn = loss_of(config)
     order, size = SampleOrder(len(inputs.train), config.seed), config.batch.global_batch_size
     for step in range(steps):
         units = [inputs.train.units[i] for i in order.indices(step * size, size)]

@@ -49,7 +49,7 @@ def verify(arguments):
     data = invent_rollouts(config, tokenizer) if arguments.algorithm == "grpo" else first_batch(config, tokenizer)
     with tempfile.TemporaryDirectory() as directory:
         small = Path(directory) / "model"
-        shrink_model(config.model.path, small, layouts, config.model.head)
+        shrink_model(config.model, small, layouts)
         model = config.model.model_copy(update={"path": small, "dtype": "float32"})
         config = config.model_copy(update={"model": model})
         print(f"{data.size} sequences of {config.data.train}, relative differences from one process")
@@ -87,9 +87,8 @@ def invent_rollouts(config, tokenizer):
     for index in SampleOrder(len(dataset), config.seed).indices(0, prompts):
         for length in torch.randint(1, config.grpo.max_new_tokens + 1, (group,), generator=generator).tolist():
             rollout = Rollout.begin(index, len(rollouts), dataset.prompts[index])
-            rollout.input_ids += torch.randint(len(tokenizer), (length,), generator=generator).tolist()
-            rollout.token_mask += [True] * length
-            rollout.logprobs += [0.0] * length
+            tokens = torch.randint(len(tokenizer), (length,), generator=generator).tolist()
+            rollout.add_response(tokens, [0.0] * length)
             rollouts.append(rollout)
     rewards = torch.rand(prompts, group, generator=generator)
     return to_batch(rollouts, ESTIMATORS[config.grpo.advantage_estimator](rewards), tokenizer.pad_token_id)

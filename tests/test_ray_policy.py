@@ -10,7 +10,7 @@ import torch
 from test_layouts import make_config, make_data
 
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
-from mcore_rl.algorithms.loss_functions import DPOLossFn
+from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError, WorkerError
 from mcore_rl.layout_check import Layout
@@ -36,10 +36,6 @@ def policy(cluster, model_of):
     made = Policy(LAYOUT.apply(make_config(model_of("llama"))), 2, total_steps=10, rows_per_unit=2)
     yield made
     made.shutdown()
-
-
-def loss_of(config):
-    return DPOLossFn(config.dpo.model_dump(exclude={"reference"}))
 
 
 def direct(config):

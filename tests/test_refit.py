@@ -8,7 +8,7 @@ from peak_memory import PeakMemory
 from test_layouts import make_config, make_data
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.algorithms.loss_functions import DPOLossFn
+from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import WorkerError
@@ -64,7 +64,7 @@ def train_and_refit(config, port):
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
     policy.init_collective("127.0.0.1", port, ENGINES + 1)
-    loss_fn = DPOLossFn(config.dpo.model_dump(exclude={"reference"}))
+    loss_fn = loss_of(config)
     results = []
     for _ in range(REFITS):
         policy.train(make_data(), loss_fn)
@@ -118,7 +118,7 @@ def share_and_receive(config):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
-    loss_fn = DPOLossFn(config.dpo.model_dump(exclude={"reference"}))
+    loss_fn = loss_of(config)
     policy.train(make_data(), loss_fn)
     expected = policy_outputs(policy)
     before = policy.offload_before_refit()
@@ -167,7 +167,7 @@ def two_steps(config):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
-    loss_fn = DPOLossFn(config.dpo.model_dump(exclude={"reference"}))
+    loss_fn = loss_of(config)
     metrics = [policy.train(make_data(), loss_fn) for _ in range(2)][-1]
     policy.shutdown()
     return metrics

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_layouts import make_config, make_data
 
-from mcore_rl.algorithms.loss_functions import DPOLossFn
+from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.layout_check import Layout
 
@@ -20,7 +20,7 @@ def run_steps(config, directory, load, steps):
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
     done = policy.load_checkpoint(load).state["step"] if load else 0
-    loss_fn = DPOLossFn(config.dpo.model_dump(exclude={"reference"}))
+    loss_fn = loss_of(config)
     metrics = [policy.train(make_data(), loss_fn) for _ in range(steps)]
     saved = policy.save_checkpoint(directory, done + steps, {})
     weights = dict(export_hf_weights(policy.model))

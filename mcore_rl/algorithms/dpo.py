@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mcore_rl.algorithms.loss_functions import DPOLossFn
+from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.algorithms.training import Inputs, load_inputs, total_steps
 from mcore_rl.config import DPOConfig
@@ -31,7 +31,6 @@ def train_dpo(config: DPOConfig) -> None:
         keep_reference=swap,
     )
     reference = SwappedReference(policy) if swap else _precompute(config, inputs, policy)
-    loss_fn = DPOLossFn(config.dpo.model_dump(exclude={"reference"}))  # type: ignore[arg-type]
 
     def add_reference(data: BatchedDataDict[Any], indices: list[int] | None) -> None:
         logprobs = reference.logprobs(data, indices)
@@ -45,7 +44,7 @@ def train_dpo(config: DPOConfig) -> None:
                 "nats; the reference log-probabilities are not of these weights or this data"
             )
 
-    SupervisedRun(config, inputs, policy, loss_fn, add_reference, check_margin).run()
+    SupervisedRun(config, inputs, policy, loss_of(config), add_reference, check_margin).run()
     policy.shutdown()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.algorithms.loss_functions import BradleyTerryLoss
+from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.algorithms.training import load_inputs, total_steps
 from mcore_rl.config import RMConfig
@@ -15,5 +15,5 @@ def train_rm(config: RMConfig) -> None:
     inputs = load_inputs(config, load_preference_dataset, rows_per_unit=2)
     steps = total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size)
     policy = MegatronPolicy(config, steps, rows_per_unit=2)
-    SupervisedRun(config, inputs, policy, BradleyTerryLoss(config.reward.center_rewards_coefficient)).run()
+    SupervisedRun(config, inputs, policy, loss_of(config)).run()
     policy.shutdown()

@@ -50,6 +50,17 @@ class Rollout:
         log = prompt.message_log
         return cls(index, sample_id, list(prompt.input_ids), [False] * size, [0.0] * size, message_log=log)
 
+    def add_response(self, tokens: list[int], logprobs: list[float]) -> None:
+        self._add(tokens, True, logprobs)
+
+    def add_observation(self, tokens: list[int]) -> None:
+        self._add(tokens, False, [0.0] * len(tokens))
+
+    def _add(self, tokens: list[int], is_response: bool, logprobs: list[float]) -> None:
+        self.input_ids += tokens
+        self.token_mask += [is_response] * len(tokens)
+        self.logprobs += logprobs
+
     @property
     def response_length(self) -> int:
         """Tokens of all responses."""
@@ -96,9 +107,7 @@ class RolloutWorker:
         for row, rollout in enumerate(rollouts):
             response = slice(lengths[row], ends[row])
             tokens = out["output_ids"][row, response].tolist()
-            rollout.input_ids += tokens
-            rollout.token_mask += [True] * len(tokens)
-            rollout.logprobs += out["logprobs"][row, response].tolist()
+            rollout.add_response(tokens, out["logprobs"][row, response].tolist())
             rollout.truncated, rollout.turns = truncated[row], rollout.turns + 1
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
             rollout.message_log = [*rollout.message_log, {"role": "assistant", "content": text}]
@@ -120,9 +129,7 @@ class RolloutWorker:
         observed = tokenize_observation(self.tokenizer, context, response["content"], step.observation)
         if len(rollout.input_ids) + len(observed) >= self.generation.max_sequence_length:
             return False
-        rollout.input_ids += observed
-        rollout.token_mask += [False] * len(observed)
-        rollout.logprobs += [0.0] * len(observed)
+        rollout.add_observation(observed)
         rollout.message_log = [*rollout.message_log, {"role": "user", "content": step.observation}]
         return True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.algorithms.loss_functions import NLLLoss
+from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.algorithms.training import load_inputs, total_steps
 from mcore_rl.config import SFTConfig
@@ -14,5 +14,5 @@ def train_sft(config: SFTConfig) -> None:
     """Minimise the mean negative log-likelihood of the response tokens."""
     inputs = load_inputs(config, load_sft_dataset, rows_per_unit=1)
     policy = MegatronPolicy(config, total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size))
-    SupervisedRun(config, inputs, policy, NLLLoss()).run()
+    SupervisedRun(config, inputs, policy, loss_of(config)).run()
     policy.shutdown()

@@ -1,0 +1,17 @@
+"""From configurations to losses."""
+
+from __future__ import annotations
+
+from mcore_rl.algorithms.loss_functions import BradleyTerryLoss, ClippedPGLossFn, DPOLossFn, LossFunction, NLLLoss
+from mcore_rl.config import DPOConfig, GRPOConfig, RMConfig, TrainingConfig
+
+
+def loss_of(config: TrainingConfig) -> LossFunction:
+    """The loss that a configuration trains with."""
+    if isinstance(config, DPOConfig):
+        return DPOLossFn(config.dpo.model_dump(exclude={"reference"}))  # type: ignore[arg-type]
+    if isinstance(config, RMConfig):
+        return BradleyTerryLoss(config.reward.center_rewards_coefficient)
+    if isinstance(config, GRPOConfig):
+        return ClippedPGLossFn(config.loss.model_dump())  # type: ignore[arg-type]
+    return NLLLoss()
