@@ -22,12 +22,14 @@ class Microbatch:
     rows: indices into the global batch.
     data: those rows, cut to the longest of them; whole sequences.
     layout: where they are in the pack.
+    packed: False where all rows are padded to one length.
     counts: False for a filler that only keeps the data-parallel ranks in step; its samples are masked.
     """
 
     rows: list[int]
     data: BatchedDataDict[Any]
     layout: PackLayout
+    packed: bool = True
     counts: bool = True
 
 
@@ -99,7 +101,7 @@ class Batching:
         else:
             width = round_up(max(own), self.multiple)
             layout = PackLayout(tuple(own), (width,) * len(own), common or width * len(own), self.cp_size)
-        return Microbatch(rows, selected, layout, counts=not filler)
+        return Microbatch(rows, selected, layout, self.packing, counts=not filler)
 
     def _width(self, lengths: list[int]) -> int:
         """Tokens that a microbatch of these rows takes; a filler is no wider than what it stands beside."""

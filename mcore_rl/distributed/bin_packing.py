@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mcore_rl.errors import ContractError
+
 Bin = list[int]
 """Indices of the units in it."""
 
@@ -12,13 +14,13 @@ def first_fit_decreasing(cost: Sequence[int], capacity: int) -> list[Bin]:
     """Bins of at most `capacity`, the costliest units first.
 
     Raises:
-        ValueError: a unit that fits no bin.
+        ContractError: a unit that fits no bin.
     """
     bins: list[Bin] = []
     free: list[int] = []
     for unit in sorted(range(len(cost)), key=lambda unit: -cost[unit]):
         if cost[unit] > capacity:
-            raise ValueError(f"a record of {cost[unit]} padded tokens does not fit a pack of {capacity}")
+            raise ContractError(f"a record of {cost[unit]} padded tokens does not fit a pack of {capacity}")
         index = next((i for i, room in enumerate(free) if room >= cost[unit]), len(bins))
         if index == len(bins):
             bins.append([])
