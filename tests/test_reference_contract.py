@@ -18,6 +18,7 @@ from mcore_rl.algorithms.loss_functions import (
     PreferenceLoss,
     SequencePackingLossWrapper,
 )
+from mcore_rl.distributed import model_utils
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.context_parallel import gather_context_parallel, slice_context_parallel
 from mcore_rl.distributed.pack_layout import PackLayout
@@ -304,3 +305,52 @@ def test_classes():
     assert isinstance(DPOLossFn(DPO), PreferenceLoss)
     with pytest.raises(AssertionError, match="even number of rows"):
         PreferenceLoss()(torch.tensor([0.1, 0.2, 0.3]), BatchedDataDict(sample_mask=torch.ones(3)), torch.tensor(3.0))
+
+
+# ------------------------------------------------------------------ log-probabilities by the reference's names
+
+
+def by_the_references_names(tp, cp):
+    """Rows, a pack, and a gather, at TP × CP; each scalar divided by CP, gradients summed over those ranks."""
+    rank = torch.distributed.get_rank()
+    tensor = [torch.distributed.new_group([c * tp + t for t in range(tp)]) for c in range(cp)][rank // tp]
+    context = [torch.distributed.new_group([c * tp + t for c in range(cp)]) for t in range(tp)][rank % tp]
+    logits, ids, weights = names_case()
+    t, size = rank % tp, logits.shape[-1] // tp
+    share = model_utils._get_tokens_on_this_cp_rank(logits, rank // tp, cp)[..., t * size : (t + 1) * size]
+    columns = (t * size, (t + 1) * size)
+    rows = share.clone().requires_grad_()
+    of_rows = model_utils.from_parallel_logits_to_logprobs(rows, ids, *columns, tensor, cp_group=context)
+    ((of_rows * weights).sum() / cp).backward()
+    pack = share.reshape(1, -1, size).clone().requires_grad_()
+    boundaries = torch.arange(0, 8 * len(ids) + 1, 8)
+    of_pack = model_utils.from_parallel_logits_to_logprobs_packed_sequences(
+        pack, ids.view(1, -1), boundaries, 8, *columns, tensor, cp_group=context
+    )
+    ((of_pack * weights).sum() / cp).backward()
+    gradients = [grad.view(share.shape) for grad in (rows.grad, pack.grad)]
+    whole = [model_utils.allgather_cp_sharded_tensor(grad, context, seq_dim=1) for grad in gradients]
+    no_gradient = model_utils.from_parallel_logits_to_logprobs(rows, ids, *columns, tensor, True, context)
+    assert not no_gradient.requires_grad
+    return of_rows.detach(), of_pack.detach(), whole, columns
+
+
+def names_case():
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(3, 8, 12, generator=generator, dtype=torch.float64)
+    return logits, torch.randint(0, 12, (3, 8), generator=generator), torch.rand(3, 7, generator=generator).double()
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_logprobs_by_the_references_names(tp, cp):
+    logits, ids, weights = names_case()
+    logits.requires_grad_()
+    expected = F.log_softmax(logits, -1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    (expected * weights).sum().backward()
+    for of_rows, of_pack, gradients, (start, end) in run_processes(by_the_references_names, tp, cp, world_size=tp * cp):
+        torch.testing.assert_close(of_rows, expected.detach())
+        torch.testing.assert_close(of_pack, expected.detach())
+        for gradient in gradients:
+            torch.testing.assert_close(gradient, logits.grad[..., start:end])
+    with pytest.raises(AssertionError, match=r"columns 3 … 9 are not a shard of 12 logits"):
+        model_utils.from_parallel_logits_to_logprobs(logits.detach(), ids, 3, 9, None)
