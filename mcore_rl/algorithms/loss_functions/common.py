@@ -22,18 +22,20 @@ from mcore_rl.loss_options import LossOptions
 EPSILON = 1e-8
 
 
-def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+def masked_sum(
+    values: Float[Tensor, "*shape"], mask: Float[Tensor, "*shape"], dim: int | None = None
+) -> Float[Tensor, "*rest"]:
     """Σ values · mask over `dim` or everything; what the mask leaves out may be −inf or NaN."""
     total = torch.where(mask > 0, values * mask, 0)
     return total.sum() if dim is None else total.sum(dim)
 
 
 def masked_mean(
-    values: Tensor,
-    mask: Tensor,
+    values: Float[Tensor, "*shape"],
+    mask: Float[Tensor, "*shape"],
     dim: int | None = None,
     global_normalization_factor: Tensor | float | int | None = None,
-) -> Tensor:
+) -> Float[Tensor, "*rest"]:
     """`masked_sum` / (`global_normalization_factor`, or Σ mask, + 1e-8)."""
     if global_normalization_factor is None:
         global_normalization_factor = mask.sum() if dim is None else mask.sum(dim)
