@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mcore_rl import watchdog
+from mcore_rl import run_directory, watchdog
 from mcore_rl.config import Section, load_config
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.quiet import quiet_libraries
@@ -53,6 +53,7 @@ def leave(status: int, message: str, every_rank: bool = False) -> None:
     if rank == "0" or every_rank:
         prefix = f"[rank {rank}] " if every_rank else "error: "
         print(f"{prefix}{message}", file=sys.stderr)
+    run_directory.release()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

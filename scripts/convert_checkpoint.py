@@ -79,7 +79,7 @@ def find_iteration(path: Path) -> Path:
         return path
     candidates, problems = CheckpointStore(path).candidates()
     for problem in problems:
-        print(f"damaged checkpoint: {problem}")
+        print(problem)
     if not candidates:
         raise UserError(f"{path} is no checkpoint and holds none")
     return candidates[0]

@@ -45,7 +45,7 @@ def verify(arguments):
 
     config = load_config(ALGORITHMS[arguments.algorithm], arguments.config, arguments.overrides)
     layouts = [x for x in parse_layouts(arguments.layouts) if x.world_size <= arguments.max_processes]
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, config.data.read_chat_template())
     data = invent_rollouts(config, tokenizer) if arguments.algorithm == "grpo" else first_batch(config, tokenizer)
     with tempfile.TemporaryDirectory() as directory:
         small = Path(directory) / "model"

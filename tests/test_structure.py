@@ -14,6 +14,8 @@ FLOORS = {
     "quiet": 0,
     "watchdog": 0,
     "checkpoint_store": 1,
+    "run_directory": 1,
+    "run_identity": 1,
     "config": 0,  # may be imported from anywhere
     "distributed": 1,
     "data": 2,

@@ -7,12 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.algorithms.metrics import Say
 from mcore_rl.checkpoint_store import CheckpointStore, quick_problems
 from mcore_rl.config import TrainingConfig
+from mcore_rl.data.progress import Say
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.megatron.checkpoint import SaveError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+from mcore_rl.run_identity import RunIdentity, architecture_changes, architecture_of_checkpoint, identity_of
+
+
+def is_restart() -> bool:
+    """Whether torchrun started this process in place of one that failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
 def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
@@ -22,8 +28,7 @@ def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
         UserError: nothing there, or everything damaged.
     """
     wanted = config.checkpoint.resume
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # by torchrun, after a failure
-    if wanted == "none" and not restarted:
+    if wanted == "none" and not is_restart():
         return [], []
     own = CheckpointStore(config.output_dir / "checkpoints")
     if wanted in ("auto", "none"):
@@ -44,12 +49,29 @@ def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
     return found, notes
 
 
+def check_identity(identity: RunIdentity, candidates: list[Path]) -> list[str]:
+    """Refuse to go on with another run's checkpoint; returns what has changed since the best, for the user.
+
+    Raises:
+        UserError: naming the key that makes it another run.
+    """
+    for iteration in candidates:
+        if earlier := identity_of(iteration):
+            identity.require_same(earlier, iteration)
+            changes = identity.changes(earlier)
+            return [f"changed since {iteration.name}: {', '.join(changes)}"] if changes else []
+    for iteration in candidates[:1]:
+        for key, was, now in architecture_changes(architecture_of_checkpoint(iteration), identity.architecture):
+            raise UserError(f"model.path: {iteration} is of another architecture ({key} {was} → {now})")
+    return [f"{path.name} does not say of which run it is; nothing could be compared" for path in candidates[:1]]
+
+
 class RunCheckpoints:
     """Saves and restores one run; every method is collective.
 
     Args:
-        candidates: what to resume from, the best first, and what is wrong with others (`find_checkpoints`).
-        fingerprint: of the data, which a resumed run must share.
+        candidates: what to resume from, the best first, and what is to be told about them (`find_checkpoints`).
+        identity: of the run (JSON), kept with each checkpoint.
     """
 
     def __init__(
@@ -58,9 +80,9 @@ class RunCheckpoints:
         policy: MegatronPolicy,
         say: Say,
         candidates: tuple[list[Path], list[str]],
-        fingerprint: str,
+        identity: str,
     ) -> None:
-        self.config, self.policy, self.say, self.fingerprint = config, policy, say, fingerprint
+        self.config, self.policy, self.say, self.identity = config, policy, say, identity
         self.resume_from, self.notes = candidates
         self.store = CheckpointStore(config.output_dir / "checkpoints")
 
@@ -71,17 +93,12 @@ class RunCheckpoints:
             UserError: none is sound, or the best does not fit this run.
         """
         for note in self.notes:
-            self.say(f"damaged checkpoint: {note}")
+            self.say(note)
         for iteration in self.resume_from:
             if problems := self.policy.verify_checkpoint(iteration):
                 self.say(f"damaged checkpoint: {iteration}: {'; '.join(problems)}")
                 continue
             restored = self.policy.load_checkpoint(iteration, self.config.checkpoint.allow_partial)
-            if restored.state.get("data_fingerprint", self.fingerprint) != self.fingerprint:
-                raise UserError(
-                    f"data.train: {self.config.data.train} does not hold the data that {iteration} was trained on; "
-                    "set checkpoint.resume=none to start afresh"
-                )
             state = {"step": 0, "consumed_samples": 0, **restored.state}
             position = f"data position ({state['consumed_samples']:,} samples)"
             self.say(f"resumed from {iteration}: {', '.join([*restored.pieces, position])}")
@@ -95,7 +112,7 @@ class RunCheckpoints:
     def save(self, step: int, state: dict[str, Any], wait: bool) -> None:
         """Begin to write iteration `step`, and wait for it if asked to, or if saving is not asynchronous."""
         wait = wait or not self.config.checkpoint.asynchronous
-        state = {**state, "data_fingerprint": self.fingerprint}
+        state = {**state, "identity": self.identity}
         self.poll(step, wait=True)
         self._or_fail(step, lambda: self.policy.save_checkpoint(self.store.directory, step, state, wait))
 

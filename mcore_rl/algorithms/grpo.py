@@ -11,20 +11,25 @@ import torch
 
 from mcore_rl import watchdog
 from mcore_rl.algorithms.advantages import ESTIMATORS, has_signal
+from mcore_rl.algorithms.checkpointing import is_restart
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
 from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
 from mcore_rl.algorithms.rollouts import (
+    REPLAYED_OPTIONS,
     Rollout,
     RolloutWorker,
+    check_record,
     hash_of_weights,
     read_recording,
     recorded_step,
     to_batch,
 )
 from mcore_rl.algorithms.step_log import StepLog
-from mcore_rl.algorithms.training import Inputs, TrainingRun, load_inputs, total_steps
+from mcore_rl.algorithms.training import Inputs, TrainingRun, claim_output, load_inputs, total_steps
 from mcore_rl.config import GRPOConfig
 from mcore_rl.data.batches import SampleOrder
+from mcore_rl.data.chat import check_keeps_turns
+from mcore_rl.data.progress import Say
 from mcore_rl.data.prompts import PromptDataset, load_prompt_dataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.environments.judged import JudgedEnvironment
@@ -37,7 +42,7 @@ from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 # Before the first update sampler, policy and reference are the same weights; what is left is rounding.
 FIRST_STEP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
-SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", "num_generations_per_prompt"}
+SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", *REPLAYED_OPTIONS}
 
 
 def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | None = None) -> None:
@@ -52,16 +57,19 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
     """
     if record and replay:
         raise UserError("--record and --replay exclude each other: a replay generates nothing that could be recorded")
-    if record and not record.parent.is_dir():
-        raise UserError(f"--record {record}: there is no directory {record.parent}")
 
-    def load_dataset(source: str, tokenizer: Any, data: Any) -> PromptDataset:
-        return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length)
+    def load_dataset(source: str, tokenizer: Any, data: Any, say: Say) -> PromptDataset:
+        return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length, say)
 
     inputs = load_inputs(config, load_dataset, rows_per_unit=1)
     steps = total_steps(config.trainer, len(inputs.train), config.grpo.num_prompts_per_step)
-    required = config.grpo.model_dump(include={"temperature", "num_generations_per_prompt"})
+    required = {**config.grpo.model_dump(include=REPLAYED_OPTIONS), "data": inputs.train.fingerprint()}
     recorded = read_recording(replay, steps, required) if replay else None
+    if config.environment.max_turns > 1 and any(not isinstance(p.content, str) for p in inputs.train.prompts):
+        check_keeps_turns(inputs.tokenizer)
+    inputs = claim_output(config, inputs)
+    if record:
+        check_record(record, required["data"], goes_on=bool(inputs.checkpoints[0]) or is_restart())
     updates = steps * config.grpo.num_updates_per_rollout
     policy = MegatronPolicy(config, updates, keep_reference=config.loss.reference_policy_kl_penalty > 0)
     environment = JudgedEnvironment(config.environment) if policy.is_writer else None
@@ -109,6 +117,7 @@ class GRPORun(TrainingRun[PromptDataset]):
 
     def __post_init__(self) -> None:
         self.samples = StepLog(self.config.output_dir / "samples.jsonl")
+        self.fingerprint = self.inputs.train.fingerprint() if self.recording else ""
         # The sampler's log-probabilities are the policy's own where one precision computes both; then the
         # only update on them is on-policy and needs no others.
         exact = self.config.model.dtype == "float32" and self.recorded is None
@@ -183,7 +192,8 @@ class GRPORun(TrainingRun[PromptDataset]):
         if not self.policy.is_writer:
             return
         if self.recording:
-            sampling = {**self.config.grpo.model_dump(include=SAMPLING_OPTIONS), "seed": self.config.seed}
+            sampling = self.config.grpo.model_dump(include=SAMPLING_OPTIONS)
+            sampling |= {"seed": self.config.seed, "data": self.fingerprint}
             self.recording.append(step, recorded_step(weights, sampling, rollouts))
         count = min(self.config.grpo.num_logged_samples, len(rollouts))
         logged = [rollouts[i * len(rollouts) // count] for i in range(count)]  # of as many prompts as there are

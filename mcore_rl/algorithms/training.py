@@ -6,22 +6,25 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from mcore_rl import watchdog
-from mcore_rl.algorithms.checkpointing import RunCheckpoints, find_checkpoints
+from mcore_rl import run_directory, watchdog
+from mcore_rl.algorithms.checkpointing import RunCheckpoints, check_identity, find_checkpoints, is_restart
 from mcore_rl.algorithms.interruption import Interruption
 from mcore_rl.algorithms.metrics import Reporter, speaker
-from mcore_rl.config import TrainerConfig, TrainingConfig, resolved_yaml
+from mcore_rl.config import DataConfig, TrainerConfig, TrainingConfig, resolved_yaml
 from mcore_rl.data.packing import batching_of
+from mcore_rl.data.progress import Say
 from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.models.megatron.weights import check_hf_tensors
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+from mcore_rl.run_directory import LOGS, RunDirectory
+from mcore_rl.run_identity import RunIdentity
 
 
 class RunDataset(Protocol):
@@ -45,16 +48,19 @@ class Inputs(Generic[DatasetT]):
     hf_config: Any
     train: DatasetT
     validation: DatasetT | None
-    checkpoints: tuple[list[Path], list[str]]
+    checkpoints: tuple[list[Path], list[str]] = ([], [])
+    """To resume from, the best first, and what is to be told about them."""
+    identity: str = ""
+    """Of the run, on rank 0."""
 
 
 def load_inputs(
     config: TrainingConfig,
-    load_dataset: Callable[[str, Any, Any], DatasetT],
+    load_dataset: Callable[[str, Any, DataConfig, Say], DatasetT],
     rows_per_unit: int,
     world_size: int | None = None,
 ) -> Inputs[DatasetT]:
-    """Check everything a user can get wrong, and read the data; the same on every rank.
+    """Check everything a user can get wrong, and read the data; the same on every rank, and nothing is written.
 
     Args:
         world_size: processes of the run; what torchrun says if left out.
@@ -67,7 +73,8 @@ def load_inputs(
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
     check_model_fits(hf_config, config.parallel, config.data.max_sequence_length)
     check_hf_tensors(hf_config, SafetensorsDirectory(config.model.path))
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    say = speaker(int(os.environ.get("RANK", 0)) == 0)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, config.data.read_chat_template(), say)
     if len(tokenizer) > hf_config.vocab_size:
         raise UserError(
             f"model.path: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {hf_config.vocab_size}"
@@ -76,10 +83,54 @@ def load_inputs(
     return Inputs(
         tokenizer,
         hf_config,
-        load_dataset(config.data.train, tokenizer, config.data),
-        None if validation is None else load_dataset(validation, tokenizer, config.data),
-        find_checkpoints(config),
+        load_dataset(config.data.train, tokenizer, config.data, say),
+        None if validation is None else load_dataset(validation, tokenizer, config.data, say),
     )
+
+
+def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[DatasetT]:
+    """`inputs` with the checkpoints to resume from, once the output directory is this run's to write to.
+
+    Rank 0 looks at what is there and locks it; until the first step nothing else is written.
+
+    Raises:
+        UserError: something there would be destroyed or continued that is not this run's.
+    """
+    checkpoints = find_checkpoints(config)
+    if int(os.environ.get("RANK", 0)) > 0:
+        return replace(inputs, checkpoints=checkpoints)
+    directory = RunDirectory(config.output_dir)
+    check_output(config, directory)
+    identity = RunIdentity.of(config, inputs.hf_config, inputs.train.fingerprint())
+    notes = checkpoints[1] + check_identity(identity, checkpoints[0])
+    if note := directory.claim():
+        notes = [note, *notes]
+    return replace(inputs, checkpoints=(checkpoints[0], notes), identity=identity.to_json())
+
+
+def check_output(config: TrainingConfig, directory: RunDirectory) -> None:
+    """Refuse to write over what is in `output_dir`, or what the run reads.
+
+    Raises:
+        UserError: naming the key, and what is in the way.
+    """
+    checkpoint, export = config.checkpoint, directory.export.resolve()
+    afresh = checkpoint.resume == "none" and not is_restart()
+    directory.check(checkpoint.export_hf, checkpoint.overwrite and afresh)
+    if checkpoint.export_hf and config.model.path.resolve() == export:
+        raise UserError(
+            f"model.path: {config.model.path} is where this run exports its model; choose another output_dir, "
+            "or set checkpoint.export_hf=false"
+        )
+    for key in ("train", "validation"):
+        source = getattr(config.data, key)
+        if source and Path(source).resolve().parent == config.output_dir.resolve() and Path(source).name in LOGS:
+            raise UserError(f"data.{key}: {source} is a file that this run writes; choose another output_dir")
+    if afresh and not checkpoint.overwrite and directory.holds_results():
+        raise UserError(
+            f"checkpoint.resume: {config.output_dir} holds a run, which would be mixed with a new one; choose another "
+            "output_dir, or set checkpoint.overwrite=true to remove it"
+        )
 
 
 def total_steps(trainer: TrainerConfig, num_samples: int, samples_per_step: int) -> int:
@@ -145,11 +196,10 @@ class TrainingRun(ABC, Generic[DatasetT]):
         """All steps, then the export."""
         config, policy = self.config, self.policy
         steps = total_steps(config.trainer, len(self.inputs.train), self.samples_per_step)
-        self._begin()
-        fingerprint = self.inputs.train.fingerprint()
-        checkpoints = RunCheckpoints(config, policy, self.say, self.inputs.checkpoints, fingerprint)
+        checkpoints = RunCheckpoints(config, policy, self.say, self.inputs.checkpoints, self.inputs.identity)
         interruption = Interruption()
         state = checkpoints.resume()
+        self._begin()
         done, self.consumed_samples = state["step"], state["consumed_samples"]
         reporter = Reporter(config.output_dir, config.logging, policy.is_writer, done + 1, steps)
         self._introduce(done, steps)
@@ -179,12 +229,15 @@ class TrainingRun(ABC, Generic[DatasetT]):
         else:
             self._export()
         watchdog.stop()
+        run_directory.release()
 
     def _begin(self) -> None:
-        """Make the output directory, with the resolved configuration in it, and watch over the run."""
+        """From now on the output directory is this run's, which is watched over."""
         if self.policy.is_writer:
-            self.config.output_dir.mkdir(parents=True, exist_ok=True)
-            (self.config.output_dir / "config.yaml").write_text(resolved_yaml(self.config))
+            directory = RunDirectory(self.config.output_dir)
+            if self.config.checkpoint.overwrite and not is_restart():
+                directory.clear()
+            directory.mark(self.inputs.identity, resolved_yaml(self.config))
         watchdog.start(self.config.output_dir / "stacks", self.policy.rank)
 
     def before_first_step(self) -> dict[str, float]:

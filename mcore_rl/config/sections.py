@@ -100,6 +100,21 @@ class DataConfig(Section):
     validation: str | None = None
     max_sequence_length: Positive
     overlong: Literal["drop", "truncate"] = "drop"
+    chat_template: str | None = None
+    """A Jinja template in place of the tokenizer's, or the path of a file with one; the exported model has it too."""
+
+    @model_validator(mode="after")
+    def _template_is_there(self) -> DataConfig:
+        template = self.chat_template
+        if template is not None and "{" not in template and not Path(template).is_file():
+            raise ValueError(f"chat_template: {template} is neither a file nor a template")
+        return self
+
+    def read_chat_template(self) -> str | None:
+        """The template's text."""
+        if self.chat_template is None or "{" in self.chat_template:
+            return self.chat_template
+        return Path(self.chat_template).read_text()
 
 
 class BatchConfig(Section):
@@ -166,7 +181,16 @@ class CheckpointConfig(Section):
     resume: str = "auto"
     """auto: the newest checkpoint in output_dir; none: start afresh; or a directory, to begin from if there is
     no checkpoint in output_dir yet, or to go back to if it is one of them."""
+    overwrite: bool = False
+    """With resume=none: whether what an earlier run left in output_dir is removed; without it, that is refused."""
     export_hf: bool = True
+    """Whether the trained model is written to output_dir/hf at the end."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CheckpointConfig:
+        if self.overwrite and self.resume != "none":
+            raise ValueError("overwrite: removes an earlier run; it goes with resume=none alone")
+        return self
 
 
 class LoggingConfig(Section):

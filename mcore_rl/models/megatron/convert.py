@@ -37,6 +37,7 @@ from mcore_rl.models.megatron.weights import (
     named_mappings,
     split_mapped,
 )
+from mcore_rl.run_identity import architecture_changes, architecture_of, architecture_of_checkpoint
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory  # isort: skip
@@ -67,7 +68,10 @@ def hf_to_megatron(source: Path, destination: Path, progress: Progress) -> Path:
         reader = ShardReader(tensors, hf_config, model.topology)
         items = planned.storage.tensors
         results = planned.storage.write(_read_shards(progress(items, len(items)), reader))
-        config = {"model": {"path": str(source), "dtype": _name(_dtype_of(tensors))}}
+        config = {
+            "model": {"path": str(source), "dtype": _name(_dtype_of(tensors))},
+            "architecture": architecture_of(hf_config),
+        }
         write_common(common, yaml.safe_dump(config), partial)
         planned.storage.finish(planned.metadata, [results])
         return store.commit(0, partial, digests_of(partial, sorted(path.name for path in partial.iterdir())))
@@ -87,6 +91,8 @@ def megatron_to_hf(
     """
     index = check_trusted(iteration)
     hf_config = load_hf_config(source)
+    for key, was, now in architecture_changes(architecture_of_checkpoint(iteration), architecture_of(hf_config)):
+        raise UserError(f"{source} is another architecture than {iteration}: {key} {was} → {now}")
     stored = index.state_dict_metadata
     weights = [
         e for name, e in stored.items() if isinstance(e, TensorStorageMetadata) and not name.startswith("optimizer.")

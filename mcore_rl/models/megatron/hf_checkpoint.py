@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_rl.checkpoint_store import flush_directory
+from mcore_rl.checkpoint_store import digests_of, flush_directory, replace_listed, write_manifest
 from mcore_rl.errors import UserError
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -151,15 +151,20 @@ def write_hf_directory(
     """Write a complete model directory: weights, config, tokenizer and chat template.
 
     Every rank must call it, since producing `tensors` is collective; `is_writer` alone writes. The
-    directory appears under its name only when it is whole and has been read back.
+    directory appears under its name only when it is whole and has been read back; a manifest in it lists its
+    files, so that a later export replaces these and nothing else.
+
+    Raises:
+        UserError: `destination` holds what no export wrote.
     """
     if not is_writer:
         for _ in tensors:
             pass
         return
-    temporary = destination.with_name(f".{destination.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in destination.parent.glob(f".{destination.name}.*.partial"):
+        shutil.rmtree(leftover)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=destination.parent))
     writer = ShardedWriter(temporary, max_shard_bytes)
     for name, tensor in tensors:
         writer.add(name, tensor)
@@ -170,10 +175,10 @@ def write_hf_directory(
     config.save_pretrained(temporary)
     for file in companions(source):
         shutil.copy2(file, temporary / file.name)
+    digests = digests_of(temporary, sorted(file.name for file in temporary.iterdir()))
+    write_manifest(temporary, digests)
     flush_directory(temporary)
-    if destination.exists():
-        shutil.rmtree(destination)
-    os.replace(temporary, destination)
+    replace_listed(temporary, destination)
 
 
 def companions(path: Path) -> Iterator[Path]:
