@@ -57,6 +57,8 @@ class Layout:
             sequence_parallel=self.sp,
         )
         values["batch"].update(packing=self.packing, tokens_per_pack=self.tokens_per_pack)
+        if self.packing:
+            values["batch"]["micro_batch_size"] = 1
         return type(config).model_validate(values)
 
 

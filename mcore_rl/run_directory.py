@@ -21,7 +21,8 @@ from mcore_rl.checkpoint_store import CheckpointStore, foreign_files, remove_lis
 from mcore_rl.errors import UserError
 
 MARKER, LOCK = "run.json", "run.lock"
-LOGS = ("metrics.jsonl", "samples.jsonl", "judge.log")
+STEP_LOGS, JUDGE_LOG = ("metrics.jsonl", "samples.jsonl"), "judge.log"
+LOGS = (*STEP_LOGS, JUDGE_LOG)
 WRITTEN = ("config.yaml", *LOGS, "checkpoints", "hf", "stacks", "tensorboard", "reference_logprobs")
 
 
@@ -133,8 +134,10 @@ class RunDirectory:
         remove_listed(self.export)
         self.checkpoints.forget()
         events = (self.path / "tensorboard").glob("events.out.tfevents.*")
-        for file in (*(self.path / name for name in (*LOGS, "config.yaml", MARKER)), *events):
+        for file in (*(self.path / name for name in (*STEP_LOGS, "config.yaml", MARKER)), *events):
             file.unlink(missing_ok=True)
+        if (self.path / JUDGE_LOG).exists():  # judges may have it open already
+            os.truncate(self.path / JUDGE_LOG, 0)
 
     def mark(self, identity: str, config: str) -> None:
         """From now on the directory is this run's: its identity (JSON) and its resolved configuration (YAML)."""

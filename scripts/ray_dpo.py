@@ -26,8 +26,8 @@ def main() -> None:
 
 
 def train(config: DPOConfig, workers: int, steps: int) -> None:
+    from mcore_rl.algorithms.inputs import load_inputs, total_steps
     from mcore_rl.algorithms.objectives import loss_of
-    from mcore_rl.algorithms.training import load_inputs, total_steps
     from mcore_rl.data.batches import SampleOrder, collate
     from mcore_rl.data.records import load_preference_dataset
     from mcore_rl.models.policy.ray_policy import Policy

@@ -179,6 +179,9 @@ def files(tmp_path_factory):
         "    return Step(count(log, record), done=last, observation=None if last else ' more ')\n"
         "def sometimes(log, record):\n"
         "    return count(log, record) / ('a' in record['answer'] or record['answer'] > 'd')\n"
+        "def later_never(log, record):\n"
+        "    print('a judge speaks')\n"
+        "    return log[-1]['content'] == record['answer'] or {}['nothing']\n"
         "def nothing(log, record):\n"
         "    return 0\n"
     )
@@ -325,6 +328,18 @@ def test_no_signal_is_no_update(files):
         load_file(files / "model" / "model.safetensors"),
     )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_run_in_which_nothing_can_be_judged_ends(files):
+    arguments = ("environment.function=judging:later_never", "trainer.max_steps=9", "environment.max_failed_steps=2")
+    process = train(files, "hopeless", *arguments, check=False)
+    assert process.returncode == 3
+    assert process.stderr_text == (
+        "error: step 2: no sample could be judged in 2 steps on end; the last error: KeyError: 'nothing'\n"
+    )
+    assert not (files / "hopeless" / "hf").exists()
+    assert "a judge speaks" in (files / "hopeless" / "judge.log").read_text()
+    assert "a judge speaks" not in process.stdout_text
 
 
 @pytest.mark.long

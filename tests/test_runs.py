@@ -223,6 +223,54 @@ def test_a_checkpoint_is_not_converted_for_another_architecture(files, tmp_path)
     assert not (tmp_path / "hf").exists()
 
 
+# ------------------------------------------------------------------ stopped and saved
+
+
+def train_with_signals(path, overrides, signals):
+    """A run that receives signals while it trains its second step."""
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    plain = MegatronPolicy.train
+
+    def interrupted(self, *args, **kwargs):
+        if self.scheduler.num_steps == 1:
+            for number in signals:
+                os.kill(os.getpid(), number)
+        return plain(self, *args, **kwargs)
+
+    MegatronPolicy.train = interrupted
+    return train("sft", path, overrides)
+
+
+def test_ctrl_c_saves_and_the_run_goes_on(files, tmp_path):
+    overrides = [f"output_dir={tmp_path / 'out'}", "trainer.max_steps=4"]
+    arguments = (files / "config.yaml", overrides, [signal.SIGINT])
+    (text,) = run_processes(train_with_signals, *arguments, world_size=1)
+    assert "stopped by SIGINT after step 2; the same command goes on from here" in text
+    assert [path.name for path in CheckpointStore(tmp_path / "out" / "checkpoints").iterations()] == ["iter_0000002"]
+    assert not (tmp_path / "out" / "hf").exists()
+    assert not (tmp_path / "out" / "run.lock").exists()
+    assert "resumed from" in run(files, *overrides)
+    assert [json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").open()] == [1, 2, 3, 4]
+
+
+def test_a_second_signal_ends_at_once(files, tmp_path):
+    arguments = (files / "config.yaml", [f"output_dir={tmp_path / 'out'}"], [signal.SIGINT, signal.SIGINT])
+    with pytest.raises(WorkerError, match="the process died"):
+        run_processes(train_with_signals, *arguments, world_size=1)
+    assert not CheckpointStore(tmp_path / "out" / "checkpoints").iterations()
+
+
+@pytest.mark.parametrize(("keep_last", "left"), [("null", [2, 4, 5]), ("2", [4, 5])])
+def test_the_clock_saves_between_the_intervals(keep_last, left, files, tmp_path):
+    """Every step is due; what the clock alone asked for goes when the next one is there, if nothing keeps it."""
+    clock = ("checkpoint.save_minutes=1e-9", "checkpoint.save_interval=2", f"checkpoint.keep_last={keep_last}")
+    text = run(files, f"output_dir={tmp_path}", "trainer.max_steps=5", "checkpoint.export_hf=false", *clock)
+    assert text.count("checkpoint: ") == 5
+    steps = [int(path.name[5:]) for path in CheckpointStore(tmp_path / "checkpoints").iterations()]
+    assert steps == left
+
+
 # ------------------------------------------------------------------ two runs at once
 
 HOLD = """

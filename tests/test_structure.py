@@ -19,6 +19,7 @@ FLOORS = {
     "config": 0,  # may be imported from anywhere
     "distributed": 1,
     "data": 2,
+    "preflight": 2,
     "algorithms.interfaces": 2,
     "algorithms.loss_functions": 2,
     "models.megatron": 3,

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
 from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
-from mcore_rl.algorithms.training import Inputs, claim_output, load_inputs, total_steps
 from mcore_rl.config import DPOConfig
 from mcore_rl.data.records import Dataset, load_preference_dataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict

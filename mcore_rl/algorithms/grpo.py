@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from mcore_rl import watchdog
 from mcore_rl.algorithms.advantages import ESTIMATORS, has_signal
-from mcore_rl.algorithms.checkpointing import is_restart
+from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
 from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
 from mcore_rl.algorithms.rollouts import (
@@ -25,22 +26,27 @@ from mcore_rl.algorithms.rollouts import (
     to_batch,
 )
 from mcore_rl.algorithms.step_log import StepLog
-from mcore_rl.algorithms.training import Inputs, TrainingRun, claim_output, load_inputs, total_steps
+from mcore_rl.algorithms.training import TrainingRun
 from mcore_rl.config import GRPOConfig
 from mcore_rl.data.batches import SampleOrder
 from mcore_rl.data.chat import check_keeps_turns
 from mcore_rl.data.progress import Say
 from mcore_rl.data.prompts import PromptDataset, load_prompt_dataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.environments.judged import JudgedEnvironment
-from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.environments.judged import JudgedEnvironment, probe
+from mcore_rl.errors import TrainingError
 from mcore_rl.models.generation.megatron_generation import MegatronGeneration
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.megatron.weights import export_hf_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+from mcore_rl.preflight import find_checkpoints, is_restart
+from mcore_rl.run_directory import JUDGE_LOG
 
 # Before the first update sampler, policy and reference are the same weights; what is left is rounding.
 FIRST_STEP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
+
+PROBED_RECORDS = 4
+"""A judge may refuse an odd record; one that fails on all of these is wrong."""
 
 SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", *REPLAYED_OPTIONS}
 
@@ -55,24 +61,12 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
     Raises:
         UserError: the configuration, the data or one of the files is not usable.
     """
-    if record and replay:
-        raise UserError("--record and --replay exclude each other: a replay generates nothing that could be recorded")
-
-    def load_dataset(source: str, tokenizer: Any, data: Any, say: Say) -> PromptDataset:
-        return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length, say)
-
-    inputs = load_inputs(config, load_dataset, rows_per_unit=1)
+    inputs, recorded = _checked_inputs(config, record, replay)
     steps = total_steps(config.trainer, len(inputs.train), config.grpo.num_prompts_per_step)
-    required = {**config.grpo.model_dump(include=REPLAYED_OPTIONS), "data": inputs.train.fingerprint()}
-    recorded = read_recording(replay, steps, required) if replay else None
-    if config.environment.max_turns > 1 and any(not isinstance(p.content, str) for p in inputs.train.prompts):
-        check_keeps_turns(inputs.tokenizer)
-    inputs = claim_output(config, inputs)
-    if record:
-        check_record(record, required["data"], goes_on=bool(inputs.checkpoints[0]) or is_restart())
     updates = steps * config.grpo.num_updates_per_rollout
     policy = MegatronPolicy(config, updates, keep_reference=config.loss.reference_policy_kl_penalty > 0)
-    environment = JudgedEnvironment(config.environment) if policy.is_writer else None
+    log = config.output_dir / JUDGE_LOG
+    environment = JudgedEnvironment(config.environment, log) if policy.is_writer else None
     try:
         worker, recording = rollout_worker(config, inputs, policy, environment), StepLog(record) if record else None
         GRPORun(config, inputs, policy, worker, recording, recorded).run()
@@ -80,6 +74,31 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
         if environment is not None:
             environment.close()
     policy.shutdown()
+
+
+def _checked_inputs(
+    config: GRPOConfig, record: Path | None, replay: Path | None
+) -> tuple[Inputs[PromptDataset], dict[int, list[Rollout]] | None]:
+    """The run's inputs, and a recording's rollouts; the output directory is claimed last."""
+
+    def load_dataset(source: str, tokenizer: Any, data: Any, say: Say) -> PromptDataset:
+        return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length, say)
+
+    inputs = load_inputs(config, load_dataset, rows_per_unit=1)
+    prompts, fingerprint = inputs.train.prompts, inputs.train.fingerprint()
+    if config.environment.max_turns > 1 and any(not isinstance(prompt.content, str) for prompt in prompts):
+        check_keeps_turns(inputs.tokenizer)
+    recorded = None
+    if replay:
+        steps = total_steps(config.trainer, len(prompts), config.grpo.num_prompts_per_step)
+        required = {**config.grpo.model_dump(include=REPLAYED_OPTIONS), "data": fingerprint}
+        recorded = read_recording(replay, steps, required)
+    elif int(os.environ.get("RANK", 0)) == 0:
+        first = prompts[:PROBED_RECORDS]
+        probe(config.environment, [prompt.message_log for prompt in first], [prompt.record for prompt in first])
+    if record:
+        check_record(record, fingerprint, goes_on=bool(find_checkpoints(config)[0]) or is_restart())
+    return claim_output(config, inputs), recorded
 
 
 def rollout_worker(
@@ -99,7 +118,8 @@ def rollout_worker(
     )
     limit = config.data.max_sequence_length
     generation = MegatronGeneration(policy.model, params, limit, tokenizer, grpo.generation_batch_size)
-    return RolloutWorker(generation, environment, tokenizer, config.environment.max_turns)
+    meeting_seconds = min(5.0, config.parallel.timeout_seconds / 4)
+    return RolloutWorker(generation, environment, tokenizer, config.environment.max_turns, meeting_seconds)
 
 
 @dataclass
@@ -114,6 +134,8 @@ class GRPORun(TrainingRun[PromptDataset]):
     """Of each step, to train on instead of generating."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Of each phase of the step."""
+    failed_steps = 0
+    """On end, in which no sample could be judged."""
 
     def __post_init__(self) -> None:
         self.samples = StepLog(self.config.output_dir / "samples.jsonl")
@@ -128,6 +150,10 @@ class GRPORun(TrainingRun[PromptDataset]):
     @property
     def samples_per_step(self) -> int:
         return self.config.grpo.num_prompts_per_step
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.config.grpo.num_updates_per_rollout
 
     @property
     def max_record_length(self) -> int:
@@ -145,6 +171,7 @@ class GRPORun(TrainingRun[PromptDataset]):
             rollouts = self._collect(step)
         rewards = torch.tensor([r.reward for r in rollouts]).view(-1, self.config.grpo.num_generations_per_prompt)
         metrics = rollout_metrics(rollouts)
+        self._check_judged(step, rollouts)
         advantages = ESTIMATORS[self.config.grpo.advantage_estimator](self._shaped(rewards, rollouts))
         if bool((advantages == 0).all()):
             self.say(f"step {step}: all rewards of each prompt are equal; there is nothing to learn from, no update")
@@ -156,6 +183,17 @@ class GRPORun(TrainingRun[PromptDataset]):
                 if step == 1 and update == 0 and self.recorded is None:
                     self._check_first(trained)
         return {**metrics, **trained, "skipped_update": 0.0, **self._timings(rollouts, started)}
+
+    def _check_judged(self, step: int, rollouts: list[Rollout]) -> None:
+        """Raises TrainingError after too many steps on end in which no sample could be judged."""
+        failed = all(rollout.error is not None for rollout in rollouts)
+        self.failed_steps = self.failed_steps + 1 if failed else 0
+        limit = min(self.config.environment.max_failed_steps, self.total_steps)
+        if self.failed_steps >= limit:
+            raise TrainingError(
+                f"step {step}: no sample could be judged in {self.failed_steps} "
+                f"{'step' if self.failed_steps == 1 else 'steps on end'}; the last error: {rollouts[-1].error}"
+            )
 
     def _collect(self, step: int) -> list[Rollout]:
         """The step's groups: recorded ones, or new ones, those without signal replaced if so configured."""

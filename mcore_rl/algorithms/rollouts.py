@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,23 @@ class Rollout:
 
 
 class RolloutWorker:
-    """Lets the policy answer prompts in an environment, which rank 0 alone runs. Every call is collective."""
+    """Lets the policy answer prompts in an environment, which rank 0 alone runs. Every call is collective.
+
+    Args:
+        meeting_seconds: how often ranks meet while rank 0 judges: well below the timeout of collectives.
+    """
 
     def __init__(
-        self, generation: MegatronGeneration, environment: Environment | None, tokenizer: Any, max_turns: int
+        self,
+        generation: MegatronGeneration,
+        environment: Environment | None,
+        tokenizer: Any,
+        max_turns: int,
+        meeting_seconds: float = 5.0,
     ) -> None:
         self.generation, self.environment, self.tokenizer = generation, environment, tokenizer
-        self.max_turns = max_turns
+        self.max_turns, self.meeting_seconds = max_turns, meeting_seconds
+        self._beside = ThreadPoolExecutor(1, "judging")
 
     def run(
         self, prompts: Sequence[tuple[int, Prompt]], sample_ids: Sequence[int], greedy: bool = False
@@ -113,10 +124,18 @@ class RolloutWorker:
             rollout.message_log = [*rollout.message_log, {"role": "assistant", "content": text}]
 
     def _judge(self, logs: list[MessageLog], records: list[dict[str, Any]]) -> list[Step]:
-        box: list[Any] = [self.environment.step(logs, records) if self.environment is not None else None]
-        torch.distributed.broadcast_object_list(box, src=0)
-        steps: list[Step] = box[0]
-        return steps
+        """Rank 0 judges beside, however long it takes; the ranks meet often enough for no collective to time out."""
+        judging = None
+        if self.environment is not None:
+            judging = self._beside.submit(self.environment.step, logs, records)
+        while True:
+            box: list[Any] = [None if judging is None else _outcome(judging, self.meeting_seconds)]
+            torch.distributed.broadcast_object_list(box, src=0)
+            if isinstance(box[0], Exception):
+                raise box[0]
+            if box[0] is not None:
+                steps: list[Step] = box[0]
+                return steps
 
     def _goes_on(self, rollout: Rollout, step: Step, plain: bool) -> bool:
         """Take the reward; True if there is an observation, and room, for another turn."""
@@ -136,6 +155,14 @@ class RolloutWorker:
         if plain:
             return list(self.tokenizer(observation, add_special_tokens=False)["input_ids"])
         return tokens_between(self.tokenizer, rollout.message_log[:-1], observation, rollout.input_ids)
+
+
+def _outcome(judging: Future[list[Step]], seconds: float) -> list[Step] | BaseException | None:
+    """What judging came to, an exception included; None if it takes longer."""
+    wait([judging], seconds)
+    if not judging.done():
+        return None
+    return judging.exception() or judging.result()
 
 
 def to_batch(rollouts: Sequence[Rollout], advantages: torch.Tensor, pad_token_id: int) -> BatchedDataDict[Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from mcore_rl.algorithms.inputs import claim_output, load_inputs, total_steps
 from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
-from mcore_rl.algorithms.training import claim_output, load_inputs, total_steps
 from mcore_rl.config import SFTConfig
 from mcore_rl.data.records import load_sft_dataset
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy

@@ -1,144 +1,21 @@
-"""What all loops share: checks before anything is started; steps, validation, checkpoints, signals, the end."""
+"""What all loops share: steps, validation, checkpoints, signals, the end."""
 
 from __future__ import annotations
 
-import math
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic
 
 from mcore_rl import run_directory, watchdog
-from mcore_rl.algorithms.checkpointing import RunCheckpoints, check_identity, find_checkpoints, is_restart
+from mcore_rl.algorithms.checkpointing import RunCheckpoints
+from mcore_rl.algorithms.inputs import DatasetT, Inputs, tell_what_never_comes, total_steps
 from mcore_rl.algorithms.interruption import Interruption
 from mcore_rl.algorithms.metrics import Reporter, speaker
-from mcore_rl.config import DataConfig, TrainerConfig, TrainingConfig, resolved_yaml
-from mcore_rl.data.packing import batching_of
-from mcore_rl.data.progress import Say
-from mcore_rl.data.tokenize import load_tokenizer
-from mcore_rl.errors import TrainingError, UserError
-from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
-from mcore_rl.models.megatron.weights import check_hf_tensors
+from mcore_rl.config import TrainingConfig, resolved_yaml
+from mcore_rl.errors import TrainingError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.run_directory import LOGS, RunDirectory
-from mcore_rl.run_identity import RunIdentity
-
-
-class RunDataset(Protocol):
-    """A dataset that can be counted and described."""
-
-    def __len__(self) -> int: ...
-
-    def describe(self, name: str, limit: int) -> str: ...
-
-    def fingerprint(self) -> str: ...
-
-
-DatasetT = TypeVar("DatasetT", bound=RunDataset)
-
-
-@dataclass(frozen=True)
-class Inputs(Generic[DatasetT]):
-    """What a run is made from, checked and loaded without any process group."""
-
-    tokenizer: Any
-    hf_config: Any
-    train: DatasetT
-    validation: DatasetT | None
-    checkpoints: tuple[list[Path], list[str]] = ([], [])
-    """To resume from, the best first, and what is to be told about them."""
-    identity: str = ""
-    """Of the run, on rank 0."""
-
-
-def load_inputs(
-    config: TrainingConfig,
-    load_dataset: Callable[[str, Any, DataConfig, Say], DatasetT],
-    rows_per_unit: int,
-    world_size: int | None = None,
-) -> Inputs[DatasetT]:
-    """Check everything a user can get wrong, and read the data; the same on every rank, and nothing is written.
-
-    Args:
-        world_size: processes of the run; what torchrun says if left out.
-
-    Raises:
-        UserError: naming the key or the file and line.
-    """
-    world_size = world_size or int(os.environ.get("WORLD_SIZE", 1))
-    batching_of(config, rows_per_unit, config.parallel.data_parallel_size(world_size))
-    hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
-    check_model_fits(hf_config, config.parallel, config.data.max_sequence_length)
-    check_hf_tensors(hf_config, SafetensorsDirectory(config.model.path))
-    say = speaker(int(os.environ.get("RANK", 0)) == 0)
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, config.data.read_chat_template(), say)
-    if len(tokenizer) > hf_config.vocab_size:
-        raise UserError(
-            f"model.path: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {hf_config.vocab_size}"
-        )
-    validation = config.data.validation
-    return Inputs(
-        tokenizer,
-        hf_config,
-        load_dataset(config.data.train, tokenizer, config.data, say),
-        None if validation is None else load_dataset(validation, tokenizer, config.data, say),
-    )
-
-
-def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[DatasetT]:
-    """`inputs` with the checkpoints to resume from, once the output directory is this run's to write to.
-
-    Rank 0 looks at what is there and locks it; until the first step nothing else is written.
-
-    Raises:
-        UserError: something there would be destroyed or continued that is not this run's.
-    """
-    checkpoints = find_checkpoints(config)
-    if int(os.environ.get("RANK", 0)) > 0:
-        return replace(inputs, checkpoints=checkpoints)
-    directory = RunDirectory(config.output_dir)
-    check_output(config, directory)
-    identity = RunIdentity.of(config, inputs.hf_config, inputs.train.fingerprint())
-    notes = checkpoints[1] + check_identity(identity, checkpoints[0])
-    if note := directory.claim():
-        notes = [note, *notes]
-    return replace(inputs, checkpoints=(checkpoints[0], notes), identity=identity.to_json())
-
-
-def check_output(config: TrainingConfig, directory: RunDirectory) -> None:
-    """Refuse to write over what is in `output_dir`, or what the run reads.
-
-    Raises:
-        UserError: naming the key, and what is in the way.
-    """
-    checkpoint, export = config.checkpoint, directory.export.resolve()
-    afresh = checkpoint.resume == "none" and not is_restart()
-    directory.check(checkpoint.export_hf, checkpoint.overwrite and afresh)
-    if checkpoint.export_hf and config.model.path.resolve() == export:
-        raise UserError(
-            f"model.path: {config.model.path} is where this run exports its model; choose another output_dir, "
-            "or set checkpoint.export_hf=false"
-        )
-    for key in ("train", "validation"):
-        source = getattr(config.data, key)
-        if source and Path(source).resolve().parent == config.output_dir.resolve() and Path(source).name in LOGS:
-            raise UserError(f"data.{key}: {source} is a file that this run writes; choose another output_dir")
-    if afresh and not checkpoint.overwrite and directory.holds_results():
-        raise UserError(
-            f"checkpoint.resume: {config.output_dir} holds a run, which would be mixed with a new one; choose another "
-            "output_dir, or set checkpoint.overwrite=true to remove it"
-        )
-
-
-def total_steps(trainer: TrainerConfig, num_samples: int, samples_per_step: int) -> int:
-    """Steps of the run: the smaller of max_steps and max_epochs; the last batch may be smaller."""
-    limits = [trainer.max_steps or math.inf]
-    if trainer.max_epochs:
-        limits.append(math.ceil(trainer.max_epochs * num_samples / samples_per_step))
-    return int(min(limits))
+from mcore_rl.preflight import is_restart
+from mcore_rl.run_directory import RunDirectory
 
 
 def _divides(interval: int | None, step: int) -> bool:
@@ -160,6 +37,16 @@ class TrainingRun(ABC, Generic[DatasetT]):
     @abstractmethod
     def samples_per_step(self) -> int:
         """Of the dataset."""
+
+    @property
+    def total_steps(self) -> int:
+        """From the run's very start to its end."""
+        return total_steps(self.config.trainer, len(self.inputs.train), self.samples_per_step)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Of the optimizer."""
+        return 1
 
     @property
     def max_record_length(self) -> int:
@@ -195,9 +82,10 @@ class TrainingRun(ABC, Generic[DatasetT]):
     def run(self) -> None:
         """All steps, then the export."""
         config, policy = self.config, self.policy
-        steps = total_steps(config.trainer, len(self.inputs.train), self.samples_per_step)
+        steps = self.total_steps
         checkpoints = RunCheckpoints(config, policy, self.say, self.inputs.checkpoints, self.inputs.identity)
-        interruption = Interruption()
+        minutes = config.checkpoint.save_minutes
+        interruption = Interruption(None if minutes is None else minutes * 60)
         state = checkpoints.resume()
         self._begin()
         done, self.consumed_samples = state["step"], state["consumed_samples"]
@@ -221,8 +109,10 @@ class TrainingRun(ABC, Generic[DatasetT]):
             last = step == steps or signal is not None
             watchdog.enter(f"step {step}: checkpoint")
             checkpoints.poll(step)
-            if last or _divides(config.checkpoint.save_interval, step):
-                checkpoints.save(step, {"consumed_samples": self.consumed_samples}, wait=last)
+            by_interval = last or _divides(config.checkpoint.save_interval, step)
+            if by_interval or interruption.save_is_due:
+                checkpoints.save(step, {"consumed_samples": self.consumed_samples}, last, passing=not by_interval)
+                interruption.saved()
             if signal and step < steps:
                 self.say(f"stopped by {signal} after step {step}; the same command goes on from here")
                 break
@@ -251,6 +141,7 @@ class TrainingRun(ABC, Generic[DatasetT]):
         self.say(self.inputs.train.describe("train", self.max_record_length))
         if self.inputs.validation is not None:
             self.say(self.inputs.validation.describe("validation", self.max_record_length))
+        tell_what_never_comes(self.config, steps, self.say, self.updates_per_step)
         if done >= steps:
             self.say(f"nothing left to train: the checkpoint is at step {done} of {steps}")
 

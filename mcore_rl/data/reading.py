@@ -65,7 +65,7 @@ def _read_lines(source: str) -> list[dict[str, Any]]:
                 record = _parse(line, f"{source}, line {number}")
                 if not isinstance(record, dict):
                     raise UserError(f"{source}, line {number}: must be a JSON object, found a {type(record).__name__}")
-                records.append(record)
+                records.append(_clean(record))
     return records
 
 
@@ -73,12 +73,12 @@ def _read_json(source: str) -> list[dict[str, Any]]:
     records = _parse(Path(source).read_bytes(), source)
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise UserError(f"{source}: must be a JSON list of objects (one object a line goes into a .jsonl file)")
-    return records
+    return [_clean(record) for record in records]
 
 
 def _parse(text: bytes, where: str) -> Any:
     try:
-        return without_nulls(json.loads(text.decode("utf-8-sig")))
+        return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise UserError(f"{where}: is not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
@@ -93,7 +93,7 @@ def _read_parquet(source: str) -> list[dict[str, Any]]:
         rows = pyarrow.parquet.read_table(source).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{source}: is not a whole Parquet file: {' '.join(str(error).split())}") from None
-    return [without_nulls(row) for row in rows]
+    return [_clean(row) for row in rows]
 
 
 def _read_hub(source: str) -> Sequence[dict[str, Any]]:
@@ -108,7 +108,12 @@ def _read_hub(source: str) -> Sequence[dict[str, Any]]:
             f"data: {source} is neither a .jsonl, .json or .parquet file nor a dataset that can be reached: "
             f"{' '.join(str(error).split())}"
         ) from None
-    return [without_nulls(record) for record in records]
+    return [_clean(record) for record in records]
+
+
+def _clean(record: dict[str, Any]) -> dict[str, Any]:
+    """Without nulls inside its values; its own keys stay, to tell one without a value from one that is not there."""
+    return {str(key): without_nulls(value) for key, value in record.items()}
 
 
 def record_place(source: str, index: int) -> str:
@@ -122,8 +127,10 @@ def record_place(source: str, index: int) -> str:
 
 def require(record: dict[str, Any], *keys: str) -> None:
     """Raises ValueError if a record lacks one of the keys, or has it without a value."""
-    missing = [key for key in keys if record.get(key) is None]
+    if empty := [key for key in keys if key in record and record[key] is None]:
+        raise ValueError(f"the key {empty[0]} has no value (null)")
+    missing = [key for key in keys if key not in record]
     if missing:
         foreign = next((f" ({column} is {what})" for column, what in FOREIGN_COLUMNS.items() if column in record), "")
-        has = ", ".join(sorted(map(str, record))) or "nothing with a value"
+        has = ", ".join(sorted(record)) or "nothing"
         raise ValueError(f"lacks the key {' and '.join(missing)}; it has {has}{foreign}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -41,8 +41,8 @@ class SafetensorsDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.file_of = self._locate()
         self._open: dict[str, Any] = {}
+        self.file_of = self._locate()
 
     def _locate(self) -> dict[str, str]:
         if (self.path / INDEX_FILE).is_file():
@@ -51,8 +51,7 @@ class SafetensorsDirectory:
             except (ValueError, KeyError, TypeError):
                 raise UserError(f"{self.path / INDEX_FILE}: must be JSON with a weight_map") from None
         elif (self.path / SINGLE_FILE).is_file():
-            with safe_open(self.path / SINGLE_FILE, framework="pt") as file:
-                weight_map = dict.fromkeys(file.keys(), SINGLE_FILE)
+            weight_map = dict.fromkeys(self._opened(SINGLE_FILE).keys(), SINGLE_FILE)
         else:
             pickles = sorted(p.name for p in self.path.glob("*.bin")) + sorted(p.name for p in self.path.glob("*.pt"))
             found = (
@@ -81,10 +80,18 @@ class SafetensorsDirectory:
         return view[rows] if columns is None else view[rows, columns]
 
     def _slice(self, name: str) -> Any:
-        file = self.file_of[name]
+        try:
+            return self._opened(self.file_of[name]).get_slice(name)
+        except SafetensorError:
+            raise UserError(f"{self.path / self.file_of[name]}: holds no {name}, which {INDEX_FILE} says") from None
+
+    def _opened(self, file: str) -> Any:
         if file not in self._open:
-            self._open[file] = safe_open(self.path / file, framework="pt")
-        return self._open[file].get_slice(name)
+            try:
+                self._open[file] = safe_open(self.path / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{self.path / file}: is not a whole safetensors file ({error})") from None
+        return self._open[file]
 
 
 class ShardedWriter:
