@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from mcore_rl import run_directory, watchdog
 from mcore_rl.config import TrainingConfig, load_config
@@ -33,6 +33,13 @@ LOST_PEER = ("connection closed by peer", "connection reset", "timed out", "brok
 """What an error says that another rank's end has caused."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the arguments; `--help` says the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        leave(2, f"{message} ({self.prog} --help says more)")
+
+
 def run_script(config_type: type[ConfigT], train: Callable[..., Any], description: str, **file_options: str) -> None:
     """Parse `CONFIG [--option FILE] [section.key=value …]`, train, and exit.
 
@@ -43,7 +50,7 @@ def run_script(config_type: type[ConfigT], train: Callable[..., Any], descriptio
     Exit status: 0; 1 for a failure, with its traceback; 2 for a user's error and 3 for training that
     cannot go on, with one line; 130 for Ctrl-C before training. torchrun itself exits with 1 for all of them.
     """
-    parser = argparse.ArgumentParser(description=description)
+    parser = Parser(description=description)
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file's values")
     for name, purpose in file_options.items():
@@ -77,7 +84,14 @@ def told_in_one_line() -> Iterator[None]:
         leave(1, text + watchdog.explain(error, text), lost_peer=any(sign in str(error).lower() for sign in LOST_PEER))
 
 
-def leave(status: int, message: str, lost_peer: bool = False) -> None:
+def count(text: str) -> int:
+    """An argument's value: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def leave(status: int, message: str, lost_peer: bool = False) -> NoReturn:
     """Tell, and end this process at once: waiting for peers that are in a collective would hang.
 
     Args:
@@ -89,7 +103,8 @@ def leave(status: int, message: str, lost_peer: bool = False) -> None:
     if lost_peer or (_rank() > 0 and status != 1):
         _wait_to_be_ended()
     _write_error_file(line)
-    print(f"[rank {_rank()}] {line}" if status == 1 or _rank() > 0 else line, file=sys.stderr, flush=True)
+    named = _rank() > 0 or (status == 1 and "RANK" in os.environ)
+    print(f"[rank {_rank()}] {line}" if named else line, file=sys.stderr, flush=True)
     os._exit(status)
 
 

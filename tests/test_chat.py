@@ -202,7 +202,7 @@ def test_tools_and_calls(tokenizer_of):
         ("qwen2.5", [{"content": "a"}], "messages, message 1: must have a role and a content, has content"),
         ("qwen2.5", [{"from": "human", "value": "a"}], "message 1: must have a role and a content, has from, value"),
         ("qwen2.5", [{"role": "user"}], "message 1: has no content"),
-        ("qwen2.5", [{"role": "user", "content": 5}], "content must be a text or a list of parts, found a int"),
+        ("qwen2.5", [{"role": "user", "content": 5}], "content must be a text or a list of parts, found a number"),
         ("qwen2.5", [{"role": "user", "content": [{"type": "image"}]}], "parts must be .* found image"),
         ("qwen2.5", [{"role": "user", "content": "a", "weight": 1}], "weight 1 on the role user"),
         ("qwen2.5", [{"role": "assistant", "content": "a", "weight": 0.5}], "weight must be 0 or 1, got 0.5"),

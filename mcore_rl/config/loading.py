@@ -113,6 +113,8 @@ def _explain_one(config_type: type[Section], problem: Any) -> str:
     if problem["type"] == "value_error" and isinstance(problem["input"], dict):  # says itself which of its keys
         is_key = message.partition(":")[0] in _fields_at(config_type, location)
         return f"{name}{'.' if is_key else ': '}{message}" if name else message
+    if isinstance(problem["input"], dict | list):
+        message += f" (got {'keys' if isinstance(problem['input'], dict) else 'a list'})"
     if isinstance(problem["input"], str | int | float | bool):
         message += f" (got {problem['input']!r})"
     return f"{name}: {message}"

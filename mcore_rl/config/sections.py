@@ -20,7 +20,7 @@ def refuse_bool(value: Any) -> Any:
 
 def refuse_empty(value: Any) -> Any:
     """An empty path would be the current directory."""
-    if isinstance(value, str) and not value.strip():
+    if value is None or (isinstance(value, str) and not value.strip()):
         raise ValueError("must not be empty")
     return value
 

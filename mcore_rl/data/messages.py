@@ -102,5 +102,12 @@ def _kind(value: Any) -> str:
     if isinstance(value, list):
         other = next((item for item in value if not isinstance(item, dict)), None)
         return f"a list with {_kind(other)}" if other is not None else "a list"
-    names = {str: "a text", dict: "an object", bool: "true or false", type(None): "null"}
+    names = {
+        str: "a text",
+        dict: "an object",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        type(None): "null",
+    }
     return names.get(type(value), f"a {type(value).__name__}")

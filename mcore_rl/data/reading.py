@@ -13,10 +13,10 @@ from mcore_rl.errors import UserError
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 FOREIGN_COLUMNS = {
-    "conversations": "ShareGPT's; write it as messages of role and content",
-    "instruction": "Alpaca's; write instruction (and input) as prompt, output as completion",
-    "question": "write it as prompt",
-    "text": "has no prompt to tell from its response; write prompt and completion",
+    "conversations": "conversations is ShareGPT's; write it as messages of role and content",
+    "instruction": "instruction is Alpaca's; write it (and input) as prompt, output as completion",
+    "question": "write question as prompt",
+    "text": "in a text no prompt can be told from its response; write prompt and completion",
 }
 """Columns of other formats, and what to do with them."""
 
@@ -28,22 +28,22 @@ def read_records(source: str) -> Sequence[dict[str, Any]]:
         UserError: naming the file, and the line where it has any.
     """
     path = Path(source)
+    check_file(source)
     if path.suffix in SUFFIXES:
-        check_file(source)
         readers = {".jsonl": _read_lines, ".json": _read_json, ".parquet": _read_parquet}
         records = readers[path.suffix](source)
         if not records:
             raise UserError(f"{source}: holds no records")
         return records
-    if path.exists():
-        raise UserError(f"data: {source} must be a .jsonl, .json or .parquet file")
     return _read_hub(source)
 
 
 def check_file(source: str) -> None:
-    """Raises UserError if `source` is named like a data file and is none."""
+    """Raises UserError if `source` is named like a data file and is none, or is a file of another kind."""
     path = Path(source)
     if path.suffix not in SUFFIXES:
+        if path.exists():
+            raise UserError(f"data: {source} must be a .jsonl, .json or .parquet file")
         return
     if path.is_dir():
         raise UserError(f"data: {source} is a directory, not a file")
@@ -62,7 +62,7 @@ def _read_lines(source: str) -> list[dict[str, Any]]:
     with open(source, "rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                record = _parse(line, f"{source}, line {number}")
+                record = _parse(line.rstrip(), f"{source}, line {number}")
                 if not isinstance(record, dict):
                     raise UserError(f"{source}, line {number}: must be a JSON object, found a {type(record).__name__}")
                 records.append(_clean(record))
@@ -81,8 +81,11 @@ def _parse(text: bytes, where: str) -> Any:
         return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise UserError(f"{where}: is not UTF-8 text") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON: {error}") from None
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 and "line" not in where else ""
+        raise UserError(f"{where}: not valid JSON: {error.msg} at {line}column {error.colno}") from None
+    except RecursionError:
+        raise UserError(f"{where}: not valid JSON: nested too deeply") from None
 
 
 def _read_parquet(source: str) -> list[dict[str, Any]]:
@@ -131,6 +134,6 @@ def require(record: dict[str, Any], *keys: str) -> None:
         raise ValueError(f"the key {empty[0]} has no value (null)")
     missing = [key for key in keys if key not in record]
     if missing:
-        foreign = next((f" ({column} is {what})" for column, what in FOREIGN_COLUMNS.items() if column in record), "")
+        foreign = next((f" ({what})" for column, what in FOREIGN_COLUMNS.items() if column in record), "")
         has = ", ".join(sorted(record)) or "nothing"
         raise ValueError(f"lacks the key {' and '.join(missing)}; it has {has}{foreign}")

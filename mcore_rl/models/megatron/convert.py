@@ -27,7 +27,7 @@ from mcore_rl.models.megatron.checkpoint import METADATA, model_state, write_com
 from mcore_rl.models.megatron.checkpoint_trust import check_trusted
 from mcore_rl.models.megatron.checkpoint_writer import PlannedShards
 from mcore_rl.models.megatron.hf_checkpoint import MAX_SHARD_BYTES, SafetensorsDirectory, write_hf_directory
-from mcore_rl.models.megatron.hf_config import load_hf_config
+from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.models.megatron.model import BuiltModel, build_model
 from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel, process_groups
 from mcore_rl.models.megatron.weights import (
@@ -57,6 +57,7 @@ def hf_to_megatron(source: Path, destination: Path, progress: Progress) -> Path:
     """
     tensors = SafetensorsDirectory(source)
     hf_config = load_hf_config(source)
+    check_model_fits(hf_config, ParallelConfig(), max_sequence_length=1)
     check_hf_tensors(hf_config, tensors)
     store = CheckpointStore(destination)
     if store.iterations():
@@ -91,6 +92,7 @@ def megatron_to_hf(
     """
     index = check_trusted(iteration)
     hf_config = load_hf_config(source)
+    check_model_fits(hf_config, ParallelConfig(), max_sequence_length=1)
     for key, was, now in architecture_changes(architecture_of_checkpoint(iteration), architecture_of(hf_config)):
         raise UserError(f"{source} is another architecture than {iteration}: {key} {was} → {now}")
     stored = index.state_dict_metadata

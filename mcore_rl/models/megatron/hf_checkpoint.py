@@ -154,12 +154,13 @@ def write_hf_directory(
     hf_config: Any,
     is_writer: bool,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    chat_template: str | None = None,
 ) -> None:
     """Write a complete model directory: weights, config, tokenizer and chat template.
 
     Every rank must call it, since producing `tensors` is collective; `is_writer` alone writes. The
     directory appears under its name only when it is whole and has been read back; a manifest in it lists its
-    files, so that a later export replaces these and nothing else.
+    files, so that a later export replaces these and nothing else. `chat_template` takes the source's place.
 
     Raises:
         UserError: `destination` holds what no export wrote.
@@ -182,6 +183,8 @@ def write_hf_directory(
     config.save_pretrained(temporary)
     for file in companions(source):
         shutil.copy2(file, temporary / file.name)
+    if chat_template is not None:  # transformers prefers it to any other place of a template
+        (temporary / "chat_template.jinja").write_text(chat_template)
     digests = digests_of(temporary, sorted(file.name for file in temporary.iterdir()))
     write_manifest(temporary, digests)
     flush_directory(temporary)
