@@ -23,7 +23,8 @@ from mcore_rl.errors import UserError
 MARKER, LOCK = "run.json", "run.lock"
 STEP_LOGS, JUDGE_LOG = ("metrics.jsonl", "samples.jsonl"), "judge.log"
 LOGS = (*STEP_LOGS, JUDGE_LOG)
-WRITTEN = ("config.yaml", *LOGS, "checkpoints", "hf", "stacks", "tensorboard", "reference_logprobs")
+WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "stacks", "tensorboard")
+"""What a run replaces or removes; judge.log only grows, and precomputed references are named by content."""
 
 
 class RunDirectory:

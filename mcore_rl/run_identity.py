@@ -64,7 +64,7 @@ class RunIdentity:
         )
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> RunIdentity:

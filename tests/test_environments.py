@@ -2,7 +2,7 @@
 
 import os
 import time
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -62,7 +62,7 @@ def test_a_sample_that_fails_stops_nothing(environment_of, monkeypatch, tmp_path
     assert errors["die"] == "the process that judged it died"
     assert errors["nan"] == "ValueError: the reward is nan"
     assert errors["ab"] is None
-    again = environment.step([log("say", "abcd")], [{"scale": 4}])
+    again = environment.step([log("say", "abcd")], [{"scale": 4, "asked": datetime(2024, 2, 29)}])  # as Parquet has it
     assert again == [Step(reward=1.0)]
     printed = (tmp_path / "judge.log").read_text()
     assert "noise that is no answer" in printed and "noise of a process" in printed and "and its errors" in printed

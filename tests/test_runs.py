@@ -160,6 +160,26 @@ def test_afresh_beside_a_run_only_when_told_to(files, out):
     assert (out / "notes.txt").read_text() == "a user's"
 
 
+def test_an_export_has_the_template_that_it_was_trained_with(files, tmp_path):
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}"
+    (tmp_path / "own.jinja").write_text(template)
+    text = run(files, f"output_dir={tmp_path / 'out'}", f"data.chat_template={tmp_path / 'own.jinja'}")
+    assert "data.chat_template takes the place of the tokenizer's own" in text
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(tmp_path / "out" / "hf").chat_template == template
+    assert AutoTokenizer.from_pretrained(files / "out" / "hf").chat_template != template
+
+
+def test_what_never_comes_is_told(files, tmp_path):
+    never = ("checkpoint.save_interval=7", "optimizer.warmup_steps=5", f"data.validation={files / 'other.jsonl'}")
+    text = run(files, f"output_dir={tmp_path}", "checkpoint.export_hf=false", *never)
+    assert "checkpoint.save_interval=7 never comes: the run has 2 steps" in text
+    assert "optimizer.warmup_steps=5 is shortened to 1: the run has 2 steps" in text
+    assert "data.validation is not used during training: there is no trainer.validation_interval" in text
+    assert "never comes" not in run(files, f"output_dir={tmp_path / 'a'}", "checkpoint.export_hf=false")
+
+
 def test_the_logs_of_a_run_are_not_its_data(files, out):
     arguments = (f"output_dir={out}", "checkpoint.resume=auto")
     (out / "samples.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')

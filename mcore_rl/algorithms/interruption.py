@@ -19,8 +19,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class Interruption:
     """Takes Ctrl-C, SIGTERM and SIGUSR1 (Slurm's notice of pre-emption) as a wish to stop after the step.
 
-    A second signal ends the process at once. torchrun hands a signal on to the ranks and waits for them; if it
-    is gone itself (a second Ctrl-C ends it), they end at once too.
+    A second signal ends the process at once. torchrun hands a first Ctrl-C on to the ranks and waits for them; a
+    second one ends torchrun alone, so the ranks then end with it.
 
     Args:
         save_seconds: how often, by the clock of rank 0, `save_is_due`; None for never.
@@ -43,7 +43,8 @@ class Interruption:
         if self._clock_is_mine:
             name = signal.Signals(number).name
             sys.stderr.write(f"{name}: finishing the step and saving; once more ends at once\n")
-        threading.Thread(target=self._end_with_parent, daemon=True).start()
+        if number == signal.SIGINT and "TORCHELASTIC_RUN_ID" in os.environ:
+            threading.Thread(target=self._end_with_parent, daemon=True).start()
 
     def _end_with_parent(self) -> None:
         while os.getppid() == self._parent:

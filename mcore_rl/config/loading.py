@@ -107,7 +107,7 @@ def _explain_one(config_type: type[Section], problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{name} is required"
     message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "model_type":
+    if problem["type"] in ("model_type", "dataclass_type"):
         found = "nothing" if problem["input"] is None else repr(problem["input"])
         return f"{name}: is a section of keys, found {found}"
     if problem["type"] == "value_error" and isinstance(problem["input"], dict):  # says itself which of its keys
