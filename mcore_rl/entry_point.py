@@ -78,7 +78,7 @@ def told_in_one_line() -> Iterator[None]:
     except TrainingError as error:
         leave(3, str(error))
     except KeyboardInterrupt:
-        leave(130, "interrupted before training; nothing was written")
+        leave(130, "interrupted")
     except Exception as error:
         text = traceback.format_exc()
         leave(1, text + watchdog.explain(error, text), lost_peer=any(sign in str(error).lower() for sign in LOST_PEER))

@@ -9,7 +9,7 @@ import json
 
 import pytest
 from tokenizers import AddedToken, ByteLevelBPETokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mcore_rl.algorithms.rollouts import Rollout, RolloutWorker
 from mcore_rl.config import DataConfig
@@ -160,6 +160,21 @@ def test_a_template_without_end_token(tokenizer_of):
     sequence = tokenize_messages(tokenizer, conversation("Hi", "one", "and?", "two"))
     assert trained(tokenizer, sequence) == [" one", "two</s>"]  # a token " one" holds the header's space
     assert tokenizer.decode(sequence.input_ids) == "user: Hi\nassistant: one\nuser: and?\nassistant: two</s>"
+
+
+def test_end_tokens_that_only_the_model_declares(tokenizer_of, tmp_path):
+    """GLM-4 ends a response with the next turn's header; its tokenizer's end token is another."""
+    tokenizer = tokenizer_of("no end token")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|User|>' if m.role == 'user' else '<|Assistant|>' }}\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|Assistant|>{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    ends = tokenizer.convert_tokens_to_ids(["</s>", "<|User|>"])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    sequence = tokenize_messages(AutoTokenizer.from_pretrained(tmp_path), conversation("Hi", "one", "and?", "two"))
+    assert trained(tokenizer, sequence) == ["\none<|User|>", "\ntwo</s>"]
+    assert [text.strip() for text in trained(tokenizer, tokenize_messages(tokenizer, THREE))[:1]] == ["one"]
 
 
 @pytest.mark.parametrize("name", sorted(set(EXPECTED) - {"mistral", "gemma"}))

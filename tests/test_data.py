@@ -82,6 +82,14 @@ def test_preference_records(tmp_path):
     assert shared.units == given.units
 
 
+@pytest.mark.parametrize("text", ["[{0},\n {1}]", "{0}\n{1}\n", "\ufeff{0}\n\n{1}"])
+def test_json(text, tmp_path):
+    records = [json.dumps({"prompt": "p", "completion": completion}) for completion in ("é", "b")]
+    (tmp_path / "a.json").write_text(text.format(*records))
+    dataset = load_sft_dataset(str(tmp_path / "a.json"), TOKENIZER, settings_of())
+    assert [text_of(unit[0]) for unit in dataset.units] == ["p<|unk|><|end|>", "pb<|end|>"]
+
+
 def test_parquet(tmp_path):
     import datasets
 

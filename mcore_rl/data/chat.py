@@ -9,10 +9,13 @@ text of other turns (Qwen3 writes an empty thought into the last one, DeepSeek-R
 from __future__ import annotations
 
 import itertools
+import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from mcore_rl.data.messages import Message, Messages
@@ -64,11 +67,12 @@ def tokenize_conversation(
     Raises:
         ValueError: the template fails, leaves something out, or cannot be followed; says where.
     """
-    _check_shown(tokenizer, messages, tools)
+    text = render(tokenizer, messages, tools)
+    _check_shown(tokenizer, messages, tools, text)
     if GENERATION_MARKER.search(_template(tokenizer, tools)):
         ids, mask, is_ended = *_by_markers(tokenizer, messages, wanted, tools), True
     else:
-        ids, mask, is_ended = _by_marks(tokenizer, messages, wanted, tools)
+        ids, mask, is_ended = _by_marks(tokenizer, messages, wanted, tools, text)
     length = max((position for position, trained in enumerate(mask) if trained), default=-1) + 1
     ids, mask = ids[:length], mask[:length]
     if not is_ended and length:  # a template that writes no end token
@@ -105,10 +109,9 @@ def _by_markers(tokenizer: Any, messages: Messages, wanted: Sequence[int], tools
 
 
 def _by_marks(
-    tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any
+    tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any, text: str
 ) -> tuple[list[int], list[bool], bool]:
     """By putting marks in the place of responses; also whether the last one has an end token."""
-    text = render(tokenizer, messages, tools)
     if not tokenizer.is_fast:
         raise ValueError("the tokenizer does not tell where in a text its tokens are; messages need a fast one")
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -119,7 +122,11 @@ def _by_marks(
     for before, after in itertools.pairwise(spans):
         if before.end > after.start:
             raise ValueError("the chat template mixes the text of two messages of the assistant")
-    mask = [any(start < span.end and max(end, start + 1) > span.start for span in spans) for start, end in offsets]
+    mask = [False] * len(ids)
+    starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
+    for span in spans:  # a token that reaches into a response is of it
+        for position in range(bisect_right(stops, span.start), bisect_left(starts, span.end)):
+            mask[position] = True
     return ids, mask, not spans or spans[-1].has_end_token
 
 
@@ -179,10 +186,12 @@ def _span(marked: _Marked, end_tokens: Sequence[tuple[int, int]]) -> Span:
     before, after = marked.around(marked.index)
     if not marked.text.endswith(after):
         raise ValueError(f"what the chat template writes behind {marked.name} depends on what it says")
-    start, content_end, limit = marked.start(before), len(marked.text) - len(after), marked.limit()
+    start, content_end = marked.start(before), len(marked.text) - len(after)
     if start > content_end:
         raise ValueError(f"the chat template rewrites {marked.name}")
-    end = next((end for begin, end in end_tokens if content_end <= begin and end <= limit), None)
+    begin, end = next((place for place in end_tokens if place[0] >= content_end), (len(marked.text), None))
+    if begin > content_end and end is not None and end > marked.limit():  # it is of a later turn
+        end = None
     return Span(start, content_end if end is None else end, end is not None)
 
 
@@ -197,14 +206,15 @@ def unused_character(text: str) -> str:
 
 
 def end_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a response: the tokenizer's end token, and what the chat template writes behind one."""
+    """Tokens that end a response: the tokenizer's end token, those of the model's generation_config.json, and what
+    the chat template writes behind a response."""
     return _end_token_ids(tokenizer, str(tokenizer.chat_template))
 
 
 @lru_cache(maxsize=16)
 def _end_token_ids(tokenizer: Any, template: str) -> frozenset[int]:
     mark = unused_character(template)
-    ends = {tokenizer.eos_token_id}
+    ends = {tokenizer.eos_token_id, *_declared_ends(Path(str(tokenizer.name_or_path)))}
     try:
         text = render(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}])
     except ValueError:  # a template for other conversations: its messages will tell what is wrong
@@ -215,13 +225,21 @@ def _end_token_ids(tokenizer: Any, template: str) -> frozenset[int]:
     return frozenset(ends | {*[token for token in behind if token in special][:1]})
 
 
-def _check_shown(tokenizer: Any, messages: Messages, tools: Any) -> None:
-    """Refuse a template that leaves out what a record says.
+def _declared_ends(directory: Path) -> list[int]:
+    """Of a model directory's generation_config.json, if the tokenizer comes from one."""
+    try:
+        ends = json.loads((directory / "generation_config.json").read_bytes()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return []
+    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
+
+
+def _check_shown(tokenizer: Any, messages: Messages, tools: Any, text: str) -> None:
+    """Refuse a template that leaves out, in the conversation's `text`, what a record says.
 
     Raises:
         ValueError: naming what is left out.
     """
-    text = render(tokenizer, messages, tools)
     if tools and render(tokenizer, messages) == text:
         raise ValueError("the chat template does not show the record's tools")
     for index, message in enumerate(messages):

@@ -70,9 +70,13 @@ def _read_lines(source: str) -> list[dict[str, Any]]:
 
 
 def _read_json(source: str) -> list[dict[str, Any]]:
-    records = _parse(Path(source).read_bytes(), source)
+    """A list of objects, or an object a line, which goes by that name as well."""
+    text = Path(source).read_bytes()
+    if text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") and text.strip().count(b"\n"):
+        return _read_lines(source)
+    records = _parse(text, source)
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise UserError(f"{source}: must be a JSON list of objects (one object a line goes into a .jsonl file)")
+        raise UserError(f"{source}: must be a JSON list of objects, or an object a line")
     return [_clean(record) for record in records]
 
 
