@@ -9,6 +9,7 @@ that name is a whole checkpoint unless the disk damaged it, which the manifest t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ from mcore_rl.errors import UserError
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 MANIFEST_FILE = "manifest.json"
+CHECKPOINT_FILES = frozenset({"common.pt", "metadata.json", ".metadata"})
 _ITERATION = re.compile(r"iter_(\d+)")
 
 FileDigests = dict[str, tuple[int, str]]
@@ -60,12 +62,13 @@ class CheckpointStore:
 
     def commit(self, step: int, partial: Path, digests: FileDigests) -> Path:
         """Give a written directory its name, then let the tracker file point to it."""
-        (partial / MANIFEST_FILE).write_text(json.dumps(digests, indent=1, sort_keys=True))
-        partial.chmod(0o777 & ~_umask())  # mkdtemp's own mode would let nobody else read it
+        write_manifest(partial, digests)
         flush_directory(partial)
         final = self.iteration(step)
-        if final.exists():
-            shutil.rmtree(final)
+        if final.exists():  # of a run that was taken back to an earlier iteration
+            remove_listed(final)
+        if final.exists():  # with files in it that no run wrote
+            final.rename(_unused(final.with_name(f"{final.name}.replaced")))
         os.replace(partial, final)
         self._point_tracker_to(step)
         return final
@@ -91,8 +94,14 @@ class CheckpointStore:
         kept = {*iterations[-keep_last:], *whole[-1:]}
         removed = [p for p in iterations if p not in kept and not (keep_every and step_of(p) % keep_every == 0)]
         for path in removed:
-            shutil.rmtree(path)
+            remove_listed(path)
         return removed
+
+    def forget(self) -> None:
+        """Remove the tracker file, and the directory if nothing is left in it."""
+        (self.directory / TRACKER_FILE).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.directory.rmdir()
 
     def candidates(self) -> tuple[list[Path], list[str]]:
         """Checkpoints to resume from, the best first, and what was found wrong with others.
@@ -114,7 +123,7 @@ class CheckpointStore:
             raise UserError(f"no checkpoint in {self.directory} is whole: {'; '.join(problems)}")
         # What the tracker names comes first: a user may point it back to an earlier iteration.
         whole.sort(key=lambda path: step_of(path) != tracked)
-        return whole, problems
+        return whole, [f"damaged checkpoint: {problem}" for problem in problems]
 
 
 def _umask() -> int:
@@ -138,6 +147,12 @@ def digests_of(directory: Path, names: Iterable[str]) -> FileDigests:
     return digests
 
 
+def write_manifest(directory: Path, digests: FileDigests) -> None:
+    """List a directory's files in it, and let others read it, which mkdtemp's mode does not."""
+    (directory / MANIFEST_FILE).write_text(json.dumps(digests, indent=1, sort_keys=True))
+    directory.chmod(0o777 & ~_umask())
+
+
 def read_manifest(iteration: Path) -> FileDigests:
     """Raises ValueError if there is none that can be read."""
     try:
@@ -147,8 +162,8 @@ def read_manifest(iteration: Path) -> FileDigests:
         raise ValueError(f"{MANIFEST_FILE} is missing or cannot be read") from None
 
 
-def quick_problems(iteration: Path) -> list[str]:
-    """What is wrong with a checkpoint's list of files and their sizes."""
+def quick_problems(iteration: Path, required: frozenset[str] = CHECKPOINT_FILES) -> list[str]:
+    """What is wrong with a directory's list of files and their sizes; `required` must be among them."""
     try:
         manifest = read_manifest(iteration)
     except ValueError as error:
@@ -162,7 +177,7 @@ def quick_problems(iteration: Path) -> list[str]:
             problems.append(f"{name} is missing")
         elif path.stat().st_size != size:
             problems.append(f"{name} has {path.stat().st_size} bytes, not {size}")
-    if not {"common.pt", "metadata.json", ".metadata"} <= set(manifest):
+    if not required <= set(manifest):
         problems.append(f"{MANIFEST_FILE} does not list a whole checkpoint")
     return problems
 
@@ -173,6 +188,55 @@ def digest_problems(iteration: Path, part: int = 0, parts: int = 1) -> list[str]
     names = sorted(manifest)[part::parts]
     found = digests_of(iteration, names)
     return [f"{name}: its contents are damaged (SHA-256)" for name in names if found[name] != manifest[name]]
+
+
+def foreign_files(directory: Path) -> list[str]:
+    """What is in a directory beside what its manifest lists, or is not as listed; [] if it does not exist."""
+    if not (directory.exists() or directory.is_symlink()):
+        return []
+    if not directory.is_dir() or directory.is_symlink():
+        return [directory.name]
+    found = sorted(path.name for path in directory.iterdir())
+    try:
+        listed = read_manifest(directory)
+    except ValueError:
+        return found
+    changed = [name for name in found if name in listed and (directory / name).stat().st_size != listed[name][0]]
+    return [name for name in found if name not in {*listed, MANIFEST_FILE}] + changed
+
+
+def remove_listed(directory: Path) -> None:
+    """Remove the files that a directory's manifest lists, and the directory if nothing else is in it."""
+    try:
+        listed = read_manifest(directory)
+    except ValueError:
+        return
+    for name in (*listed, MANIFEST_FILE):
+        if Path(name).name == name:
+            (directory / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+def replace_listed(new: Path, destination: Path) -> None:
+    """Give the directory `new` the name of one that a manifest lists (or that is not there), which then goes.
+
+    Raises:
+        UserError: `destination` holds what no manifest lists.
+    """
+    if foreign := foreign_files(destination):
+        raise UserError(f"{destination} holds {', '.join(foreign[:3])}, which is not ours to remove; see {new}")
+    old = _unused(destination.with_name(f".{destination.name}.old"))
+    if destination.exists():
+        destination.rename(old)
+    os.replace(new, destination)
+    remove_listed(old)
+
+
+def _unused(path: Path) -> Path:
+    """`path`, or that name with the first number that is free."""
+    names = (path, *(path.with_name(f"{path.name}.{n}") for n in range(1, 10_000)))
+    return next(name for name in names if not name.exists())
 
 
 def flush_directory(directory: Path) -> None:

@@ -1,21 +1,43 @@
-"""The shape of every training script: arguments in, one line for what a user got wrong, an exit status."""
+"""The shape of every script: arguments in, one line for what a user got wrong, an exit status.
+
+Under torchrun every rank runs this. What is wrong is wrong on all of them: the first rank tells it, the
+others keep quiet and wait to be ended; torchrun finds it in the error file too, and repeats it last.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from mcore_rl import watchdog
-from mcore_rl.config import Section, load_config
+from mcore_rl import run_directory, watchdog
+from mcore_rl.config import TrainingConfig, load_config
 from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.preflight import preflight
 from mcore_rl.quiet import quiet_libraries
 
-ConfigT = TypeVar("ConfigT", bound=Section)
+ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
+
+PEER_SECONDS = 5.0
+"""How long a rank waits for another to tell what is wrong, before it does so itself."""
+
+LOST_PEER = ("connection closed by peer", "connection reset", "timed out", "broken pipe", "nccl")
+"""What an error says that another rank's end has caused."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the arguments; `--help` says the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        leave(2, f"{message} ({self.prog} --help says more)")
 
 
 def run_script(config_type: type[ConfigT], train: Callable[..., Any], description: str, **file_options: str) -> None:
@@ -26,33 +48,79 @@ def run_script(config_type: type[ConfigT], train: Callable[..., Any], descriptio
         file_options: the names of options that take a path, and what they are for.
 
     Exit status: 0; 1 for a failure, with its traceback; 2 for a user's error and 3 for training that
-    cannot go on, with one line.
+    cannot go on, with one line; 130 for Ctrl-C before training. torchrun itself exits with 1 for all of them.
     """
-    parser = argparse.ArgumentParser(description=description)
+    parser = Parser(description=description)
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file's values")
     for name, purpose in file_options.items():
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=purpose)
     arguments = parser.parse_intermixed_args()
     paths = {name: getattr(arguments, name) for name in file_options}
-    quiet_libraries()
+    with told_in_one_line():
+        config = load_config(config_type, arguments.config, arguments.overrides)
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        preflight(config, world_size, paths)
+        if _rank() == 0:
+            processes = "1 process" if world_size == 1 else f"{world_size} processes"
+            print(f"{arguments.config}: {processes}; importing PyTorch and Megatron …", flush=True)
+        quiet_libraries()
+        train(config, **paths)
+
+
+@contextmanager
+def told_in_one_line() -> Iterator[None]:
+    """End the process with the status and the message that an error inside deserves."""
     try:
-        train(load_config(config_type, arguments.config, arguments.overrides), **paths)
+        yield
     except UserError as error:
         leave(2, str(error))
     except TrainingError as error:
         leave(3, str(error))
+    except KeyboardInterrupt:
+        leave(130, "interrupted")
     except Exception as error:
         text = traceback.format_exc()
-        leave(1, text + watchdog.explain(error, text), every_rank=True)
+        leave(1, text + watchdog.explain(error, text), lost_peer=any(sign in str(error).lower() for sign in LOST_PEER))
 
 
-def leave(status: int, message: str, every_rank: bool = False) -> None:
-    """Print and end this process at once: waiting for peers that are in a collective would hang."""
-    rank = os.environ.get("RANK", "0")
-    if rank == "0" or every_rank:
-        prefix = f"[rank {rank}] " if every_rank else "error: "
-        print(f"{prefix}{message}", file=sys.stderr)
+def count(text: str) -> int:
+    """An argument's value: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def leave(status: int, message: str, lost_peer: bool = False) -> NoReturn:
+    """Tell, and end this process at once: waiting for peers that are in a collective would hang.
+
+    Args:
+        lost_peer: whether another rank has probably failed before, and has more to tell.
+    """
+    run_directory.release()
+    line = message if status == 1 else f"error: {' '.join(message.split())}"
     sys.stdout.flush()
-    sys.stderr.flush()
+    if lost_peer or (_rank() > 0 and status != 1):
+        _wait_to_be_ended()
+    _write_error_file(line)
+    named = _rank() > 0 or (status == 1 and "RANK" in os.environ)
+    print(f"[rank {_rank()}] {line}" if named else line, file=sys.stderr, flush=True)
     os._exit(status)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def _wait_to_be_ended() -> None:
+    """torchrun ends all ranks once one has failed; then this one has nothing to say."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(PEER_SECONDS)
+
+
+def _write_error_file(line: str) -> None:
+    """What torchrun shows at the end of its report, in the form of `torch.distributed.elastic`'s own."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": told}))

@@ -57,6 +57,8 @@ class Layout:
             sequence_parallel=self.sp,
         )
         values["batch"].update(packing=self.packing, tokens_per_pack=self.tokens_per_pack)
+        if self.packing:
+            values["batch"]["micro_batch_size"] = 1
         return type(config).model_validate(values)
 
 
@@ -208,9 +210,13 @@ def parse_layouts(choices: Sequence[str]) -> list[Layout]:
     values: dict[str, list[int]] = {}
     for choice in choices:
         key, _, text = choice.partition("=")
-        if key not in known or not all(part.isdigit() for part in text.split(",")):
+        if key not in known or not all(part.isdecimal() for part in text.split(",")):
             raise UserError(f"--layouts {choice!r}: write KEY=1,2 with KEY one of {', '.join(sorted(known))}")
         values[key] = [int(part) for part in text.split(",")]
+        if key in ("sp", "packing") and not {*values[key]} <= {0, 1}:
+            raise UserError(f"--layouts {choice!r}: {key} is 0 or 1")
+        if key not in ("sp", "packing") and 0 in values[key]:
+            raise UserError(f"--layouts {choice!r}: sizes are 1 or more")
     combinations = itertools.product(*values.values())
     layouts = [Layout(**dict(zip(values, combination, strict=True))) for combination in combinations]  # type: ignore[arg-type]
     return sorted({layout for layout in layouts if not layout.sp or layout.tp > 1})

@@ -7,8 +7,8 @@ aborts a process whose collective timed out) writes the rank's own. A run that e
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -53,7 +53,10 @@ class Watchdog:
         self._stopped.set()
         faulthandler.enable()
         self._file.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        for file in (Path(self._file.name), self._request):
+            file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the last rank to end removes it
+            self.directory.rmdir()
 
     def _answer(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):

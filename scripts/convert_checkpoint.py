@@ -15,13 +15,14 @@ from typing import Any
 
 from mcore_rl.checkpoint_store import CheckpointStore, digest_problems
 from mcore_rl.config import read_yaml
-from mcore_rl.entry_point import leave
+from mcore_rl.entry_point import Parser, told_in_one_line
 from mcore_rl.errors import UserError
+from mcore_rl.preflight import check_model_directory
 from mcore_rl.quiet import quiet_libraries
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     forward = commands.add_parser("hf-to-megatron")
     forward.add_argument("model", type=Path)
@@ -35,13 +36,14 @@ def main() -> None:
     arguments = vars(parser.parse_args())
     quiet_libraries()
     command = {"hf-to-megatron": hf_to_megatron, "megatron-to-hf": megatron_to_hf, "inspect": inspect}
-    try:
+    with told_in_one_line():
         command[arguments.pop("command")](**arguments)
-    except UserError as error:
-        leave(2, str(error))
 
 
 def hf_to_megatron(model: Path, destination: Path) -> None:
+    check_model_directory(model)
+    if destination.exists() and not destination.is_dir():
+        raise UserError(f"{destination} is not a directory")
     from mcore_rl.models.megatron.convert import hf_to_megatron
 
     iteration = hf_to_megatron(model, destination, progress)
@@ -50,8 +52,6 @@ def hf_to_megatron(model: Path, destination: Path) -> None:
 
 
 def megatron_to_hf(checkpoint: Path, destination: Path, model: Path | None) -> None:
-    from mcore_rl.models.megatron.convert import megatron_to_hf
-
     if destination.exists():
         raise UserError(f"{destination} exists already")
     iteration = find_iteration(checkpoint)
@@ -60,14 +60,18 @@ def megatron_to_hf(checkpoint: Path, destination: Path, model: Path | None) -> N
     source = model or Path(str(read_yaml(iteration / "config.yaml").get("model", {}).get("path")))
     if not source.is_dir():
         raise UserError(f"{source}, which {iteration} was trained from, is not there; name a directory with --model")
+    check_model_directory(source)
+    from mcore_rl.models.megatron.convert import megatron_to_hf
+
     megatron_to_hf(iteration, source, destination, progress)
     print(f"Hugging Face model: {destination}")
 
 
 def inspect(checkpoint: Path) -> None:
+    iteration = find_iteration(checkpoint)
     from mcore_rl.models.megatron.inspection import describe
 
-    for line in describe(find_iteration(checkpoint)):
+    for line in describe(iteration):
         print(line)
 
 
@@ -79,7 +83,7 @@ def find_iteration(path: Path) -> Path:
         return path
     candidates, problems = CheckpointStore(path).candidates()
     for problem in problems:
-        print(f"damaged checkpoint: {problem}")
+        print(problem)
     if not candidates:
         raise UserError(f"{path} is no checkpoint and holds none")
     return candidates[0]

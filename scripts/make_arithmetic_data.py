@@ -7,14 +7,17 @@ a carry wrong. Problems of the validation file are in no other file. The model i
 random weights and one token a character.
 """
 
+import argparse
 import json
 import random
-import sys
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from mcore_rl.entry_point import Parser, told_in_one_line
+from mcore_rl.errors import UserError
 
 LARGEST_OPERAND, HELD_OUT, TEACHER_EXAMPLES, FORGOTTEN_CARRIES = 49, 200, 12000, 0.7
 
@@ -24,6 +27,8 @@ def main(directory: Path) -> None:
     problems = [(a, b) for a in range(LARGEST_OPERAND + 1) for b in range(LARGEST_OPERAND + 1)]
     generator.shuffle(problems)
     held_out, known = problems[:HELD_OUT], problems[HELD_OUT:]
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory} is not a directory")
     directory.mkdir(parents=True, exist_ok=True)
     taught = [teach(*generator.choice(known), generator) for _ in range(TEACHER_EXAMPLES)]
     write_jsonl(directory / "sft_train.jsonl", taught)
@@ -77,4 +82,7 @@ def make_model(directory):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    with told_in_one_line():
+        main(parser.parse_args().directory)

@@ -8,16 +8,19 @@ in random order. The model is a Llama of four layers with random weights and a b
 trained on the text.
 """
 
+import argparse
 import json
 import random
 import re
-import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from mcore_rl.entry_point import Parser, told_in_one_line
+from mcore_rl.errors import UserError
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
@@ -30,6 +33,8 @@ def main(directory: Path) -> None:
     pairs = list(sentence_pairs())
     random.Random(0).shuffle(pairs)
     held_out = len(pairs) // 10
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory} is not a directory")
     directory.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", pairs[held_out:]), ("validation", pairs[:held_out])):
         write_jsonl(directory / f"preference_{name}.jsonl", map(preference_record, part))
@@ -91,4 +96,7 @@ def make_model(directory: Path, texts: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    with told_in_one_line():
+        main(parser.parse_args().directory)

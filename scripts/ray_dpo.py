@@ -6,28 +6,27 @@ python scripts/ray_dpo.py CONFIG [--workers 2] [--steps 3] [section.key=value â€
 import argparse
 
 from mcore_rl.config import DPOConfig, load_config
-from mcore_rl.entry_point import leave
-from mcore_rl.errors import UserError
+from mcore_rl.entry_point import Parser, count, told_in_one_line
 from mcore_rl.quiet import quiet_libraries
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--workers", type=count, default=2)
+    parser.add_argument("--steps", type=count, default=3)
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
-    try:
-        train(load_config(DPOConfig, arguments.config, arguments.overrides), arguments.workers, arguments.steps)
-    except UserError as error:
-        leave(2, str(error))
+    with told_in_one_line():
+        config = load_config(DPOConfig, arguments.config, arguments.overrides)
+        config.parallel.data_parallel_size(arguments.workers)
+        train(config, arguments.workers, arguments.steps)
 
 
 def train(config: DPOConfig, workers: int, steps: int) -> None:
+    from mcore_rl.algorithms.inputs import load_inputs, total_steps
     from mcore_rl.algorithms.objectives import loss_of
-    from mcore_rl.algorithms.training import load_inputs, total_steps
     from mcore_rl.data.batches import SampleOrder, collate
     from mcore_rl.data.records import load_preference_dataset
     from mcore_rl.models.policy.ray_policy import Policy

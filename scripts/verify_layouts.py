@@ -14,9 +14,11 @@ from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from mcore_rl.config import DPOConfig, GRPOConfig, RMConfig, SFTConfig, load_config
-from mcore_rl.entry_point import leave
+from mcore_rl.config import DPOConfig, GRPOConfig, ParallelConfig, RMConfig, SFTConfig, load_config
+from mcore_rl.data.reading import check_file
+from mcore_rl.entry_point import Parser, count, told_in_one_line
 from mcore_rl.errors import UserError
+from mcore_rl.preflight import check_model_directory
 from mcore_rl.quiet import quiet_libraries
 
 ALGORITHMS = {"dpo": DPOConfig, "sft": SFTConfig, "rm": RMConfig, "grpo": GRPOConfig}
@@ -24,28 +26,33 @@ DEFAULT_LAYOUTS = ["tp=1,2", "pp=1,2", "cp=1,2"]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="YAML file of the algorithm's training script")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--layouts", nargs="+", default=DEFAULT_LAYOUTS, metavar="KEY=1,2")
-    parser.add_argument("--max-processes", type=int, default=8, help="leave out larger layouts")
+    parser.add_argument("--max-processes", type=count, default=8, help="leave out larger layouts")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="dpo")
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps before weights are compared")
+    parser.add_argument("--steps", type=count, default=3, help="optimizer steps before weights are compared")
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
-    try:
-        return verify(arguments)
-    except UserError as error:
-        leave(2, str(error))
+    with told_in_one_line():
+        config = load_config(ALGORITHMS[arguments.algorithm], arguments.config, arguments.overrides)
+        check_model_directory(config.model.path)
+        check_file(config.data.train)
+        return verify(arguments, config)
 
 
-def verify(arguments):
+def verify(arguments, config):
     from mcore_rl.data.tokenize import load_tokenizer
     from mcore_rl.layout_check import TABLE_HEADER, check_layouts, parse_layouts, shrink_model, table_row
+    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 
-    config = load_config(ALGORITHMS[arguments.algorithm], arguments.config, arguments.overrides)
     layouts = [x for x in parse_layouts(arguments.layouts) if x.world_size <= arguments.max_processes]
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    if not layouts:
+        raise UserError(f"--max-processes {arguments.max_processes}: leaves none of the layouts")
+    hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
+    check_model_fits(hf_config, ParallelConfig(), config.data.max_sequence_length)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, config.data.read_chat_template())
     data = invent_rollouts(config, tokenizer) if arguments.algorithm == "grpo" else first_batch(config, tokenizer)
     with tempfile.TemporaryDirectory() as directory:
         small = Path(directory) / "model"

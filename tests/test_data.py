@@ -82,6 +82,14 @@ def test_preference_records(tmp_path):
     assert shared.units == given.units
 
 
+@pytest.mark.parametrize("text", ["[{0},\n {1}]", "{0}\n{1}\n", "\ufeff{0}\n\n{1}"])
+def test_json(text, tmp_path):
+    records = [json.dumps({"prompt": "p", "completion": completion}) for completion in ("é", "b")]
+    (tmp_path / "a.json").write_text(text.format(*records))
+    dataset = load_sft_dataset(str(tmp_path / "a.json"), TOKENIZER, settings_of())
+    assert [text_of(unit[0]) for unit in dataset.units] == ["p<|unk|><|end|>", "pb<|end|>"]
+
+
 def test_parquet(tmp_path):
     import datasets
 
@@ -134,14 +142,14 @@ def test_long_records_are_dropped_or_truncated(tmp_path):
     assert max(len(unit[0]) for unit in cut.units) == 40
 
 
-def test_tokenizer_without_pad_token(tmp_path):
+def test_a_tokenizer_without_pad_token_pads_with_its_end_token(tmp_path):
     from mcore_rl.data.tokenize import load_tokenizer
 
-    tokenizer = make_tokenizer()
+    tokenizer, said = make_tokenizer(), []
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="has no pad_token"):
-        load_tokenizer(tmp_path)
+    assert load_tokenizer(tmp_path, say=said.append).pad_token_id == tokenizer.eos_token_id
+    assert said == ["the tokenizer has no pad token; its end token <|end|> pads (padding is never trained on)"]
 
 
 @given(st.integers(1, 20), st.integers(0, 5))

@@ -2,14 +2,15 @@
 
 import os
 import time
+from datetime import datetime, timedelta
 
 import pytest
 
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.environments.interfaces import Step
-from mcore_rl.environments.judged import JudgedEnvironment
+from mcore_rl.environments.judged import JudgedEnvironment, probe
 from mcore_rl.environments.judges import ExactMatch, MathVerify, TryAgain
-from mcore_rl.errors import UserError
+from mcore_rl.errors import UserError, WorkerError
 
 
 def log(*contents):
@@ -29,15 +30,16 @@ def misbehave(message_log, record):
         return float("nan")
     if response == "print":
         print("noise that is no answer")
+        os.system("echo noise of a process; echo and its errors >&2")
     return len(response) / record["scale"]
 
 
 @pytest.fixture
-def environment_of():
+def environment_of(tmp_path):
     made = []
 
     def make(**config):
-        made.append(JudgedEnvironment(EnvironmentConfig(**config)))
+        made.append(JudgedEnvironment(EnvironmentConfig(**config), tmp_path / "judge.log"))
         return made[-1]
 
     yield make
@@ -45,7 +47,7 @@ def environment_of():
         environment.close()
 
 
-def test_a_sample_that_fails_stops_nothing(environment_of, monkeypatch):
+def test_a_sample_that_fails_stops_nothing(environment_of, monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
     environment = environment_of(name="function", function="test_environments:misbehave", time_limit_seconds=1)
     responses = ["ab", "raise", "abc", "hang", "die", "print", "nan", "abcd", "hang", "x"]
@@ -60,8 +62,60 @@ def test_a_sample_that_fails_stops_nothing(environment_of, monkeypatch):
     assert errors["die"] == "the process that judged it died"
     assert errors["nan"] == "ValueError: the reward is nan"
     assert errors["ab"] is None
-    again = environment.step([log("say", "abcd")], [{"scale": 4}])
+    again = environment.step([log("say", "abcd")], [{"scale": 4, "asked": datetime(2024, 2, 29)}])  # as Parquet has it
     assert again == [Step(reward=1.0)]
+    printed = (tmp_path / "judge.log").read_text()
+    assert "noise that is no answer" in printed and "noise of a process" in printed and "and its errors" in printed
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_judge_is_tried_on_real_records_first(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+    config = EnvironmentConfig(name="function", function="test_environments:misbehave", time_limit_seconds=0.5)
+    logs = [log("say"), log("say")]
+    probe(config, logs, [{"scale": 0}, {"scale": 3, "answer": "x"}])
+    message = r"function: an answer to a record of data.train cannot be judged: ZeroDivisionError: .* has answer, scale"
+    with pytest.raises(UserError, match=message):
+        probe(config, logs, [{"scale": 0, "answer": 1}] * 2)
+    with pytest.raises(UserError, match=r"KeyError: 'answer' \(the record has no field beside prompt\)"):
+        probe(EnvironmentConfig(), logs, [{}, {}])
+    with pytest.raises(UserError, match=r"no answer within environment\.time_limit_seconds=0\.5"):
+        probe(config, logs, [{"scale": 1, "answer": "hang"}] * 2)
+
+
+class Slow:
+    """An environment whose batch takes longer than the ranks' collectives may."""
+
+    def step(self, message_logs, records):
+        if records[0]["fails"]:
+            raise UserError("the judge is gone")
+        time.sleep(7)
+        return [Step(reward=2.5) for _ in message_logs]
+
+
+def judge_slowly(store, fails):
+    """With collectives that may take 3 s."""
+    import torch.distributed as dist
+
+    from mcore_rl.algorithms.rollouts import RolloutWorker
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=3)
+    )
+    worker = RolloutWorker(None, Slow() if rank == 0 else None, None, 1, meeting_seconds=0.3)
+    return worker._judge([log("?", "!")], [{"fails": fails}])
+
+
+def test_judging_may_take_longer_than_a_collective(tmp_path):
+    from mcore_rl.distributed.processes import run_processes  # not above: the judges' processes import this file
+
+    steps = run_processes(judge_slowly, tmp_path / "a", False, world_size=2, timeout=30)
+    assert steps == [[Step(reward=2.5)]] * 2
+    with pytest.raises(WorkerError) as error:
+        run_processes(judge_slowly, tmp_path / "b", True, world_size=2, timeout=30)
+    assert str(error.value).count("UserError: the judge is gone") == 2
 
 
 @pytest.mark.parametrize(

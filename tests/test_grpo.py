@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 
 import pytest
@@ -184,6 +185,9 @@ def files(tmp_path_factory):
         "    return Step(count(log, record), done=last, observation=None if last else ' more ')\n"
         "def sometimes(log, record):\n"
         "    return count(log, record) / ('a' in record['answer'] or record['answer'] > 'd')\n"
+        "def later_never(log, record):\n"
+        "    print('a judge speaks')\n"
+        "    return log[-1]['content'] == record['answer'] or {}['nothing']\n"
         "def nothing(log, record):\n"
         "    return 0\n"
     )
@@ -335,33 +339,22 @@ def test_no_signal_is_no_update(files):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_run_in_which_nothing_can_be_judged_ends(files):
+    arguments = ("environment.function=judging:later_never", "trainer.max_steps=9", "environment.max_failed_steps=2")
+    process = train(files, "hopeless", *arguments, check=False)
+    assert process.returncode == 3
+    told = r"error: step \d: no sample could be judged in 2 steps on end; the last error: KeyError: 'nothing'\n"
+    assert re.fullmatch(told, process.stderr_text)
+    assert not (files / "hopeless" / "hf").exists()
+    assert "a judge speaks" in (files / "hopeless" / "judge.log").read_text()
+    assert "a judge speaks" not in process.stdout_text
+
+
 @pytest.mark.long
 def test_every_layout_is_verified(files):
     verified = run("verify_layouts.py", files / "grpo.yaml", "--algorithm", "grpo", "--layouts", "tp=2", "cp=1,2")
     assert [line.split("  ")[0] for line in verified.stdout_text.splitlines()[2:]] == ["tp2", "tp2 cp2"]
     assert "24 sequences" in verified.stdout_text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["environment.function=nowhere:f"], "environment.function: ModuleNotFoundError: No module named 'nowhere'"),
-        (["environment.function=null"], "environment.function: name the function, as module:function"),
-        (["grpo.max_new_tokens=40"], "grpo.max_new_tokens: must be less than data.max_sequence_length (40)"),
-        (["data.max_sequence_length=12"], "no prompt is left (20 longer than 4 tokens"),
-        (["grpo.num_generations_per_prompt=1"], "grpo compares responses; use 2 or more"),
-        (["batch.global_batch_size=7"], "is prompts x generations here (24); leave it out"),
-        (["--record", "nowhere/at/all"], "--record nowhere/at/all: there is no directory nowhere/at"),
-        (["--record", "a", "--replay", "b"], "--record and --replay exclude each other"),
-        (["--replay", "nowhere"], "--replay nowhere: cannot be read (No such file or directory)"),
-        (["loss.ratio_clip=1"], "unknown key loss.ratio_clip"),
-    ],
-)
-def test_mistakes_are_one_line(files, arguments, message):
-    process = train(files, "mistaken", *arguments, check=False)
-    assert process.returncode == 2, process.stderr_text
-    assert message in process.stderr_text
-    assert process.stderr_text.count("\n") == 1, process.stderr_text
 
 
 # ------------------------------------------------------------------ it learns

@@ -244,7 +244,10 @@ def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
     options = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "stop_strings": ["!", "END"]}
     section = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_new_tokens": 7, **options}
     config = load(
-        GRPOConfig, tmp_path, ["grpo.generation_batch_size=3", "seed=11", "environment.max_turns=4"], grpo=section
+        GRPOConfig,
+        tmp_path,
+        ["grpo.generation_batch_size=3", "seed=11", "environment={name: try_again, max_turns: 4}"],
+        grpo=section,
     )
     inputs = SimpleNamespace(tokenizer=SimpleNamespace(eos_token_id=9))
     worker = grpo.rollout_worker(config, inputs, SimpleNamespace(model="model"), None)
@@ -277,7 +280,8 @@ def test_num_workers_judge_at_the_same_time(tmp_path, monkeypatch):
 def test_asynchronous_decides_whether_a_save_is_waited_for(asynchronous, tmp_path):
     waited = []
     policy = SimpleNamespace(
-        save_checkpoint=lambda directory, step, state, wait: waited.append(wait), finish_saving=lambda wait: None
+        save_checkpoint=lambda directory, step, state, wait: waited.append(wait),
+        finish_saving=lambda wait: None,
     )
     overrides = [f"checkpoint.asynchronous={str(asynchronous).lower()}"]
     config = load(SFTConfig, tmp_path, overrides, batch={"global_batch_size": 2})

@@ -15,9 +15,12 @@ FLOORS = {
     "quiet": 0,
     "watchdog": 0,
     "checkpoint_store": 1,
+    "run_directory": 1,
+    "run_identity": 1,
     "config": 0,  # may be imported from anywhere
     "distributed": 1,
     "data": 2,
+    "preflight": 2,
     "algorithms.interfaces": 2,
     "algorithms.loss_functions": 2,
     "models.megatron": 3,

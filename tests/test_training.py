@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,7 @@ def test_precomputed_reference_equals_swapping(files, dpo_run):
     assert_same_run(metrics_of(out), metrics_of(swapped))
     (stored,) = (out / "reference_logprobs").glob("*.safetensors")  # train and validation are the same data here
     written = stored.stat().st_mtime_ns
-    run("train_dpo.py", *arguments, "checkpoint.resume=none", "trainer.max_steps=1")
+    run("train_dpo.py", *arguments, "checkpoint.resume=none", "checkpoint.overwrite=true", "trainer.max_steps=1")
     assert stored.stat().st_mtime_ns == written, "the stored reference does not depend on the layout"
 
 
@@ -151,44 +152,51 @@ def test_sft_and_conversion(files):
     assert "exists already" in again.stderr_text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["optimizer.learning_rate=1"], "unknown key optimizer.learning_rate"),
-        (["parallel.tensor_model_parallel_size=2"], "must divide the number of processes (1)"),
-        (["model.path=nowhere"], "nowhere must be a Hugging Face model directory"),
-        (["data.train=nothing.jsonl"], "nothing.jsonl does not exist"),
-        (["batch.tokens_per_pack=50"], "batch.tokens_per_pack=50: must hold the longest record, 96 tokens"),
-        (["checkpoint.resume=nowhere"], "checkpoint.resume: nowhere is not a directory"),
-    ],
-)
-def test_mistakes_are_one_line(files, arguments, message):
-    process = run("train_dpo.py", files / "dpo.yaml", *arguments, check=False)
+def test_a_mistake_is_one_line_and_comes_at_once(files):
+    """All others are in test_wrong_inputs.py, without the start of a process."""
+    started = time.monotonic()
+    process = run("train_dpo.py", files / "dpo.yaml", "model.path=nowhere", check=False)
     assert process.returncode == 2
-    assert message in process.stderr_text
-    assert process.stderr_text.startswith("error: ")
-    assert process.stderr_text.count("\n") == 1, process.stderr_text
+    assert process.stdout_text == ""
+    assert process.stderr_text == (
+        "error: model.path: nowhere must be a Hugging Face model directory with a config.json\n"
+    )
+    assert time.monotonic() - started < 5, "before PyTorch is imported"
+
+
+POISONED = """
+import torch
+from mcore_rl.algorithms.sft import train_sft
+from mcore_rl.config import SFTConfig
+from mcore_rl.entry_point import run_script
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+train = MegatronPolicy.train
+
+def train_poisoned(self, *args, **kwargs):
+    if self.scheduler.num_steps == 2:
+        with torch.no_grad():
+            next(p for p in self.parameters() if p.ndim == 1)[0] = float("nan")
+    return train(self, *args, **kwargs)
+
+if __name__ == "__main__":
+    MegatronPolicy.train = train_poisoned
+    run_script(SFTConfig, train_sft, "")
+"""
 
 
 def test_nan_stops_with_step_and_leaves_the_checkpoint(files):
-    out = files / "out_nan"
-    arguments = (files / "sft.yaml", f"output_dir={out}", "trainer.max_steps=2", "trainer.validation_interval=null")
-    run("train_sft.py", *arguments, "checkpoint.export_hf=false", "checkpoint.save_interval=1")
-    poisoned = files / "poisoned"
-    subprocess.run(["cp", "-r", files / "model", poisoned], check=True, timeout=60)
-    from safetensors.torch import save_file
-
-    weights = load_file(poisoned / "model.safetensors")
-    weights["model.norm.weight"][0] = float("nan")
-    save_file(weights, poisoned / "model.safetensors", metadata={"format": "pt"})
+    out, script = files / "out_nan", files / "poisoned.py"
+    script.write_text(POISONED)
+    arguments = (files / "sft.yaml", f"output_dir={out}", "trainer.validation_interval=null", "data.validation=null")
     process = run(
-        "train_sft.py", *arguments, f"model.path={poisoned}", "checkpoint.resume=none",
-        "parallel.context_parallel_size=2", processes=2, check=False,
-    )  # fmt: skip
+        script, *arguments, "checkpoint.save_interval=1", "parallel.context_parallel_size=2", processes=2, check=False
+    )
     assert process.returncode != 0
-    assert "error: step 1: the loss is nan; first bad log-probability at rank 0: row" in process.stderr_text
+    assert "error: step 3: the loss is nan; first bad log-probability at rank 0: row" in process.stderr_text
     assert "the last checkpoint is " + str(out / "checkpoints" / "iter_0000002") in process.stderr_text
     assert (out / "checkpoints" / "iter_0000002" / "metadata.json").is_file()
+    assert not (out / "run.lock").exists()
 
 
 @pytest.mark.long

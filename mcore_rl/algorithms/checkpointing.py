@@ -2,54 +2,42 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.algorithms.metrics import Say
-from mcore_rl.checkpoint_store import CheckpointStore, quick_problems
+from mcore_rl.checkpoint_store import CheckpointStore, remove_listed
 from mcore_rl.config import TrainingConfig
+from mcore_rl.data.progress import Say
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.megatron.checkpoint import SaveError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+from mcore_rl.run_identity import RunIdentity, architecture_changes, architecture_of_checkpoint, identity_of
 
 
-def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
-    """What `checkpoint.resume` asks for: checkpoints to try, the best first, and what is wrong with others.
+def check_identity(identity: RunIdentity, candidates: list[Path]) -> list[str]:
+    """Refuse to go on with another run's checkpoint; returns what has changed since the best, for the user.
 
     Raises:
-        UserError: nothing there, or everything damaged.
+        UserError: naming the key that makes it another run.
     """
-    wanted = config.checkpoint.resume
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # by torchrun, after a failure
-    if wanted == "none" and not restarted:
-        return [], []
-    own = CheckpointStore(config.output_dir / "checkpoints")
-    if wanted in ("auto", "none"):
-        return own.candidates()
-    path = Path(wanted)
-    if not path.is_dir():
-        raise UserError(f"checkpoint.resume: {path} is not a directory (nor auto, nor none)")
-    is_own = own.directory.resolve() in (path.resolve(), path.resolve().parent)
-    if own.iterations() and not is_own:  # it began there and has gone further since
-        return own.candidates()
-    if path.name.startswith("iter_"):
-        if problems := quick_problems(path):
-            raise UserError(f"checkpoint.resume: {path} is not whole: {'; '.join(problems)}")
-        return [path], []
-    found, notes = CheckpointStore(path).candidates()
-    if not found:
-        raise UserError(f"checkpoint.resume: {path} holds no checkpoint")
-    return found, notes
+    for iteration in candidates:
+        if earlier := identity_of(iteration):
+            identity.require_same(earlier, iteration)
+            changes = identity.changes(earlier)
+            return [f"changed since {iteration.name}: {', '.join(changes)}"] if changes else []
+    for iteration in candidates[:1]:
+        for key, was, now in architecture_changes(architecture_of_checkpoint(iteration), identity.architecture):
+            raise UserError(f"model.path: {iteration} is of another architecture ({key} {was} → {now})")
+    return [f"{path.name} does not say of which run it is; nothing could be compared" for path in candidates[:1]]
 
 
 class RunCheckpoints:
     """Saves and restores one run; every method is collective.
 
     Args:
-        candidates: what to resume from, the best first, and what is wrong with others (`find_checkpoints`).
-        fingerprint: of the data, which a resumed run must share.
+        candidates: what to resume from, the best first, and what is to be told (`preflight.find_checkpoints`).
+        identity: of the run (JSON), kept with each checkpoint.
     """
 
     def __init__(
@@ -58,11 +46,12 @@ class RunCheckpoints:
         policy: MegatronPolicy,
         say: Say,
         candidates: tuple[list[Path], list[str]],
-        fingerprint: str,
+        identity: str,
     ) -> None:
-        self.config, self.policy, self.say, self.fingerprint = config, policy, say, fingerprint
+        self.config, self.policy, self.say, self.identity = config, policy, say, identity
         self.resume_from, self.notes = candidates
         self.store = CheckpointStore(config.output_dir / "checkpoints")
+        self._passing: list[Path] = []
 
     def resume(self) -> dict[str, Any]:
         """Restore the best sound checkpoint; returns the loop's state, `step` 0 for a fresh start.
@@ -71,17 +60,12 @@ class RunCheckpoints:
             UserError: none is sound, or the best does not fit this run.
         """
         for note in self.notes:
-            self.say(f"damaged checkpoint: {note}")
+            self.say(note)
         for iteration in self.resume_from:
             if problems := self.policy.verify_checkpoint(iteration):
                 self.say(f"damaged checkpoint: {iteration}: {'; '.join(problems)}")
                 continue
             restored = self.policy.load_checkpoint(iteration, self.config.checkpoint.allow_partial)
-            if restored.state.get("data_fingerprint", self.fingerprint) != self.fingerprint:
-                raise UserError(
-                    f"data.train: {self.config.data.train} does not hold the data that {iteration} was trained on; "
-                    "set checkpoint.resume=none to start afresh"
-                )
             state = {"step": 0, "consumed_samples": 0, **restored.state}
             position = f"data position ({state['consumed_samples']:,} samples)"
             self.say(f"resumed from {iteration}: {', '.join([*restored.pieces, position])}")
@@ -92,11 +76,16 @@ class RunCheckpoints:
             raise UserError(f"no checkpoint in {self.resume_from[0].parent} is sound")
         return {"step": 0, "consumed_samples": 0}
 
-    def save(self, step: int, state: dict[str, Any], wait: bool) -> None:
-        """Begin to write iteration `step`, and wait for it if asked to, or if saving is not asynchronous."""
+    def save(self, step: int, state: dict[str, Any], wait: bool, passing: bool = False) -> None:
+        """Begin to write iteration `step`, and wait for it if asked to, or if saving is not asynchronous.
+
+        A `passing` one, which the clock asked for, goes when a later one is there: it is no interval's.
+        """
         wait = wait or not self.config.checkpoint.asynchronous
-        state = {**state, "data_fingerprint": self.fingerprint}
+        state = {**state, "identity": self.identity}
         self.poll(step, wait=True)
+        if passing:
+            self._passing.append(self.store.iteration(step))
         self._or_fail(step, lambda: self.policy.save_checkpoint(self.store.directory, step, state, wait))
 
     def poll(self, step: int, wait: bool = False) -> None:
@@ -111,8 +100,17 @@ class RunCheckpoints:
         try:
             if path := action():
                 self.say(f"checkpoint: {path}")
+                self._remove_passing(path)
         except SaveError as error:
             message = f"step {step}: the checkpoint could not be written: {error}"
             if self.config.checkpoint.on_failure == "stop":
                 raise TrainingError(message) from None
             self.say(message)
+
+    def _remove_passing(self, newest: Path) -> None:
+        """Those before `newest` that only the clock asked for, unless retention has its own say about them."""
+        earlier = [path for path in self._passing if path != newest]
+        self._passing = [path for path in self._passing if path == newest]
+        if self.policy.is_writer and self.config.checkpoint.keep_last is None:
+            for path in earlier:
+                remove_listed(path)

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
 from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
-from mcore_rl.algorithms.training import Inputs, load_inputs, total_steps
 from mcore_rl.config import DPOConfig
 from mcore_rl.data.records import Dataset, load_preference_dataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
@@ -22,7 +22,7 @@ FIRST_MARGIN_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 def train_dpo(config: DPOConfig) -> None:
     """Make chosen responses likelier than rejected ones, relative to the reference."""
-    inputs = load_inputs(config, load_preference_dataset, rows_per_unit=2)
+    inputs = claim_output(config, load_inputs(config, load_preference_dataset, rows_per_unit=2))
     swap = config.dpo.reference == "swap"
     policy = MegatronPolicy(
         config,

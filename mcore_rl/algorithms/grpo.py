@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,32 +12,42 @@ import torch
 
 from mcore_rl import watchdog
 from mcore_rl.algorithms.advantages import advantages_of, has_signal
+from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, calculate_kl
 from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
 from mcore_rl.algorithms.rollouts import (
+    REPLAYED_OPTIONS,
     Rollout,
     RolloutWorker,
+    check_record,
     hash_of_weights,
     read_recording,
     recorded_step,
     to_batch,
 )
 from mcore_rl.algorithms.step_log import StepLog
-from mcore_rl.algorithms.training import Inputs, TrainingRun, load_inputs, total_steps
+from mcore_rl.algorithms.training import TrainingRun
 from mcore_rl.config import GRPOConfig
 from mcore_rl.data.batches import SampleOrder
+from mcore_rl.data.chat import check_keeps_turns
+from mcore_rl.data.progress import Say
 from mcore_rl.data.prompts import PromptDataset, load_prompt_dataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.environments.judged import JudgedEnvironment
-from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.environments.judged import JudgedEnvironment, probe
+from mcore_rl.errors import TrainingError
 from mcore_rl.models.generation.megatron_generation import generation_of
 from mcore_rl.models.megatron.weights import export_hf_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+from mcore_rl.preflight import find_checkpoints, is_restart
+from mcore_rl.run_directory import JUDGE_LOG
 
 # Before the first update sampler, policy and reference are the same weights; what is left is rounding.
 FIRST_STEP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
-SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", "num_generations_per_prompt"}
+PROBED_RECORDS = 4
+"""A judge may refuse an odd record; one that fails on all of these is wrong."""
+
+SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", *REPLAYED_OPTIONS}
 
 
 def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | None = None) -> None:
@@ -49,21 +60,12 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
     Raises:
         UserError: the configuration, the data or one of the files is not usable.
     """
-    if record and replay:
-        raise UserError("--record and --replay exclude each other: a replay generates nothing that could be recorded")
-    if record and not record.parent.is_dir():
-        raise UserError(f"--record {record}: there is no directory {record.parent}")
-
-    def load_dataset(source: str, tokenizer: Any, data: Any) -> PromptDataset:
-        return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length)
-
-    inputs = load_inputs(config, load_dataset, rows_per_unit=1)
+    inputs, recorded = _checked_inputs(config, record, replay)
     steps = total_steps(config.trainer, len(inputs.train), config.grpo.num_prompts_per_step)
-    required = config.grpo.model_dump(include={"temperature", "num_generations_per_prompt"})
-    recorded = read_recording(replay, steps, required) if replay else None
     updates = steps * config.grpo.num_updates_per_rollout
     policy = MegatronPolicy(config, updates, keep_reference=config.loss.reference_policy_kl_penalty > 0)
-    environment = JudgedEnvironment(config.environment) if policy.is_writer else None
+    log = config.output_dir / JUDGE_LOG
+    environment = JudgedEnvironment(config.environment, log) if policy.is_writer else None
     try:
         worker, recording = rollout_worker(config, inputs, policy, environment), StepLog(record) if record else None
         GRPORun(config, inputs, policy, worker, recording, recorded).run()
@@ -73,12 +75,38 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
     policy.shutdown()
 
 
+def _checked_inputs(
+    config: GRPOConfig, record: Path | None, replay: Path | None
+) -> tuple[Inputs[PromptDataset], dict[int, list[Rollout]] | None]:
+    """The run's inputs, and a recording's rollouts; the output directory is claimed last."""
+
+    def load_dataset(source: str, tokenizer: Any, data: Any, say: Say) -> PromptDataset:
+        return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length, say)
+
+    inputs = load_inputs(config, load_dataset, rows_per_unit=1)
+    prompts, fingerprint = inputs.train.prompts, inputs.train.fingerprint()
+    if config.environment.max_turns > 1 and any(not isinstance(prompt.content, str) for prompt in prompts):
+        check_keeps_turns(inputs.tokenizer)
+    recorded = None
+    if replay:
+        steps = total_steps(config.trainer, len(prompts), config.grpo.num_prompts_per_step)
+        required = {**config.grpo.model_dump(include=REPLAYED_OPTIONS), "data": fingerprint}
+        recorded = read_recording(replay, steps, required)
+    elif int(os.environ.get("RANK", 0)) == 0:
+        first = prompts[:PROBED_RECORDS]
+        probe(config.environment, [prompt.message_log for prompt in first], [prompt.record for prompt in first])
+    if record:
+        check_record(record, fingerprint, goes_on=bool(find_checkpoints(config)[0]) or is_restart())
+    return claim_output(config, inputs), recorded
+
+
 def rollout_worker(
     config: GRPOConfig, inputs: Inputs[PromptDataset], policy: MegatronPolicy, environment: JudgedEnvironment | None
 ) -> RolloutWorker:
     """Generation with the policy's weights, as the configuration says."""
     generation, tokenizer = generation_of(config, policy.model, inputs.tokenizer), inputs.tokenizer
-    return RolloutWorker(generation, environment, tokenizer, config.environment.max_turns)
+    meeting_seconds = min(5.0, config.parallel.timeout_seconds / 4)
+    return RolloutWorker(generation, environment, tokenizer, config.environment.max_turns, meeting_seconds)
 
 
 @dataclass
@@ -93,9 +121,12 @@ class GRPORun(TrainingRun[PromptDataset]):
     """Of each step, to train on instead of generating."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Of each phase of the step."""
+    failed_steps = 0
+    """On end, in which no sample could be judged."""
 
     def __post_init__(self) -> None:
         self.samples = StepLog(self.config.output_dir / "samples.jsonl")
+        self.fingerprint = self.inputs.train.fingerprint() if self.recording else ""
         # The sampler's log-probabilities are the policy's own where one precision computes both; then the
         # only update on them is on-policy and needs no others.
         exact = self.config.model.dtype == "float32" and self.recorded is None
@@ -106,6 +137,10 @@ class GRPORun(TrainingRun[PromptDataset]):
     @property
     def samples_per_step(self) -> int:
         return self.config.grpo.num_prompts_per_step
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.config.grpo.num_updates_per_rollout
 
     @property
     def max_record_length(self) -> int:
@@ -130,6 +165,7 @@ class GRPORun(TrainingRun[PromptDataset]):
             rollouts = self._collect(step)
         rewards = torch.tensor([r.reward for r in rollouts]).view(-1, self.config.grpo.num_generations_per_prompt)
         metrics = rollout_metrics(rollouts)
+        self._check_judged(step, rollouts)
         rewards = self._shaped(rewards, rollouts)
         if nothing := self._nothing_to_learn(rewards, rollouts):
             self.say(f"step {step}: {nothing}; there is nothing to learn from, no update")
@@ -143,6 +179,17 @@ class GRPORun(TrainingRun[PromptDataset]):
                 if step == 1 and update == 0 and self.recorded is None:
                     self._check_first(trained)
         return {**metrics, **trained, "skipped_update": 0.0, **self._timings(rollouts, started)}
+
+    def _check_judged(self, step: int, rollouts: list[Rollout]) -> None:
+        """Raises TrainingError after too many steps on end in which no sample could be judged."""
+        failed = all(rollout.error is not None for rollout in rollouts)
+        self.failed_steps = self.failed_steps + 1 if failed else 0
+        limit = min(self.config.environment.max_failed_steps, self.total_steps)
+        if self.failed_steps >= limit:
+            raise TrainingError(
+                f"step {step}: no sample could be judged in {self.failed_steps} "
+                f"{'step' if self.failed_steps == 1 else 'steps on end'}; the last error: {rollouts[-1].error}"
+            )
 
     def _collect(self, step: int) -> list[Rollout]:
         """The step's groups: recorded ones, or new ones, those without signal replaced if so configured."""
@@ -179,7 +226,8 @@ class GRPORun(TrainingRun[PromptDataset]):
         if not self.policy.is_writer:
             return
         if self.recording:
-            sampling = {**self.config.grpo.model_dump(include=SAMPLING_OPTIONS), "seed": self.config.seed}
+            sampling = self.config.grpo.model_dump(include=SAMPLING_OPTIONS)
+            sampling |= {"seed": self.config.seed, "data": self.fingerprint}
             self.recording.append(step, recorded_step(weights, sampling, rollouts))
         count = min(self.config.grpo.num_logged_samples, len(rollouts))
         logged = [rollouts[i * len(rollouts) // count] for i in range(count)]  # of as many prompts as there are

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,14 @@ from rich.console import Console
 
 from mcore_rl.algorithms.step_log import StepLog
 from mcore_rl.config import LoggingConfig
+from mcore_rl.data.progress import Say, silent
 
 console = Console(soft_wrap=True, highlight=False)
-
-Say = Callable[[str], None]
-"""Prints a line for the user, once however many ranks there are."""
 
 
 def speaker(is_writer: bool) -> Say:
     """`Say` of this rank."""
-    return (lambda message: console.print(message, markup=False)) if is_writer else (lambda message: None)
+    return (lambda message: console.print(message, markup=False)) if is_writer else silent
 
 
 class Reporter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 
 from mcore_rl.algorithms.step_log import read_step_log
+from mcore_rl.data.chat import tokens_between
 from mcore_rl.data.prompts import Prompt
-from mcore_rl.data.tokenize import tokenize_observation
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.environments.interfaces import Environment, MessageLog, Step
 from mcore_rl.errors import UserError
@@ -76,13 +77,23 @@ class Rollout:
 
 
 class RolloutWorker:
-    """Lets the policy answer prompts in an environment, which rank 0 alone runs. Every call is collective."""
+    """Lets the policy answer prompts in an environment, which rank 0 alone runs. Every call is collective.
+
+    Args:
+        meeting_seconds: how often ranks meet while rank 0 judges: well below the timeout of collectives.
+    """
 
     def __init__(
-        self, generation: MegatronGeneration, environment: Environment | None, tokenizer: Any, max_turns: int
+        self,
+        generation: MegatronGeneration,
+        environment: Environment | None,
+        tokenizer: Any,
+        max_turns: int,
+        meeting_seconds: float = 5.0,
     ) -> None:
         self.generation, self.environment, self.tokenizer = generation, environment, tokenizer
-        self.max_turns = max_turns
+        self.max_turns, self.meeting_seconds = max_turns, meeting_seconds
+        self._beside = ThreadPoolExecutor(1, "judging")
 
     def run(
         self, prompts: Sequence[tuple[int, Prompt]], sample_ids: Sequence[int], greedy: bool = False
@@ -121,10 +132,18 @@ class RolloutWorker:
             rollout.message_log = [*rollout.message_log, {"role": "assistant", "content": text}]
 
     def _judge(self, logs: list[MessageLog], records: list[dict[str, Any]]) -> list[Step]:
-        box: list[Any] = [self.environment.step(logs, records) if self.environment is not None else None]
-        torch.distributed.broadcast_object_list(box, src=0)
-        steps: list[Step] = box[0]
-        return steps
+        """Rank 0 judges beside, however long it takes; the ranks meet often enough for no collective to time out."""
+        judging = None
+        if self.environment is not None:
+            judging = self._beside.submit(self.environment.step, logs, records)
+        while True:
+            box: list[Any] = [None if judging is None else _outcome(judging, self.meeting_seconds)]
+            torch.distributed.broadcast_object_list(box, src=0)
+            if isinstance(box[0], Exception):
+                raise box[0]
+            if box[0] is not None:
+                steps: list[Step] = box[0]
+                return steps
 
     def _goes_on(self, rollout: Rollout, step: Step, plain: bool) -> bool:
         """Take the reward; True if there is an observation, and room, for another turn."""
@@ -132,14 +151,26 @@ class RolloutWorker:
         rollout.error = rollout.error or step.error
         if step.done or step.error or step.observation is None or rollout.turns >= self.max_turns:
             return False
-        *before, response = rollout.message_log
-        context = "" if plain else before
-        observed = tokenize_observation(self.tokenizer, context, response["content"], step.observation)
+        observed = self._observed(rollout, step.observation, plain)
         if len(rollout.input_ids) + len(observed) >= self.generation.max_sequence_length:
             return False
         rollout.add_observation(observed)
         rollout.message_log = [*rollout.message_log, {"role": "user", "content": step.observation}]
         return True
+
+    def _observed(self, rollout: Rollout, observation: str, plain: bool) -> list[int]:
+        """Tokens between the last response and the next: a plain text goes on as plain text."""
+        if plain:
+            return list(self.tokenizer(observation, add_special_tokens=False)["input_ids"])
+        return tokens_between(self.tokenizer, rollout.message_log[:-1], observation, rollout.input_ids)
+
+
+def _outcome(judging: Future[list[Step]], seconds: float) -> list[Step] | BaseException | None:
+    """What judging came to, an exception included; None if it takes longer."""
+    wait([judging], seconds)
+    if not judging.done():
+        return None
+    return judging.exception() or judging.result()
 
 
 def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> BatchedDataDict[Any]:
@@ -162,6 +193,32 @@ def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float 
 # ------------------------------------------------------------------ recordings
 
 
+REPLAYED_OPTIONS = {"temperature", "num_generations_per_prompt", "num_prompts_per_step"}
+"""Of the `grpo` section: what a replay must share with its recording."""
+
+
+def check_record(path: Path, data: str, goes_on: bool) -> None:
+    """Refuse to record over a file, unless it is the recording of the run that goes on.
+
+    Args:
+        data: fingerprint of the run's prompts.
+
+    Raises:
+        UserError: what is wrong with the path.
+    """
+    if not path.parent.is_dir():
+        raise UserError(f"--record {path}: there is no directory {path.parent}")
+    if path.exists() and not goes_on:
+        raise UserError(f"--record {path}: exists already, and is not written over; name another file")
+    if path.exists():
+        try:
+            others = [entry["step"] for entry in read_step_log(path) if entry["sampling"]["data"] != data]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UserError(f"--record {path}: is not a recording, and is not written over") from None
+        if others:
+            raise UserError(f"--record {path}: was recorded on other data, and is not written over")
+
+
 def recorded_step(weights: str, sampling: dict[str, Any], rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """A recording's entry: a step's rollouts, the options they were sampled with, and a hash of the weights."""
     return {"weights": weights, "sampling": sampling, "rollouts": [asdict(r) for r in rollouts]}
@@ -179,15 +236,17 @@ def read_recording(path: Path, steps: int, required: dict[str, Any]) -> dict[int
     try:
         entries = {int(entry["step"]): entry for entry in read_step_log(path)}
         recorded = {step: [Rollout(**r) for r in entry["rollouts"]] for step, entry in entries.items()}
-        found = {name: entry["sampling"][name] for entry in entries.values() for name in required}
+        found = {name: entry["sampling"][name] for entry in entries.values() for name in sorted(required)}
     except OSError as error:
         raise UserError(f"--replay {path}: cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"--replay {path}: is not a recording of rollouts: {error}") from None
     if missing := [step for step in range(1, steps + 1) if step not in recorded]:
         raise UserError(f"--replay {path}: has no step {missing[0]} of the {steps} that are asked for")
-    for name, value in required.items():
+    for name, value in sorted(required.items()):
         if found[name] != value:
+            if name == "data":
+                raise UserError(f"--replay {path}: was recorded on other prompts than those of data.train")
             raise UserError(f"--replay {path}: was sampled with grpo.{name}={found[name]}; here it is {value}")
     return recorded
 

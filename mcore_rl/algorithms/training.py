@@ -1,93 +1,21 @@
-"""What all loops share: checks before anything is started; steps, validation, checkpoints, signals, the end."""
+"""What all loops share: steps, validation, checkpoints, signals, the end."""
 
 from __future__ import annotations
 
-import math
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
-from mcore_rl import watchdog
-from mcore_rl.algorithms.checkpointing import RunCheckpoints, find_checkpoints
+from mcore_rl import run_directory, watchdog
+from mcore_rl.algorithms.checkpointing import RunCheckpoints
+from mcore_rl.algorithms.inputs import DatasetT, Inputs, tell_what_never_comes, total_steps
 from mcore_rl.algorithms.interruption import Interruption
 from mcore_rl.algorithms.metrics import Reporter, speaker
-from mcore_rl.config import TrainerConfig, TrainingConfig, resolved_yaml
-from mcore_rl.data.packing import batching_of
-from mcore_rl.data.tokenize import load_tokenizer
-from mcore_rl.errors import TrainingError, UserError
-from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
-from mcore_rl.models.megatron.weights import check_hf_tensors
+from mcore_rl.config import TrainingConfig, resolved_yaml
+from mcore_rl.errors import TrainingError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-
-
-class RunDataset(Protocol):
-    """A dataset that can be counted and described."""
-
-    def __len__(self) -> int: ...
-
-    def describe(self, name: str, limit: int) -> str: ...
-
-    def fingerprint(self) -> str: ...
-
-
-DatasetT = TypeVar("DatasetT", bound=RunDataset)
-
-
-@dataclass(frozen=True)
-class Inputs(Generic[DatasetT]):
-    """What a run is made from, checked and loaded without any process group."""
-
-    tokenizer: Any
-    hf_config: Any
-    train: DatasetT
-    validation: DatasetT | None
-    checkpoints: tuple[list[Path], list[str]]
-
-
-def load_inputs(
-    config: TrainingConfig,
-    load_dataset: Callable[[str, Any, Any], DatasetT],
-    rows_per_unit: int,
-    world_size: int | None = None,
-) -> Inputs[DatasetT]:
-    """Check everything a user can get wrong, and read the data; the same on every rank.
-
-    Args:
-        world_size: processes of the run; what torchrun says if left out.
-
-    Raises:
-        UserError: naming the key or the file and line.
-    """
-    world_size = world_size or int(os.environ.get("WORLD_SIZE", 1))
-    batching_of(config, rows_per_unit, config.parallel.data_parallel_size(world_size))
-    hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
-    check_model_fits(hf_config, config.parallel, config.data.max_sequence_length)
-    check_hf_tensors(hf_config, SafetensorsDirectory(config.model.path))
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    if len(tokenizer) > hf_config.vocab_size:
-        raise UserError(
-            f"model.path: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {hf_config.vocab_size}"
-        )
-    validation = config.data.validation
-    return Inputs(
-        tokenizer,
-        hf_config,
-        load_dataset(config.data.train, tokenizer, config.data),
-        None if validation is None else load_dataset(validation, tokenizer, config.data),
-        find_checkpoints(config),
-    )
-
-
-def total_steps(trainer: TrainerConfig, num_samples: int, samples_per_step: int) -> int:
-    """Steps of the run: the smaller of max_steps and max_epochs; the last batch may be smaller."""
-    limits = [trainer.max_steps or math.inf]
-    if trainer.max_epochs:
-        limits.append(math.ceil(trainer.max_epochs * num_samples / samples_per_step))
-    return int(min(limits))
+from mcore_rl.preflight import is_restart
+from mcore_rl.run_directory import RunDirectory
 
 
 def _divides(interval: int | None, step: int) -> bool:
@@ -109,6 +37,16 @@ class TrainingRun(ABC, Generic[DatasetT]):
     @abstractmethod
     def samples_per_step(self) -> int:
         """Of the dataset."""
+
+    @property
+    def total_steps(self) -> int:
+        """From the run's very start to its end."""
+        return total_steps(self.config.trainer, len(self.inputs.train), self.samples_per_step)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Of the optimizer."""
+        return 1
 
     @property
     def max_record_length(self) -> int:
@@ -144,12 +82,12 @@ class TrainingRun(ABC, Generic[DatasetT]):
     def run(self) -> None:
         """All steps, then the export."""
         config, policy = self.config, self.policy
-        steps = total_steps(config.trainer, len(self.inputs.train), self.samples_per_step)
-        self._begin()
-        fingerprint = self.inputs.train.fingerprint()
-        checkpoints = RunCheckpoints(config, policy, self.say, self.inputs.checkpoints, fingerprint)
-        interruption = Interruption()
+        steps = self.total_steps
+        checkpoints = RunCheckpoints(config, policy, self.say, self.inputs.checkpoints, self.inputs.identity)
+        minutes = config.checkpoint.save_minutes
+        interruption = Interruption(None if minutes is None else minutes * 60)
         state = checkpoints.resume()
+        self._begin()
         done, self.consumed_samples = state["step"], state["consumed_samples"]
         reporter = Reporter(config.output_dir, config.logging, policy.is_writer, done + 1, steps)
         self._introduce(done, steps)
@@ -171,20 +109,25 @@ class TrainingRun(ABC, Generic[DatasetT]):
             last = step == steps or signal is not None
             watchdog.enter(f"step {step}: checkpoint")
             checkpoints.poll(step)
-            if last or _divides(config.checkpoint.save_interval, step):
-                checkpoints.save(step, {"consumed_samples": self.consumed_samples}, wait=last)
+            by_interval = last or _divides(config.checkpoint.save_interval, step)
+            if by_interval or interruption.save_is_due:
+                checkpoints.save(step, {"consumed_samples": self.consumed_samples}, last, passing=not by_interval)
+                interruption.saved()
             if signal and step < steps:
                 self.say(f"stopped by {signal} after step {step}; the same command goes on from here")
                 break
         else:
             self._export()
         watchdog.stop()
+        run_directory.release()
 
     def _begin(self) -> None:
-        """Make the output directory, with the resolved configuration in it, and watch over the run."""
+        """From now on the output directory is this run's, which is watched over."""
         if self.policy.is_writer:
-            self.config.output_dir.mkdir(parents=True, exist_ok=True)
-            (self.config.output_dir / "config.yaml").write_text(resolved_yaml(self.config))
+            directory = RunDirectory(self.config.output_dir)
+            if self.config.checkpoint.overwrite and not is_restart():
+                directory.clear()
+            directory.mark(self.inputs.identity, resolved_yaml(self.config))
         watchdog.start(self.config.output_dir / "stacks", self.policy.rank)
 
     def before_first_step(self) -> dict[str, float]:
@@ -198,6 +141,7 @@ class TrainingRun(ABC, Generic[DatasetT]):
         self.say(self.inputs.train.describe("train", self.max_record_length))
         if self.inputs.validation is not None:
             self.say(self.inputs.validation.describe("validation", self.max_record_length))
+        tell_what_never_comes(self.config, steps, self.say, self.updates_per_step)
         if done >= steps:
             self.say(f"nothing left to train: the checkpoint is at step {done} of {steps}")
 

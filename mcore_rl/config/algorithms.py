@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -18,8 +19,25 @@ class DPOAlgorithmConfig(DPOOptions):
     reference: Literal["swap", "precompute"] = "swap"
 
 
+ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
+
+
+def _require_lm_head(config: ConfigT) -> ConfigT:
+    if config.model.head != "lm":
+        raise ValueError(f"model.head: head={config.model.head} is trained by train_rm.py alone")
+    return config
+
+
 class DPOConfig(TrainingConfig):
     dpo: DPOAlgorithmConfig = DPOAlgorithmConfig()
+
+    @property
+    def rows_per_unit(self) -> int:
+        return 2  # chosen and rejected
+
+    @model_validator(mode="after")
+    def _head(self) -> DPOConfig:
+        return _require_lm_head(self)
 
 
 class EnvironmentConfig(Section):
@@ -36,6 +54,23 @@ class EnvironmentConfig(Section):
     """A sample whose judgement takes longer counts as failed."""
     num_workers: Positive = 2
     """Judging processes."""
+    max_failed_steps: Positive = 3
+    """So many steps on end in which no sample could be judged end the run."""
+
+    @model_validator(mode="after")
+    def _used(self) -> EnvironmentConfig:
+        if self.name != "function" and self.function is not None:
+            raise ValueError(f"function: goes with name=function alone, not with {self.name}")
+        if self.pattern is not None:
+            if self.name not in ("exact_match", "try_again"):
+                raise ValueError(f"pattern: goes with name=exact_match and try_again alone, not with {self.name}")
+            try:
+                re.compile(self.pattern)
+            except re.error as error:
+                raise ValueError(f"pattern: {self.pattern!r} is not a regular expression ({error})") from None
+        if self.max_turns > 1 and self.name in ("exact_match", "math"):
+            raise ValueError(f"max_turns: {self.name} ends every conversation after one response")
+        return self
 
 
 class GRPOAlgorithmConfig(Section):
@@ -142,9 +177,12 @@ class GRPOConfig(TrainingConfig):
             raise ValueError("loss.use_kl_in_reward: needs grpo.advantage_estimator=reinforce_plus_plus")
         if self.loss.force_on_policy_ratio and self.grpo.num_updates_per_rollout > 1:
             raise ValueError("loss.force_on_policy_ratio: is for a single update; grpo.num_updates_per_rollout is more")
-        if self.environment.name == "function" and not self.environment.function:
-            raise ValueError("environment.function: name the function, as module:function")
-        return self
+        function = self.environment.function
+        if self.environment.name == "function" and not re.fullmatch(r"[\w.]+:\w+", function or ""):
+            raise ValueError(f"environment.function: name the function, as module:function (got {function!r})")
+        if self.data.overlong != "drop":
+            raise ValueError("data.overlong: prompts are never truncated, only dropped; leave it out")
+        return _require_lm_head(self)
 
 
 class RewardAlgorithmConfig(Section):
@@ -155,6 +193,10 @@ class RewardAlgorithmConfig(Section):
 class RMConfig(TrainingConfig):
     reward: RewardAlgorithmConfig = RewardAlgorithmConfig()
 
+    @property
+    def rows_per_unit(self) -> int:
+        return 2  # chosen and rejected
+
     @model_validator(mode="after")
     def _rewards(self) -> RMConfig:
         if self.model.head != "reward":
@@ -163,4 +205,6 @@ class RMConfig(TrainingConfig):
 
 
 class SFTConfig(TrainingConfig):
-    pass
+    @model_validator(mode="after")
+    def _head(self) -> SFTConfig:
+        return _require_lm_head(self)

@@ -33,14 +33,29 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         UserError: the file cannot be read, or does not hold sections.
     """
     try:
-        values = yaml.safe_load(Path(path).read_text()) or {}
+        values = yaml.load(Path(path).read_bytes().decode("utf-8-sig"), _UniqueKeyLoader) or {}
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except yaml.YAMLError as error:
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not UTF-8 text") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold sections of keys, found a {type(values).__name__}")
     return values
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML's safe loader, which lets a later key replace an earlier one without a word; this one refuses."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                line = key.start_mark.line + 1
+                if (first := lines.setdefault(key.value, line)) != line:
+                    raise yaml.YAMLError(f"the key {key.value} stands in line {first} and again in line {line}")
+        return super().construct_mapping(node, deep)
 
 
 def build_config(config_type: type[ConfigT], values: dict[str, Any], overrides: Sequence[str], origin: str) -> ConfigT:
@@ -63,13 +78,17 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     if not separator or not name:
         raise UserError(f"override {override!r}: write it as section.key=value")
     *sections, key = name.split(".")
+    if not all([*sections, key]):
+        raise UserError(f"override {override!r}: write it as section.key=value")
     for depth, section in enumerate(sections, start=1):
-        values = values.setdefault(section, {})
+        if values.get(section) is None:
+            values[section] = {}
+        values = values[section]
         if not isinstance(values, dict):
             raise UserError(f"override {override!r}: {'.'.join(sections[:depth])} is a value, not a section")
     try:
-        values[key] = yaml.safe_load(text)
-    except yaml.YAMLError:
+        values[key] = yaml.load(text, _UniqueKeyLoader)
+    except (yaml.YAMLError, RecursionError, ValueError):
         raise UserError(f"override {override!r}: {text!r} is not a YAML value") from None
 
 
@@ -89,6 +108,14 @@ def _explain_one(config_type: type[Section], problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{name} is required"
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] in ("model_type", "dataclass_type"):
+        found = "nothing" if problem["input"] is None else repr(problem["input"])
+        return f"{name}: is a section of keys, found {found}"
+    if problem["type"] == "value_error" and isinstance(problem["input"], dict):  # says itself which of its keys
+        is_key = message.partition(":")[0] in _fields_at(config_type, location)
+        return f"{name}{'.' if is_key else ': '}{message}" if name else message
+    if isinstance(problem["input"], dict | list):
+        message += f" (got {'keys' if isinstance(problem['input'], dict) else 'a list'})"
     if isinstance(problem["input"], str | int | float | bool):
         message += f" (got {problem['input']!r})"
     return f"{name}: {message}"

@@ -18,20 +18,31 @@ def refuse_bool(value: Any) -> Any:
     return value
 
 
-Int = Annotated[int, BeforeValidator(refuse_bool)]
+def refuse_empty(value: Any) -> Any:
+    """An empty path would be the current directory."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise ValueError("must not be empty")
+    return value
+
+
+Seed = Annotated[int, BeforeValidator(refuse_bool), Field(ge=0, lt=2**31)]
+Directory = Annotated[Path, BeforeValidator(refuse_empty)]
+Name = Annotated[str, BeforeValidator(refuse_empty)]
 Positive = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1)]
 Count = Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)]
 NonNegative = Annotated[float, BeforeValidator(refuse_bool), Field(ge=0)]
+AboveZero = Annotated[float, BeforeValidator(refuse_bool), Field(gt=0)]
+BelowOne = Annotated[float, BeforeValidator(refuse_bool), Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
 class ModelConfig(Section):
     """The model directory and how it is held."""
 
-    path: Path
+    path: Directory
     dtype: Literal["float32", "bfloat16"] = "float32"
     head: Literal["lm", "reward"] = "lm"
     """reward: one number a sequence, from its last token, in place of the vocabulary."""
@@ -96,10 +107,25 @@ class ParallelConfig(Section):
 class DataConfig(Section):
     """Where records come from and what happens to long ones."""
 
-    train: str
-    validation: str | None = None
+    train: Name
+    validation: Name | None = None
     max_sequence_length: Positive
     overlong: Literal["drop", "truncate"] = "drop"
+    chat_template: str | None = None
+    """A Jinja template in place of the tokenizer's, or the path of a file with one; the exported model has it too."""
+
+    @model_validator(mode="after")
+    def _template_is_there(self) -> DataConfig:
+        template = self.chat_template
+        if template is not None and "{" not in template and not Path(template).is_file():
+            raise ValueError(f"chat_template: {template} is neither a file nor a template")
+        return self
+
+    def read_chat_template(self) -> str | None:
+        """The template's text."""
+        if self.chat_template is None or "{" in self.chat_template:
+            return self.chat_template
+        return Path(self.chat_template).read_text()
 
 
 class BatchConfig(Section):
@@ -112,16 +138,24 @@ class BatchConfig(Section):
     micro_batch_size: Positive = 1
     """Rows (or pairs) per microbatch without packing."""
 
+    @model_validator(mode="after")
+    def _used(self) -> BatchConfig:
+        if self.packing and self.micro_batch_size != 1:
+            raise ValueError("micro_batch_size: packs are filled to tokens_per_pack; it goes with packing=false alone")
+        if not self.packing and self.tokens_per_pack is not None:
+            raise ValueError("tokens_per_pack: nothing is packed with packing=false; leave it out")
+        return self
+
 
 class OptimizerConfig(Section):
     """AdamW and its schedule; the unit of `warmup_steps` is optimizer steps."""
 
-    lr: NonNegative
+    lr: BelowOne
     min_lr: NonNegative = 0.0
     weight_decay: NonNegative = 0.0
-    adam_beta1: NonNegative = 0.9
-    adam_beta2: NonNegative = 0.999
-    adam_eps: NonNegative = 1e-8
+    adam_beta1: BelowOne = 0.9
+    adam_beta2: BelowOne = 0.999
+    adam_eps: AboveZero = 1e-8
     clip_grad: NonNegative = 1.0
     warmup_steps: Count = 0
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
@@ -130,6 +164,8 @@ class OptimizerConfig(Section):
     def _ordered(self) -> OptimizerConfig:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr: must be at most lr ({self.lr}), got {self.min_lr}")
+        if self.min_lr and self.schedule == "constant":
+            raise ValueError("min_lr: schedule=constant never comes down to it; leave it out")
         return self
 
 
@@ -151,6 +187,8 @@ class TrainerConfig(Section):
 class CheckpointConfig(Section):
     save_interval: Positive | None = None
     """Steps between checkpoints; the end of the run always saves one."""
+    save_minutes: AboveZero | None = 30.0
+    """Minutes after which one is saved in any case; it goes when a later one is there, unless `keep_last` keeps it."""
     keep_last: Positive | None = None
     """How many of the newest checkpoints stay; all if not given."""
     keep_every: Positive | None = None
@@ -166,7 +204,18 @@ class CheckpointConfig(Section):
     resume: str = "auto"
     """auto: the newest checkpoint in output_dir; none: start afresh; or a directory, to begin from if there is
     no checkpoint in output_dir yet, or to go back to if it is one of them."""
+    overwrite: bool = False
+    """With resume=none: whether what an earlier run left in output_dir is removed; without it, that is refused."""
     export_hf: bool = True
+    """Whether the trained model is written to output_dir/hf at the end."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CheckpointConfig:
+        if self.overwrite and self.resume != "none":
+            raise ValueError("overwrite: removes an earlier run; it goes with resume=none alone")
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError("keep_every: without keep_last all checkpoints stay; give both, or leave it out")
+        return self
 
 
 class LoggingConfig(Section):
@@ -184,10 +233,10 @@ class LoggingConfig(Section):
 class TrainingConfig(Section):
     """What every algorithm shares."""
 
-    seed: Int = 0
+    seed: Seed = 0
     deterministic: bool = False
     """Ask torch for deterministic kernels."""
-    output_dir: Path
+    output_dir: Directory
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
@@ -196,3 +245,30 @@ class TrainingConfig(Section):
     trainer: TrainerConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _validates_something(self) -> TrainingConfig:
+        if self.trainer.validation_interval is not None and self.data.validation is None:
+            raise ValueError("trainer.validation_interval: there is nothing to validate on; give data.validation")
+        return self
+
+    @property
+    def rows_per_unit(self) -> int:
+        """Sequences that must share a microbatch."""
+        return 1
+
+    def pack_width(self, rows_per_unit: int) -> int:
+        """Tokens of a pack, which holds the longest record of so many sequences.
+
+        Raises:
+            UserError: batch.tokens_per_pack is less.
+        """
+        longest = rows_per_unit * -(-self.data.max_sequence_length // self.parallel.sequence_multiple)
+        longest *= self.parallel.sequence_multiple
+        width = self.batch.tokens_per_pack
+        if width is not None and width < longest:
+            raise UserError(
+                f"batch.tokens_per_pack={width}: must hold the longest record, {longest} tokens "
+                f"({rows_per_unit} x data.max_sequence_length={self.data.max_sequence_length}, padded)"
+            )
+        return width or longest

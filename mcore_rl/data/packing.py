@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from mcore_rl.config import TrainingConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.bin_packing import assign, first_fit_decreasing, split_until_divisible
 from mcore_rl.distributed.pack_layout import PackLayout, round_up
-from mcore_rl.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -124,9 +123,9 @@ def batching_of(config: TrainingConfig, rows_per_unit: int, dp_size: int) -> Bat
         UserError: a pack that cannot hold the longest record.
     """
     parallel = config.parallel
-    batching = Batching(
+    return Batching(
         packing=config.batch.packing,
-        tokens_per_pack=config.batch.tokens_per_pack or 0,
+        tokens_per_pack=config.pack_width(rows_per_unit),
         micro_batch_size=config.batch.micro_batch_size,
         rows_per_unit=rows_per_unit,
         dp_size=dp_size,
@@ -134,12 +133,3 @@ def batching_of(config: TrainingConfig, rows_per_unit: int, dp_size: int) -> Bat
         multiple=parallel.sequence_multiple,
         one_width=parallel.pipeline_model_parallel_size > 1,
     )
-    longest = rows_per_unit * round_up(config.data.max_sequence_length, batching.multiple)
-    if config.batch.tokens_per_pack is None:
-        return replace(batching, tokens_per_pack=longest)
-    if config.batch.packing and config.batch.tokens_per_pack < longest:
-        raise UserError(
-            f"batch.tokens_per_pack={config.batch.tokens_per_pack}: must hold the longest record, {longest} tokens "
-            f"({rows_per_unit} x data.max_sequence_length={config.data.max_sequence_length}, padded)"
-        )
-    return batching

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config import DataConfig
-from mcore_rl.data.records import read_records, record_place
-from mcore_rl.data.tokenize import Messages, tokenize_prompt
+from mcore_rl.data.messages import Messages, check_messages
+from mcore_rl.data.progress import Say, silent, with_progress
+from mcore_rl.data.reading import read_records, record_place, require
+from mcore_rl.data.tokenize import tokenize_prompt
 from mcore_rl.errors import UserError
 
 
@@ -52,30 +54,38 @@ class PromptDataset:
         return digest.hexdigest()
 
 
-def load_prompt_dataset(source: str, tokenizer: Any, data: DataConfig, max_prompt_length: int) -> PromptDataset:
-    """Prompts from records `prompt` (a string or messages), with whatever else each record has.
+def load_prompt_dataset(
+    source: str, tokenizer: Any, data: DataConfig, max_prompt_length: int, say: Say = silent
+) -> PromptDataset:
+    """Prompts from records `prompt` (a string or messages, with `tools` if there are any), with all else they have.
 
     Raises:
         UserError: names the file and line of a bad record, or says that no prompt is short enough.
     """
     prompts, dropped = [], 0
-    for index, record in enumerate(read_records(source)):
-        if record.get("prompt") is None:
-            raise UserError(f"{record_place(source, index)}: lacks the key prompt; it has {', '.join(sorted(record))}")
+    for index, record in enumerate(with_progress(read_records(source), f"tokenizing {source}", say)):
         try:
-            input_ids = tokenize_prompt(tokenizer, record["prompt"])
+            require(record, "prompt")
+            prompt = _prompt_of(tokenizer, record)
         except ValueError as error:
             raise UserError(f"{record_place(source, index)}: {error}") from None
-        if not input_ids:
-            raise UserError(f"{record_place(source, index)}: the prompt has no tokens")
-        if len(input_ids) > max_prompt_length:
+        if len(prompt.input_ids) > max_prompt_length:
             dropped += 1
-            continue
-        rest = {key: value for key, value in record.items() if key != "prompt"}
-        prompts.append(Prompt(input_ids, record["prompt"], rest))
+        else:
+            prompts.append(prompt)
     if not prompts:
         raise UserError(
             f"{source}: no prompt is left ({dropped} longer than {max_prompt_length} tokens, which is "
             "data.max_sequence_length - grpo.max_new_tokens)"
         )
     return PromptDataset(prompts, dropped)
+
+
+def _prompt_of(tokenizer: Any, record: dict[str, Any]) -> Prompt:
+    content = record["prompt"]
+    if not isinstance(content, str):
+        content = check_messages(content, "prompt")
+    input_ids = tokenize_prompt(tokenizer, content, record.get("tools"))
+    if not input_ids:
+        raise ValueError("the prompt has no tokens")
+    return Prompt(input_ids, content, {key: value for key, value in record.items() if key != "prompt"})

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.data.chat import GENERATION_MARKER, render, tokenize_conversation
+from mcore_rl.data.messages import Messages, check_messages, check_tools
+from mcore_rl.data.progress import Say, silent
 from mcore_rl.errors import UserError
 
-Messages = list[dict[str, Any]]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
@@ -31,124 +33,101 @@ class TokenSequence:
         return any(self.token_mask[1:])
 
 
-def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model directory.
+def load_tokenizer(
+    path: Path, trust_remote_code: bool = False, chat_template: str | None = None, say: Say = silent
+) -> Any:
+    """The tokenizer of a model directory, with `chat_template` in place of its own if one is given.
+
+    Where there is no pad token the end token pads: padding is masked, so any would do.
 
     Raises:
-        UserError: no tokenizer, no end token, or no pad token.
+        UserError: no tokenizer, no end token, or a template that is none.
     """
+    from jinja2 import Environment, TemplateError
     from transformers import AutoTokenizer
 
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(f"model.path: there is no tokenizer in {path} (none of {', '.join(TOKENIZER_FILES)})")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except Exception as error:  # tokenizers raises bare Exception for a broken tokenizer.json
         raise UserError(f"model.path: no tokenizer can be loaded from {path}: {' '.join(str(error).split())}") from None
-    for name in ("eos", "pad"):
-        if getattr(tokenizer, f"{name}_token_id") is None:
-            raise UserError(f"model.path: the tokenizer in {path} has no {name}_token; set it in tokenizer_config.json")
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"model.path: the tokenizer in {path} has no eos_token; set it in tokenizer_config.json")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        say(f"the tokenizer has no pad token; its end token {tokenizer.eos_token} pads (padding is never trained on)")
+    if chat_template is not None:
+        try:
+            Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_without_markers(chat_template))
+        except TemplateError as error:
+            raise UserError(f"data.chat_template: is not a Jinja template: {error}") from None
+        if tokenizer.chat_template:
+            say("data.chat_template takes the place of the tokenizer's own")
+        tokenizer.chat_template = chat_template
     return tokenizer
 
 
-def tokenize_completion(tokenizer: Any, prompt: str | Messages, completion: str | Messages) -> TokenSequence:
+def _without_markers(template: str) -> str:
+    return GENERATION_MARKER.sub("", template).replace("{% endgeneration %}", "").replace("{%- endgeneration %}", "")
+
+
+def tokenize_completion(
+    tokenizer: Any, prompt: str | Messages, completion: str | Messages, tools: Any = None
+) -> TokenSequence:
     """A prompt and its completion, both plain strings or both message lists.
 
+    Of plain strings the completion and an end token are trained on; of messages, what the assistant says in
+    the completion.
+
     Raises:
-        ValueError: mixed kinds, or a chat template that fails or rewrites earlier messages.
+        ValueError: mixed kinds, messages that are none, or a chat template that fails or cannot be followed.
     """
     if isinstance(prompt, str) and isinstance(completion, str):
-        return _tokenize_segments(tokenizer, [(prompt, False), (completion, True)], add_special_tokens=True)
+        context = tokenize_prompt(tokenizer, prompt)
+        response = tokenizer(completion, add_special_tokens=False)["input_ids"]
+        end = [tokenizer.eos_token_id] if response and response[-1] != tokenizer.eos_token_id else []
+        return TokenSequence((*context, *response, *end), (False,) * len(context) + (True,) * len([*response, *end]))
     if isinstance(prompt, list) and isinstance(completion, list):
-        return _tokenize_segments(tokenizer, [*_completion_segments(tokenizer, prompt, completion)])
+        before, after = check_messages(prompt, "prompt"), check_messages(completion, "completion")
+        return _conversation(tokenizer, before + after, len(before), tools)
     raise ValueError("prompt and completion must both be strings or both be lists of messages")
 
 
-def tokenize_prompt(tokenizer: Any, prompt: str | Messages) -> tuple[int, ...]:
-    """A prompt that awaits its response, as `tokenize_completion` begins with it.
-
-    Raises:
-        ValueError: a chat template that fails.
-    """
-    if isinstance(prompt, str):
-        return (*_leading_special_tokens(tokenizer), *tokenizer(prompt, add_special_tokens=False)["input_ids"])
-    return tuple(tokenizer(_render(tokenizer, prompt, True), add_special_tokens=False)["input_ids"])
-
-
-def tokenize_observation(tokenizer: Any, conversation: str | Messages, response: str, observation: str) -> list[int]:
-    """What stands between a response and the next one: the environment's message, and the sign to answer it.
-
-    Args:
-        conversation: what the response answered; a plain text is continued as plain text.
-
-    Raises:
-        ValueError: a chat template that fails or rewrites earlier messages.
-    """
-    if isinstance(conversation, str):
-        return list(tokenizer(observation, add_special_tokens=False)["input_ids"])
-    answered = [*conversation, {"role": "assistant", "content": response}]
-    before = _render(tokenizer, answered, add_generation_prompt=False)
-    after = _render(tokenizer, [*answered, {"role": "user", "content": observation}], add_generation_prompt=True)
-    if not after.startswith(before):
-        raise ValueError("the chat template does not keep a conversation as it was once a message follows")
-    return list(tokenizer(after[len(before) :], add_special_tokens=False)["input_ids"])
-
-
-def tokenize_messages(tokenizer: Any, messages: Messages) -> TokenSequence:
-    """A conversation; every assistant message is trained on.
+def tokenize_messages(tokenizer: Any, messages: Messages, tools: Any = None) -> TokenSequence:
+    """A conversation; every message of the assistant is trained on, but for those of weight 0.
 
     Raises:
         ValueError: as `tokenize_completion`.
     """
-    segments: list[tuple[str, bool]] = []
-    done = 0
-    for index, message in enumerate(messages):
-        if message.get("role") != "assistant":
-            continue
-        context, response = _completion_segments(tokenizer, messages[:index], [message])
-        text = context[0] + response[0]
-        segments += [(context[0][done:], False), response]
-        done = len(text)
-    return _tokenize_segments(tokenizer, segments)
+    return _conversation(tokenizer, check_messages(messages, "messages"), 0, tools)
 
 
-def _completion_segments(tokenizer: Any, prompt: Messages, completion: Messages) -> tuple[tuple[str, bool], ...]:
-    before = _render(tokenizer, prompt, add_generation_prompt=True)
-    whole = _render(tokenizer, [*prompt, *completion], add_generation_prompt=False)
-    if not whole.startswith(before):
-        raise ValueError("the chat template does not keep the prompt as it was once a response follows")
-    return (before, False), (whole[len(before) :], True)
-
-
-def _render(tokenizer: Any, messages: Messages, add_generation_prompt: bool) -> str:
-    from jinja2 import TemplateError
-
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
-    except (TemplateError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"the chat template fails: {' '.join(str(error).split())}") from None
-
-
-def _tokenize_segments(
-    tokenizer: Any, segments: Sequence[tuple[str, bool]], add_special_tokens: bool = False
-) -> TokenSequence:
-    """Segments are tokenized one by one, so that masks end exactly where responses do.
-
-    A response ends with its end token: what a template writes after it carries no loss, and is left out
-    at the very end; where a template writes none, the last response gets one.
-    """
-    ids: list[int] = _leading_special_tokens(tokenizer) if add_special_tokens else []
-    mask = [False] * len(ids)
-    for index, (text, trained) in enumerate(segments):
-        new = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        end = len(new)
-        if trained and tokenizer.eos_token_id in new:
-            end = len(new) - new[::-1].index(tokenizer.eos_token_id)
-        if trained and index == len(segments) - 1:
-            had_end_token = tokenizer.eos_token_id in new
-            new = new[:end] if had_end_token else [*new, tokenizer.eos_token_id] if new else new
-            end = len(new)
-        ids += new
-        mask += [trained and position < end for position in range(len(new))]
+def _conversation(tokenizer: Any, messages: Messages, first: int, tools: Any) -> TokenSequence:
+    """Trained on are the assistant's messages from number `first` on."""
+    wanted = [i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant" and m.get("weight", 1)]
+    if not wanted:
+        if len(messages) > first:
+            raise ValueError("the record has no response tokens: no message of the assistant is trained on")
+        return TokenSequence((), ())
+    for index in wanted:
+        if not messages[index].get("content", "").strip() and not messages[index].get("tool_calls"):
+            raise ValueError(f"message {index + 1} (assistant) is empty")
+    ids, mask = tokenize_conversation(tokenizer, messages, wanted, check_tools(tools))
     return TokenSequence(tuple(ids), tuple(mask))
+
+
+def tokenize_prompt(tokenizer: Any, prompt: str | Messages, tools: Any = None) -> tuple[int, ...]:
+    """A prompt that awaits its response.
+
+    Raises:
+        ValueError: messages that are none, or a chat template that fails.
+    """
+    if isinstance(prompt, str):
+        return (*_leading_special_tokens(tokenizer), *tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    messages = check_messages(prompt, "prompt")
+    text = render(tokenizer, messages, check_tools(tools), add_generation_prompt=True)
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _leading_special_tokens(tokenizer: Any) -> list[int]:

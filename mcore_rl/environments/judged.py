@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mcore_rl.config import EnvironmentConfig
@@ -23,13 +24,21 @@ START_SECONDS = 60.0
 class JudgedEnvironment:
     """Hands samples to worker processes. One that raises, hangs or dies fails its own sample and no other.
 
+    Args:
+        log: where what judges print goes; nowhere if not given.
+
     Raises:
         UserError: the judge cannot be made (a module that cannot be imported, a missing extra, …).
     """
 
-    def __init__(self, config: EnvironmentConfig) -> None:
+    def __init__(self, config: EnvironmentConfig, log: Path | None = None) -> None:
         self.config = config
-        self.workers = [_Worker(config) for _ in range(config.num_workers)]
+        self.workers: list[_Worker] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            for _ in range(config.num_workers):
+                self.workers.append(_Worker(config, log))
+            undo.pop_all()
 
     def step(self, message_logs: Sequence[MessageLog], records: Sequence[dict[str, Any]]) -> list[Step]:
         steps: list[Step | None] = [None] * len(message_logs)
@@ -59,20 +68,42 @@ class JudgedEnvironment:
             worker.kill()
 
 
+def probe(config: EnvironmentConfig, message_logs: Sequence[MessageLog], records: Sequence[dict[str, Any]]) -> None:
+    """Judge an answer to each of some real prompts: the record's own `answer`, if it has one.
+
+    Raises:
+        UserError: the judge cannot be made, or fails on all of them.
+    """
+    environment = JudgedEnvironment(config.model_copy(update={"num_workers": 1}))
+    try:
+        answers = [{"role": "assistant", "content": str(record.get("answer", ""))} for record in records]
+        steps = environment.step([[*log, answer] for log, answer in zip(message_logs, answers, strict=True)], records)
+    finally:
+        environment.close()
+    if all(step.error is not None for step in steps):
+        fields = ", ".join(sorted(records[0])) or "no field beside prompt"
+        raise UserError(
+            f"environment.name={config.name}: an answer to a record of data.train cannot be judged: {steps[0].error} "
+            f"(the record has {fields})"
+        )
+
+
 class _Worker:
     """One judging process."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self.config = config
+    def __init__(self, config: EnvironmentConfig, log: Path | None) -> None:
+        self.config, self.log = config, log
         self._start()
 
     def _start(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "mcore_rl.environments.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        )
+        with open(self.log or os.devnull, "ab") as printed:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mcore_rl.environments.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=printed,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            )
         assert self.process.stdout is not None
         self.answers, self._partial, self.gone = self.process.stdout.fileno(), b"", False
         os.set_blocking(self.answers, False)
@@ -95,7 +126,7 @@ class _Worker:
     def _write(self, value: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps(value).encode() + b"\n")
+            self.process.stdin.write(json.dumps(value, default=str).encode() + b"\n")
             self.process.stdin.flush()
         except BrokenPipeError:
             self.gone = True

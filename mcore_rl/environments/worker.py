@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -18,6 +19,7 @@ from mcore_rl.environments.judges import JUDGES
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's business, which then ends this process
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a judge prints must not stand between the answers
 

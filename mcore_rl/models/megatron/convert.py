@@ -27,7 +27,7 @@ from mcore_rl.models.megatron.checkpoint import METADATA, model_state, write_com
 from mcore_rl.models.megatron.checkpoint_trust import check_trusted
 from mcore_rl.models.megatron.checkpoint_writer import PlannedShards
 from mcore_rl.models.megatron.hf_checkpoint import MAX_SHARD_BYTES, SafetensorsDirectory, write_hf_directory
-from mcore_rl.models.megatron.hf_config import load_hf_config
+from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.models.megatron.model import BuiltModel, build_model
 from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel, process_groups
 from mcore_rl.models.megatron.weights import (
@@ -37,6 +37,7 @@ from mcore_rl.models.megatron.weights import (
     named_mappings,
     split_mapped,
 )
+from mcore_rl.run_identity import architecture_changes, architecture_of, architecture_of_checkpoint
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory  # isort: skip
@@ -56,6 +57,7 @@ def hf_to_megatron(source: Path, destination: Path, progress: Progress) -> Path:
     """
     tensors = SafetensorsDirectory(source)
     hf_config = load_hf_config(source)
+    check_model_fits(hf_config, ParallelConfig(), max_sequence_length=1)
     check_hf_tensors(hf_config, tensors)
     store = CheckpointStore(destination)
     if store.iterations():
@@ -67,7 +69,10 @@ def hf_to_megatron(source: Path, destination: Path, progress: Progress) -> Path:
         reader = ShardReader(tensors, hf_config, model.topology)
         items = planned.storage.tensors
         results = planned.storage.write(_read_shards(progress(items, len(items)), reader))
-        config = {"model": {"path": str(source), "dtype": _name(_dtype_of(tensors))}}
+        config = {
+            "model": {"path": str(source), "dtype": _name(_dtype_of(tensors))},
+            "architecture": architecture_of(hf_config),
+        }
         write_common(common, yaml.safe_dump(config), partial)
         planned.storage.finish(planned.metadata, [results])
         return store.commit(0, partial, digests_of(partial, sorted(path.name for path in partial.iterdir())))
@@ -87,6 +92,9 @@ def megatron_to_hf(
     """
     index = check_trusted(iteration)
     hf_config = load_hf_config(source)
+    check_model_fits(hf_config, ParallelConfig(), max_sequence_length=1)
+    for key, was, now in architecture_changes(architecture_of_checkpoint(iteration), architecture_of(hf_config)):
+        raise UserError(f"{source} is another architecture than {iteration}: {key} {was} → {now}")
     stored = index.state_dict_metadata
     weights = [
         e for name, e in stored.items() if isinstance(e, TensorStorageMetadata) and not name.startswith("optimizer.")

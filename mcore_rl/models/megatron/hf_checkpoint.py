@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_rl.checkpoint_store import flush_directory
+from mcore_rl.checkpoint_store import digests_of, flush_directory, replace_listed, write_manifest
 from mcore_rl.errors import UserError
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -41,8 +41,8 @@ class SafetensorsDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.file_of = self._locate()
         self._open: dict[str, Any] = {}
+        self.file_of = self._locate()
 
     def _locate(self) -> dict[str, str]:
         if (self.path / INDEX_FILE).is_file():
@@ -51,8 +51,7 @@ class SafetensorsDirectory:
             except (ValueError, KeyError, TypeError):
                 raise UserError(f"{self.path / INDEX_FILE}: must be JSON with a weight_map") from None
         elif (self.path / SINGLE_FILE).is_file():
-            with safe_open(self.path / SINGLE_FILE, framework="pt") as file:
-                weight_map = dict.fromkeys(file.keys(), SINGLE_FILE)
+            weight_map = dict.fromkeys(self._opened(SINGLE_FILE).keys(), SINGLE_FILE)
         else:
             pickles = sorted(p.name for p in self.path.glob("*.bin")) + sorted(p.name for p in self.path.glob("*.pt"))
             found = (
@@ -81,10 +80,18 @@ class SafetensorsDirectory:
         return view[rows] if columns is None else view[rows, columns]
 
     def _slice(self, name: str) -> Any:
-        file = self.file_of[name]
+        try:
+            return self._opened(self.file_of[name]).get_slice(name)
+        except SafetensorError:
+            raise UserError(f"{self.path / self.file_of[name]}: holds no {name}, which {INDEX_FILE} says") from None
+
+    def _opened(self, file: str) -> Any:
         if file not in self._open:
-            self._open[file] = safe_open(self.path / file, framework="pt")
-        return self._open[file].get_slice(name)
+            try:
+                self._open[file] = safe_open(self.path / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{self.path / file}: is not a whole safetensors file ({error})") from None
+        return self._open[file]
 
 
 class ShardedWriter:
@@ -147,19 +154,25 @@ def write_hf_directory(
     hf_config: Any,
     is_writer: bool,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    chat_template: str | None = None,
 ) -> None:
     """Write a complete model directory: weights, config, tokenizer and chat template.
 
     Every rank must call it, since producing `tensors` is collective; `is_writer` alone writes. The
-    directory appears under its name only when it is whole and has been read back.
+    directory appears under its name only when it is whole and has been read back; a manifest in it lists its
+    files, so that a later export replaces these and nothing else. `chat_template` takes the source's place.
+
+    Raises:
+        UserError: `destination` holds what no export wrote.
     """
     if not is_writer:
         for _ in tensors:
             pass
         return
-    temporary = destination.with_name(f".{destination.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in destination.parent.glob(f".{destination.name}.*.partial"):
+        shutil.rmtree(leftover)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=destination.parent))
     writer = ShardedWriter(temporary, max_shard_bytes)
     for name, tensor in tensors:
         writer.add(name, tensor)
@@ -170,10 +183,12 @@ def write_hf_directory(
     config.save_pretrained(temporary)
     for file in companions(source):
         shutil.copy2(file, temporary / file.name)
+    if chat_template is not None:  # transformers prefers it to any other place of a template
+        (temporary / "chat_template.jinja").write_text(chat_template)
+    digests = digests_of(temporary, sorted(file.name for file in temporary.iterdir()))
+    write_manifest(temporary, digests)
     flush_directory(temporary)
-    if destination.exists():
-        shutil.rmtree(destination)
-    os.replace(temporary, destination)
+    replace_listed(temporary, destination)
 
 
 def companions(path: Path) -> Iterator[Path]:

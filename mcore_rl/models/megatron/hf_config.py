@@ -12,6 +12,7 @@ from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
 from mcore_rl.models.megatron.rope import concentration_scale, rope_frequencies
+from mcore_rl.preflight import check_model_directory
 
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
@@ -29,11 +30,10 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
     """
     from transformers import AutoConfig
 
-    if not (path / "config.json").is_file():
-        raise UserError(f"model.path: {path} must be a Hugging Face model directory with a config.json")
+    check_model_directory(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:  # its validators raise classes of their own
         raise UserError(f"model.path: {path}/config.json cannot be read: {' '.join(str(error).split())}") from None
     if head == "reward":
         config.architectures = [

@@ -345,6 +345,7 @@ class MegatronPolicy(Colocation, Generating):
             self.config.model.path,
             self.hf_config,
             is_writer=self.is_writer,
+            chat_template=self.config.data.read_chat_template(),
         )
         torch.distributed.barrier()
 

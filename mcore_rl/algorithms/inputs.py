@@ -1,0 +1,147 @@
+"""What a run is made from: checked, read, and claimed, before any process group or model exists."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from mcore_rl.algorithms.checkpointing import check_identity
+from mcore_rl.algorithms.metrics import speaker
+from mcore_rl.config import DataConfig, TrainerConfig, TrainingConfig
+from mcore_rl.data.progress import Say
+from mcore_rl.data.tokenize import load_tokenizer
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+from mcore_rl.models.megatron.weights import check_hf_tensors
+from mcore_rl.preflight import check_output, find_checkpoints
+from mcore_rl.run_directory import RunDirectory
+from mcore_rl.run_identity import RunIdentity
+
+
+class RunDataset(Protocol):
+    """A dataset that can be counted and described."""
+
+    def __len__(self) -> int: ...
+
+    def describe(self, name: str, limit: int) -> str: ...
+
+    def fingerprint(self) -> str: ...
+
+
+DatasetT = TypeVar("DatasetT", bound=RunDataset)
+
+
+@dataclass(frozen=True)
+class Inputs(Generic[DatasetT]):
+    """What a run is made from, checked and loaded without any process group."""
+
+    tokenizer: Any
+    hf_config: Any
+    train: DatasetT
+    validation: DatasetT | None
+    checkpoints: tuple[list[Path], list[str]] = ([], [])
+    """To resume from, the best first, and what is to be told about them."""
+    identity: str = ""
+    """Of the run, on rank 0."""
+
+
+def load_inputs(
+    config: TrainingConfig,
+    load_dataset: Callable[[str, Any, DataConfig, Say], DatasetT],
+    rows_per_unit: int,
+    world_size: int | None = None,
+) -> Inputs[DatasetT]:
+    """Check everything a user can get wrong, and read the data; the same on every rank, and nothing is written.
+
+    Args:
+        world_size: processes of the run; what torchrun says if left out.
+
+    Raises:
+        UserError: naming the key or the file and line.
+    """
+    world_size = world_size or int(os.environ.get("WORLD_SIZE", 1))
+    config.parallel.data_parallel_size(world_size)
+    config.pack_width(rows_per_unit)
+    hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
+    check_model_fits(hf_config, config.parallel, config.data.max_sequence_length)
+    check_hf_tensors(hf_config, SafetensorsDirectory(config.model.path))
+    check_positions(hf_config, config.data.max_sequence_length)
+    say = speaker(int(os.environ.get("RANK", 0)) == 0)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, config.data.read_chat_template(), say)
+    if len(tokenizer) > hf_config.vocab_size:
+        raise UserError(
+            f"model.path: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {hf_config.vocab_size}"
+        )
+    validation = config.data.validation
+    return Inputs(
+        tokenizer,
+        hf_config,
+        load_dataset(config.data.train, tokenizer, config.data, say),
+        None if validation is None else load_dataset(validation, tokenizer, config.data, say),
+    )
+
+
+def check_positions(hf_config: Any, max_sequence_length: int) -> None:
+    """Refuse sequences longer than those that the model tells positions of.
+
+    Raises:
+        UserError: naming the key.
+    """
+    rope = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    stretched = rope.get("factor", 1.0) * (rope.get("original_max_position_embeddings") or 0)
+    positions = max(getattr(hf_config, "max_position_embeddings", None) or math.inf, stretched)
+    if max_sequence_length > positions:
+        raise UserError(
+            f"data.max_sequence_length={max_sequence_length}: the model has {positions:.0f} positions "
+            "(max_position_embeddings)"
+        )
+
+
+def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[DatasetT]:
+    """`inputs` with the checkpoints to resume from, once the output directory is this run's to write to.
+
+    Rank 0 looks at what is there and locks it; until the first step nothing else is written.
+
+    Raises:
+        UserError: something there would be destroyed or continued that is not this run's.
+    """
+    checkpoints = find_checkpoints(config)
+    if int(os.environ.get("RANK", 0)) > 0:
+        return replace(inputs, checkpoints=checkpoints)
+    check_output(config)
+    identity = RunIdentity.of(config, inputs.hf_config, inputs.train.fingerprint())
+    notes = checkpoints[1] + check_identity(identity, checkpoints[0])
+    if note := RunDirectory(config.output_dir).claim():
+        notes = [note, *notes]
+    return replace(inputs, checkpoints=(checkpoints[0], notes), identity=identity.to_json())
+
+
+def tell_what_never_comes(config: TrainingConfig, steps: int, say: Say, updates_per_step: int = 1) -> None:
+    """Lines about what a run of so many steps does not get to."""
+    warmup, intervals = config.optimizer.warmup_steps, {
+        "checkpoint.save_interval": config.checkpoint.save_interval,
+        "trainer.validation_interval": config.trainer.validation_interval,
+    }  # fmt: skip
+    for key, interval in intervals.items():
+        if interval is not None and interval > steps:
+            say(f"{key}={interval} never comes: the run has {steps} steps")
+    if warmup >= steps * updates_per_step:
+        shortened = max(steps * updates_per_step - 1, 0)
+        say(f"optimizer.warmup_steps={warmup} is shortened to {shortened}: the run has {steps} steps")
+    if config.data.validation is not None and config.trainer.validation_interval is None:
+        say("data.validation is not used during training: there is no trainer.validation_interval")
+    if config.optimizer.lr == 0:
+        say("optimizer.lr=0: the weights will not change")
+
+
+def total_steps(trainer: TrainerConfig, num_samples: int, samples_per_step: int) -> int:
+    """Steps of the run: the smaller of max_steps and max_epochs; the last batch may be smaller."""
+    limits = [trainer.max_steps or math.inf]
+    if trainer.max_epochs:
+        limits.append(math.ceil(trainer.max_epochs * num_samples / samples_per_step))
+    return int(min(limits))

@@ -1,0 +1,304 @@
+"""A conversation through a chat template: the ids of the whole, and which of them each response is.
+
+The ids are those of the conversation rendered once, as a whole. Where the responses are in it is told by the
+template's own `{% generation %}` markers if it has them. Otherwise each response is found by putting a mark
+in its place: what the template writes before and behind the mark is then known, whatever it does to the
+text of other turns (Qwen3 writes an empty thought into the last one, DeepSeek-R1 strips thoughts, …).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.data.messages import Message, Messages
+from mcore_rl.errors import UserError
+
+GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+LONG = 30
+
+
+@dataclass(frozen=True)
+class Span:
+    """A response in a rendered conversation: characters start … end − 1."""
+
+    start: int
+    end: int
+    has_end_token: bool
+
+
+def render(tokenizer: Any, messages: Messages, tools: Any = None, add_generation_prompt: bool = False) -> str:
+    """The text of a conversation.
+
+    Raises:
+        ValueError: there is no template, or it fails.
+    """
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template for messages; give one as data.chat_template")
+    messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        )
+    except (TemplateError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"the chat template fails: {' '.join(str(error).split())}") from None
+
+
+def tokenize_conversation(
+    tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any = None
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a conversation up to its last wanted response, and which of them are of wanted ones.
+
+    Args:
+        wanted: indices of the assistant's messages to train on.
+
+    Raises:
+        ValueError: the template fails, leaves something out, or cannot be followed; says where.
+    """
+    text = render(tokenizer, messages, tools)
+    _check_shown(tokenizer, messages, tools, text)
+    if GENERATION_MARKER.search(_template(tokenizer, tools)):
+        ids, mask, is_ended = *_by_markers(tokenizer, messages, wanted, tools), True
+    else:
+        ids, mask, is_ended = _by_marks(tokenizer, messages, wanted, tools, text)
+    length = max((position for position, trained in enumerate(mask) if trained), default=-1) + 1
+    ids, mask = ids[:length], mask[:length]
+    if not is_ended and length:  # a template that writes no end token
+        ids, mask = [*ids, tokenizer.eos_token_id], [*mask, True]
+    return ids, mask
+
+
+def _template(tokenizer: Any, tools: Any) -> str:
+    if not tokenizer.chat_template:
+        return ""
+    return str(tokenizer.get_chat_template(None, tools))
+
+
+def _by_markers(tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any) -> tuple[list[int], list[bool]]:
+    """By the template's own markers, a run of marked tokens a response."""
+    messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+    out = tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, mask = list(out["input_ids"]), [bool(marked) for marked in out["assistant_masks"]]
+    starts = [i for i, marked in enumerate(mask) if marked and not (i and mask[i - 1])]
+    responses = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(starts) != len(responses):
+        raise ValueError(
+            f"the chat template marks {len(starts)} passages as generated; the conversation has {len(responses)} "
+            "messages of the assistant"
+        )
+    kept = {start for start, index in zip(starts, responses, strict=True) if index in wanted}
+    run = -1
+    for position, marked in enumerate(mask):
+        run = position if position in starts else run
+        mask[position] = marked and run in kept
+    return ids, mask
+
+
+def _by_marks(
+    tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any, text: str
+) -> tuple[list[int], list[bool], bool]:
+    """By putting marks in the place of responses; also whether the last one has an end token."""
+    if not tokenizer.is_fast:
+        raise ValueError("the tokenizer does not tell where in a text its tokens are; messages need a fast one")
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+    ends = end_token_ids(tokenizer)
+    end_tokens = [place for token, place in zip(ids, offsets, strict=True) if token in ends]
+    spans = [_span(_Marked(tokenizer, messages, tools, text, index), end_tokens) for index in wanted]
+    for before, after in itertools.pairwise(spans):
+        if before.end > after.start:
+            raise ValueError("the chat template mixes the text of two messages of the assistant")
+    mask = [False] * len(ids)
+    starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
+    for span in spans:  # a token that reaches into a response is of it
+        for position in range(bisect_right(stops, span.start), bisect_left(starts, span.end)):
+            mask[position] = True
+    return ids, mask, not spans or spans[-1].has_end_token
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """Message `index` of a conversation that renders as `text`."""
+
+    tokenizer: Any
+    messages: Messages
+    tools: Any
+    text: str
+    index: int
+
+    @property
+    def name(self) -> str:
+        return f"message {self.index + 1} ({self.messages[self.index]['role']})"
+
+    def around(self, index: int) -> tuple[str, str]:
+        """What the template writes before and behind the content of message `index`."""
+        mark = unused_character(self.text)
+        marked = render(self.tokenizer, [*_with_content(self.messages, index, mark)], self.tools)
+        before, found, after = marked.partition(mark)
+        if not found or mark in after:
+            raise ValueError(f"the chat template does not write message {index + 1} exactly once")
+        return before, after
+
+    def start(self, before: str) -> int:
+        """Where the response begins, behind its header.
+
+        What the template writes to ask for a response is the header; where it is not there in the whole
+        conversation (a thought that it begins for the model), the part of it that is; else the content begins.
+        """
+        content = len(before) if self.text.startswith(before) else None
+        earlier = self.messages[: self.index]
+        if earlier:
+            asked = render(self.tokenizer, earlier, self.tools, add_generation_prompt=True)
+            if self.text.startswith(asked):
+                return len(asked)
+            history = render(self.tokenizer, earlier, self.tools)
+            shared = next((i for i, (a, b) in enumerate(zip(self.text, asked, strict=False)) if a != b), len(asked))
+            if self.text.startswith(history) and asked.startswith(history) and shared > len(history):
+                return shared if content is None else min(shared, content)
+        if content is None:
+            raise ValueError(f"the chat template rewrites what stands before {self.name}")
+        return content
+
+    def limit(self) -> int:
+        """Where the next message's content begins, at the latest."""
+        if self.index + 1 == len(self.messages):
+            return len(self.text)
+        before, _ = self.around(self.index + 1)
+        return len(before) if self.text.startswith(before) else len(self.text)
+
+
+def _span(marked: _Marked, end_tokens: Sequence[tuple[int, int]]) -> Span:
+    """From the header to the first end token behind the content; to the content's end if none is written there."""
+    before, after = marked.around(marked.index)
+    if not marked.text.endswith(after):
+        raise ValueError(f"what the chat template writes behind {marked.name} depends on what it says")
+    start, content_end = marked.start(before), len(marked.text) - len(after)
+    if start > content_end:
+        raise ValueError(f"the chat template rewrites {marked.name}")
+    begin, end = next((place for place in end_tokens if place[0] >= content_end), (len(marked.text), None))
+    if begin > content_end and end is not None and end > marked.limit():  # it is of a later turn
+        end = None
+    return Span(start, content_end if end is None else end, end is not None)
+
+
+def _with_content(messages: Messages, index: int, content: str) -> Messages:
+    changed: Message = {**messages[index], "content": content}
+    return [*messages[:index], changed, *messages[index + 1 :]]
+
+
+def unused_character(text: str) -> str:
+    """A character of Unicode's private area that is not in `text`."""
+    return next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in text)
+
+
+def end_token_ids(tokenizer: Any) -> frozenset[int]:
+    """Tokens that end a response: the tokenizer's end token, those of the model's generation_config.json, and what
+    the chat template writes behind a response."""
+    return _end_token_ids(tokenizer, str(tokenizer.chat_template))
+
+
+@lru_cache(maxsize=16)
+def _end_token_ids(tokenizer: Any, template: str) -> frozenset[int]:
+    mark = unused_character(template)
+    ends = {tokenizer.eos_token_id, *_declared_ends(Path(str(tokenizer.name_or_path)))}
+    try:
+        text = render(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}])
+    except ValueError:  # a template for other conversations: its messages will tell what is wrong
+        return frozenset(ends)
+    special = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id, tokenizer.bos_token_id}
+    special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    behind = tokenizer(text.partition(mark)[2], add_special_tokens=False)["input_ids"]
+    return frozenset(ends | {*[token for token in behind if token in special][:1]})
+
+
+def _declared_ends(directory: Path) -> list[int]:
+    """Of a model directory's generation_config.json, if the tokenizer comes from one."""
+    try:
+        ends = json.loads((directory / "generation_config.json").read_bytes()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return []
+    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
+
+
+def _check_shown(tokenizer: Any, messages: Messages, tools: Any, text: str) -> None:
+    """Refuse a template that leaves out, in the conversation's `text`, what a record says.
+
+    Raises:
+        ValueError: naming what is left out.
+    """
+    if tools and render(tokenizer, messages) == text:
+        raise ValueError("the chat template does not show the record's tools")
+    for index, message in enumerate(messages):
+        content = message.get("content", "")
+        long = len(content.strip()) > LONG  # and so not there by chance
+        if content.strip() and not (long and content.strip() in text):
+            mark = unused_character(text)
+            if mark not in render(tokenizer, _with_content(messages, index, mark), tools):
+                raise ValueError(f"the chat template leaves out message {index + 1} ({message['role']})")
+        if message.get("tool_calls"):
+            without = {key: value for key, value in message.items() if key != "tool_calls"}
+            if render(tokenizer, [*messages[:index], without, *messages[index + 1 :]], tools) == text:
+                raise ValueError(f"the chat template does not show the tool calls of message {index + 1}")
+
+
+# ------------------------------------------------------------------ conversations that go on
+
+
+def tokens_between(tokenizer: Any, conversation: Messages, observation: str, response: Sequence[int]) -> list[int]:
+    """What the template writes from the end of a response to the sign to answer again.
+
+    Args:
+        conversation: what the response answered.
+        response: its tokens, which stay as they were sampled; an end token that is missing comes first.
+
+    Raises:
+        ValueError: a template that fails.
+    """
+    mark = unused_character(observation)
+    answered = [*conversation, {"role": "assistant", "content": mark}, {"role": "user", "content": observation}]
+    _, found, after = render(tokenizer, answered, add_generation_prompt=True).rpartition(mark)
+    if not found:
+        raise ValueError("the chat template leaves out earlier responses")
+    tokens = list(tokenizer(after, add_special_tokens=False)["input_ids"])
+    ended = bool(response) and bool(tokens) and response[-1] == tokens[0] and tokens[0] in end_token_ids(tokenizer)
+    return tokens[1:] if ended else tokens
+
+
+def check_keeps_turns(tokenizer: Any) -> None:
+    """Refuse a template under which a conversation of several turns would not stay as it was sampled.
+
+    Raises:
+        UserError: saying what it does to earlier turns.
+    """
+    ask, more = {"role": "user", "content": "A question."}, {"role": "user", "content": "And now?"}
+    try:
+        prompt = render(tokenizer, [ask], add_generation_prompt=True)
+        for answer in ("An answer.", "<think>\nA thought.\n</think>\n\nAn answer."):
+            answered = [ask, {"role": "assistant", "content": answer}, more]
+            second = render(tokenizer, answered, add_generation_prompt=True)
+            kept = second.startswith(prompt) and second[len(prompt) :].lstrip().startswith(answer)
+            third = render(tokenizer, [*answered, answered[1], more], add_generation_prompt=True)
+            if not (kept and third.startswith(second)):
+                what = "thoughts in earlier responses" if "<think>" in answer else "earlier turns"
+                raise UserError(
+                    f"environment.max_turns: the chat template rewrites {what}, so the model would be trained on other "
+                    "conversations than it had; give one that keeps them as data.chat_template, or use max_turns=1"
+                )
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"environment.max_turns: a conversation of several turns cannot be written: {error}") from None

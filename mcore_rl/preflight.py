@@ -1,0 +1,125 @@
+"""What can be told wrong in a second: layout, paths and directories, before PyTorch and Megatron are imported."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from mcore_rl.checkpoint_store import CheckpointStore, quick_problems
+from mcore_rl.config import TrainingConfig
+from mcore_rl.data.reading import check_file
+from mcore_rl.errors import UserError
+from mcore_rl.run_directory import LOGS, RunDirectory
+
+
+def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path | None]) -> None:
+    """Check what needs no tensor; nothing is written.
+
+    Args:
+        world_size: processes of the run.
+        files: options that name files, by option.
+
+    Raises:
+        UserError: naming the key or option, what was found, what would be right.
+    """
+    config.parallel.data_parallel_size(world_size)
+    config.pack_width(config.rows_per_unit)
+    check_model_directory(config.model.path)
+    for source in (config.data.train, config.data.validation):
+        if source is not None:
+            check_file(source)
+    _check_files(files)
+    check_output(config)
+    find_checkpoints(config)
+
+
+def check_model_directory(path: Path) -> None:
+    """Raises UserError if a path is no Hugging Face model directory, saying what it is instead."""
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise UserError(f"model.path: {path} is an adapter (LoRA), not a model; merge it into its base model first")
+    if not (path / "config.json").is_file():
+        hint = ""
+        if not path.exists() and not path.is_absolute() and len(path.parts) == 2:
+            hint = f"; if {path} is a name on the hub, download it first (hf download {path} --local-dir DIRECTORY)"
+        raise UserError(f"model.path: {path} must be a Hugging Face model directory with a config.json{hint}")
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: {path / 'config.json'} is not JSON ({error})") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise UserError(f"model.path: {path / 'config.json'} names no model_type")
+
+
+def _check_files(files: Mapping[str, Path | None]) -> None:
+    record, replay = files.get("record"), files.get("replay")
+    if record and replay:
+        raise UserError("--record and --replay exclude each other: a replay generates nothing that could be recorded")
+    if record and not record.parent.is_dir():
+        raise UserError(f"--record {record}: there is no directory {record.parent}")
+    if record and record.is_dir():
+        raise UserError(f"--record {record}: is a directory")
+    if replay:
+        try:
+            replay.open("rb").close()
+        except OSError as error:
+            raise UserError(f"--replay {replay}: cannot be read ({error.strerror})") from None
+
+
+def is_restart() -> bool:
+    """Whether torchrun started this process in place of one that failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+def check_output(config: TrainingConfig) -> None:
+    """Refuse to write over what is in `output_dir`, or what the run reads.
+
+    Raises:
+        UserError: naming the key, and what is in the way.
+    """
+    directory, checkpoint = RunDirectory(config.output_dir), config.checkpoint
+    afresh = checkpoint.resume == "none" and not is_restart()
+    directory.check(checkpoint.export_hf, checkpoint.overwrite and afresh)
+    if checkpoint.export_hf and config.model.path.resolve() == directory.export.resolve():
+        raise UserError(
+            f"model.path: {config.model.path} is where this run exports its model; choose another output_dir, "
+            "or set checkpoint.export_hf=false"
+        )
+    for key in ("train", "validation"):
+        source = getattr(config.data, key)
+        if source and Path(source).resolve().parent == config.output_dir.resolve() and Path(source).name in LOGS:
+            raise UserError(f"data.{key}: {source} is a file that this run writes; choose another output_dir")
+    if afresh and not checkpoint.overwrite and directory.holds_results():
+        raise UserError(
+            f"checkpoint.resume: {config.output_dir} holds a run, which would be mixed with a new one; choose another "
+            "output_dir, or set checkpoint.overwrite=true to remove it"
+        )
+
+
+def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
+    """What `checkpoint.resume` asks for: checkpoints to try, the best first, and what is wrong with others.
+
+    Raises:
+        UserError: nothing there, or everything damaged.
+    """
+    wanted = config.checkpoint.resume
+    if wanted == "none" and not is_restart():
+        return [], []
+    own = CheckpointStore(config.output_dir / "checkpoints")
+    if wanted in ("auto", "none"):
+        return own.candidates()
+    path = Path(wanted)
+    if not path.is_dir():
+        raise UserError(f"checkpoint.resume: {path} is not a directory (nor auto, nor none)")
+    is_own = own.directory.resolve() in (path.resolve(), path.resolve().parent)
+    if own.iterations() and not is_own:  # it began there and has gone further since
+        return own.candidates()
+    if path.name.startswith("iter_"):
+        if problems := quick_problems(path):
+            raise UserError(f"checkpoint.resume: {path} is not whole: {'; '.join(problems)}")
+        return [path], []
+    found, notes = CheckpointStore(path).candidates()
+    if not found:
+        raise UserError(f"checkpoint.resume: {path} holds no checkpoint")
+    return found, notes

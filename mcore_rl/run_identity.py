@@ -1,0 +1,174 @@
+"""What makes a run this run and no other: algorithm, model, data, seed. Kept with every checkpoint.
+
+A checkpoint is resumed only by the same run. Everything else of its configuration (learning rate, steps,
+layout, …) may change on the way, and is told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config import DPOConfig, GRPOConfig, RMConfig, TrainingConfig, read_yaml
+from mcore_rl.errors import UserError
+
+# Of a config.json: where it came from and how it is used, not what the model computes.
+NOT_ARCHITECTURE = {
+    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "auto_map",
+    "pad_token_id", "bos_token_id", "eos_token_id", "problem_type", "id2label", "label2id", "return_dict",
+    "output_attentions", "output_hidden_states", "initializer_range", "_attn_implementation",
+}  # fmt: skip
+IDENTIFYING_KEYS = (
+    "model.head",
+    "model.dtype",
+    "dpo.preference_loss",
+    "environment.name",
+    "environment.function",
+    "seed",
+)
+"""Keys of a configuration whose change makes another run."""
+INSIGNIFICANT = ("output_dir", "model.path", "checkpoint.", "logging.", "data.train")
+"""Keys whose change is nobody's concern, or is checked by content."""
+
+WHOLE_FILE_BYTES, BLOCKS = 64 << 20, 1024
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """
+    architecture: of the model's config.json.
+    base_weights: digest of the weights that training begins from (and a reference keeps).
+    data: fingerprint of the tokenized training data, hence of tokenizer and chat template.
+    config: every value of the configuration.
+    """
+
+    algorithm: str
+    architecture: dict[str, Any]
+    base_weights: str
+    data: str
+    config: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: TrainingConfig, hf_config: Any, data: str) -> RunIdentity:
+        return cls(
+            algorithm_of(config),
+            architecture_of(hf_config),
+            digest_of_weights(config.model.path),
+            data,
+            config.model_dump(mode="json"),
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RunIdentity:
+        """Raises ValueError or TypeError if it is something else."""
+        return cls(**json.loads(text))
+
+    def require_same(self, earlier: RunIdentity, where: Path) -> None:
+        """Refuse to go on from a checkpoint of another run.
+
+        Raises:
+            UserError: naming the key that differs.
+        """
+        for key, was, now in self._identifying(earlier):
+            change = f" ({was} → {now})" if was else ""
+            raise UserError(
+                f"{key}: {where} is of another run{change}; choose another output_dir, or start afresh with "
+                "checkpoint.resume=none checkpoint.overwrite=true, which removes that run"
+            )
+
+    def _identifying(self, earlier: RunIdentity) -> Iterator[tuple[str, str, str]]:
+        """(key, earlier value, value now) of what makes the runs different."""
+        if earlier.algorithm != self.algorithm:
+            yield "the algorithm", earlier.algorithm, self.algorithm
+        before, now = _flat(earlier.config), _flat(self.config)
+        for key in IDENTIFYING_KEYS:
+            if key in before and key in now and before[key] != now[key]:
+                yield key, str(before[key]), str(now[key])
+        for key, was, value in architecture_changes(earlier.architecture, self.architecture):
+            yield "model.path", f"{key} {was}", str(value)
+        if earlier.base_weights != self.base_weights:
+            yield "model.path: other weights", "", ""
+        if earlier.data != self.data:
+            yield f"data.train: {self.config['data']['train']} is other data", "", ""
+
+    def changes(self, earlier: RunIdentity) -> list[str]:
+        """What else is configured otherwise than it was, as `key old → new`."""
+        before, now = _flat(earlier.config), _flat(self.config)
+        common = [key for key in now if key in before and not key.startswith(INSIGNIFICANT)]
+        return [f"{key} {before[key]} → {now[key]}" for key in common if before[key] != now[key]]
+
+
+def algorithm_of(config: TrainingConfig) -> str:
+    """The algorithm that a configuration is for, by its usual name."""
+    names = {DPOConfig: "dpo", RMConfig: "rm", GRPOConfig: "grpo"}
+    return next((name for kind, name in names.items() if isinstance(config, kind)), "sft")
+
+
+def architecture_of(hf_config: Any) -> dict[str, Any]:
+    """What of a transformers configuration decides on a model's tensors and on what it computes."""
+    values: dict[str, Any] = json.loads(json.dumps(hf_config.to_dict(), default=str))
+    return {key: value for key, value in values.items() if key not in NOT_ARCHITECTURE}
+
+
+def identity_of(iteration: Path) -> RunIdentity | None:
+    """Of the run that wrote a checkpoint; None where it says nothing of it (converted weights), or is damaged."""
+    import torch
+
+    try:
+        state = torch.load(iteration / "common.pt", map_location="cpu", weights_only=True)["state"]
+        return RunIdentity.from_json(state["identity"])
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
+        return None
+
+
+def architecture_of_checkpoint(iteration: Path) -> dict[str, Any]:
+    """`architecture_of` the model whose weights a checkpoint holds; {} where it does not say."""
+    if identity := identity_of(iteration):
+        return identity.architecture
+    architecture = read_yaml(iteration / "config.yaml").get("architecture", {})
+    return architecture if isinstance(architecture, dict) else {}
+
+
+def architecture_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, earlier value, value now) of what differs, the model's type first."""
+    keys = sorted(set(earlier) & set(now), key=lambda key: (key != "model_type", key))
+    return [(key, earlier[key], now[key]) for key in keys if earlier[key] != now[key]]
+
+
+def digest_of_weights(path: Path) -> str:
+    """Hash of the safetensors files of a model directory, as lies in them, whatever they are called.
+
+    Files of more than 64 MiB are read in 1,024 evenly spaced blocks of 64 KiB beside their header: training
+    changes every tensor, and reading all of a large model takes minutes.
+    """
+    digests = [_digest_of_file(file) for file in path.glob("*.safetensors")]
+    return hashlib.sha256(b"".join(sorted(digests))).hexdigest()
+
+
+def _digest_of_file(file: Path) -> bytes:
+    size, digest = file.stat().st_size, hashlib.sha256()
+    with open(file, "rb") as stream:
+        if size <= WHOLE_FILE_BYTES:
+            return hashlib.file_digest(stream, "sha256").digest()
+        digest.update(size.to_bytes(8, "little"))
+        block = WHOLE_FILE_BYTES // BLOCKS
+        for index in range(BLOCKS):
+            stream.seek(index * (size - block) // (BLOCKS - 1))
+            digest.update(stream.read(block))
+    return digest.digest()
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} → {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat

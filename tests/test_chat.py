@@ -1,0 +1,360 @@
+"""Chat templates as models have them: the ids are the whole conversation's, and only responses are trained on.
+
+The templates are written here to behave as those of the models they are named after. What is expected is
+written out by hand: the text of each response, as transformers renders it with the template.
+"""
+
+import itertools
+import json
+
+import pytest
+from tokenizers import AddedToken, ByteLevelBPETokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from mcore_rl.algorithms.rollouts import Rollout, RolloutWorker
+from mcore_rl.config import DataConfig
+from mcore_rl.data.chat import check_keeps_turns, tokens_between
+from mcore_rl.data.prompts import Prompt
+from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
+from mcore_rl.data.tokenize import tokenize_completion, tokenize_messages
+from mcore_rl.environments.interfaces import Step
+from mcore_rl.errors import UserError
+
+CHATML = (
+    "{%- if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    "{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{%- for call in m.tool_calls or [] %}{{ '\n<tool_call>\n' ~ (call.function | tojson) }}{{ '\n</tool_call>' }}"
+    "{% endfor %}"
+    "<|im_end|>NEWLINE{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN3 = (
+    "{%- set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{%- for m in messages %}<|im_start|>{{ m.role ~ '\n' }}"
+    "{% if m.role == 'assistant' %}{% set thought = '' %}{% set content = m.content %}"
+    "{% if '</think>' in content %}{% set thought = content.split('</think>')[0].split('<think>')[-1].strip() %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if loop.index0 > ns.last %}{{ '<think>\n' ~ thought ~ '\n</think>\n\n' }}{% endif %}{{ content }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA3 = (
+    "<|bos|>{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}"
+    "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
+    "<|header|>system<|/header|>\n\nToday: {{ date | default('26 Jul 2024') }}\n\n{{ system }}<|eot|>"
+    "{% for m in messages %}<|header|>{{ m.role }}<|/header|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}"
+)
+MISTRAL = (
+    "<s>{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content | trim }}</s>{% endif %}"
+    "{% endfor %}"
+)
+GEMMA = (
+    "<bos>{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
+    "<start_of_turn>{{ role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+DEEPSEEK = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}"
+    "<|Assistant|>{{ m.content.split('</think>')[-1] }}<|eos|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NO_END = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+SPECIAL = [
+    "<|im_start|>", "<|im_end|>", "<|bos|>", "<|header|>", "<|/header|>", "<|eot|>", "<s>", "</s>", "<bos>", "<eos>",
+    "<start_of_turn>", "<end_of_turn>", "<|User|>", "<|Assistant|>", "<|eos|>", "<|pad|>",
+]  # fmt: skip
+TEMPLATES = {
+    "qwen2.5": (CHATML.replace("NEWLINE", "\n"), "<|im_end|>"),
+    "chatml without newline": (CHATML.replace("NEWLINE", ""), "<|im_end|>"),
+    "qwen3": (QWEN3, "<|im_end|>"),
+    "llama3": (LLAMA3, "<|eot|>"),
+    "mistral": (MISTRAL, "</s>"),
+    "gemma": (GEMMA, "<eos>"),
+    "deepseek-r1": (DEEPSEEK, "<|eos|>"),
+    "generation markers": (MARKED, "<|im_end|>"),
+    "no end token": (NO_END, "</s>"),
+}
+
+
+@pytest.fixture(scope="module")
+def base():
+    """A byte-level BPE that has learnt to merge over what templates write: line ends, spaces, headers."""
+    bpe = ByteLevelBPETokenizer()
+    texts = ["assistant\n\n\nuser\n\n  assistant: one user: \n\nBe kind. Hello world, how are you?\n\n"] * 40
+    bpe.train_from_iterator(texts, vocab_size=420, show_progress=False)
+    bpe.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    bpe.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    return bpe
+
+
+@pytest.fixture
+def tokenizer_of(base):
+    def make(name):
+        template, eos = TEMPLATES[name]
+        return PreTrainedTokenizerFast(
+            tokenizer_object=base._tokenizer, eos_token=eos, pad_token="<|pad|>", chat_template=template
+        )
+
+    return make
+
+
+def conversation(*contents, system=None):
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    return [*([{"role": "system", "content": system}] if system else []), *turns]
+
+
+def trained(tokenizer, sequence):
+    """The texts of the runs of trained tokens."""
+    runs = itertools.groupby(zip(sequence.input_ids, sequence.token_mask, strict=True), key=lambda pair: pair[1])
+    return [tokenizer.decode([i for i, _ in run]) for is_trained, run in runs if is_trained]
+
+
+THREE = conversation("Hi", " one\n", "and?", "two  ", "so?", "<think>\nhm\n</think>\n\n3\n\nlines")
+
+EXPECTED = {
+    "qwen2.5": [" one\n<|im_end|>", "two  <|im_end|>", "<think>\nhm\n</think>\n\n3\n\nlines<|im_end|>"],
+    "chatml without newline": [" one\n<|im_end|>", "two  <|im_end|>", "<think>\nhm\n</think>\n\n3\n\nlines<|im_end|>"],
+    "qwen3": [" one\n<|im_end|>", "two  <|im_end|>", "<think>\nhm\n</think>\n\n3\n\nlines<|im_end|>"],
+    "llama3": ["one<|eot|>", "two<|eot|>", "<think>\nhm\n</think>\n\n3\n\nlines<|eot|>"],
+    "mistral": [" one</s>", " two</s>", " <think>\nhm\n</think>\n\n3\n\nlines</s>"],
+    "gemma": ["one<end_of_turn>", "two<end_of_turn>", "<think>\nhm\n</think>\n\n3\n\nlines<end_of_turn>"],
+    "deepseek-r1": [" one\n<|eos|>", "two  <|eos|>", "\n\n3\n\nlines<|eos|>"],
+    "generation markers": [" one\n<|im_end|>", "two  <|im_end|>", "<think>\nhm\n</think>\n\n3\n\nlines<|im_end|>"],
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_response_of_the_whole_conversation(name, tokenizer_of):
+    tokenizer = tokenizer_of(name)
+    sequence = tokenize_messages(tokenizer, THREE)
+    whole = tokenizer.apply_chat_template(THREE, tokenize=True, return_dict=False)
+    assert list(sequence.input_ids) == whole[: len(sequence)]
+    assert tokenizer.decode(whole[len(sequence) :]) in ("", "\n")
+    assert trained(tokenizer, sequence) == EXPECTED[name]
+
+
+def test_a_thought_that_the_template_adds_is_part_of_the_response(tokenizer_of):
+    tokenizer = tokenizer_of("qwen3")
+    sequence = tokenize_messages(tokenizer, conversation("Hi", "one", "and?", "two"))
+    assert trained(tokenizer, sequence) == ["one<|im_end|>", "<think>\n\n</think>\n\ntwo<|im_end|>"]
+    assert tokenizer.decode(sequence.input_ids).startswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\none")
+
+
+def test_a_template_without_end_token(tokenizer_of):
+    tokenizer = tokenizer_of("no end token")
+    sequence = tokenize_messages(tokenizer, conversation("Hi", "one", "and?", "two"))
+    assert trained(tokenizer, sequence) == [" one", "two</s>"]  # a token " one" holds the header's space
+    assert tokenizer.decode(sequence.input_ids) == "user: Hi\nassistant: one\nuser: and?\nassistant: two</s>"
+
+
+def test_end_tokens_that_only_the_model_declares(tokenizer_of, tmp_path):
+    """GLM-4 ends a response with the next turn's header; its tokenizer's end token is another."""
+    tokenizer = tokenizer_of("no end token")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|User|>' if m.role == 'user' else '<|Assistant|>' }}\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|Assistant|>{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    ends = tokenizer.convert_tokens_to_ids(["</s>", "<|User|>"])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    sequence = tokenize_messages(AutoTokenizer.from_pretrained(tmp_path), conversation("Hi", "one", "and?", "two"))
+    assert trained(tokenizer, sequence) == ["\none<|User|>", "\ntwo</s>"]
+    assert [text.strip() for text in trained(tokenizer, tokenize_messages(tokenizer, THREE))[:1]] == ["one"]
+
+
+@pytest.mark.parametrize("name", sorted(set(EXPECTED) - {"mistral", "gemma"}))
+def test_weights_and_system_messages(name, tokenizer_of):
+    tokenizer = tokenizer_of(name)
+    messages = conversation("Hi", "one", "and?", "two", system="Rhyme.")
+    if name == "deepseek-r1":
+        messages = messages[1:]
+    whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    messages[-3]["weight"], messages[-1]["weight"] = 0, 1
+    (text,) = trained(tokenizer, sequence := tokenize_messages(tokenizer, messages))
+    assert text.removeprefix("<think>\n\n</think>\n\n") == "two" + tokenizer.decode([sequence.input_ids[-1]])
+    assert list(sequence.input_ids) == whole[: len(sequence)]
+
+
+def test_tools_and_calls(tokenizer_of):
+    tokenizer = tokenizer_of("qwen2.5")
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2.5}'}}
+    tools = [{"type": "function", "function": {"name": "add", "description": None, "parameters": {"a": {}, "b": {}}}}]
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "1 + "}, {"type": "text", "text": "2.5"}]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3.5"},
+        {"role": "assistant", "content": "3.5", "tool_calls": None},
+    ]
+    first, second = trained(tokenizer, sequence := tokenize_messages(tokenizer, messages, json.dumps(tools)))
+    # The template begins the call on a new line; one token holds that line's end and the header's.
+    assert first.startswith("\n\n<tool_call>\n") and first.endswith("\n</tool_call><|im_end|>")
+    assert json.loads(first.split("<tool_call>")[1].split("</tool_call>")[0])["arguments"] == {"a": 1, "b": 2.5}
+    assert second == "3.5<|im_end|>"
+    text = tokenizer.decode(sequence.input_ids)
+    assert "user\n1 + 2.5<|im_end|>" in text and '"name": "add"' in text and "null" not in text and "None" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "message"),
+    [
+        ("mistral", conversation("a", "b", system="s"), "the chat template fails: roles must alternate"),
+        ("gemma", conversation("a", "b", system="s"), "the chat template fails: System role not supported"),
+        ("qwen2.5", [{"content": "a"}], "messages, message 1: must have a role and a content, has content"),
+        ("qwen2.5", [{"from": "human", "value": "a"}], "message 1: must have a role and a content, has from, value"),
+        ("qwen2.5", [{"role": "user"}], "message 1: has no content"),
+        ("qwen2.5", [{"role": "user", "content": 5}], "content must be a text or a list of parts, found a number"),
+        ("qwen2.5", [{"role": "user", "content": [{"type": "image"}]}], "parts must be .* found image"),
+        ("qwen2.5", [{"role": "user", "content": "a", "weight": 1}], "weight 1 on the role user"),
+        ("qwen2.5", [{"role": "assistant", "content": "a", "weight": 0.5}], "weight must be 0 or 1, got 0.5"),
+        ("qwen2.5", [*conversation("a"), {"role": "assistant", "content": " "}], r"message 2 \(assistant\) is empty"),
+        ("qwen2.5", [{**conversation("a", "b")[1], "weight": 0}], "no response tokens: no message of the assistant"),
+        ("llama3", [*conversation("a"), {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}],
+         "does not show the tool calls of message 2"),
+        ("qwen2.5", [*conversation("a"), {"role": "assistant", "tool_calls": [{"function": {"name": "f",
+         "arguments": "{"}}]}], "the arguments of the tool call f are not JSON"),
+        ("qwen2.5", "text", "messages must be a list of messages, found a text"),
+        ("qwen2.5", ["text"], "messages must be a list of messages, found a list with a text"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_rendered_is_refused(name, messages, message, tokenizer_of):
+    with pytest.raises(ValueError, match=message):
+        tokenize_messages(tokenizer_of(name), messages)
+
+
+def test_templates_that_lose_text_are_refused(tokenizer_of):
+    tokenizer = tokenizer_of("qwen2.5")
+    with pytest.raises(ValueError, match="does not show the record's tools"):
+        tokenize_messages(tokenizer_of("llama3"), conversation("a", "b"), [{"name": "f"}])
+    tokenizer.chat_template = LLAMA3.replace("{{ system }}", "")
+    with pytest.raises(ValueError, match=r"the chat template leaves out message 1 \(system\)"):
+        tokenize_messages(tokenizer, conversation("a", "b", system="s"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content | length }}{{ m.content }}<|im_end|>{% endfor %}{{ messages[1].content }}"
+    )
+    with pytest.raises(ValueError, match="does not write message 2 exactly once"):
+        tokenize_messages(tokenizer, conversation("a", "b"))
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=r"no chat template for messages; give one as data\.chat_template"):
+        tokenize_messages(tokenizer, conversation("a", "b"))
+
+
+def test_only_what_the_assistant_says_in_a_completion(tokenizer_of):
+    tokenizer = tokenizer_of("qwen3")
+    prompt = conversation("Hi", "one", "and?")
+    completion = [{"role": "assistant", "content": "two"}, {"role": "user", "content": "x"},
+                  {"role": "assistant", "content": "three"}]  # fmt: skip
+    sequence = tokenize_completion(tokenizer, prompt, completion)
+    assert trained(tokenizer, sequence) == ["two<|im_end|>", "<think>\n\n</think>\n\nthree<|im_end|>"]
+
+
+def test_records_say_where(tokenizer_of, tmp_path):
+    good = {"messages": conversation("a", "b")}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(good)}\n\n{json.dumps({'messages': [{'content': 'x'}]})}\n")
+    settings = DataConfig(train="x", max_sequence_length=100)
+    with pytest.raises(UserError, match=r"a\.jsonl, line 3: messages, message 1: must have a role"):
+        load_sft_dataset(str(tmp_path / "a.jsonl"), tokenizer_of("qwen2.5"), settings)
+
+
+def test_pairs_that_are_no_choice(tokenizer_of, tmp_path):
+    said, settings = [], DataConfig(train="x", max_sequence_length=100)
+    same, other = {"chosen": conversation("a", "b"), "rejected": conversation("a", "b")}, conversation("a", "c")
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(same) + "\n" + json.dumps({**same, "rejected": other}) + "\n")
+    assert len(load_preference_dataset(str(path), tokenizer_of("llama3"), settings, said.append)) == 2
+    assert said == [f"{path}: chosen and rejected are the same in 1 of 2 records, which teach nothing"]
+    path.write_text((json.dumps(same) + "\n") * 2)
+    with pytest.raises(UserError, match="chosen and rejected are the same in every record"):
+        load_preference_dataset(str(path), tokenizer_of("llama3"), settings)
+
+
+def test_columns_filled_with_nulls_by_parquet(tokenizer_of, tmp_path):
+    """Arrow gives every message the keys of all, and every tool call's arguments those of all calls."""
+    import datasets
+
+    messages = [*conversation("a"), {"role": "assistant", "content": "b", "weight": 1}]
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    other = {"function": {"name": "g", "arguments": {"y": 2}}}
+    records = [
+        {"messages": messages},
+        {"messages": [*conversation("a"), {"role": "assistant", "content": "", "tool_calls": [call, other]}]},
+    ]
+    path = str(tmp_path / "a.parquet")
+    datasets.Dataset.from_list(records).to_parquet(path)
+    tokenizer = tokenizer_of("qwen2.5")
+    dataset = load_sft_dataset(path, tokenizer, DataConfig(train="x", max_sequence_length=400))
+    assert dataset.units == [(tokenize_messages(tokenizer, record["messages"]),) for record in records]
+
+
+# ------------------------------------------------------------------ conversations that go on
+
+KEEP = ("qwen2.5", "chatml without newline", "llama3", "mistral", "gemma", "generation markers", "no end token")
+
+
+@pytest.mark.parametrize("name", KEEP)
+@pytest.mark.parametrize("truncated", [False, True])
+def test_turns_are_joined_as_the_template_joins_them(name, truncated, tokenizer_of):
+    """A response as it was sampled, then what the template writes: together the whole conversation's text."""
+    tokenizer = tokenizer_of(name)
+    asked, answered = conversation("Hi"), conversation("Hi", "one two", "and?")
+    prompt = tokenizer.apply_chat_template(asked, tokenize=True, add_generation_prompt=True, return_dict=False)
+    whole = tokenizer.apply_chat_template(answered, tokenize=False, add_generation_prompt=True)
+    space = " " if name == "mistral" else ""  # which a model of that family samples
+    response = tokenizer(f"{space}one two", add_special_tokens=False)["input_ids"]
+    end = tokenizer.convert_tokens_to_ids("<end_of_turn>") if name == "gemma" else tokenizer.eos_token_id
+    response = response if truncated or name == "no end token" else [*response, end]
+    between = tokens_between(tokenizer, asked, "and?", response)
+    assert tokenizer.decode([*prompt, *response, *between]) == whole
+
+
+class Environment:
+    def step(self, message_logs, records):
+        return [Step(done=False, observation="and?") for _ in message_logs]
+
+    def close(self):
+        pass
+
+
+def test_a_rollout_keeps_what_was_sampled(tokenizer_of):
+    tokenizer = tokenizer_of("qwen2.5")
+    asked = conversation("Hi")
+    ids = tokenizer.apply_chat_template(asked, tokenize=True, add_generation_prompt=True, return_dict=False)
+    rollout = Rollout.begin(0, 0, Prompt(tuple(ids), asked, {}))
+    odd = [tokenizer.convert_tokens_to_ids(letter) for letter in "on"] + [tokenizer.convert_tokens_to_ids("e")]
+    rollout.add_response(odd, [-1.0] * 3)  # letters that the tokenizer would have merged, and no end token
+    rollout.turns = 1
+    rollout.message_log = [*asked, {"role": "assistant", "content": "one"}]
+    generation = type("Generation", (), {"max_sequence_length": 100})
+    worker = RolloutWorker(generation, Environment(), tokenizer, max_turns=2)
+    assert worker._goes_on(rollout, Step(done=False, observation="and?"), plain=False)
+    assert rollout.input_ids[len(ids) : len(ids) + 3] == odd
+    behind = tokenizer.decode(rollout.input_ids[len(ids) + 3 :])
+    assert behind == "<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    assert sum(rollout.token_mask) == 3
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_templates_that_keep_turns_are_accepted(name, tokenizer_of):
+    check_keeps_turns(tokenizer_of(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("qwen3", "thoughts in earlier responses"), ("deepseek-r1", "earlier turns")]
+)
+def test_templates_that_rewrite_turns_are_refused(name, what, tokenizer_of):
+    with pytest.raises(UserError, match=f"environment.max_turns: the chat template rewrites {what}"):
+        check_keeps_turns(tokenizer_of(name))

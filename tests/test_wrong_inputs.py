@@ -1,0 +1,394 @@
+"""Everything that a user can get wrong: one line that says what, where, what would be right; status 2; nothing left.
+
+Most are tried in this process, through the scripts' own entry points, up to where a model would be built.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from wrong_files import make_everything
+
+from mcore_rl import entry_point
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+SECONDS = 5  # beside the imports
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("wrong")
+    make_everything(root)
+    return root
+
+
+# ------------------------------------------------------------------ what is wrong with it
+
+COMMANDS = [
+    ("sft", ["nowhere.yaml"], "nowhere.yaml: cannot be read (No such file or directory)"),
+    ("sft", ["{root}"], "cannot be read (Is a directory)"),
+    ("sft", [], "the following arguments are required: config"),
+    ("sft", ["{root}/sft.yaml", "--fast"], "unrecognized arguments: --fast"),
+    ("sft", ["{root}/utf16.yaml"], "utf16.yaml: is not UTF-8 text"),
+    ("sft", ["{root}/latin.yaml"], "latin.yaml: is not UTF-8 text"),
+    ("sft", ["{root}/binary.yaml"], "binary.yaml: is not UTF-8 text"),
+    ("sft", ["{root}/nul.yaml"], "nul.yaml: not valid YAML"),
+    ("sft", ["{root}/open.yaml"], "open.yaml: not valid YAML"),
+    ("sft", ["{root}/list.yaml"], "list.yaml: must hold sections of keys, found a list"),
+    ("sft", ["{root}/empty.yaml"], "output_dir is required; model is required"),
+    ("sft", ["{root}/twice.yaml"], "the key trainer stands in line "),
+    ("sft", ["{root}/twice_inside.yaml"], "the key lr stands in line "),
+    ("sft", ["{root}/no_values.yaml"], "no_values.yaml: optimizer: is a section of keys, found nothing"),
+    ("sft", ["{root}/flat.yaml"], "optimizer: is a section of keys, found 3"),
+    ("sft", ["{root}/grpo.yaml"], "batch is required; unknown key grpo"),
+    ("grpo", ["{root}/grpo.yaml", "--record", "a", "--replay", "b"], "--record and --replay exclude each other"),
+    ("grpo", ["{root}/grpo.yaml", "--record", "{root}/no/where"], "--record {root}/no/where: there is no directory"),
+    ("grpo", ["{root}/grpo.yaml", "--record", "{root}/mine"], "--record {root}/mine: is a directory"),
+    ("grpo", ["{root}/grpo.yaml", "--record", "{root}/a_file"], "--record {root}/a_file: exists already"),
+    ("grpo", ["{root}/grpo.yaml", "--replay", "nowhere"], "--replay nowhere: cannot be read (No such file"),
+    ("grpo", ["{root}/grpo.yaml", "--replay", "{root}/recording.jsonl"], "recording.jsonl: is not a recording of"),
+    ("grpo", ["{root}/grpo.yaml", "--replay"], "argument --replay: expected one argument"),
+    ("plot_metrics", ["{root}/nowhere"], "nowhere/metrics.jsonl: cannot be read"),
+    ("plot_metrics", ["{root}/logs", "loss"], "cannot be read ('step')|no step has the metric loss"),
+    ("convert_checkpoint", [], "the following arguments are required: command"),
+    ("convert_checkpoint", ["hf-to-torch", "a", "b"], "invalid choice: 'hf-to-torch'"),
+    ("convert_checkpoint", ["inspect", "{root}/nowhere"], "nowhere is not a directory"),
+    ("convert_checkpoint", ["inspect", "{root}/nothing_here"], "is no checkpoint and holds none"),
+    ("convert_checkpoint", ["megatron-to-hf", "{root}/a_run/checkpoints", "{root}/new"], "no checkpoint in .* is whole"),
+    ("convert_checkpoint", ["megatron-to-hf", "{root}/a_run", "{root}/mine"], "mine exists already"),
+    ("convert_checkpoint", ["hf-to-megatron", "{root}/nowhere", "{root}/new"], "must be a Hugging Face model directory"),
+    ("convert_checkpoint", ["hf-to-megatron", "{root}/model", "{root}/a_file"], "a_file is not a directory"),
+    ("convert_checkpoint", ["hf-to-megatron", "{root}/gpt2", "{root}/new"], "model type 'gpt2' is not supported"),
+    ("convert_checkpoint", ["hf-to-megatron", "{root}/truncated_weights", "{root}/new"], "not a whole safetensors"),
+    ("verify_layouts", ["{root}/dpo.yaml", "--layouts", "tp=0"], "--layouts 'tp=0': sizes are 1 or more"),
+    ("verify_layouts", ["{root}/dpo.yaml", "--layouts", "sp=2"], "--layouts 'sp=2': sp is 0 or 1"),
+    ("verify_layouts", ["{root}/dpo.yaml", "--layouts", "xp=2"], "write KEY=1,2 with KEY one of cp, dp"),
+    ("verify_layouts", ["{root}/dpo.yaml", "--layouts", "tp=4", "--max-processes", "2"], "leaves none of the layouts"),
+    ("verify_layouts", ["{root}/dpo.yaml", "--max-processes", "0"], "must be a whole number of at least 1, got '0'"),
+    ("verify_layouts", ["{root}/dpo.yaml", "--steps", "-1"], "argument --steps: "),
+    ("verify_layouts", ["{root}/dpo.yaml", "--algorithm", "ppo"], "invalid choice: 'ppo'"),
+    ("verify_layouts", ["{root}/dpo.yaml", "model.path={root}/gpt2"], "model type 'gpt2' is not supported"),
+    ("ray_dpo", ["{root}/dpo.yaml", "--workers", "0"], "argument --workers: must be a whole number of at least 1"),
+    ("ray_dpo", ["{root}/dpo.yaml", "--steps", "0"], "argument --steps: must be a whole number of at least 1"),
+    ("make_demo_data", [], "the following arguments are required: directory"),
+    ("make_demo_data", ["{root}/a_file"], "a_file is not a directory"),
+    ("make_arithmetic_data", ["{root}/a_file"], "a_file is not a directory"),
+]  # fmt: skip
+
+KEYS = [
+    ("sft", "nonsense", "override 'nonsense': write it as section.key=value"),
+    ("sft", "=3", "override '=3': write it as section.key=value"),
+    ("sft", "optimizer..lr=3", "override 'optimizer..lr=3': write it as section.key=value"),
+    ("sft", "seed.x=1", "seed: Input should be a valid integer (got keys)"),
+    ("sft", "optimizer.lr=[1", "'[1' is not a YAML value"),
+    ("sft", "optimizer.learning_rate=1", "unknown key optimizer.learning_rate; known here are lr, min_lr"),
+    ("sft", "optimizer.weigth_decay=1", "unknown key optimizer.weigth_decay; did you mean optimizer.weight_decay?"),
+    ("sft", "paralel.x=1", "unknown key paralel; did you mean parallel?"),
+    ("sft", "dpo.reference=swap", "unknown key dpo"),
+    ("sft", "optimizer=3", "optimizer: is a section of keys, found 3"),
+    ("sft", "output_dir=", "output_dir: must not be empty"),
+    ("sft", "output_dir=''", "output_dir: must not be empty"),
+    ("sft", "data.train=", "data.train: must not be empty"),
+    ("sft", "data.train=''", "data.train: must not be empty"),
+    ("sft", "model.path=''", "model.path: must not be empty"),
+    ("sft", "seed=-1", "seed: .* greater than or equal to 0 (got -1)"),
+    ("sft", "seed=99999999999", "seed: .* less than 2147483648"),
+    ("sft", "seed=true", "seed: must be a number, not true or false"),
+    ("sft", "deterministic=perhaps", "deterministic: .* valid boolean"),
+    ("sft", "batch.global_batch_size=0", "batch.global_batch_size: .*got 0"),
+    ("sft", "batch.global_batch_size=2.5", "batch.global_batch_size: .*got 2.5"),
+    ("sft", "batch.global_batch_size=many", "batch.global_batch_size: .*got 'many'"),
+    ("sft", "batch.micro_batch_size=2", "batch.micro_batch_size: packs are filled to tokens_per_pack"),
+    ("sft", "batch={global_batch_size: 2, packing: false, tokens_per_pack: 99}", "batch.tokens_per_pack: nothing is packed"),
+    ("sft", "batch.tokens_per_pack=40", "batch.tokens_per_pack=40: must hold the longest record, 48 tokens"),
+    ("dpo", "batch.tokens_per_pack=50", "batch.tokens_per_pack=50: must hold the longest record, 96 tokens (2 x data"),
+    ("sft", "data.overlong=cut", "data.overlong: .*'drop' or 'truncate'.*got 'cut'"),
+    ("sft", "data.max_sequence_length=0", "data.max_sequence_length: "),
+    ("sft", "data.max_sequence_length=4096", "data.max_sequence_length=4096: the model has 1024 positions"),
+    ("sft", "data.chat_template=nowhere.jinja", "data.chat_template: nowhere.jinja is neither a file nor a template"),
+    ("sft", "data.chat_template={root}/template.jinja", "data.chat_template: is not a Jinja template"),
+    ("sft", "optimizer.lr=nan", "optimizer.lr: .*finite"),
+    ("sft", "optimizer.lr=.inf", "optimizer.lr: .*finite"),
+    ("sft", "optimizer.lr=-1e-3", "optimizer.lr: .*greater than or equal to 0"),
+    ("sft", "optimizer.lr=30", "optimizer.lr: .*less than 1 (got 30)"),
+    ("sft", "optimizer.lr=fast", "optimizer.lr: .*valid number.*got 'fast'"),
+    ("sft", "optimizer.lr=null", "optimizer.lr: .*valid number"),
+    ("sft", "optimizer.min_lr=0.5", "optimizer.min_lr: must be at most lr"),
+    ("sft", "optimizer={lr: 0.1, min_lr: 0.01, schedule: constant}", "optimizer.min_lr: schedule=constant never comes down"),
+    ("sft", "optimizer.adam_beta1=1", "optimizer.adam_beta1: .*less than 1"),
+    ("sft", "optimizer.adam_beta2=1.5", "optimizer.adam_beta2: .*less than 1"),
+    ("sft", "optimizer.adam_eps=0", "optimizer.adam_eps: .*greater than 0"),
+    ("sft", "optimizer.weight_decay=nan", "optimizer.weight_decay: .*finite"),
+    ("sft", "optimizer.clip_grad=-1", "optimizer.clip_grad: "),
+    ("sft", "optimizer.warmup_steps=-1", "optimizer.warmup_steps: "),
+    ("sft", "optimizer.schedule=step", "optimizer.schedule: .*'constant', 'linear' or 'cosine'"),
+    ("sft", "trainer.max_steps=null", "trainer: give max_steps, max_epochs or both"),
+    ("sft", "trainer.max_steps=0", "trainer.max_steps: "),
+    ("sft", "trainer.validation_interval=2", "trainer.validation_interval: there is nothing to validate on"),
+    ("sft", "trainer.log_interval=0", "trainer.log_interval: "),
+    ("sft", "checkpoint.save_interval=0", "checkpoint.save_interval: "),
+    ("sft", "checkpoint.save_minutes=0", "checkpoint.save_minutes: .*greater than 0"),
+    ("sft", "checkpoint.keep_every=5", "checkpoint.keep_every: without keep_last all checkpoints stay"),
+    ("sft", "checkpoint.overwrite=true", "checkpoint.overwrite: .* goes with resume=none alone"),
+    ("sft", "checkpoint.on_failure=panic", "checkpoint.on_failure: "),
+    ("sft", "checkpoint.resume=nowhere", "checkpoint.resume: nowhere is not a directory"),
+    ("sft", "checkpoint.resume={root}/nothing_here", "checkpoint.resume: {root}/nothing_here holds no checkpoint"),
+    ("sft", "checkpoint.resume={root}/a_run/checkpoints/iter_0000003", "is not whole: manifest.json is missing"),
+    ("sft", "logging.wandb=project", "logging.wandb: install the wandb extra"),
+    ("sft", "parallel.tensor_model_parallel_size=2", "must divide the number of processes (1); start torchrun with"),
+    ("sft", "parallel.tensor_model_parallel_size=0", "parallel.tensor_model_parallel_size: "),
+    ("sft", "parallel.sequence_parallel=true", "parallel.sequence_parallel: needs tensor_model_parallel_size > 1"),
+    ("sft", "parallel.timeout_seconds=0", "parallel.timeout_seconds: "),
+    ("sft", "model.dtype=float16", "model.dtype: .*'float32' or 'bfloat16'"),
+    ("sft", "model.head=value", "model.head: .*'lm' or 'reward'"),
+    ("sft", "model.head=reward", "sft.yaml: model.head: head=reward is trained by train_rm.py alone"),
+    ("dpo", "model.head=reward", "dpo.yaml: model.head: head=reward is trained by train_rm.py alone"),
+    ("grpo", "model.head=reward", "grpo.yaml: model.head: head=reward is trained by train_rm.py alone"),
+    ("rm", "model.head=lm", "rm.yaml: model.head: a reward model is trained with head=reward"),
+    ("grpo", "batch.global_batch_size=7", "batch.global_batch_size: is prompts x generations here (4); leave it out"),
+    ("grpo", "grpo.num_generations_per_prompt=1", "grpo.num_generations_per_prompt: grpo compares responses; use 2 or more"),
+    ("grpo", "grpo.max_new_tokens=48", "grpo.max_new_tokens: must be less than data.max_sequence_length (48)"),
+    ("grpo", "grpo.overlong_cache_length=9", "grpo.overlong_cache_length: must be at most max_new_tokens (8)"),
+    ("grpo", "grpo.temperature=0", "grpo.temperature: .*greater than 0"),
+    ("grpo", "grpo.top_p=2", "grpo.top_p: .*less than or equal to 1"),
+    ("grpo", "loss.ratio_clip=1", "unknown key loss.ratio_clip"),
+    ("grpo", "data.overlong=truncate", "data.overlong: prompts are never truncated"),
+    ("grpo", "environment.name=human", "environment.name: "),
+    ("grpo", "environment.name=function", "environment.function: name the function, as module:function"),
+    ("grpo", "environment={name: function, function: judge}", "name the function, as module:function (got 'judge')"),
+    ("grpo", "environment={name: function, function: 'nowhere:f'}", "environment.function: ModuleNotFoundError: No module"),
+    ("grpo", "environment={name: function, function: 'math:nothing'}", "environment.function: AttributeError"),
+    ("grpo", "environment.function=a:b", "environment.function: goes with name=function alone, not with exact_match"),
+    ("grpo", "environment={name: math, pattern: x}", "environment.pattern: goes with name=exact_match and try_again alone"),
+    ("grpo", "environment.pattern='('", "environment.pattern: '(' is not a regular expression"),
+    ("grpo", "environment.max_turns=2", "environment.max_turns: exact_match ends every conversation after one response"),
+    ("grpo", "environment.time_limit_seconds=0", "environment.time_limit_seconds: "),
+    ("grpo", "environment.max_failed_steps=0", "environment.max_failed_steps: "),
+]  # fmt: skip
+
+MODELS = [
+    ("nowhere", "nowhere must be a Hugging Face model directory with a config.json"),
+    ("a_file", "a_file must be a Hugging Face model directory"),
+    ("lora", "lora is an adapter (LoRA), not a model; merge it"),
+    ("no_tokenizer", "model.path: there is no tokenizer in"),
+    ("no_weights", "must hold its weights as safetensors; found none"),
+    ("pickles", "found only pickle files (pytorch_model.bin), which are never loaded"),
+    ("broken_config", "broken_config/config.json is not JSON"),
+    ("nameless_config", "nameless_config/config.json names no model_type"),
+    ("gpt2", "model type 'gpt2' is not supported"),
+    ("unheard_of", "unheard_of/config.json cannot be read"),
+    ("gelu", "activation 'gelu' is not supported"),
+    ("five_heads", "five_heads"),
+    ("wide", "wide"),
+    ("deep", "deep"),
+    ("text_size", "text_size/config.json cannot be read"),
+    ("no_heads", "no_heads"),
+    ("narrow_vocabulary", "narrow_vocabulary"),
+    ("window", "a sliding window of 8 tokens is not supported beyond it"),
+    ("strange_rope", "longrope"),
+    ("truncated_weights", "model.safetensors: is not a whole safetensors file"),
+    ("lacks_a_tensor", "model.norm.weight"),
+    ("lacks_a_file", "missing.safetensors is named in model.safetensors.index.json but missing"),
+    ("broken_tokenizer", "model.path: no tokenizer can be loaded from"),
+    ("endless", "has no eos_token; set it in tokenizer_config.json"),
+]  # fmt: skip
+
+DATA = [
+    ("sft", "nothing.jsonl", "data: {root}/nothing.jsonl does not exist"),
+    ("sft", "empty.jsonl", "empty.jsonl is empty"),
+    ("sft", "blank.jsonl", "blank.jsonl: holds no records"),
+    ("sft", "broken.jsonl", "broken.jsonl, line 3: not valid JSON: Expecting value at column 11"),
+    ("sft", "list.jsonl", "list.jsonl, line 1: must be a JSON object, found a list"),
+    ("sft", "latin.jsonl", "latin.jsonl, line 1: is not UTF-8 text"),
+    ("sft", "utf16.jsonl", "utf16.jsonl, line 1: is not UTF-8 text"),
+    ("sft", "data.csv", "data.csv must be a .jsonl, .json or .parquet file"),
+    ("sft", "mine", "mine must be a .jsonl, .json or .parquet file"),
+    ("sft", "object.json", "object.json: must be a JSON list of objects"),
+    ("sft", "truncated.parquet", "truncated.parquet: is not a whole Parquet file"),
+    ("sft", "directory.jsonl", "directory.jsonl is a directory, not a file"),
+    ("sft", "no_completion.jsonl", "line 1: lacks the key completion; it has answer, prompt"),
+    ("sft", "null_completion.jsonl", "line 1: the key completion has no value (null)"),
+    ("sft", "no_response.jsonl", "line 1: the record has no response tokens"),
+    ("sft", "sharegpt.jsonl", "conversations is ShareGPT's; write it as messages of role and content"),
+    ("sft", "alpaca.jsonl", "instruction is Alpaca's; write it (and input) as prompt, output as completion"),
+    ("sft", "text.jsonl", "lacks the key prompt and completion; it has text"),
+    ("sft", "mixed.jsonl", "line 1: prompt and completion must both be strings or both be lists of messages"),
+    ("sft", "number.jsonl", "line 1: prompt and completion must both be strings"),
+    ("sft", "no_role.jsonl", "line 1: messages, message 1: must have a role and a content, has content"),
+    ("sft", "from_value.jsonl", "messages, message 1: must have a role and a content, has from, value"),
+    ("sft", "no_content.jsonl", "messages, message 1: has no content"),
+    ("sft", "image.jsonl", "messages, message 1: parts must be .*found image_url"),
+    ("sft", "weight.jsonl", "messages, message 2: weight must be 0 or 1, got 0.5"),
+    ("sft", "user_weight.jsonl", "message 1: weight 1 on the role user"),
+    ("sft", "all_weights_0.jsonl", "line 1: the record has no response tokens: no message of the assistant"),
+    ("sft", "only_user.jsonl", "line 1: the record has no response tokens: no message of the assistant"),
+    ("sft", "empty_answer.jsonl", "line 1: message 2 (assistant) is empty"),
+    ("sft", "messages_text.jsonl", "line 1: messages must be a list of messages, found a text"),
+    ("sft", "no_messages.jsonl", "line 1: the record has no response tokens"),
+    ("sft", "bad_tools.jsonl", "line 1: tools must be a list, or JSON of a list"),
+    ("sft", "unused_tools.jsonl", "line 1: the chat template does not show the record's tools"),
+    ("sft", "bad_call.jsonl", "message 2: a tool call must have a function with a name"),
+    ("sft", "bad_arguments.jsonl", "message 2: the arguments of the tool call f are not JSON"),
+    ("sft", "long.jsonl", "long.jsonl: no record is left (2 longer than data.max_sequence_length)"),
+    ("dpo", "no_rejected.jsonl", "line 1: lacks the key rejected; it has chosen, prompt"),
+    ("dpo", "same.jsonl", "chosen and rejected are the same in every record"),
+    ("dpo", "no_prompt.jsonl", "line 1: lacks the key prompt (it may be left out of message lists only)"),
+    ("rm", "same.jsonl", "chosen and rejected are the same in every record"),
+    ("grpo", "alpaca.jsonl", "line 1: lacks the key prompt"),
+    ("grpo", "prompt_number.jsonl", "line 1: prompt must be a list of messages, found a number"),
+    ("grpo", "prompt_empty.jsonl", "line 1: the prompt has no tokens"),
+    ("grpo", "prompt_null.jsonl", "line 1: the key prompt has no value (null)"),
+    ("grpo", "prompt_list.jsonl", "line 1: prompt must be a list of messages, found a list with a text"),
+    ("grpo", "long.jsonl", "no prompt is left (2 longer than 40 tokens"),
+    ("grpo", "no_answer.jsonl", "environment.name=exact_match: .*cannot be judged: KeyError: 'answer' (the record has solution)"),
+]  # fmt: skip
+
+OTHERS = [
+    ("sft", ["output_dir={root}/a_file"], "output_dir: {root}/a_file is not a directory"),
+    ("sft", ["output_dir={root}/a_file/run"], "output_dir: {root}/a_file is not a directory"),
+    ("sft", ["output_dir=/proc/nothing/run"], "output_dir: /proc/nothing/run cannot be written"),
+    ("sft", ["output_dir={root}/mine"], "output_dir: {root}/mine holds hf, which no run wrote"),
+    ("sft", ["output_dir={root}/logs"], "output_dir: {root}/logs holds metrics.jsonl, which no run wrote"),
+    ("sft", ["output_dir={root}/a_run"], "no checkpoint in {root}/a_run/checkpoints is whole"),
+    ("sft", ["output_dir={root}/an_ended_run", "checkpoint.resume=none"], "an_ended_run holds a run, which would be mixed"),
+    ("sft", ["output_dir={root}/an_ended_run", "data.train={root}/an_ended_run/samples.jsonl"],
+     "data.train: {root}/an_ended_run/samples.jsonl is a file that this run writes"),
+    ("sft", ["model.path={root}/no_template", "data.train={root}/chat.jsonl"],
+     "chat.jsonl, line 1: the tokenizer has no chat template for messages; give one as data.chat_template"),
+    ("grpo", ["model.path={root}/no_template", "data.train={root}/chat.jsonl"],
+     "chat.jsonl, line 1: the tokenizer has no chat template for messages"),
+    ("sft", ["data.validation={root}/empty.jsonl"], "empty.jsonl is empty"),
+    ("sft", ["data.validation={root}/no_role.jsonl", "trainer.validation_interval=1"], "no_role.jsonl, line 1: messages"),
+]  # fmt: skip
+
+CASES = [
+    *COMMANDS,
+    *((script, [f"{{root}}/{script}.yaml", key], message) for script, key, message in KEYS),
+    *(("sft", ["{root}/sft.yaml", f"model.path={{root}}/{model}"], message) for model, message in MODELS),
+    *((script, [f"{{root}}/{script}.yaml", f"data.train={{root}}/{file}"], message) for script, file, message in DATA),
+    *((script, [f"{{root}}/{script}.yaml", *overrides], message) for script, overrides, message in OTHERS),
+]
+
+
+def snapshot(root):
+    return {path: path.stat().st_mtime_ns if path.is_dir() else path.read_bytes() for path in sorted(root.rglob("*"))}
+
+
+class Accepted(Exception):
+    pass
+
+
+@pytest.fixture
+def attempt(monkeypatch, capfd, root):
+    """A function that runs a script in this process: its status, standard error, and seconds."""
+
+    def leave(status):
+        raise SystemExit(status)
+
+    def build(*arguments, **options):
+        raise Accepted("a model would have been built")
+
+    monkeypatch.setattr(entry_point.os, "_exit", leave)
+    monkeypatch.setattr(MegatronPolicy, "__init__", build)
+    monkeypatch.chdir(root)
+
+    def run(script, arguments):
+        name = script if "_" in script else f"train_{script}"
+        module = importlib.import_module(name)
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        capfd.readouterr()
+        started = time.monotonic()
+        with pytest.raises(SystemExit) as end:
+            start(name, module)
+        return end.value.code, capfd.readouterr().err, time.monotonic() - started
+
+    return run
+
+
+def start(name, module):
+    """What `if __name__ == "__main__"` does, in the module that coverage and monkeypatches know."""
+    source = Path(module.__file__).read_text()
+    block = source.split('if __name__ == "__main__":\n')[1]
+    exec(compile("if True:\n" + block, module.__file__, "exec"), {**vars(module), "__name__": "__main__"})
+
+
+def test_there_are_many():
+    assert len(CASES) >= 150
+    assert len({(script, *arguments) for script, arguments, _ in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"), CASES, ids=lambda x: x if isinstance(x, str) else " ".join(x)
+)
+def test_a_mistake_is_told_in_one_line(script, arguments, message, attempt, root):
+    before = snapshot(root)
+    status, told, seconds = attempt(script, [argument.replace("{root}", str(root)) for argument in arguments])
+    assert told.startswith("error: ") and told.count("\n") == 1, told
+    assert_says(told, message.replace("{root}", str(root)))
+    assert status == 2
+    assert seconds < SECONDS
+    assert snapshot(root) == before
+
+
+def assert_says(told, message):
+    """`message` with `.*` for anything between its parts, or alternatives with `|`."""
+    for alternative in message.split("|"):
+        position = 0
+        for part in alternative.split(".*"):
+            position = told.find(part, position)
+            if position < 0:
+                break
+        if position >= 0:
+            return
+    pytest.fail(f"{told!r} does not say {message!r}")
+
+
+# ------------------------------------------------------------------ under torchrun
+
+TORCHRUN = [
+    ("sft", ["optimizer.lr=nan"], "optimizer.lr: "),
+    ("sft", ["parallel.tensor_model_parallel_size=3"], "= 3 must divide the number of processes (2)"),
+    ("sft", ["output_dir={root}/mine"], "holds hf, which no run wrote"),
+    ("sft", ["output_dir={root}/an_ended_run", "checkpoint.resume=none"], "holds a run, which would be mixed"),
+    ("sft", ["--fast"], "unrecognized arguments: --fast"),
+    ("dpo", ["batch.tokens_per_pack=50"], "must hold the longest record, 96 tokens"),
+    ("rm", ["model.path={root}/lora"], "is an adapter (LoRA), not a model"),
+    ("grpo", ["environment.pattern='('"], "'(' is not a regular expression"),
+    ("grpo", ["data.train={root}/nothing.jsonl"], "nothing.jsonl does not exist"),
+    ("sft", ["checkpoint.resume=nowhere"], "checkpoint.resume: nowhere is not a directory"),
+    ("sft", ["data.train={root}/no_role.jsonl"], "no_role.jsonl, line 1: "),
+    ("grpo", ["data.train={root}/no_answer.jsonl"], "cannot be judged: KeyError: 'answer'"),
+]
+"""The last is noticed on the first rank alone, while the others go on to form a process group."""
+
+
+@pytest.mark.parametrize(("script", "overrides", "message"), TORCHRUN, ids=lambda x: x if isinstance(x, str) else x[0])
+def test_under_torchrun_the_line_comes_first_and_last(script, overrides, message, root):
+    before = snapshot(root)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [Path(__file__).parent.parent / "scripts" / f"train_{script}.py", root / f"{script}.yaml"]
+    command += [override.replace("{root}", str(root)) for override in overrides]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=90, env=environment)
+    assert done.returncode == 1, "torchrun's own"
+    lines = done.stderr.strip().splitlines()
+    (first,) = [line for line in lines if line.startswith("error: ")]
+    assert message.replace("{root}", str(root)) in first
+    assert not [line for line in lines if line.startswith("[rank ")]
+    *_, last, rule = lines
+    assert last.strip() == f"traceback : {first}"
+    assert set(rule) == {"="}
+    assert done.stderr.count("Traceback (most recent call last)") == 1, "torchrun's own"
+    assert snapshot(root) == before
+
+
+def test_help_makes_nothing(attempt, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for script in ("sft", "grpo", "make_demo_data", "make_arithmetic_data", "plot_metrics", "convert_checkpoint",
+                   "verify_layouts", "ray_dpo"):  # fmt: skip
+        assert attempt(script, ["--help"])[:2] == (0, "")
+    assert not list(tmp_path.iterdir())
