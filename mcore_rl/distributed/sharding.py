@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NotRequired, TypedDict
 
-from mcore_rl.distributed.bin_packing import Bin, assign, first_fit_decreasing, split_until_divisible
+from mcore_rl.distributed.bin_packing import Bin, assign, pack, split_until_divisible
 from mcore_rl.distributed.pack_layout import round_up
 from mcore_rl.errors import ContractError
 
@@ -19,8 +19,7 @@ class SequencePackingArgs(TypedDict):
     input_lengths_key: the entry that holds each row's tokens, [B].
     sequence_length_pad_multiple: each sequence is padded to a multiple of this in its pack.
     input_key, algorithm: the entry that holds the tokens, and the name of a packing algorithm; taken for the
-        reference's sake, whose algorithms all fill packs of the same capacity. Here packs are filled first-fit, the
-        longest sequences first, and balanced over the shards.
+        reference's sake, whose algorithms all fill packs of the same capacity. Here there is one (`bin_packing.pack`).
     """
 
     max_tokens_per_microbatch: int
@@ -87,15 +86,16 @@ def plan_microbatches(
         raise ContractError(f"{len(rows)} rows leave some of {shards} shards without any")
     if packing is not None:
         cost = [round_up(lengths[row], packing.get("sequence_length_pad_multiple", 1)) for row in rows]
-        bins = first_fit_decreasing(cost, packing["max_tokens_per_microbatch"])
+        shards_of_bins = pack(cost, cost, packing["max_tokens_per_microbatch"], shards)
     else:
         assert dynamic is not None
         cost = [round_up(lengths[row], dynamic.get("sequence_length_round", 1)) for row in rows]
         bins = _of_like_lengths(cost, dynamic["max_tokens_per_microbatch"])
-    split_until_divisible(bins, cost, shards)
+        split_until_divisible(bins, cost, shards)
+        shards_of_bins = assign(bins, cost, shards)
     length_of = sum if packing is not None else max
     plans = []
-    for boxes in assign(bins, cost, shards):
+    for boxes in shards_of_bins:
         filled = [sorted(box) for box in boxes if box]
         lengths_of_boxes = [length_of(cost[unit] for unit in box) for box in filled]
         plans.append(MicrobatchPlan([[rows[unit] for unit in box] for box in filled], lengths_of_boxes))

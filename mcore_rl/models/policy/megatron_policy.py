@@ -66,7 +66,8 @@ class MegatronPolicy(Colocation, Generating):
         self.hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
         self.model = build_model(self.hf_config, config.model, config.parallel, self.topology)
         load_hf_weights(self.model, SafetensorsDirectory(config.model.path))
-        self.batching = batching_of(config, rows_per_unit, self.topology.data.size)
+        batching = batching_of(config, rows_per_unit, self.topology.data.size)
+        self.batching = replace(batching, attention_length=self._attention_length())
         self.reference = self._weights_on_host() if keep_reference else None
         self.chunks: list[Any] = list(self.model.chunks)
         self._saving: checkpoint.PendingSave | None = None
@@ -101,6 +102,12 @@ class MegatronPolicy(Colocation, Generating):
         parameters = self.num_parameters - (0 if hf.tie_word_embeddings else hf.vocab_size * hf.hidden_size)
         attention = 6 * hf.num_hidden_layers * hf.num_attention_heads * head_dim(hf) * sum(n * n for n in lengths)
         return 6.0 * parameters * sum(lengths) + attention
+
+    def _attention_length(self) -> float:
+        """Tokens of a sequence at which attention costs as much as all else."""
+        one, two = self.training_flops([1]), self.training_flops([2])
+        of_attention = (two - 2 * one) / 2  # a·n + b·n² at n = 1 and 2
+        return (one - of_attention) / of_attention
 
     # ------------------------------------------------------------ scoring
 
