@@ -107,7 +107,7 @@ def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: i
     return Outcome(metrics, scores, gradients, weights) if is_writer else None
 
 
-def _main_grad(parameter: torch.nn.Parameter) -> Tensor:
+def _main_grad(parameter: Tensor) -> Tensor:
     gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
     return gradient.float()
 

@@ -18,7 +18,6 @@ from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_gather, all_reduce
 from mcore_rl.distributed.parallel_logprobs import local_targets, valid_columns
 from mcore_rl.models.megatron.attention import packed_attention
-from mcore_rl.models.megatron.hf_config import head_dim
 from mcore_rl.models.megatron.model import BuiltModel
 from mcore_rl.models.megatron.rope import rope_frequencies
 
@@ -45,16 +44,16 @@ class Decoder:
     """This rank's part of the model."""
 
     def __init__(self, model: BuiltModel) -> None:
-        self.topology, hf = model.topology, model.hf_config
+        self.topology, family = model.topology, model.family
         (self.chunk,) = model.chunks
         tp = self.topology.tensor.size
         # Where there are fewer key-value heads than ranks, several share one of them and split its queries.
-        self.groups, self.sharers = max(1, hf.num_key_value_heads // tp), max(1, tp // hf.num_key_value_heads)
-        self.head_dim = head_dim(hf)
-        self.hidden_size, self.eps, self.vocab_size = hf.hidden_size, hf.rms_norm_eps, model.vocab_size
+        self.groups, self.sharers = max(1, family.num_query_groups // tp), max(1, tp // family.num_query_groups)
+        self.head_dim = family.head_dim
+        self.hidden_size, self.eps, self.vocab_size = family.hidden_size, family.hf.rms_norm_eps, model.vocab_size
         self.parameters = dict(self.chunk.named_parameters())
         self.layers = [self._layer(index) for index in range(len(self.chunk.decoder.layers))]
-        self.inverse_frequencies, self.rope_factor = rope_frequencies(hf)
+        self.inverse_frequencies, self.rope_factor = rope_frequencies(family.hf)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -22,7 +22,6 @@ from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.distributed.parallel_logprobs import unpack_next_token_values, valid_columns, vocab_parallel_topk
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.models.megatron.attention import PackParams
-from mcore_rl.models.megatron.hf_config import has_reward_head
 from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
 from mcore_rl.models.megatron.model import BuiltModel
 
@@ -186,7 +185,7 @@ class LossHead:
     ) -> None:
         self.model, self.loss_fn, self.temperature = model, loss_fn, temperature
         self.counts = global_valid_seqs.to(platform.device()), global_valid_toks.to(platform.device())
-        self.rewards = RewardOfSequences(model) if has_reward_head(model.hf_config) else None
+        self.rewards = RewardOfSequences(model) if model.family.has_reward_head else None
         self.fused = isinstance(loss_fn, LogprobLossFunction)
         self.logprobs = LogprobHead(model, temperature, with_entropy=getattr(loss_fn, "needs_entropy", False))
 

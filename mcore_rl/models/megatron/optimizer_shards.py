@@ -39,13 +39,13 @@ def optimizer_shards(optimizer: MegatronOptimizer, model_state: dict[str, Any]) 
             owned = inner._get_model_param_range_map(parameter)["param"]
             for name, values in inner._get_main_param_and_optimizer_states(parameter).items():
                 if name != "step":  # one number, kept with the parameter groups
-                    for part in _parts(entry):
+                    for part in parts_of(entry):
                         first = part.data.storage_offset() - parameter.storage_offset()
                         key = f"optimizer.state.{name}.{part.key}"
                         yield from _write_items(key, part, first, values, owned.start, owned.end)
 
 
-def _parts(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+def parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
     """A parameter's places in whole tensors: one, or several where it is stored in parts that lie side by side."""
     return list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
 

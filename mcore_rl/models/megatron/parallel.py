@@ -32,6 +32,8 @@ def initialize_parallel(config: ParallelConfig) -> Topology:
         context=ParallelDimension.of(groups.cp),
         data=ParallelDimension.of(groups.dp),
         sequence_parallel=config.sequence_parallel,
+        expert=ParallelDimension.of(groups.ep),
+        expert_tensor=ParallelDimension.of(groups.expt_tp),
     )
 
 

@@ -32,12 +32,12 @@ from mcore_rl.models.megatron.forward_step import (
     run_microbatches,
 )
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, write_hf_directory
-from mcore_rl.models.megatron.hf_config import head_dim, load_hf_config
+from mcore_rl.models.megatron.hf_config import load_hf_config
 from mcore_rl.models.megatron.model import build_model
 from mcore_rl.models.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step, wrap_for_training
 from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel
 from mcore_rl.models.megatron.random_states import seed_everything
-from mcore_rl.models.megatron.weights import export_hf_weights, hf_shapes, load_hf_weights
+from mcore_rl.models.megatron.weights import export_hf_weights, load_hf_weights
 from mcore_rl.models.policy.colocation import Colocation
 from mcore_rl.models.policy.interfaces import LogprobOutputSpec, ReferenceLogprobOutputSpec
 
@@ -78,7 +78,7 @@ class MegatronPolicy(Colocation):
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model, as Hugging Face counts them."""
-        return sum(math.prod(shape) for shape in hf_shapes(self.hf_config).values())
+        return self.model.family.num_parameters()
 
     def describe_layout(self) -> str:
         """One line: how the processes are used."""
@@ -94,10 +94,9 @@ class MegatronPolicy(Colocation):
         6 per parameter and token (the input embedding is a lookup), and 6·n²·heads·head_dim per layer for
         causal attention over n tokens; recomputation is not counted.
         """
-        hf = self.hf_config
-        parameters = self.num_parameters - (0 if hf.tie_word_embeddings else hf.vocab_size * hf.hidden_size)
-        attention = 6 * hf.num_hidden_layers * hf.num_attention_heads * head_dim(hf) * sum(n * n for n in lengths)
-        return 6.0 * parameters * sum(lengths) + attention
+        family = self.model.family
+        attention = 6 * family.num_layers * family.num_attention_heads * family.head_dim * sum(n * n for n in lengths)
+        return 6.0 * family.active_parameters() * sum(lengths) + attention
 
     # ------------------------------------------------------------ scoring
 
