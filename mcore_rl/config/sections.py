@@ -48,6 +48,9 @@ class ParallelConfig(Section):
     virtual_pipeline_model_parallel_size: Positive | None = None
     context_parallel_size: Positive = 1
     expert_model_parallel_size: Positive = 1
+    """Processes that share out the experts of a mixture; taken from data, context and tensor parallelism."""
+    expert_tensor_parallel_size: Positive | None = None
+    """Processes that share out each expert's weights; as `tensor_model_parallel_size` if not given."""
     sequence_parallel: bool = False
     timeout_seconds: Positive = 600
     """A collective that takes longer ends the run instead of hanging it."""
@@ -56,11 +59,20 @@ class ParallelConfig(Section):
     def _supported(self) -> ParallelConfig:
         if self.virtual_pipeline_model_parallel_size not in (None, 1):
             raise ValueError("virtual_pipeline_model_parallel_size: virtual pipeline stages are not supported; use 1")
-        if self.expert_model_parallel_size != 1:
-            raise ValueError("expert_model_parallel_size: mixtures of experts are not supported; use 1")
+        # Megatron would reduce the gradients of whole experts over the wrong ranks, without a word.
+        if self.expert_model_parallel_size == 1 and self.expert_tensor_size != self.tensor_model_parallel_size:
+            raise ValueError(
+                "expert_tensor_parallel_size: other than tensor_model_parallel_size it needs "
+                "expert_model_parallel_size > 1"
+            )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError("sequence_parallel: needs tensor_model_parallel_size > 1")
         return self
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Processes that share out each expert's weights."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def model_parallel_size(self) -> int:
@@ -89,6 +101,13 @@ class ParallelConfig(Section):
                 f"{self.pipeline_model_parallel_size} x context {self.context_parallel_size} = "
                 f"{self.model_parallel_size} must divide the number of processes ({world_size}); "
                 f"start torchrun with --nproc-per-node {self.model_parallel_size} or a multiple"
+            )
+        experts = self.expert_model_parallel_size * self.expert_tensor_size * self.pipeline_model_parallel_size
+        if world_size % experts:
+            raise UserError(
+                f"parallel: expert {self.expert_model_parallel_size} x expert tensor {self.expert_tensor_size} x "
+                f"pipeline {self.pipeline_model_parallel_size} = {experts} must divide the number of processes "
+                f"({world_size})"
             )
         return world_size // self.model_parallel_size
 

@@ -17,7 +17,9 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_gather, all_reduce
 from mcore_rl.distributed.parallel_logprobs import local_targets, valid_columns
+from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import packed_attention
+from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.model import BuiltModel
 from mcore_rl.models.megatron.rope import rope_frequencies
 
@@ -45,6 +47,8 @@ class Decoder:
 
     def __init__(self, model: BuiltModel) -> None:
         self.topology, family = model.topology, model.family
+        if isinstance(family, Mixture):
+            raise UserError(f"model.path: sampling from {family.model_type}, a mixture of experts, is not supported")
         (self.chunk,) = model.chunks
         tp = self.topology.tensor.size
         # Where there are fewer key-value heads than ranks, several share one of them and split its queries.

@@ -11,6 +11,7 @@ from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.families.family import REWARD_ARCHITECTURE, has_reward_head
+from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
 from mcore_rl.models.megatron.rope import concentration_scale, rope_frequencies
 
@@ -49,6 +50,7 @@ def check_model_fits(hf: Any, parallel: ParallelConfig, max_sequence_length: int
     """
     family = family_of(hf)
     family.check(max_sequence_length)
+    _check_experts(family, parallel)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if family.num_layers % pp:
         raise UserError(
@@ -63,6 +65,29 @@ def check_model_fits(hf: Any, parallel: ParallelConfig, max_sequence_length: int
             f"parallel.tensor_model_parallel_size={tp}: must divide, or be a multiple of, "
             f"the model's key-value heads ({groups})"
         )
+
+
+def _check_experts(family: Family, parallel: ParallelConfig) -> None:
+    tp, ep, etp = (
+        parallel.tensor_model_parallel_size,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_size,
+    )
+    if not isinstance(family, Mixture):
+        if (ep, etp) != (1, tp):
+            raise UserError(
+                f"parallel.expert_model_parallel_size={ep}: {family.model_type} has no experts; leave it out"
+            )
+        return
+    experts = family.experts
+    if experts.count % ep:
+        raise UserError(f"parallel.expert_model_parallel_size={ep}: must divide the model's {experts.count} experts")
+    if experts.width % etp:
+        raise UserError(
+            f"parallel.expert_tensor_parallel_size={etp}: must divide the width of an expert ({experts.width})"
+        )
+    if tp > 1 and not parallel.sequence_parallel:
+        raise UserError("parallel.sequence_parallel: must be true for mixtures of experts under tensor parallelism")
 
 
 def transformer_config(family: Family, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
@@ -80,6 +105,8 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_size,
         use_cpu_initialization=True,
         perform_initialization=False,
         # With a per-token loss neither the schedule nor DDP rescales anything: see optimizer.py.

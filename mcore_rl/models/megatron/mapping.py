@@ -148,12 +148,14 @@ class Mapping:
 
     megatron: with the layer's number in the whole model, and an expert's as `mlp.experts.NUMBER.…`.
     is_expert: one of the routed experts' weights, which are shared out over expert-parallel ranks.
+    is_float32: in this precision whatever that of the model.
     """
 
     megatron: str
     parts: tuple[Part, ...]
     kind: Kind
     is_expert: bool = False
+    is_float32: bool = False
 
     @property
     def hf_names(self) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ def build_model(
     with nullcontext() if memory else torch.device("meta"):
         chunk = HiddenStateGPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config, topology.pipeline.rank),
+            transformer_layer_spec=block_spec(config, family, topology.pipeline.rank),
             vocab_size=padded_vocab_size(family.vocab_size, topology.tensor.size),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=topology.is_first_stage,

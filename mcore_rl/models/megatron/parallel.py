@@ -23,6 +23,8 @@ def initialize_parallel(config: ParallelConfig) -> Topology:
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_size,
         distributed_timeout_minutes=config.timeout_seconds / 60,
     )
     groups = process_groups()

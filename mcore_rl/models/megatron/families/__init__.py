@@ -6,12 +6,17 @@ from typing import Any
 
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.family import Family, has_reward_head
+from mcore_rl.models.megatron.families.glm4_moe import Glm4MoE
 from mcore_rl.models.megatron.families.llama import Llama
 from mcore_rl.models.megatron.families.mistral import Mistral
+from mcore_rl.models.megatron.families.mixtral import Mixtral
 from mcore_rl.models.megatron.families.qwen2 import Qwen2
 from mcore_rl.models.megatron.families.qwen3 import Qwen3
+from mcore_rl.models.megatron.families.qwen_moe import Qwen2MoE, Qwen3MoE
 
-FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (Llama, Mistral, Qwen2, Qwen3)}
+FAMILIES: dict[str, type[Family]] = {
+    family.model_type: family for family in (Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2MoE, Qwen3MoE, Glm4MoE)
+}
 
 
 def family_of(hf: Any) -> Family:

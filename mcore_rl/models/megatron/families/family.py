@@ -56,10 +56,15 @@ class Family:
 
     # ------------------------------------------------------------ what differs between families
 
-    has_qkv_bias = False
-    """Biases on the query, key and value projections."""
-    has_qk_norm = False
-    """An RMS norm of each query and key head."""
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Biases on the query, key and value projections."""
+        return False
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """An RMS norm of each query and key head."""
+        return False
 
     def check(self, max_sequence_length: int) -> None:
         """Refuse what this family's code does not compute.
@@ -101,6 +106,19 @@ class Family:
             "add_bias_linear": False,
             "add_qkv_bias": self.has_qkv_bias,
         }
+
+    def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
+        """Make the configuration that of a small model of the same architecture, fit for layouts up to these sizes."""
+        hf = self.hf
+        ratio = hf.num_attention_heads // hf.num_key_value_heads
+        hf.num_key_value_heads = max(2, tensor_parallel)
+        hf.num_attention_heads = hf.num_key_value_heads * min(ratio, 4)
+        hf.head_dim = 16
+        hf.hidden_size = hf.head_dim * hf.num_attention_heads
+        hf.intermediate_size = 32 * max(2, tensor_parallel)
+        hf.num_hidden_layers = layers
+        if getattr(hf, "layer_types", None):
+            hf.layer_types = hf.layer_types[:1] * layers
 
     def divisible_by_tensor_parallel(self) -> dict[str, int]:
         """Names and sizes of what tensor-parallel ranks must share evenly."""
