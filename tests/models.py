@@ -83,7 +83,7 @@ FAMILIES = {
             "n_group": 4,
             "topk_group": 3,
             "routed_scaling_factor": 1.7,
-            "first_k_dense_replace": 1,
+            "first_k_dense_replace": 2,  # under PP2 the first stage has no experts
             "attention_bias": True,
             "use_qk_norm": True,
         },

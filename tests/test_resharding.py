@@ -57,6 +57,11 @@ PAIRS = [
     (Layout(dp=3), Layout(cp=2)),
     (Layout(pp=2, cp=2), Layout()),
 ]
+EXPERT_PAIRS = [
+    ("mixtral", Layout(dp=2, ep=2), Layout(tp=2, ep=2, etp=1, sp=True)),
+    ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True), Layout()),
+    ("glm4_moe", Layout(), Layout(pp=2, dp=2, ep=2)),
+]
 MORE = [
     (Layout(), Layout(tp=4)),
     (Layout(), Layout(dp=4)),
@@ -79,6 +84,11 @@ def check(family, first, second, model_of, uninterrupted, tmp_path):
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=str)
 def test_going_on_under_another_layout(first, second, model_of, uninterrupted, tmp_path):
     check("qwen2", first, second, model_of, uninterrupted, tmp_path)
+
+
+@pytest.mark.parametrize(("family", "first", "second"), EXPERT_PAIRS, ids=str)
+def test_going_on_with_experts_elsewhere(family, first, second, model_of, uninterrupted, tmp_path):
+    check(family, first, second, model_of, uninterrupted, tmp_path)
 
 
 @pytest.mark.long

@@ -28,13 +28,14 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.checkpoint import METADATA, model_state, write_common
 from mcore_rl.models.megatron.checkpoint_trust import check_trusted
 from mcore_rl.models.megatron.checkpoint_writer import PlannedShards
+from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.hf_checkpoint import MAX_SHARD_BYTES, SafetensorsDirectory, write_hf_directory
 from mcore_rl.models.megatron.hf_config import load_hf_config
 from mcore_rl.models.megatron.mapping import Mapping, Shape, Vocabulary
 from mcore_rl.models.megatron.model import BuiltModel, build_model
 from mcore_rl.models.megatron.optimizer_shards import parts_of
 from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel, process_groups
-from mcore_rl.models.megatron.weights import check_hf_tensors, chunk_mappings, read_shard
+from mcore_rl.models.megatron.weights import FLOAT32_BUFFER, check_hf_tensors, chunk_mappings, read_shard
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
@@ -57,13 +58,14 @@ def hf_to_megatron(source: Path, destination: Path, progress: Progress) -> Path:
     store = CheckpointStore(destination)
     if store.iterations():
         raise UserError(f"{destination} holds checkpoints already")
-    with _memoryless_model(hf_config, source, _dtype_of(tensors)) as model:
+    dtype = _dtype_of(tensors, hf_config)
+    with _memoryless_model(hf_config, source, dtype) as model:
         shards, common = save_preprocess({**model_state(model), "content_metadata": METADATA})
         partial = store.begin(0)
         planned = PlannedShards.of(shards, (), partial, process_groups().dp_cp)
         items = planned.storage.tensors
         results = planned.storage.write(_read_parts(progress(items, len(items)), tensors, model))
-        config = {"model": {"path": str(source), "dtype": _name(_dtype_of(tensors))}}
+        config = {"model": {"path": str(source), "dtype": _name(dtype)}}
         write_common(common, yaml.safe_dump(config), partial)
         planned.storage.finish(planned.metadata, [results])
         return store.commit(0, partial, digests_of(partial, sorted(path.name for path in partial.iterdir())))
@@ -85,7 +87,11 @@ def megatron_to_hf(
     hf_config = load_hf_config(source)
     stored = index.state_dict_metadata
     weights = [
-        e for name, e in stored.items() if isinstance(e, TensorStorageMetadata) and not name.startswith("optimizer.")
+        entry
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+        and not name.startswith("optimizer.")
+        and not name.endswith(FLOAT32_BUFFER)
     ]
     dtypes = {entry.properties.dtype for entry in weights}
     if len(dtypes) != 1:
@@ -106,8 +112,9 @@ def _memoryless_model(hf_config: Any, path: Path, dtype: torch.dtype) -> Iterato
         destroy_parallel()
 
 
-def _dtype_of(tensors: SafetensorsDirectory) -> torch.dtype:
-    dtypes = {tensors.dtype(name) for name in tensors.names()}
+def _dtype_of(tensors: SafetensorsDirectory, hf_config: Any) -> torch.dtype:
+    family = family_of(hf_config)
+    dtypes = {tensors.dtype(name) for name in family.shapes() if name not in family.float32_tensors()}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
         found = ", ".join(sorted(map(_name, dtypes)))
         raise UserError(f"{tensors.path}: weights must be all float32 or all bfloat16, found {found}")

@@ -24,6 +24,12 @@ from megatron.core.optimizer import MegatronOptimizer  # isort: skip
 Shape = tuple[int, ...]
 
 
+def optimizers_with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
+    """Of the optimizers of dense parameters and of experts, those that this rank holds a part of."""
+    inners = optimizer.chained_optimizers
+    return [inner for inner in inners if any(group["params"] for group in inner.optimizer.param_groups)]
+
+
 def optimizer_shards(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[tuple[WriteItem, Tensor]]:
     """This rank's parts of fp32 parameters and moments, as views of the optimizer's memory.
 
@@ -31,7 +37,7 @@ def optimizer_shards(optimizer: MegatronOptimizer, model_state: dict[str, Any]) 
         model_state: Megatron's description of the model, whose places and shapes the optimizer's state shares.
     """
     described = {id(entry.data): entry for entry in nested_values(model_state) if hasattr(entry, "data")}
-    for inner in optimizer.chained_optimizers:
+    for inner in optimizers_with_parameters(optimizer):
         for parameter in inner.model_param_gbuf_map:
             entry = described[id(parameter)]
             if any(entry.replica_id[:-1]):  # another tensor-parallel rank or stage writes it

@@ -36,6 +36,8 @@ _FUSED = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 
+FLOAT32_BUFFER = ".router.expert_bias"
+
 
 def name_in_model(name: str, first_layer: int = 0, first_expert: int = 0) -> str:
     """A chunk's parameter by its name in the family's table.
@@ -75,7 +77,7 @@ def chunk_mappings(model: BuiltModel, chunk: HiddenStateGPTModel) -> Iterator[tu
 def weights_of(chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Tensor]]:
     """What makes up the model: its parameters, and the routers' biases, which are trained by no gradient."""
     yield from chunk.named_parameters()
-    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
+    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(FLOAT32_BUFFER))
 
 
 def first_layer(chunk: HiddenStateGPTModel) -> int:

@@ -140,6 +140,10 @@ class Family:
                 shapes[part.name] = (max(part.first + rows, shapes.get(part.name, (0,))[0]), *rest)
         return shapes
 
+    def float32_tensors(self) -> set[str]:
+        """Names of the Hugging Face tensors that have this precision whatever that of the model."""
+        return {name for mapping in self.table.values() if mapping.is_float32 for name in mapping.hf_names}
+
     def ignores(self, name: str) -> bool:
         """Whether a tensor of the directory is left out knowingly: computed, or a copy of another."""
         headless = self.ties_embeddings or self.has_reward_head
