@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl import platform
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import gather_objects
 from mcore_rl.errors import UserError
@@ -100,8 +99,10 @@ class MegatronGeneration(GenerationInterface):
         replica = self.topology.data.rank * self.topology.context.size + self.topology.context.rank
         first, end = (len(prompts) * r // replicas for r in (replica, replica + 1))
         mine = prompts[first:end]  # neighbours: equal prompts, which go through the model once
-        if mine:
-            _Batch(self, mine, params, limits).run()
+        with self.decoder.generating():
+            if mine:
+                _Batch(self, mine, params, limits).run()
+            self.decoder.run_idle()
         return self._collect(mine, prompts, limits)
 
     def _prompts(self, data: BatchedDataDict[Any]) -> list[_Sequence]:
@@ -157,13 +158,11 @@ class _Batch:
         self.rows = rows
 
     def run(self) -> None:
-        device = platform.device()
         while self.queue or self.going:
             self._admit()
             if self.going:
-                tokens = torch.tensor([s.response[-1] for s in self.going], device=device)
-                positions = torch.tensor([len(s) - 1 for s in self.going], device=device)
-                self._extend(self.going, self.cache.step(tokens, positions))
+                tokens, lengths = [s.response[-1] for s in self.going], [len(s) for s in self.going]
+                self._extend(self.going, self.cache.step(tokens, lengths))
                 self._retire()
 
     def _admit(self) -> None:

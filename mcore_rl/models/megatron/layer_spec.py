@@ -7,17 +7,18 @@ import importlib.util
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.models.megatron.attention import PackedCausalAttention
 from mcore_rl.models.megatron.families import Family
 from mcore_rl.models.megatron.families.mixture import Mixture
+from mcore_rl.models.megatron.linear import ColumnLinear, RowLinear
 from mcore_rl.models.megatron.router import PackLayer, Router
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # isort: skip
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules  # isort: skip
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
@@ -68,9 +69,9 @@ def _layer_spec(config: TransformerConfig, family: Family, layer: int) -> Module
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=ColumnLinear,
             core_attention=PackedCausalAttention,
-            linear_proj=RowParallelLinear,
+            linear_proj=RowLinear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
@@ -101,7 +102,7 @@ def _sparse_mlp(family: Family) -> ModuleSpec:
     )
 
 
-LINEARS = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+LINEARS = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
 
 # Megatron's checkpoints name the norms as Transformer Engine fuses them into the linear layers.
 FUSED_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -119,6 +120,8 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.training and x.dtype == torch.float32:  # one operation, the same but for rounding
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * (wide * scale).to(x.dtype)
