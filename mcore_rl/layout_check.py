@@ -24,7 +24,7 @@ from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
 
 ROUNDING = 1e-12
-SIZES = ("tp", "pp", "cp", "dp", "ep")
+SIZES = ("tp", "pp", "cp", "dp", "ep", "vpp")
 
 
 @dataclass(frozen=True, order=True)
@@ -41,6 +41,9 @@ class Layout:
     ep: int = 1
     etp: int = 0
     """Of each expert; as `tp` if 0."""
+    vpp: int = 1
+    first: int | None = None
+    """Layers of the first pipeline stage."""
 
     @property
     def world_size(self) -> int:
@@ -52,13 +55,14 @@ class Layout:
         etp = self.etp or self.tp
         return (
             (not self.sp or self.tp > 1)
+            and (self.vpp == 1 or self.pp > 1)
             and (self.ep > 1 or etp == self.tp)
             and not self.world_size % (self.pp * self.ep * etp)
         )
 
     def __str__(self) -> str:
         sizes = [f"{name}{getattr(self, name)}" for name in SIZES if getattr(self, name) > 1]
-        sizes += [f"etp{self.etp}"] * bool(self.etp)
+        sizes += [f"etp{self.etp}"] * bool(self.etp) + [f"first{self.first}"] * bool(self.first)
         extras = ["sp"] * self.sp + ["unpacked"] * (not self.packing) + ["small packs"] * bool(self.tokens_per_pack)
         return " ".join([*sizes, *extras]) or "one process"
 
@@ -68,6 +72,8 @@ class Layout:
         values["parallel"].update(
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
+            virtual_pipeline_model_parallel_size=self.vpp,
+            num_layers_in_first_pipeline_stage=self.first,
             context_parallel_size=self.cp,
             sequence_parallel=self.sp,
             expert_model_parallel_size=self.ep,
@@ -195,8 +201,8 @@ def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Layou
     from mcore_rl.models.megatron.hf_config import load_hf_config
 
     config = load_hf_config(source.path, source.trust_remote_code, source.head)
-    tp, pp, ep = (max(getattr(layout, name) for layout in layouts) for name in ("tp", "pp", "ep"))
-    family_of(config).shrink(2 * pp, tp, ep)
+    tp, pp, ep, vpp = (max(getattr(layout, name) for layout in layouts) for name in ("tp", "pp", "ep", "vpp"))
+    family_of(config).shrink(2 * pp * vpp, tp, ep)
     torch.manual_seed(0)
     model_class = AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM
     model = model_class.from_config(config, dtype=torch.float32)
@@ -210,7 +216,7 @@ def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Layou
 
 
 def parse_layouts(choices: Sequence[str]) -> list[Layout]:
-    """`["tp=1,2", "cp=1,2"]` → every combination; keys tp, pp, cp, dp, ep, etp, sp (0 or 1), packing (0 or 1).
+    """`["tp=1,2", "cp=1,2"]` → every combination; keys tp, pp, vpp, cp, dp, ep, etp, sp (0 or 1), packing (0 or 1).
 
     Raises:
         UserError: not of that form.

@@ -36,6 +36,14 @@ FAMILIES = {
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "qwen2": ("qwen2", {"rope_parameters": YARN_ROPE, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "deep": (  # for uneven pipelines, with tied embeddings on their ends
+        "qwen2",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "num_hidden_layers": 6,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mistral": (
         "mistral",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}, "sliding_window": None},
@@ -89,6 +97,7 @@ FAMILIES = {
         },
     ),
 }
+ARCHITECTURES = [family for family in FAMILIES if family != "deep"]
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
     "{% if m['role'] == 'assistant' %}<|end|>\n{% endif %}{% endfor %}"

@@ -61,7 +61,7 @@ def test_resolved_configuration_reads_back(write, tmp_path):
         (["optimizer.min_lr=1"], "min_lr: must be at most lr"),
         (["parallel.sequence_parallel=true"], "needs tensor_model_parallel_size > 1"),
         (["parallel.expert_tensor_parallel_size=2"], "needs expert_model_parallel_size > 1"),
-        (["parallel.virtual_pipeline_model_parallel_size=2"], "virtual pipeline stages are not supported"),
+        (["parallel.virtual_pipeline_model_parallel_size=2"], "needs pipeline_model_parallel_size > 1"),
     ],
 )
 def test_mistakes(write, overrides, message):

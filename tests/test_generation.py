@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import FAMILIES, make_model, make_tokenizer
+from models import ARCHITECTURES, make_model, make_tokenizer
 from test_layouts import make_config
 from transformers import AutoModelForCausalLM
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -70,7 +70,7 @@ def sequences(out):
     return [row[:n].tolist() for row, n in zip(out["output_ids"], out["unpadded_sequence_lengths"], strict=True)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_greedy_equals_transformers(family, model_path):
     model = AutoModelForCausalLM.from_pretrained(model_path(family), dtype=torch.float32)
     prompts, expected = make_prompts(), []
@@ -122,15 +122,16 @@ def test_the_same_samples_under_every_layout(layout, slots, model_path, one_proc
     check_layout(layout, slots, "qwen2", model_path, one_process)
 
 
-EXPERT_LAYOUTS = [
+ELSEWHERE = [
     ("mixtral", Layout(dp=2, ep=2), 3),
     ("qwen3_moe", Layout(tp=2, dp=2, ep=4, etp=1, sp=True), 64),
     ("glm4_moe", Layout(cp=2, pp=2, ep=2), 4),
+    ("deep", Layout(pp=2, vpp=2, first=2), 64),
 ]
 
 
-@pytest.mark.parametrize(("family", "layout", "slots"), EXPERT_LAYOUTS, ids=str)
-def test_the_same_samples_wherever_experts_are(family, layout, slots, model_path, one_process):
+@pytest.mark.parametrize(("family", "layout", "slots"), ELSEWHERE, ids=str)
+def test_the_same_samples_wherever_experts_and_layers_are(family, layout, slots, model_path, one_process):
     check_layout(layout, slots, family, model_path, one_process)
 
 

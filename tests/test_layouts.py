@@ -40,6 +40,13 @@ SLOW = [
     Layout(tp=2, cp=2, dp=2),
     Layout(pp=2, cp=2, dp=2, tokens_per_pack=128),
 ]
+PIPELINES = [
+    ("glm4_moe", Layout(pp=2, first=1)),
+    ("qwen3_moe", Layout(pp=2, vpp=2, tokens_per_pack=128)),
+    ("qwen3_moe", Layout(pp=2, vpp=2, dp=2, ep=2)),
+    ("deep", Layout(pp=3, first=4, packing=False)),
+    ("deep", Layout(pp=2, vpp=2, tp=2, sp=True, first=2)),
+]
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe"]
 EXPERT_LAYOUTS = [
     ("mixtral", Layout(dp=2, ep=2)),
@@ -209,6 +216,11 @@ def test_layouts_of_other_families(family, layout, outcomes, model_of):
 
 @pytest.mark.parametrize(("family", "layout"), EXPERT_LAYOUTS, ids=str)
 def test_layouts_of_mixtures(family, layout, outcomes, model_of):
+    check_layout(family, layout, outcomes, model_of)
+
+
+@pytest.mark.parametrize(("family", "layout"), PIPELINES, ids=str)
+def test_uneven_and_interleaved_pipelines(family, layout, outcomes, model_of):
     check_layout(family, layout, outcomes, model_of)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import FAMILIES, make_config, make_model
+from models import ARCHITECTURES, FAMILIES, make_config, make_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -112,7 +112,7 @@ EXPERT_SIZES = {
 }
 CASES = [
     pytest.param(family, sizes, id=f"{family}-{name}")
-    for family in FAMILIES
+    for family in ARCHITECTURES
     for name, sizes in (EXPERT_SIZES if "num_experts_per_tok" in FAMILIES[family][1] else SIZES).items()
 ]
 
@@ -208,6 +208,8 @@ def test_mixtures_that_are_refused(family, changes, message):
     [
         ({"pipeline_model_parallel_size": 4}, "2 layers"),
         ({"tensor_model_parallel_size": 3}, "attention heads"),
+        ({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 2}, "beside the 2 of the first or"),
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, r"every stage \(1, 1\)"),
     ],
 )
 def test_layouts_that_do_not_fit_the_model(sizes, message):
@@ -215,6 +217,38 @@ def test_layouts_that_do_not_fit_the_model(sizes, message):
 
     with pytest.raises(UserError, match=message):
         check_model_fits(make_config("llama"), ParallelConfig(**sizes), 64)
+
+
+@pytest.mark.parametrize(
+    ("size", "first", "last", "expected"),
+    [
+        (4, None, None, [3, 3, 3, 3]),
+        (4, 1, None, None),
+        (3, 4, None, [4, 4, 4]),
+        (3, 1, 5, [1, 6, 5]),
+        (2, 5, 7, [5, 7]),
+    ],
+)
+def test_layers_of_stages(size, first, last, expected):
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=size,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+    )
+    if expected is None:
+        with pytest.raises(UserError, match="12 layers cannot be shared out evenly beside the 1 of"):
+            parallel.layers_of_stages(12)
+    else:
+        assert parallel.layers_of_stages(12) == expected
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"virtual_pipeline_model_parallel_size": 2}, {"num_layers_in_last_pipeline_stage": 1}],
+)
+def test_pipeline_options_need_a_pipeline(sizes):
+    with pytest.raises(ValueError, match="pipeline_model_parallel_size > 1"):
+        ParallelConfig(**sizes)
 
 
 def test_weights_must_be_safetensors_and_complete(tmp_path):

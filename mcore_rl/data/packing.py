@@ -44,6 +44,7 @@ class Batching:
         multiple: what each sequence is padded to (`ParallelConfig.sequence_multiple`).
         one_width: pad all microbatches of a step to the same number of tokens (pipeline stages then
             know what to expect without asking).
+        count_multiple: every rank's number of microbatches is a multiple of this.
     """
 
     packing: bool
@@ -54,6 +55,7 @@ class Batching:
     cp_size: int = 1
     multiple: int = 1
     one_width: bool = False
+    count_multiple: int = 1
 
     def plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
         """[data-parallel rank][microbatch] → rows; an empty microbatch is a filler.
@@ -70,7 +72,7 @@ class Batching:
         units = [list(range(start, start + self.rows_per_unit)) for start in starts]
         cost = [sum(padded[row] for row in unit) for unit in units]
         bins = first_fit_decreasing(cost, self.tokens_per_pack) if self.packing else self._in_order(len(units))
-        split_until_divisible(bins, cost, self.dp_size)
+        split_until_divisible(bins, cost, self.dp_size * self.count_multiple)
         shards = assign(bins, cost, self.dp_size)
         return [[sorted(row for unit in box for row in units[unit]) for box in boxes] for boxes in shards]
 
@@ -131,6 +133,7 @@ def batching_of(config: TrainingConfig, rows_per_unit: int, dp_size: int) -> Bat
         cp_size=parallel.context_parallel_size,
         multiple=parallel.sequence_multiple,
         one_width=parallel.pipeline_model_parallel_size > 1,
+        count_multiple=parallel.microbatch_multiple,
     )
     longest = rows_per_unit * round_up(config.data.max_sequence_length, batching.multiple)
     if config.batch.tokens_per_pack is None:

@@ -46,12 +46,13 @@ def run_microbatches(
 
         return output, loss
 
-    run = get_forward_backward_func(model.topology.pipeline.size, None)
+    several = len(wrapped) > 1
+    run = get_forward_backward_func(model.topology.pipeline.size, len(wrapped) if several else None)
     total = microbatches[0].layout.total
     return run(
         forward_step_func=forward_step,
-        data_iterator=[iter(microbatches)] if len(wrapped) > 1 else iter(microbatches),
-        model=list(wrapped) if len(wrapped) > 1 else wrapped[0],
+        data_iterator=[iter(microbatches) for _ in wrapped] if several else iter(microbatches),
+        model=list(wrapped) if several else wrapped[0],
         num_microbatches=len(microbatches),
         seq_length=total,
         micro_batch_size=1,

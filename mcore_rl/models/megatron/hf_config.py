@@ -51,11 +51,8 @@ def check_model_fits(hf: Any, parallel: ParallelConfig, max_sequence_length: int
     family = family_of(hf)
     family.check(max_sequence_length)
     _check_experts(family, parallel)
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if family.num_layers % pp:
-        raise UserError(
-            f"parallel.pipeline_model_parallel_size={pp}: must divide the model's {family.num_layers} layers"
-        )
+    parallel.layers_of_stages(family.num_layers)
+    tp = parallel.tensor_model_parallel_size
     groups = family.num_query_groups
     for what, size in family.divisible_by_tensor_parallel().items():
         if size % tp:
@@ -93,7 +90,7 @@ def _check_experts(family: Family, parallel: ParallelConfig) -> None:
 def transformer_config(family: Family, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
     """Megatron's configuration of the family's architecture under `parallel`."""
     dtype = getattr(torch, model.dtype)
-    use_te = uses_transformer_engine()
+    use_te, chunks = uses_transformer_engine(), parallel.virtual_pipeline_model_parallel_size
     config = TransformerConfig(
         **family.megatron_fields(),
         hidden_dropout=0.0,
@@ -103,6 +100,12 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        # Interleaved chunks get each other's tensors where sends and receives are batched (wrong gradients).
+        overlap_p2p_comm=chunks > 1,
+        batch_p2p_comm=chunks == 1,
+        num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         expert_model_parallel_size=parallel.expert_model_parallel_size,

@@ -86,20 +86,33 @@ def build_model(
     """
     family = family_of(hf)
     config = transformer_config(family, model, parallel)
-    groups = process_groups()
-    with nullcontext() if memory else torch.device("meta"):
-        chunk = HiddenStateGPTModel(
-            config=config,
-            transformer_layer_spec=block_spec(config, family, topology.pipeline.rank),
-            vocab_size=padded_vocab_size(family.vocab_size, topology.tensor.size),
-            max_sequence_length=hf.max_position_embeddings,
-            pre_process=topology.is_first_stage,
-            post_process=topology.is_last_stage,
-            share_embeddings_and_output_weights=family.ties_embeddings,
-            position_embedding_type="rope",
-            pg_collection=groups,
-        )
-        if chunk.post_process and family.has_reward_head:
-            chunk.set_reward_head(config)
-    chunk.rotary_pos_emb = PackedRotaryEmbedding(hf, groups)
-    return BuiltModel([chunk.to(platform.device()) if memory else chunk], family, topology)
+    count = parallel.virtual_pipeline_model_parallel_size
+    chunks = []
+    for index in range(count):
+        with nullcontext() if memory else torch.device("meta"):
+            chunk = _build_chunk(family, config, topology, index, count)
+        chunk.rotary_pos_emb = PackedRotaryEmbedding(hf, process_groups())
+        chunks.append(chunk.to(platform.device()) if memory else chunk)
+    return BuiltModel(chunks, family, topology)
+
+
+def _build_chunk(
+    family: Family, config: TransformerConfig, topology: Topology, index: int, count: int
+) -> HiddenStateGPTModel:
+    """Chunk `index` of the `count` of this pipeline stage."""
+    vp_stage = index if count > 1 else None
+    chunk = HiddenStateGPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, family, topology.pipeline.rank, vp_stage),
+        vocab_size=padded_vocab_size(family.vocab_size, topology.tensor.size),
+        max_sequence_length=family.hf.max_position_embeddings,
+        pre_process=topology.is_first_stage and index == 0,
+        post_process=topology.is_last_stage and index == count - 1,
+        share_embeddings_and_output_weights=family.ties_embeddings,
+        position_embedding_type="rope",
+        pg_collection=process_groups(),
+        vp_stage=vp_stage,
+    )
+    if chunk.post_process and family.has_reward_head:
+        chunk.set_reward_head(config)
+    return chunk
