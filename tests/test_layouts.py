@@ -137,6 +137,23 @@ def plain_dpo(logprobs, data, dpo):
     }
 
 
+def plain_router_losses(model, data):
+    """DeepSeek-V3's balance loss of each sequence (its eq. 17 to 20) and ST-MoE's z-loss, summed over layers."""
+    balance = z = 0.0
+    rows = [row for row, mask in enumerate(data["sample_mask"].tolist()) if mask]
+    tokens = sum(data["input_lengths"][rows].tolist())
+    for row in rows:
+        length = int(data["input_lengths"][row])
+        for logits in model(data["input_ids"][row, :length][None], output_router_logits=True).router_logits:
+            logits = logits.double()
+            probabilities, (count, topk) = logits.softmax(-1), (logits.shape[1], model.config.num_experts_per_tok)
+            chosen = torch.zeros_like(logits).scatter(1, probabilities.topk(topk).indices, 1.0)
+            frequency = chosen.sum(0) * count / (topk * length)
+            balance = balance + (frequency * probabilities.mean(0)).sum() / len(rows)
+            z = z + logits.logsumexp(-1).square().sum() / tokens
+    return balance, z
+
+
 def as_saved(model, value_of):
     """Values of a model's parameters and buffers, by the names and in the shapes in which transformers saves them."""
     copied = copy.deepcopy(model)
@@ -162,6 +179,10 @@ def plain_outcome(config, data) -> Outcome:
         optimizer.zero_grad()
         logprobs = plain_logprobs(model, data)
         loss, metrics = plain_dpo(logprobs, data, config.dpo)
+        if config.model.moe_aux_loss_coeff:
+            balance, z = plain_router_losses(model, data)
+            metrics |= {"moe_aux_loss": balance.item(), "moe_z_loss": z.item()}
+            loss = loss + config.model.moe_aux_loss_coeff * balance + config.model.moe_z_loss_coeff * z
         loss.backward()
         gradients = as_saved(model, gradient_of)
         metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad).item()

@@ -220,6 +220,20 @@ def test_layouts_that_do_not_fit_the_model(sizes, message):
 
 
 @pytest.mark.parametrize(
+    ("family", "option", "message"),
+    [
+        ("llama", {"moe_aux_loss_coeff": 0.1}, "llama has no experts"),
+        ("mixtral", {"moe_router_bias_update_rate": 0.1}, "mixtral has no biases"),
+    ],
+)
+def test_options_that_the_family_has_no_use_for(family, option, message):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    with pytest.raises(UserError, match=message):
+        check_model_fits(make_config(family), ParallelConfig(), 64, ModelConfig(path="unused", **option))
+
+
+@pytest.mark.parametrize(
     ("size", "first", "last", "expected"),
     [
         (4, None, None, [3, 3, 3, 3]),

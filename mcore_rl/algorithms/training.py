@@ -65,7 +65,7 @@ def load_inputs(
     world_size = world_size or int(os.environ.get("WORLD_SIZE", 1))
     batching_of(config, rows_per_unit, config.parallel.data_parallel_size(world_size))
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
-    check_model_fits(hf_config, config.parallel, config.data.max_sequence_length)
+    check_model_fits(hf_config, config.parallel, config.data.max_sequence_length, config.model)
     check_hf_tensors(hf_config, SafetensorsDirectory(config.model.path))
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     if len(tokenizer) > hf_config.vocab_size:

@@ -38,6 +38,12 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     recompute_activations: bool = False
     """Keep only each layer's input for the backward pass and compute the layer again."""
+    moe_aux_loss_coeff: NonNegative = 0.0
+    """Of the loss that balances the experts within each sequence, which no cut of the batch changes."""
+    moe_z_loss_coeff: NonNegative = 0.0
+    """Of the loss that keeps the routers' logits small."""
+    moe_router_bias_update_rate: NonNegative = 0.0
+    """How far each step moves the biases that experts are chosen with, in families that have them."""
 
 
 class ParallelConfig(Section):

@@ -22,8 +22,10 @@ from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.distributed.parallel_logprobs import unpack_next_token_values, valid_columns, vocab_parallel_topk
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.models.megatron.attention import PackParams
+from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
 from mcore_rl.models.megatron.model import BuiltModel
+from mcore_rl.models.megatron.routed_tokens import RoutedTokens
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 
@@ -38,7 +40,7 @@ def run_microbatches(
 
     def forward_step(iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         microbatch = next(iterator)
-        output = chunk(**model_inputs(microbatch.layout, microbatch.data["input_ids"], model.topology))
+        output = chunk(**model_inputs(microbatch, model))
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             value, outputs = head(hidden, microbatch)
@@ -60,9 +62,10 @@ def run_microbatches(
     )
 
 
-def model_inputs(layout: PackLayout, input_ids: Tensor, topology: Topology) -> dict[str, Any]:
+def model_inputs(microbatch: Microbatch, model: BuiltModel) -> dict[str, Any]:
     """Arguments of the model for one pack: this context-parallel rank's tokens, [1, T / CP]."""
-    device = platform.device()
+    device, topology = platform.device(), model.topology
+    layout, input_ids = microbatch.layout, microbatch.data["input_ids"]
     cp_rank = topology.context.rank
     tokens = slice_context_parallel(layout.pack_rows(input_ids), layout, cp_rank)
     positions = slice_context_parallel(layout.position_ids, layout, cp_rank).to(device, non_blocking=True)
@@ -71,6 +74,8 @@ def model_inputs(layout: PackLayout, input_ids: Tensor, topology: Topology) -> d
         cu_seqlens = layout.cu_seqlens_padded.to(device, non_blocking=True)
         longest = max(layout.segment_lengths)
         params = PackParams("thd", cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens, longest, longest, layout=layout)
+    if isinstance(model.family, Mixture):
+        params.routed = RoutedTokens.of(microbatch, topology, device)
     return {
         "input_ids": tokens[None].to(device, non_blocking=True),
         "position_ids": positions[None],

@@ -42,8 +42,13 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
     return config
 
 
-def check_model_fits(hf: Any, parallel: ParallelConfig, max_sequence_length: int) -> None:
+def check_model_fits(
+    hf: Any, parallel: ParallelConfig, max_sequence_length: int, model: ModelConfig | None = None
+) -> None:
     """Refuse what is not supported and layouts that do not divide the model; needs no process group.
+
+    Args:
+        model: whose options must fit the family, if given.
 
     Raises:
         UserError: naming the key, what was found and what would be right.
@@ -51,6 +56,8 @@ def check_model_fits(hf: Any, parallel: ParallelConfig, max_sequence_length: int
     family = family_of(hf)
     family.check(max_sequence_length)
     _check_experts(family, parallel)
+    if model is not None:
+        _check_options(family, model)
     parallel.layers_of_stages(family.num_layers)
     tp = parallel.tensor_model_parallel_size
     groups = family.num_query_groups
@@ -87,12 +94,27 @@ def _check_experts(family: Family, parallel: ParallelConfig) -> None:
         raise UserError("parallel.sequence_parallel: must be true for mixtures of experts under tensor parallelism")
 
 
+def _check_options(family: Family, model: ModelConfig) -> None:
+    is_mixture = isinstance(family, Mixture)
+    has_bias = isinstance(family, Mixture) and family.experts.selection_bias
+    for name, possible, what in (
+        ("moe_aux_loss_coeff", is_mixture, "experts"),
+        ("moe_z_loss_coeff", is_mixture, "experts"),
+        ("moe_router_bias_update_rate", has_bias, "biases to choose experts with"),
+    ):
+        if getattr(model, name) and not possible:
+            raise UserError(f"model.{name}: {family.model_type} has no {what}; leave it out")
+
+
 def transformer_config(family: Family, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
     """Megatron's configuration of the family's architecture under `parallel`."""
     dtype = getattr(torch, model.dtype)
     use_te, chunks = uses_transformer_engine(), parallel.virtual_pipeline_model_parallel_size
     config = TransformerConfig(
         **family.megatron_fields(),
+        moe_aux_loss_coeff=model.moe_aux_loss_coeff,
+        moe_z_loss_coeff=model.moe_z_loss_coeff or None,
+        moe_router_bias_update_rate=0.0,  # `router_load` moves the biases, after steps that were taken
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,

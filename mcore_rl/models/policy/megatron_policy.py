@@ -24,6 +24,7 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_reduce, gather_objects
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron import checkpoint
+from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.forward_step import (
     LogprobHead,
     LossHead,
@@ -37,6 +38,7 @@ from mcore_rl.models.megatron.model import build_model
 from mcore_rl.models.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step, wrap_for_training
 from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel
 from mcore_rl.models.megatron.random_states import seed_everything
+from mcore_rl.models.megatron.router_load import GlobalLoad, begin_step
 from mcore_rl.models.megatron.weights import export_hf_weights, load_hf_weights
 from mcore_rl.models.policy.colocation import Colocation
 from mcore_rl.models.policy.interfaces import LogprobOutputSpec, ReferenceLogprobOutputSpec
@@ -68,6 +70,7 @@ class MegatronPolicy(Colocation):
         self.reference = self._weights_on_host() if keep_reference else None
         self.chunks: list[Any] = list(self.model.chunks)
         self._saving: checkpoint.PendingSave | None = None
+        self.load: GlobalLoad | None = None
         self.init_colocation()
         self.is_trained = total_steps > 0
         if self.is_trained:
@@ -204,6 +207,8 @@ class MegatronPolicy(Colocation):
         if not updated:
             raise FloatingPointError(f"the gradient norm is {grad_norm}")
         self.scheduler.step(increment=1)
+        if self.load is not None and (rate := self.config.model.moe_router_bias_update_rate):
+            self.load.update_biases(self.model, rate)
         return {**metrics, "grad_norm": grad_norm, "lr": float(lr)}
 
     def compute_gradients(
@@ -220,7 +225,12 @@ class MegatronPolicy(Colocation):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return self._run_loss(data, loss_fn, temperature, train=True)
+        if not isinstance(self.model.family, Mixture):
+            return self._run_loss(data, loss_fn, temperature, train=True)
+        begin_step(self.model, data)
+        metrics = self._run_loss(data, loss_fn, temperature, train=True)
+        self.load = GlobalLoad(self.model)
+        return {**metrics, **self.load.metrics()}
 
     @torch.no_grad()
     def evaluate(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, float]:
