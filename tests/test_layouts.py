@@ -168,9 +168,10 @@ def gradient_of(tensor):
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
-def plain_outcome(config, data) -> Outcome:
+def plain_outcome(config, data, prepare=lambda model: None) -> Outcome:
     """The same steps with transformers and torch.optim, nothing of this package."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    prepare(model)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.optimizer.lr, betas=(0.9, 0.999), eps=config.optimizer.adam_eps, weight_decay=0
     )

@@ -90,7 +90,14 @@ def rollout_worker(
         seed=config.seed,
     )
     limit = config.data.max_sequence_length
-    generation = MegatronGeneration(policy.model, params, limit, tokenizer, grpo.generation_batch_size)
+    generation = MegatronGeneration(
+        policy.model,
+        params,
+        limit,
+        tokenizer,
+        grpo.generation_batch_size,
+        record_experts=config.model.moe_router_replay,
+    )
     return RolloutWorker(generation, environment, tokenizer, config.environment.max_turns)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from mcore_rl.algorithms.step_log import read_step_log
 from mcore_rl.data.prompts import Prompt
@@ -42,6 +43,8 @@ class Rollout:
     turns: int = 0
     error: str | None = None
     message_log: MessageLog = field(default_factory=list)
+    routed_experts: list[Any] | None = None
+    """[tokens, layers, topk] the experts of its tokens, if they are to be replayed."""
 
     @classmethod
     def begin(cls, index: int, sample_id: int, prompt: Prompt) -> Rollout:
@@ -109,6 +112,8 @@ class RolloutWorker:
             tokens = out["output_ids"][row, response].tolist()
             rollout.add_response(tokens, out["logprobs"][row, response].tolist())
             rollout.truncated, rollout.turns = truncated[row], rollout.turns + 1
+            if "routed_experts" in out:
+                rollout.routed_experts = out["routed_experts"][row, : ends[row]].tolist()
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
             rollout.message_log = [*rollout.message_log, {"role": "assistant", "content": text}]
 
@@ -137,11 +142,13 @@ class RolloutWorker:
 def to_batch(rollouts: Sequence[Rollout], advantages: torch.Tensor, pad_token_id: int) -> BatchedDataDict[Any]:
     """Right-padded rows: input_ids, token_mask, generation_logprobs, advantages [B, S], input_lengths, sample_mask [B].
 
+    And routed_experts [B, S, layers, topk] int16 where the rollouts have them, −1 where they are not known.
+
     Args:
         advantages: one for each rollout, in any shape.
     """
     input_ids = _padded([r.input_ids for r in rollouts], torch.long, pad_token_id)
-    return BatchedDataDict(
+    batch: BatchedDataDict[Any] = BatchedDataDict(
         input_ids=input_ids,
         advantages=advantages.reshape(-1, 1).expand(input_ids.shape).contiguous(),
         token_mask=_padded([r.token_mask for r in rollouts], torch.float32),
@@ -149,6 +156,11 @@ def to_batch(rollouts: Sequence[Rollout], advantages: torch.Tensor, pad_token_id
         input_lengths=torch.tensor([len(r.input_ids) for r in rollouts]),
         sample_mask=torch.ones(len(rollouts)),
     )
+    if all(r.routed_experts is not None for r in rollouts):
+        experts = _padded([r.routed_experts or [] for r in rollouts], torch.int16, -1)
+        tail = input_ids.shape[1] - experts.shape[1]  # what was observed last was never fed to the model
+        batch["routed_experts"] = F.pad(experts, (0, 0, 0, 0, 0, tail), value=-1)
+    return batch
 
 
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float = 0) -> torch.Tensor:

@@ -42,6 +42,9 @@ class ModelConfig(Section):
     """Of the loss that balances the experts within each sequence, which no cut of the batch changes."""
     moe_z_loss_coeff: NonNegative = 0.0
     """Of the loss that keeps the routers' logits small."""
+    moe_router_replay: bool = False
+    """Send tokens to the experts that they went to while sampling, in log-probabilities and training
+    (arXiv:2510.11370); for GRPO."""
     moe_router_bias_update_rate: NonNegative = 0.0
     """How far each step moves the biases that experts are chosen with, in families that have them."""
 

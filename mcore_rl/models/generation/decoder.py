@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl import platform
-from mcore_rl.distributed.collectives import all_reduce
+from mcore_rl.distributed.collectives import all_gather, all_reduce
 from mcore_rl.distributed.linear_logprobs import gather_hidden_states
 from mcore_rl.distributed.parallel_logprobs import valid_columns
 from mcore_rl.models.megatron.attention import PackParams, packed_attention
 from mcore_rl.models.megatron.linear import linear
 from mcore_rl.models.megatron.model import BuiltModel
+from mcore_rl.models.megatron.router_load import routers_of
 
 # Attention of one layer: its number on this rank, queries [T, heads, d], keys and values [T, groups, d]
 # → [T, heads · d].
@@ -46,8 +47,10 @@ class Decoder:
     """
 
     attend: Attend
+    routed: Tensor
+    """Experts of the last pass's tokens, [T, layers with experts on this rank, topk], if they are to be recorded."""
 
-    def __init__(self, model: BuiltModel) -> None:
+    def __init__(self, model: BuiltModel, record_experts: bool = False) -> None:
         self.model, self.topology, family = model, model.topology, model.family
         tp = self.topology.tensor.size
         # Where there are fewer key-value heads than ranks, several share one of them and split its queries.
@@ -56,6 +59,7 @@ class Decoder:
         self.dtype = next(iter(model.chunks[0].parameters())).dtype
         self.token_multiple = tp if self.topology.sequence_parallel else 1
         self.in_lockstep = self.topology.expert.size > 1
+        self.routers = routers_of(model) if record_experts else []
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -112,6 +116,11 @@ class Decoder:
             x: Tensor = chunk(**inputs)
             if not chunk.post_process:
                 self._send(x)
+        if self.routers:
+            routed = torch.stack([router.chosen_last() for router in self.routers], dim=1)
+            if self.topology.sequence_parallel:
+                routed = all_gather(routed, self.topology.tensor.group).flatten(0, 1)
+            self.routed = routed[:count]
         if not self.topology.is_last_stage:
             return x.new_empty(count, x.shape[-1])
         return gather_hidden_states(x, self.topology.tensor.group, self.topology.sequence_parallel)[:count]

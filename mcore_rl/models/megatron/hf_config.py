@@ -100,6 +100,7 @@ def _check_options(family: Family, model: ModelConfig) -> None:
     for name, possible, what in (
         ("moe_aux_loss_coeff", is_mixture, "experts"),
         ("moe_z_loss_coeff", is_mixture, "experts"),
+        ("moe_router_replay", is_mixture, "experts"),
         ("moe_router_bias_update_rate", has_bias, "biases to choose experts with"),
     ):
         if getattr(model, name) and not possible:

@@ -101,6 +101,11 @@ class Router(TopKRouter):
             spread = _AttachedLoss.apply(spread, self._auxiliary_loss(logits, routing_map, tokens, self.load))
         return spread, routing_map
 
+    def chosen_last(self) -> Tensor:
+        """[T, topk] experts of the tokens of the last pass."""
+        assert self.recorded is not None, "nothing was generated or scored last"
+        return self.recorded
+
     @property
     def index(self) -> int:
         """This layer's number among the whole model's layers that have experts."""

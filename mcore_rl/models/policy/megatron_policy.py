@@ -38,6 +38,7 @@ from mcore_rl.models.megatron.model import build_model
 from mcore_rl.models.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step, wrap_for_training
 from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel
 from mcore_rl.models.megatron.random_states import seed_everything
+from mcore_rl.models.megatron.routed_tokens import ROUTED_EXPERTS
 from mcore_rl.models.megatron.router_load import GlobalLoad, begin_step
 from mcore_rl.models.megatron.weights import export_hf_weights, load_hf_weights
 from mcore_rl.models.policy.colocation import Colocation
@@ -109,7 +110,8 @@ class MegatronPolicy(Colocation):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], temperature: float = 1.0
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        with self.reference_weights():
+        data = BatchedDataDict({name: values for name, values in data.items() if name != ROUTED_EXPERTS})
+        with self.reference_weights():  # they choose experts of their own
             return BatchedDataDict(reference_logprobs=self._score(data, temperature))
 
     def _score(self, data: BatchedDataDict[Any], temperature: float) -> Tensor:
