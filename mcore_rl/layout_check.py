@@ -44,6 +44,8 @@ class Layout:
     vpp: int = 1
     first: int | None = None
     """Layers of the first pipeline stage."""
+    prefix: bool = False
+    """Common beginnings stand in a pack once."""
 
     @property
     def world_size(self) -> int:
@@ -55,6 +57,7 @@ class Layout:
         etp = self.etp or self.tp
         return (
             (not self.sp or self.tp > 1)
+            and (not self.prefix or self.packing)
             and (self.vpp == 1 or self.pp > 1)
             and (self.ep > 1 or etp == self.tp)
             and not self.world_size % (self.pp * self.ep * etp)
@@ -63,7 +66,12 @@ class Layout:
     def __str__(self) -> str:
         sizes = [f"{name}{getattr(self, name)}" for name in SIZES if getattr(self, name) > 1]
         sizes += [f"etp{self.etp}"] * bool(self.etp) + [f"first{self.first}"] * bool(self.first)
-        extras = ["sp"] * self.sp + ["unpacked"] * (not self.packing) + ["small packs"] * bool(self.tokens_per_pack)
+        extras = (
+            ["sp"] * self.sp
+            + ["prefix"] * self.prefix
+            + ["unpacked"] * (not self.packing)
+            + ["small packs"] * bool(self.tokens_per_pack)
+        )
         return " ".join([*sizes, *extras]) or "one process"
 
     def apply(self, config: TrainingConfig) -> TrainingConfig:
@@ -79,7 +87,7 @@ class Layout:
             expert_model_parallel_size=self.ep,
             expert_tensor_parallel_size=self.etp or None,
         )
-        values["batch"].update(packing=self.packing, tokens_per_pack=self.tokens_per_pack)
+        values["batch"].update(packing=self.packing, tokens_per_pack=self.tokens_per_pack, share_prefixes=self.prefix)
         if self.packing:
             values["batch"]["micro_batch_size"] = 1
         return type(config).model_validate(values)
@@ -227,12 +235,12 @@ def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Layou
 
 
 def parse_layouts(choices: Sequence[str]) -> list[Layout]:
-    """`["tp=1,2", "cp=1,2"]` → every combination; keys tp, pp, vpp, cp, dp, ep, etp, sp (0 or 1), packing (0 or 1).
+    """`["tp=1,2", "cp=1,2"]` → every combination; keys tp, pp, vpp, cp, dp, ep, etp, sp, packing and prefix (0 or 1).
 
     Raises:
         UserError: not of that form.
     """
-    known = {*SIZES, "etp", "sp", "packing"}
+    known = {*SIZES, "etp", "sp", "packing", "prefix"}
     values: dict[str, list[int]] = {}
     for choice in choices:
         key, _, text = choice.partition("=")

@@ -19,6 +19,7 @@ from mcore_rl.algorithms.rollouts import Rollout
 from mcore_rl.algorithms.step_log import StepLog, read_step_log
 from mcore_rl.config import EnvironmentConfig, GRPOConfig, LoggingConfig, SFTConfig, load_config
 from mcore_rl.data.batches import SampleOrder
+from mcore_rl.data.packing import Batching
 from mcore_rl.data.prompts import Prompt, PromptDataset
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.environments.judged import JudgedEnvironment
@@ -65,7 +66,7 @@ class Worker:
 
 
 class Policy:
-    is_writer, reference = True, "weights"
+    is_writer, reference, batching = True, "weights", Batching(True, 64, 1, 1)
 
     def __init__(self):
         self.trained, self.skipped = [], 0
@@ -84,7 +85,7 @@ class Policy:
     def get_logprobs(self, data, temperature):
         return {"logprobs": data["generation_logprobs"]}
 
-    def training_flops(self, lengths):
+    def training_flops(self, lengths, before):
         return 0.0
 
 

@@ -170,7 +170,7 @@ class GRPORun(TrainingRun[PromptDataset]):
         if nothing := self._nothing_to_learn(rewards, rollouts):
             self.say(f"step {step}: {nothing}; there is nothing to learn from, no update")
             self.policy.advance_schedule(self.config.grpo.num_updates_per_rollout)
-            return {**metrics, "skipped_update": 1.0, **self._timings(rollouts, started)}
+            return {**metrics, "skipped_update": 1.0, **self._timings(rollouts, started, updates=0)}
         data = self._training_data(step, rollouts, rewards)
         with self._phase(step, "training"):
             for update in range(self.config.grpo.num_updates_per_rollout):
@@ -178,7 +178,8 @@ class GRPORun(TrainingRun[PromptDataset]):
                 trained.pop("all_mb_metrics")
                 if step == 1 and update == 0 and self.recorded is None:
                     self._check_first(trained)
-        return {**metrics, **trained, "skipped_update": 0.0, **self._timings(rollouts, started)}
+        updates = self.config.grpo.num_updates_per_rollout
+        return {**metrics, **trained, "skipped_update": 0.0, **self._timings(rollouts, started, updates)}
 
     def _check_judged(self, step: int, rollouts: list[Rollout]) -> None:
         """Raises TrainingError after too many steps on end in which no sample could be judged."""
@@ -302,15 +303,14 @@ class GRPORun(TrainingRun[PromptDataset]):
         watchdog.enter(f"step {step}: {name}")
         return _Timer(self.seconds, name)
 
-    def _timings(self, rollouts: list[Rollout], started: float) -> dict[str, float]:
-        lengths = [len(r.input_ids) for r in rollouts]
-        generated, total = sum(r.response_length for r in rollouts), sum(lengths)
+    def _timings(self, rollouts: list[Rollout], started: float, updates: int) -> dict[str, float]:
+        generated, total = sum(r.response_length for r in rollouts), sum(len(r.input_ids) for r in rollouts)
         timings = {f"{name}_seconds": value for name, value in self.seconds.items()}
         for name, tokens in (("generation", generated), ("logprobs", total), ("training", total)):
             if self.seconds.get(name):
                 timings[f"{name}_tokens_per_second"] = tokens / self.seconds[name]
-        passes = self.config.grpo.num_updates_per_rollout
-        return {**timings, **self.throughput(lengths, time.perf_counter() - started, passes)}
+        data = to_batch(rollouts, self.inputs.tokenizer.pad_token_id)
+        return {**timings, **self.throughput(data, time.perf_counter() - started, updates)}
 
 
 def add_advantages(

@@ -39,7 +39,7 @@ class SupervisedRun(TrainingRun[Dataset]):
         metrics.pop("all_mb_metrics")
         if step == 1:
             self.check_first_step(metrics, data)
-        return {**metrics, **self.throughput(data["input_lengths"].tolist(), time.perf_counter() - started)}
+        return {**metrics, **self.throughput(data, time.perf_counter() - started)}
 
     def _next_batch(self) -> BatchedDataDict[Any]:
         """The next global batch; smaller at the very end of the last epoch."""

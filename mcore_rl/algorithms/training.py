@@ -12,6 +12,7 @@ from mcore_rl.algorithms.inputs import DatasetT, Inputs, tell_what_never_comes, 
 from mcore_rl.algorithms.interruption import Interruption
 from mcore_rl.algorithms.metrics import Reporter, speaker
 from mcore_rl.config import TrainingConfig, resolved_yaml
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import TrainingError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.preflight import is_restart
@@ -65,13 +66,14 @@ class TrainingRun(ABC, Generic[DatasetT]):
     def validate(self, step: int) -> dict[str, float]:
         """Metrics of the validation set, each named `validation_…`; {} without one."""
 
-    def throughput(self, lengths: list[int], seconds: float, passes: int = 1) -> dict[str, float]:
-        """Metrics of a step that trained `passes` times on sequences of these lengths."""
-        tokens = sum(lengths)
+    def throughput(self, data: BatchedDataDict[Any], seconds: float, passes: int = 1) -> dict[str, float]:
+        """Metrics of a step that trained `passes` times on these sequences."""
+        tokens = int(data["input_lengths"].sum())
+        flops = passes * self.policy.training_flops(*self.policy.batching.pieces(data))
         return {
             "num_tokens": tokens,
             "tokens_per_second": tokens / seconds,
-            "tflops_per_second": passes * self.policy.training_flops(lengths) / seconds / 1e12,
+            "tflops_per_second": flops / seconds / 1e12,
             "step_seconds": seconds,
         }
 

@@ -162,6 +162,10 @@ class GRPOConfig(TrainingConfig):
         return values
 
     @property
+    def rows_per_group(self) -> int:
+        return self.grpo.num_generations_per_prompt
+
+    @property
     def max_prompt_length(self) -> int:
         """Tokens of a prompt at most, so that a response has room."""
         return self.data.max_sequence_length - self.grpo.max_new_tokens

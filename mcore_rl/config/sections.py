@@ -205,9 +205,15 @@ class BatchConfig(Section):
     """Width of a pack in tokens; max_sequence_length if not given (twice that for pairs)."""
     micro_batch_size: Positive = 1
     """Rows (or pairs) per microbatch without packing."""
+    share_prefixes: bool = False
+    """What the responses of a pair or group have in common at their beginning, their prompt, stands in a pack once."""
+    min_shared_tokens: Positive = 32
+    """Beginnings of fewer tokens are repeated."""
 
     @model_validator(mode="after")
     def _used(self) -> BatchConfig:
+        if self.share_prefixes and not self.packing:
+            raise ValueError("share_prefixes: needs packing=true")
         if self.packing and self.micro_batch_size != 1:
             raise ValueError("micro_batch_size: packs are filled to tokens_per_pack; it goes with packing=false alone")
         if not self.packing and self.tokens_per_pack is not None:
@@ -324,6 +330,17 @@ class TrainingConfig(Section):
     def rows_per_unit(self) -> int:
         """Sequences that must share a microbatch."""
         return 1
+
+    @property
+    def rows_per_group(self) -> int:
+        """Neighbouring rows of a batch that begin alike."""
+        return self.rows_per_unit
+
+    @model_validator(mode="after")
+    def _shares(self) -> TrainingConfig:
+        if self.batch.share_prefixes and self.rows_per_group < 2:
+            raise ValueError("batch.share_prefixes: rows of this algorithm have no prompt in common; leave it out")
+        return self
 
     def pack_width(self, rows_per_unit: int) -> int:
         """Tokens of a pack, which holds the longest record of so many sequences.

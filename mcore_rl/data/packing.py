@@ -13,6 +13,7 @@ from mcore_rl.config import TrainingConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.bin_packing import assign, pack, split_until_divisible
 from mcore_rl.distributed.pack_layout import PackLayout, round_up
+from mcore_rl.distributed.prefix_layout import PrefixLayout, PrefixTree
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ class Batching:
             know what to expect without asking).
         attention_length: tokens of a sequence at which attention costs as much as all else.
         count_multiple: every rank's number of microbatches is a multiple of this.
+        rows_per_group: so many neighbouring rows may begin alike, and what they have in common stands in a pack once;
+            0: never.
+        min_shared: tokens of a beginning that is worth it, at least.
     """
 
     packing: bool
@@ -60,30 +64,59 @@ class Batching:
     one_width: bool = False
     attention_length: float = math.inf
     count_multiple: int = 1
+    rows_per_group: int = 0
+    min_shared: int = 32
 
-    def plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
+    def plan(self, lengths: Sequence[int], input_ids: torch.Tensor | None = None) -> list[list[list[int]]]:
         """[data-parallel rank][microbatch] → rows; an empty microbatch is a filler.
 
         Every rank gets the same number of microbatches, and ranks get even shares of the work, which grows with a
         sequence's length and with its square.
 
+        Args:
+            input_ids: [B, S] tokens, for common beginnings (`rows_per_group`).
+
         Raises:
             ValueError: rows that do not make whole units, or a unit longer than a pack.
         """
+        return [[_rows(box) for box in boxes] for boxes in self._assign(self._units(lengths, input_ids))]
+
+    def _units(self, lengths: Sequence[int], input_ids: torch.Tensor | None) -> list[Unit]:
+        """What stays together: pairs, or (where beginnings are shared) as much of a group as fits a pack."""
         if len(lengths) % self.rows_per_unit:
             raise ValueError(f"{len(lengths)} rows do not make whole units of {self.rows_per_unit} rows")
-        padded = [round_up(n, self.multiple) for n in lengths]
-        starts = range(0, len(lengths), self.rows_per_unit)
-        units = [list(range(start, start + self.rows_per_unit)) for start in starts]
-        size = [sum(padded[row] for row in unit) for unit in units]
-        cost = [sum(padded[row] * (1 + padded[row] / self.attention_length) for row in unit) for unit in units]
+        if not self.rows_per_group or input_ids is None:
+            step = self.rows_per_unit
+            starts = range(0, len(lengths), step)
+            return [self._apart(list(range(start, start + step)), lengths) for start in starts]
+        groups = range(0, len(lengths), self.rows_per_group)
+        rows = (list(range(start, min(start + self.rows_per_group, len(lengths)))) for start in groups)
+        return [unit for group in rows for unit in self._sharing(group, lengths, input_ids)]
+
+    def _apart(self, rows: list[int], lengths: Sequence[int]) -> Unit:
+        own = tuple(lengths[row] for row in rows)
+        return Unit(rows, PrefixTree(own, (-1,) * len(own), tuple(range(len(own)))))
+
+    def _sharing(self, rows: list[int], lengths: Sequence[int], input_ids: torch.Tensor) -> list[Unit]:
+        """One unit of a group's rows, or of each half where they do not fit a pack together."""
+        # Segments are padded one by one: what is gained by sharing must be more than that.
+        min_shared = max(self.min_shared, self.multiple + 1)
+        tree = PrefixTree.of_rows(input_ids[rows], [lengths[row] for row in rows], min_shared)
+        half = len(rows) // 2 // self.rows_per_unit * self.rows_per_unit
+        if tree.padded_size(self.multiple) <= self.tokens_per_pack or not half:
+            return [Unit(rows, tree)]
+        return [u for part in (rows[:half], rows[half:]) for u in self._sharing(part, lengths, input_ids)]
+
+    def _assign(self, units: Sequence[Unit]) -> list[list[list[Unit]]]:
+        size = [unit.tree.padded_size(self.multiple) for unit in units]
+        cost = [unit.cost(self.multiple, self.attention_length) for unit in units]
         if self.packing:
             shards = pack(size, cost, self.tokens_per_pack, self.dp_size, self.count_multiple)
         else:
             bins = self._in_order(len(units))
             split_until_divisible(bins, cost, self.dp_size * self.count_multiple)
             shards = assign(bins, cost, self.dp_size)
-        return [[sorted(row for unit in box for row in units[unit]) for box in boxes] for boxes in shards]
+        return [[[units[index] for index in sorted(box)] for box in boxes] for boxes in shards]
 
     def _in_order(self, count: int) -> list[list[int]]:
         return [list(range(i, min(i + self.micro_batch_size, count))) for i in range(0, count, self.micro_batch_size)]
@@ -91,31 +124,64 @@ class Batching:
     def microbatches(self, data: BatchedDataDict[Any], dp_rank: int) -> list[Microbatch]:
         """This data-parallel rank's microbatches of a global batch with `input_lengths`."""
         lengths = data["input_lengths"].tolist()
-        plan = self.plan(lengths)
-        width = max(self._width([lengths[r] for r in rows]) for shard in plan for rows in shard)
+        units = self._units(lengths, data["input_ids"])
+        shards = self._assign(units)
+        width = max(self._width(box) for boxes in shards for box in boxes)
         common = width if self.one_width else None
-        return [self._microbatch(data, rows, lengths, common) for rows in plan[dp_rank]]
+        filler = [self._apart(list(range(self.rows_per_unit)), lengths)]
+        return [self._microbatch(data, box, filler, common) for box in shards[dp_rank]]
 
     def _microbatch(
-        self, data: BatchedDataDict[Any], rows: list[int], lengths: list[int], common: int | None
+        self, data: BatchedDataDict[Any], units: list[Unit], filler: list[Unit], common: int | None
     ) -> Microbatch:
-        filler = not rows
-        rows = rows or list(range(self.rows_per_unit))
-        own = [lengths[row] for row in rows]
-        selected = _cut(data.select_indices(rows), max(own), data["input_ids"].shape[1])
-        if filler:
+        counts, units = bool(units), units or filler
+        rows, tree = _rows(units), PrefixTree.forest([unit.tree for unit in units])
+        shared = any(parent >= 0 for parent in tree.parents) or len(tree.lengths) != len(rows)
+        longest = max(tree.before[end] + tree.lengths[end] for end in tree.ends)
+        selected = _cut(data.select_indices(rows), longest, data["input_ids"].shape[1])
+        if not counts:
             selected["sample_mask"] = torch.zeros_like(selected["sample_mask"])
-        if self.packing:
-            layout = PackLayout.pack(own, self.cp_size, self.multiple, common)
+        layout: PackLayout
+        if self.packing and shared:
+            layout = PrefixLayout.of(tree, self.cp_size, self.multiple, common)
+        elif self.packing:
+            layout = PackLayout.pack(tree.lengths, self.cp_size, self.multiple, common)
         else:
-            width = round_up(max(own), self.multiple)
-            layout = PackLayout(tuple(own), (width,) * len(own), common or width * len(own), self.cp_size)
-        return Microbatch(rows, selected, layout, self.packing, counts=not filler)
+            width = round_up(longest, self.multiple)
+            layout = PackLayout(tree.lengths, (width,) * len(rows), common or width * len(rows), self.cp_size)
+        return Microbatch(rows, selected, layout, self.packing, counts)
 
-    def _width(self, lengths: list[int]) -> int:
-        """Tokens that a microbatch of these rows takes; a filler is no wider than what it stands beside."""
-        padded = [round_up(n, self.multiple) for n in lengths]
-        return sum(padded) if self.packing else max(padded, default=0) * len(padded)
+    def _width(self, units: list[Unit]) -> int:
+        """Tokens that a microbatch of these units takes; a filler is no wider than what it stands beside."""
+        if self.packing:
+            return sum(unit.tree.padded_size(self.multiple) for unit in units)
+        padded = [round_up(n, self.multiple) for unit in units for n in unit.tree.lengths]
+        return max(padded, default=0) * len(padded)
+
+    def pieces(self, data: BatchedDataDict[Any]) -> tuple[list[int], list[int]]:
+        """Tokens of each piece of a global batch that goes through the model, and of what it continues."""
+        units = self._units(data["input_lengths"].tolist(), data["input_ids"])
+        return [n for unit in units for n in unit.tree.lengths], [n for unit in units for n in unit.tree.before]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Neighbouring rows of a global batch that go into one pack, and what they have in common."""
+
+    rows: list[int]
+    tree: PrefixTree
+
+    def cost(self, multiple: int, attention_length: float) -> float:
+        """Work in tokens: linear in what goes through the model, and in what each of these tokens sees."""
+        work = 0.0
+        for before, length in zip(self.tree.before, self.tree.lengths, strict=True):
+            padded = round_up(length, multiple)
+            work += padded + padded * (2 * before + padded) / attention_length
+        return work
+
+
+def _rows(units: Sequence[Unit]) -> list[int]:
+    return [row for unit in units for row in unit.rows]
 
 
 def _cut(data: BatchedDataDict[Any], width: int, full_width: int) -> BatchedDataDict[Any]:
@@ -143,4 +209,6 @@ def batching_of(config: TrainingConfig, rows_per_unit: int, dp_size: int) -> Bat
         multiple=parallel.sequence_multiple,
         one_width=parallel.pipeline_model_parallel_size > 1,
         count_multiple=parallel.microbatch_multiple,
+        rows_per_group=config.rows_per_group if config.batch.share_prefixes else 0,
+        min_shared=config.batch.min_shared_tokens,
     )

@@ -88,6 +88,24 @@ class _AllGatherForwardSplitBackward(torch.autograd.Function):
         return grad.chunk(group_size(ctx.group))[group_rank(ctx.group)].contiguous(), None
 
 
+class _AllReduceForwardAllReduceBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+def all_reduce_forward_all_reduce_backward(
+    x: Shaped[Tensor, "*shape"], group: ProcessGroup | None
+) -> Shaped[Tensor, "*shape"]:
+    """Sum over the group; each rank's gradient is the sum of all ranks', each of which uses the sum."""
+    return x if group_size(group) == 1 else _AllReduceForwardAllReduceBackward.apply(x, group)
+
+
 def copy_forward_all_reduce_backward(
     x: Shaped[Tensor, "*shape"], group: ProcessGroup | None
 ) -> Shaped[Tensor, "*shape"]:

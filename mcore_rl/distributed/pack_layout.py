@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int, Shaped
@@ -92,6 +93,11 @@ class PackLayout:
     def num_sequences(self) -> int:
         return len(self.lengths)
 
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """True lengths of the rows, whole."""
+        return self.lengths
+
     @cached_property
     def starts(self) -> Int[Tensor, " rows"]:
         """First pack position of each sequence, [N]."""
@@ -113,16 +119,21 @@ class PackLayout:
         return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
 
     @cached_property
-    def position_ids(self) -> Int[Tensor, " tokens"]:
-        """Position of each token in its own segment, [T]."""
+    def offsets(self) -> Int[Tensor, " tokens"]:
+        """Place of each token in its own segment, [T]."""
         return torch.arange(self.total) - _exclusive_cumsum(self.segment_lengths)[self._segment_of]
+
+    @property
+    def position_ids(self) -> Int[Tensor, " tokens"]:
+        """Position of each token in its row, [T]."""
+        return self.offsets
 
     def local_positions(self, cp_rank: int) -> Int[Tensor, " local_tokens"]:
         """Pack positions that context-parallel rank `cp_rank` holds, in its order, [T / CP]."""
         if self.cp_size == 1:
             return torch.arange(self.total)
         lengths = torch.tensor(self.segment_lengths, dtype=torch.long)[self._segment_of]
-        chunk = self.position_ids * (2 * self.cp_size) // lengths
+        chunk = self.offsets * (2 * self.cp_size) // lengths
         owner = torch.minimum(chunk, 2 * self.cp_size - 1 - chunk)
         return torch.nonzero(owner == cp_rank).flatten()
 
@@ -130,6 +141,48 @@ class PackLayout:
     def gather_order(self) -> Int[Tensor, " tokens"]:
         """Index [T] that puts the ranks' concatenated local tokens back in pack order."""
         return torch.argsort(torch.cat([self.local_positions(r) for r in range(self.cp_size)]))
+
+    @cached_property
+    def predictor(self) -> Int[Tensor, " tokens"]:
+        """Pack position whose hidden state predicts the token here; −1 for first tokens and padding, [T]."""
+        return torch.where(self._is_token & (self.offsets > 0), torch.arange(self.total) - 1, -1)
+
+    def token_table(self, width: int) -> tuple[Int[Tensor, "rows seq"], Bool[Tensor, "rows seq"]]:
+        """Pack position of token (row, column), 0 where there is none; and where there is one."""
+        column = torch.arange(width)
+        valid = column[None] < torch.tensor(self.lengths, dtype=torch.long)[:, None]
+        return torch.where(valid, self.starts[:, None] + column[None], 0), valid
+
+    def visible_keys(self, cp_rank: int) -> tuple[tuple[int, ...], tuple[int, ...], Int[Tensor, " keys"]]:
+        """What the queries of context-parallel rank `cp_rank` see, once for all layers.
+
+        Returns:
+            lengths of its chunks of queries, in its order; of the keys that each may see, whose last ones are as
+            many as the queries and theirs; the pack positions of all these keys, one chunk after the other.
+        """
+        made: dict[int, Any] = self.__dict__.setdefault("_visible", {})
+        if cp_rank not in made:
+            made[cp_rank] = self._visible_keys(cp_rank)
+        found: tuple[tuple[int, ...], tuple[int, ...], Tensor] = made[cp_rank]
+        return found
+
+    def _visible_keys(self, cp_rank: int) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
+        chunks = 2 * self.cp_size if self.cp_size > 1 else 1
+        queries, keys, index = [], [], []
+        for segment, (start, length) in enumerate(
+            zip(self.cu_seqlens_padded.tolist(), self.segment_lengths, strict=False)
+        ):
+            before = self._tokens_before(segment)
+            for seen in (cp_rank + 1, chunks - cp_rank) if self.cp_size > 1 else (1,):
+                own = seen * (length // chunks)
+                queries.append(length // chunks)
+                keys.append(len(before) + own)
+                index += [before, torch.arange(start, start + own)]
+        return tuple(queries), tuple(keys), torch.cat(index)
+
+    def _tokens_before(self, segment: int) -> Tensor:
+        """Pack positions of the tokens that a segment continues."""
+        return torch.zeros(0, dtype=torch.long)
 
     def pack_rows(self, rows: Shaped[Tensor, "rows seq"], fill: float | int = 0) -> Shaped[Tensor, " tokens"]:
         """[N, S] right-padded rows → [T]; `fill` where the pack holds padding."""
@@ -140,19 +193,19 @@ class PackLayout:
 
     @cached_property
     def _row_and_column(self) -> tuple[Tensor, Tensor]:
-        return self._segment_of.clamp(max=max(self.num_sequences - 1, 0)), self.position_ids
+        return self._segment_of.clamp(max=max(self.num_sequences - 1, 0)), self.offsets
 
     @cached_property
     def _is_token(self) -> Tensor:
         """True where the pack holds a real token, [T]."""
         lengths = torch.tensor((*self.lengths, 0), dtype=torch.long)
-        return self.position_ids < lengths[self._segment_of]
+        return self.offsets < lengths[self._segment_of]
 
     @cached_property
     def has_target(self) -> Bool[Tensor, " tokens"]:
         """True at pack positions that predict a real token of their own sequence, [T]."""
         lengths = torch.tensor((*self.lengths, 0), dtype=torch.long)
-        return self.position_ids + 1 < lengths[self._segment_of]
+        return self.offsets + 1 < lengths[self._segment_of]
 
     def next_of(self, packed: Shaped[Tensor, " tokens"]) -> Shaped[Tensor, " tokens"]:
         """`packed` [T] shifted left inside each sequence: entry p belongs to the token that p predicts.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mcore_rl.distributed.collectives import all_gather_forward_reduce_scatter_backward
 from mcore_rl.distributed.pack_layout import PackLayout
+from mcore_rl.distributed.prefix_layout import PrefixLayout
 from mcore_rl.models.megatron.parallel import ProcessGroupCollection
 from mcore_rl.models.megatron.routed_tokens import RoutedTokens
 
@@ -72,6 +73,10 @@ class PackedCausalAttention(MegatronModule):
         query_lengths = key_lengths = layout.segment_lengths
         if layout.cp_size > 1:
             key, value, query_lengths, key_lengths = self._gather_keys(key, value, layout)
+        elif isinstance(layout, PrefixLayout):
+            query_lengths, key_lengths, index = layout.visible_keys(0)
+            index = index.to(key.device)
+            key, value = key[index], value[index]
         return packed_attention(query, key, value, query_lengths, key_lengths, self.softmax_scale).flatten(1)
 
     def _gather_keys(
@@ -79,17 +84,10 @@ class PackedCausalAttention(MegatronModule):
     ) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...]]:
         """The keys and values that each local query chunk may see, one after the other, and the lengths."""
         gathered = all_gather_forward_reduce_scatter_backward(torch.cat((key, value), dim=-1), self.cp_group)
-        rank, chunks = torch.distributed.get_rank(self.cp_group), 2 * layout.cp_size
-        query_lengths, key_lengths, indices = [], [], []
-        for start, length in zip(layout.cu_seqlens_padded.tolist(), layout.segment_lengths, strict=False):
-            chunk = length // chunks
-            for seen in (rank + 1, chunks - rank):
-                query_lengths.append(chunk)
-                key_lengths.append(seen * chunk)
-                indices.append(torch.arange(start, start + seen * chunk))
-        visible = gathered[layout.gather_order[torch.cat(indices)].to(key.device)]
+        query_lengths, key_lengths, index = layout.visible_keys(torch.distributed.get_rank(self.cp_group))
+        visible = gathered[layout.gather_order[index].to(key.device)]
         key, value = visible.split(key.shape[-1], dim=-1)
-        return key, value, tuple(query_lengths), tuple(key_lengths)
+        return key, value, query_lengths, key_lengths
 
 
 def packed_attention(

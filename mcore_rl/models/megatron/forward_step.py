@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mcore_rl import platform
 from mcore_rl.algorithms.interfaces import LossFunction
@@ -15,12 +16,13 @@ from mcore_rl.algorithms.loss_functions.common import takes_logprobs, token_mask
 from mcore_rl.algorithms.loss_functions.packing import SequencePackingLossWrapper, accepted_groups, rows_of_width
 from mcore_rl.data.packing import Microbatch
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.collectives import all_gather_forward_split_backward
+from mcore_rl.distributed.collectives import (
+    all_gather_forward_split_backward,
+    all_reduce_forward_all_reduce_backward,
+)
 from mcore_rl.distributed.context_parallel import gather_context_parallel, slice_context_parallel
 from mcore_rl.distributed.linear_logprobs import gather_hidden_states, linear_logprobs
-from mcore_rl.distributed.pack_layout import PackLayout
-from mcore_rl.distributed.parallel_logprobs import unpack_next_token_values, valid_columns, vocab_parallel_topk
-from mcore_rl.distributed.topology import Topology
+from mcore_rl.distributed.parallel_logprobs import valid_columns, vocab_parallel_topk
 from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
@@ -101,37 +103,43 @@ class LogprobHead:
         topology, layout = self.model.topology, microbatch.layout
         input_ids = microbatch.data["input_ids"]
         hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
-        targets = _local(layout.next_of(layout.pack_rows(input_ids)), layout, topology)
-        counted = F.pad(mask > 0, (0, 1))
-        wanted = _local(layout.pack_rows(counted) & layout.has_target, layout, topology).nonzero().flatten()
-        rows = wanted if len(wanted) else torch.zeros(1, dtype=torch.long)
-        rows = rows.to(hidden.device, non_blocking=True)
+        index, there = layout.token_table(input_ids.shape[1])
+        index, counted = index[:, 1:], there[:, 1:] & (mask > 0)
+        wanted = torch.zeros(layout.total, dtype=torch.bool)  # of the tokens that are predicted
+        wanted[index[counted]] = True
+        held = layout.local_positions(topology.context.rank)
+        place = torch.full((layout.total + 1,), -1)  # of each position on this rank; the last: of no position
+        place[held] = torch.arange(len(held))
+        tokens = (wanted & (place[layout.predictor] >= 0)).nonzero().flatten()
+        used = bool(len(tokens))
+        tokens = tokens if used else torch.zeros(1, dtype=torch.long)
+        rows = place[layout.predictor[tokens]].clamp(min=0).to(hidden.device, non_blocking=True)
         picked = hidden[rows]
-        if not len(wanted):  # the dummy row: zeros, whatever the model made of it, that still pass gradients on
+        if not used:  # the dummy row: zeros, whatever the model made of it, that still pass gradients on
             picked = picked.masked_fill(torch.ones_like(picked, dtype=torch.bool), 0)
-        logprobs, entropy = linear_logprobs(
+        values = linear_logprobs(
             picked,
             self.model.chunks[-1].lm_head_weight(),
-            targets.to(hidden.device, non_blocking=True)[rows],
+            layout.pack_rows(input_ids)[tokens].to(hidden.device, non_blocking=True),
             topology.tensor.group,
             self.model.vocab_size,
             self.temperature,
             self.with_entropy,
         )
-        size = hidden.shape[0]
-        logprobs = _spread(logprobs, rows, size, bool(len(wanted)))
-        entropy = None if entropy is None else _spread(entropy, rows, size, bool(len(wanted)))
-        return unpack_next_token_values(logprobs, entropy, layout, input_ids.shape[1], topology.context.group)
+        spread = [
+            None if v is None else _at(tokens, v if used else v * 0, layout.total, topology.context.group)
+            for v in values
+        ]
+        index, counted = index.to(hidden.device), counted.to(hidden.device)
+        logprobs, entropy = (None if v is None else torch.where(counted, v[index], 0) for v in spread)
+        assert logprobs is not None
+        return logprobs, entropy
 
 
-def _local(packed: Tensor, layout: PackLayout, topology: Topology) -> Tensor:
-    return slice_context_parallel(packed, layout, topology.context.rank)
-
-
-def _spread(values: Tensor, rows: Tensor, size: int, used: bool) -> Tensor:
-    """`values` at `rows` of a zero vector; a dummy row's value counts for nothing."""
-    values = values if used else values * 0
-    return values.new_zeros(size).index_copy(0, rows, values)
+def _at(tokens: Tensor, values: Tensor, size: int, context_parallel_group: ProcessGroup | None) -> Tensor:
+    """[size] `values` at the positions `tokens` of a pack, those of the other context-parallel ranks at theirs."""
+    packed = values.new_zeros(size).index_copy(0, tokens.to(values.device, non_blocking=True), values)
+    return all_reduce_forward_all_reduce_backward(packed, context_parallel_group)
 
 
 class TopKHead:
@@ -147,11 +155,9 @@ class TopKHead:
         values, ids = vocab_parallel_topk(
             vocab_parallel_logits(hidden, self.model), self.k, group, self.model.vocab_size
         )
-        position = torch.arange(width)
-        valid = position[None] < torch.tensor(layout.lengths)[:, None]
-        index = torch.where(valid, layout.starts[:, None] + position[None], 0).to(hidden.device)
+        index, valid = (x.to(hidden.device) for x in layout.token_table(width))
         best, tokens = (
-            gather_context_parallel(local, layout, topology.context.group)[index] * valid[..., None].to(hidden.device)
+            gather_context_parallel(local, layout, topology.context.group)[index] * valid[..., None]
             for local in (values, ids)
         )
         return best, tokens
@@ -169,8 +175,9 @@ class RewardOfSequences:
         if topology.sequence_parallel:  # every rank then computes the same: its own part of the gradient is enough
             hidden = all_gather_forward_split_backward(hidden, topology.tensor.group)
         rewards = gather_context_parallel(self.model.chunks[-1].output_layer(hidden), layout, topology.context.group)
-        last = layout.starts + torch.tensor(layout.lengths) - 1
-        return rewards[last.to(rewards.device)][:, None]
+        index, _ = layout.token_table(microbatch.data["input_ids"].shape[1])
+        last = index.gather(1, torch.tensor(layout.row_lengths)[:, None] - 1)
+        return rewards[last.to(rewards.device)]
 
 
 class LossHead:
@@ -202,7 +209,7 @@ class LossHead:
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
         mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
-        data = microbatch.data.to(hidden.device)
+        data: BatchedDataDict[Any] = BatchedDataDict(microbatch.data).to(hidden.device)
         more: dict[str, Any] = {}
         if self.rewards is not None:
             loss, metrics = self.loss_fn(self.rewards(hidden, microbatch), data, *self.counts)

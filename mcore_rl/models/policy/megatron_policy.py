@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from mcore_rl.data.batches import valid_counts
 from mcore_rl.data.packing import Microbatch, batching_of
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_reduce
-from mcore_rl.errors import ContractError
+from mcore_rl.errors import ContractError, UserError
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.forward_step import (
     LogprobHead,
@@ -30,6 +30,7 @@ from mcore_rl.models.megatron.forward_step import (
 )
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 from mcore_rl.models.megatron.hf_config import load_hf_config
+from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
 from mcore_rl.models.megatron.model import build_model
 from mcore_rl.models.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step, wrap_for_training
 from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel
@@ -67,6 +68,10 @@ class MegatronPolicy(Keeping, Generating):
         load_hf_weights(self.model, SafetensorsDirectory(config.model.path))
         batching = batching_of(config, rows_per_unit, self.topology.data.size)
         self.batching = replace(batching, attention_length=self._attention_length())
+        if self.batching.rows_per_group and (uses_transformer_engine() or isinstance(self.model.family, Mixture)):
+            raise UserError(
+                "batch.share_prefixes: not for mixtures of experts, nor with Transformer Engine; leave it out"
+            )
         self.reference = self._weights_on_host() if keep_reference else None
         self.chunks: list[Any] = list(self.model.chunks)
         self.generation: Any = None
@@ -92,14 +97,19 @@ class MegatronPolicy(Keeping, Generating):
             text += f", expert {parallel.expert_model_parallel_size} (tensor {parallel.expert_tensor_size})"
         return text + (", sequence parallel" if parallel.sequence_parallel else "") + f" on {platform.device().type}"
 
-    def training_flops(self, lengths: list[int]) -> float:
+    def training_flops(self, lengths: Sequence[int], before: Sequence[int] | None = None) -> float:
         """Floating-point operations of forward and backward over sequences of these lengths.
 
         6 per parameter and token (the input embedding is a lookup), and 6·n²·heads·head_dim per layer for
         causal attention over n tokens; recomputation is not counted.
+
+        Args:
+            before: tokens that each of them continues, which are seen but not computed again.
         """
         family = self.model.family
-        attention = 6 * family.num_layers * family.num_attention_heads * family.head_dim * sum(n * n for n in lengths)
+        before = before or [0] * len(lengths)
+        seen = sum((b + n) ** 2 - b**2 for n, b in zip(lengths, before, strict=True))
+        attention = 6 * family.num_layers * family.num_attention_heads * family.head_dim * seen
         return 6.0 * family.active_parameters() * sum(lengths) + attention
 
     def _attention_length(self) -> float:
@@ -193,9 +203,15 @@ class MegatronPolicy(Keeping, Generating):
         self._run(self._microbatches(data, micro_batch_size), fill, train=False)
         return {name: self._sum_over_replicas_and_stages(values).cpu() for name, values in rows.items()}
 
-    def _microbatches(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> list[Microbatch]:
-        """This rank's microbatches; `micro_batch_size` rows each, where they are not packed by tokens."""
-        batching = self.batching
+    def _microbatches(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, share: bool = True
+    ) -> list[Microbatch]:
+        """This rank's microbatches; `micro_batch_size` rows each, where they are not packed by tokens.
+
+        Args:
+            share: common beginnings may stand in a pack once.
+        """
+        batching = self.batching if share else replace(self.batching, rows_per_group=0)
         if micro_batch_size is not None:
             if micro_batch_size < 1 or micro_batch_size % batching.rows_per_unit:
                 raise ContractError(
@@ -317,7 +333,8 @@ class MegatronPolicy(Keeping, Generating):
     ) -> tuple[dict[str, float], dict[str, list[float]]]:
         """Metrics over the global batch, and of each microbatch."""
         head = LossHead(self.model, loss_fn, *valid_counts(data), temperature)
-        microbatches = self._microbatches(data, mbs)
+        # A loss of logits gets a row's own, one at a time, so that its rows stand apart.
+        microbatches = self._microbatches(data, mbs, share=head.fused or head.rewards is not None)
         outputs = self._run(microbatches, head, train)
         results = collect_results(self.topology, type(loss_fn).__name__, microbatches, outputs)
         loss, rows = sum(result.loss for result in results), sum(result.rows for result in results)
