@@ -51,6 +51,7 @@ layouts: outputs/demo/model/config.json
 
 bench: install
 	$(BIN)/python scripts/bench_packing.py
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_prefix.py
 	$(BIN)/python scripts/bench_logprobs.py
 	$(BIN)/python scripts/bench_checkpoints.py
 	$(BIN)/python scripts/bench_generation.py

@@ -1,0 +1,118 @@
+"""What it saves that a shared prompt goes through the model once; measured within one run.
+
+    OMP_NUM_THREADS=1 python scripts/bench_prefix.py
+
+A training step, with the optimizer, of a 7-million-parameter model: CPU time without sharing over CPU time with it,
+medians of interleaved repetitions. Exits with 1 where a bound is missed.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from mcore_rl.config import DPOConfig
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.quiet import quiet_libraries
+
+VOCABULARY = 8192
+# name, rows of a group, tokens of prompt and of each response, groups in a batch, bound on the ratio
+CASES = [
+    ("pairs, prompt : response 1 : 1", 2, 256, 256, 4, None),
+    ("pairs, 2 : 1", 2, 512, 256, 4, 1.25),
+    ("pairs, 4 : 1", 2, 512, 128, 4, None),
+    ("groups of 8, 1 : 1", 8, 128, 128, 2, None),
+    ("groups of 8, 2 : 1", 8, 256, 128, 2, None),
+    ("groups of 8, 4 : 1", 8, 512, 128, 2, 2.2),
+    ("nothing shared", 2, 0, 384, 4, 0.97),
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=5)
+    arguments = parser.parse_args()
+    quiet_libraries()
+    missed = []
+    with tempfile.TemporaryDirectory() as directory:
+        make_model(Path(directory))
+        print(f"{'':<32}{'tokens':>8}{'step':>8}  bound")
+        policy = make_policy(Path(directory))
+        for name, rows, prompt, response, groups, bound in CASES:
+            tokens, ratio = measure(policy, rows, prompt, response, groups, arguments.repetitions)
+            print(f"{name:<32}{tokens:>8.2f}{ratio:>8.2f}  {'' if bound is None else f'>= {bound}'}", flush=True)
+            if bound is not None and ratio < bound:
+                missed.append(f"{name}: {ratio:.2f}, bound {bound}")
+    print("\n".join(missed) or "all within their bounds")
+    return 1 if missed else 0
+
+
+def make_model(directory):
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=True,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+
+
+def make_policy(directory):
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    config = DPOConfig.model_validate(
+        {
+            "output_dir": directory / "unused",
+            "model": {"path": directory},
+            "data": {"train": "unused", "max_sequence_length": 2048},
+            "batch": {"global_batch_size": 4, "tokens_per_pack": 4096},
+            "optimizer": {"lr": 1e-5},
+            "trainer": {"max_steps": 1},
+            "checkpoint": {"export_hf": False},
+        }
+    )
+    return MegatronPolicy(config, total_steps=1000)
+
+
+def measure(policy, rows, prompt, response, groups, repetitions):
+    """Tokens and CPU time of a step without sharing, over those with it."""
+    from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn
+    from mcore_rl.loss_options import ClippedPGOptions, DPOOptions
+
+    data = make_batch(rows, prompt, response, groups)
+    loss_fn = DPOLossFn(DPOOptions()) if rows == 2 else ClippedPGLossFn(ClippedPGOptions())
+    apart = replace(policy.batching, rows_per_unit=2 if rows == 2 else 1, rows_per_group=0)
+    sharing = replace(apart, rows_per_group=rows)
+    seconds = {apart: [], sharing: []}
+    for _ in range(repetitions + 1):
+        for batching, times in seconds.items():
+            policy.batching = batching
+            started = time.process_time()
+            policy.train(data, loss_fn)
+            times.append(time.process_time() - started)
+    whole, less = (statistics.median(times[1:]) for times in seconds.values())  # the first is a warm-up
+    return sum(apart.pieces(data)[0]) / sum(sharing.pieces(data)[0]), whole / less
+
+
+def make_batch(rows, prompt, response, groups):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (groups, rows, prompt + response), generator=generator)
+    ids[:, :, :prompt] = ids[:, :1, :prompt]
+    ids = ids.flatten(0, 1)
+    mask = torch.zeros(ids.shape)
+    mask[:, prompt:] = 1
+    noise = torch.randn(3, *ids.shape, generator=generator) * 0.1 - 9
+    return BatchedDataDict(
+        input_ids=ids, token_mask=mask, input_lengths=torch.full((len(ids),), prompt + response),
+        sample_mask=torch.ones(len(ids)), reference_policy_logprobs=noise[0], prev_logprobs=noise[1],
+        generation_logprobs=noise[2], advantages=torch.randn(len(ids), 1, generator=generator).expand(ids.shape),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
