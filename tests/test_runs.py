@@ -210,6 +210,12 @@ def test_another_run_does_not_go_on(change, message, files, out):
     refused(files, out, message, f"output_dir={out}", "trainer.max_steps=3", *overrides, algorithm=algorithm)
 
 
+def test_a_run_does_not_begin_from_another_ones_checkpoint(files, out, tmp_path):
+    arguments = (f"output_dir={tmp_path / 'new'}", f"checkpoint.resume={out / 'checkpoints'}")
+    message = "the algorithm: .*iter_0000002 is of another run (sft → dpo); convert it (scripts/convert_checkpoint.py)"
+    refused(files, tmp_path, message, *arguments, algorithm="dpo")
+
+
 def test_what_may_change_is_told(files, out):
     changes = ("trainer.max_steps=3", "optimizer.lr=7.7e-4", "batch.global_batch_size=2")
     text = run(files, f"output_dir={out}", *changes)
