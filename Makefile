@@ -50,6 +50,7 @@ layouts: outputs/demo/model/config.json
 		--layouts tp=1,2 pp=1,2 cp=1,2 dp=1,2 sp=0,1 packing=0,1 --max-processes 8
 
 bench: install
+	$(BIN)/python scripts/bench_packing.py
 	$(BIN)/python scripts/bench_logprobs.py
 	$(BIN)/python scripts/bench_checkpoints.py
 	$(BIN)/python scripts/bench_generation.py

@@ -9,6 +9,13 @@ class UserError(ValueError):
     """
 
 
+class ContractError(ValueError, AssertionError):
+    """A call that a public function refuses: where, what was found, what would be right.
+
+    Also an `AssertionError`, which is what code written for the reference catches.
+    """
+
+
 class TrainingError(RuntimeError):
     """Training cannot go on; the message says at which step and why. What was saved is intact."""
 

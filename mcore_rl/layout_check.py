@@ -103,6 +103,7 @@ def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: i
     gather_gradients(policy.chunks)
     gradients = {name: g.cpu() for name, g in export_hf_weights(policy.model, _main_grad)}
     metrics, *_ = [policy.train(data, loss_fn) for _ in range(steps)]
+    metrics.pop("all_mb_metrics")
     weights = {name: w.cpu() for name, w in export_hf_weights(policy.model)}
     is_writer = policy.is_writer
     policy.shutdown()

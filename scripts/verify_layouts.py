@@ -83,7 +83,7 @@ def invent_rollouts(config, tokenizer):
     """Random answers to the first prompts, with random rewards: what they say makes no difference here."""
     import torch
 
-    from mcore_rl.algorithms.advantages import ESTIMATORS
+    from mcore_rl.algorithms.grpo import add_advantages
     from mcore_rl.algorithms.rollouts import Rollout, to_batch
     from mcore_rl.data.batches import SampleOrder
     from mcore_rl.data.prompts import load_prompt_dataset
@@ -98,7 +98,9 @@ def invent_rollouts(config, tokenizer):
             rollout.add_response(tokens, [0.0] * length)
             rollouts.append(rollout)
     rewards = torch.rand(prompts, group, generator=generator)
-    return to_batch(rollouts, ESTIMATORS[config.grpo.advantage_estimator](rewards), tokenizer.pad_token_id)
+    data = to_batch(rollouts, tokenizer.pad_token_id)
+    add_advantages(data, config, rewards)
+    return data
 
 
 if __name__ == "__main__":

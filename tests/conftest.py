@@ -7,14 +7,22 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from pathlib import Path
 
+# Before anything of the package is imported: shapes in signatures are checked while the tests run.
+import shape_checks  # noqa: F401  # isort: skip
+
 import pytest
 import torch
 from models import make_model
 
+from mcore_rl.distributed.processes import serve_processes
 from mcore_rl.quiet import quiet_libraries
 
 quiet_libraries()
 torch.set_num_threads(2)
+# The server of test processes checks shapes too; it finds this folder by the environment that it starts with.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    serve_processes(also_preload=["shape_checks"])
 
 
 def pytest_addoption(parser):

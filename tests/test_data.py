@@ -208,7 +208,7 @@ def test_fillers_keep_ranks_in_step(packing):
     assert sum(float(shard[0].data["sample_mask"].sum()) for shard in shards) == 3
 
 
-def test_packs_are_filled_first_fit_decreasing():
+def test_packs_are_filled_the_longest_first():
     plan = Batching(True, 10, 1, 1).plan([5, 6, 4, 5])
     assert sorted(map(sorted, plan[0])) == [[0, 3], [1, 2]]
 

@@ -53,7 +53,7 @@ def generate(config, params, greedy=False, slots=64, prompts=None, limits=None):
     out = generation.generate(prompts, greedy, limits)
     ids, lengths = out["output_ids"], out["unpadded_sequence_lengths"]
     data = BatchedDataDict(input_ids=ids, input_lengths=lengths, sample_mask=torch.ones(len(ids)))
-    logprobs = policy.get_logprobs(data, 1.0 if greedy else params.temperature)["logprobs"]
+    logprobs = policy.get_logprobs(data, temperature=1.0 if greedy else params.temperature)["logprobs"]
     column = torch.arange(ids.shape[1])[None]
     response = (column >= prompts["input_lengths"][:, None]) & (column < lengths[:, None])
     assert torch.equal(out["logprobs"] != 0, response & (out["logprobs"] != 0))

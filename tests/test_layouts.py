@@ -106,7 +106,7 @@ def plain_dpo(logprobs, data, dpo):
         "accuracy": (((chosen > rejected).double() * pairs).sum() / total).item(),
         "rewards_chosen_mean": ((chosen * pairs).sum() / total).item(),
         "rewards_rejected_mean": ((rejected * pairs).sum() / total).item(),
-        "num_valid_samples": counts.sum().item(),
+        "num_valid_samples": pairs.sum().item(),
     }
 
 

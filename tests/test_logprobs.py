@@ -1,10 +1,13 @@
 """Log-probabilities by both paths against float64 autograd, at TP 1, 2, 4 × CP 1, 2, packed and not."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from mcore_rl.distributed import linear_logprobs as fused
+from mcore_rl.distributed import parallel_logprobs
 from mcore_rl.distributed.collectives import all_gather
 from mcore_rl.distributed.context_parallel import gather_context_parallel, slice_context_parallel
 from mcore_rl.distributed.linear_logprobs import gather_hidden_states, linear_logprobs
@@ -85,7 +88,8 @@ def sharded(packing, tp, cp, path, sequence_parallel):
         targets = slice_context_parallel(layout.next_of(layout.pack_rows(rows)), layout, c)
         logprobs, entropy = linear_logprobs(gathered, shard, targets, tensor, VOCAB, TEMPERATURE, with_entropy=True)
         logprobs, entropy = unpack_next_token_values(logprobs, entropy, layout, rows.shape[1], context)
-    ((logprobs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
+    # Each context-parallel rank computes the whole scalar, and gradients are summed over these ranks.
+    (((logprobs * weights[0]).sum() + (entropy * weights[1]).sum()) / cp).backward()
     hidden_grad = torch.cat(tuple(all_gather(local.grad, tensor))) if sequence_parallel else local.grad
     hidden_grad = gather_context_parallel(hidden_grad, layout, context)
     head_grad = torch.cat(tuple(all_gather(shard.grad, tensor)))
@@ -179,12 +183,19 @@ def test_topk_over_shards(k):
 
 
 def test_bad_input():
+    """What a user sees, whose calls no test checks first."""
+    linear_logprobs, vocab_parallel_logprobs = map(
+        inspect.unwrap, (fused.linear_logprobs, parallel_logprobs.vocab_parallel_logprobs)
+    )
     with pytest.raises(ValueError, match=r"\[T, H\], \[Vp, H\] and \[T\]"):
         linear_logprobs(torch.zeros(3, 4), torch.zeros(5, 6), torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match="temperature"):
         linear_logprobs(torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, dtype=torch.long), temperature=0)
     with pytest.raises(ValueError, match=r"logits \(3, 4\)"):
         vocab_parallel_logprobs(torch.zeros(3, 4), torch.zeros(2, dtype=torch.long))
+    for k in (0, 5):
+        with pytest.raises(ValueError, match=f"k must be between 1 and the vocabulary's 4, got {k}"):
+            vocab_parallel_topk(torch.zeros(3, 4), k)
 
 
 def wrong_rank():

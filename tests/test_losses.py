@@ -27,6 +27,7 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 
 ROWS, WIDTH, VOCAB = 6, 9, 11
 
+IS = {"use_importance_sampling_correction": True}
 PG = {
     "reference_policy_kl_penalty": 0.3,
     "ratio_clip_min": 0.2,
@@ -155,18 +156,25 @@ def test_dpo(preference_average, sft_average):
 
 
 def test_preference_variants():
-    rewards = torch.tensor([1.0, -0.5, 0.2, 0.9, 3.0, 1.0], dtype=torch.float64)
-    data = BatchedDataDict(sample_mask=torch.tensor([1.0, 1, 1, 1, 0, 0]))
-    seqs, margin = torch.tensor(4.0), torch.tensor([1.5, -0.7], dtype=torch.float64)
+    rewards = torch.tensor([1.1, -0.4, 0.3, 0.9, 3.3, 1.7], dtype=torch.float64)
+    data = BatchedDataDict(sample_mask=torch.tensor([1.0, 1, 1, 1, 0, 0], dtype=torch.float64))
+    seqs, margin, beta = torch.tensor(4.0, dtype=torch.float64), torch.tensor([1.5, -0.6], dtype=torch.float64), 0.3
+    loss, metrics = PreferenceLoss()(rewards[:, None], data, seqs, None)
+    torch.testing.assert_close(loss, torch.log1p(torch.exp(-margin)).mean())
+    assert metrics["accuracy"] == pytest.approx(0.5)
+    assert metrics["num_valid_samples"] == 2, "pairs"
+    again, _ = PreferenceLoss()(data=data, global_valid_seqs=seqs, global_valid_toks=None, logits=rewards[:, None])
+    assert again == loss
+    right, wrong = torch.log1p(torch.exp(-beta * margin)), torch.log1p(torch.exp(beta * margin))
     expected = {
-        ("sigmoid", 0.0): torch.log1p(torch.exp(-margin)),
-        ("sigmoid", 0.1): 0.9 * torch.log1p(torch.exp(-margin)) + 0.1 * torch.log1p(torch.exp(margin)),
-        ("ipo", 0.0): (margin - 0.5) ** 2,
+        ("sigmoid", 0.0): right,
+        ("sigmoid", 0.1): 0.9 * right + 0.1 * wrong,
+        ("ipo", 0.0): (margin - 1 / (2 * beta)) ** 2,
     }
     for (kind, smoothing), per_pair in expected.items():
-        loss, metrics = PreferenceLoss(kind, smoothing)(rewards[:, None], data, seqs, None)
+        loss_fn = DPOLossFn({**DPO, "preference_loss": kind, "label_smoothing": smoothing})
+        loss, *_ = loss_fn._preference_loss(rewards, data["sample_mask"], seqs, beta)
         torch.testing.assert_close(loss, per_pair.mean())
-        assert metrics["accuracy"] == pytest.approx(0.5)
 
 
 def test_bradley_terry_margin_and_centring():
@@ -210,9 +218,11 @@ def pg_expected(cfg, data, seqs, toks, logits):
         actor = actor * weights()
         x = (ref - lp).clamp(-20, 20)
         kl = {"k1": -x, "k2": x**2 / 2, "k3": x.exp() - x - 1}[cfg.get("kl_estimator", "k3")]
-        if cfg["use_on_policy_kl_approximation"]:
-            w = (lp - gen).exp()
-            kl = kl * (w if cfg.get("kl_gradient") == "score" else w.detach())
+        if cfg.get("kl_output_clamp"):
+            kl = kl.clamp(-cfg["kl_output_clamp"], cfg["kl_output_clamp"])
+        sampled = gen if cfg["use_on_policy_kl_approximation"] else lp.detach()
+        w = (lp - sampled).exp()
+        kl = kl * (w if cfg.get("kl_gradient") == "unbiased" else w.detach())
         total = reduce(actor) + cfg["reference_policy_kl_penalty"] * reduce(kl)
         return total - cfg.get("entropy_bonus", 0) * reduce(entropy_of(logits))
 
@@ -223,12 +233,12 @@ def pg_expected(cfg, data, seqs, toks, logits):
         by_sequence = cfg.get("sequence_level_importance_ratios") or cfg.get("importance_sampling_level") == "sequence"
         w = difference.sum(1, keepdim=True).exp() if by_sequence else (prev - gen).exp()
         upper = cfg.get("truncated_importance_sampling_ratio")
-        lower = cfg.get("truncated_importance_sampling_ratio_min", 0)
-        kind = cfg.get("truncated_importance_sampling_type", "tis")
+        lower = cfg.get("truncated_importance_sampling_ratio_min") or 0
+        kind = cfg.get("truncated_importance_sampling_type") or "tis"
         if upper is None:
             return w
         if kind == "tis":
-            return w.clamp(max=upper)
+            return w.clamp(lower, upper)
         if kind == "icepop":
             return w * ((w >= lower) & (w <= upper))
         geometric = (difference.sum(1) / (counts + 1e-8)).exp()[:, None]
@@ -243,7 +253,14 @@ PG_VARIANTS = {
     "dual clip": {"ratio_clip_c": 1.5},
     "importance sampling": {"use_importance_sampling_correction": True},
     "on-policy kl": {"use_on_policy_kl_approximation": True},
-    "on-policy kl, score": {"use_on_policy_kl_approximation": True, "kl_gradient": "score"},
+    "on-policy kl, unbiased": {"use_on_policy_kl_approximation": True, "kl_gradient": "unbiased"},
+    "unbiased kl": {"kl_gradient": "unbiased", "kl_estimator": "k1"},
+    "clamped kl": {"kl_output_clamp": 0.03},
+    "tis between bounds": {
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_ratio": 1.05,
+        "truncated_importance_sampling_ratio_min": 0.97,
+    },
     "k1": {"kl_estimator": "k1"},
     "k2": {"kl_estimator": "k2"},
     "reinforce": {"disable_ppo_ratio": True},
@@ -289,19 +306,55 @@ def test_clipped_pg(changes, seed):
     cfg = {**PG, **changes}
     metrics = check(ClippedPGLossFn(cfg), pg_expected(cfg, data, seqs, toks, logits), logits, data, seqs, toks)
     assert set(metrics) == {
-        "loss", "probs_ratio", "probs_ratio_clamped", "kl_penalty", "token_mult_prob_error",
-        "sampling_importance_ratio", "num_valid_samples", "approx_entropy", "clip_fraction_low", "clip_fraction_high",
+        "loss", "probs_ratio", "probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped", "probs_ratio_clamped_min",
+        "probs_ratio_clamped_max", "kl_penalty", "token_mult_prob_error", "gen_kl_error", "policy_kl_error",
+        "js_divergence_error", "sampling_importance_ratio", "num_valid_samples", "approx_entropy",
+        "clip_fraction_low", "clip_fraction_high",
+        *(["is_oob_ratio"] if "truncated_importance_sampling_ratio" in cfg else []),
     }  # fmt: skip
     mask = mask_of(data)
     if not (cfg.get("disable_ppo_ratio") or cfg.get("sequence_level_importance_ratios")):
         ratio = (logprobs_of(logits, data).detach() - data["prev_logprobs"][:, 1:]).exp()
         for name, clipped in (("low", ratio < 1 - cfg["ratio_clip_min"]), ("high", ratio > 1 + cfg["ratio_clip_max"])):
             torch.testing.assert_close(metrics[f"clip_fraction_{name}"], (clipped * mask).sum() / toks)
+        counted = ratio[mask > 0]
+        assert (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) == (counted.min(), counted.max())
+        bounded = counted.clamp(1 - cfg["ratio_clip_min"], 1 + cfg["ratio_clip_max"])
+        assert (metrics["probs_ratio_clamped_min"], metrics["probs_ratio_clamped_max"]) == (
+            bounded.min(),
+            bounded.max(),
+        )
     mismatch = (data["generation_logprobs"] - data["prev_logprobs"])[:, 1:].abs().exp()
     torch.testing.assert_close(metrics["token_mult_prob_error"], (mismatch * mask).sum() / toks)
     lp = logprobs_of(logits, data).detach()
     entropy = -((lp - data["generation_logprobs"][:, 1:]).exp() * lp * mask).sum() / toks
     torch.testing.assert_close(metrics["approx_entropy"], entropy)
+    check_mismatch_metrics(metrics, cfg, data, mask, seqs, toks)
+
+
+def check_mismatch_metrics(metrics, cfg, data, mask, seqs, toks):
+    """Importance weights and divergences between the sampler's and the trainer's log-probabilities."""
+    prev, gen = data["prev_logprobs"][:, 1:], data["generation_logprobs"][:, 1:]
+    by_sequence = cfg.get("sequence_level_importance_ratios") or cfg.get("importance_sampling_level") == "sequence"
+    if "truncated_importance_sampling_ratio" not in cfg:
+        if by_sequence:
+            weights = ((prev - gen) * mask).sum(1).exp()
+            expected = (weights * data["sample_mask"]).sum() / seqs
+        else:
+            expected = ((prev - gen).exp() * mask).sum() / toks
+        torch.testing.assert_close(metrics["sampling_importance_ratio"], expected)
+    elif cfg.get("truncated_importance_sampling_type", "tis") != "seq-mask-tis" and not by_sequence:
+        weights, lower = (prev - gen).exp(), cfg.get("truncated_importance_sampling_ratio_min", 0)
+        outside = (weights > cfg["truncated_importance_sampling_ratio"]) | (weights < lower)
+        assert 0 < outside[mask > 0].double().mean() < 1
+        torch.testing.assert_close(metrics["is_oob_ratio"], (outside * mask).sum() / toks)
+    estimate = {"k1": lambda x: -x, "k2": lambda x: x**2 / 2, "k3": lambda x: x.exp() - x - 1}
+    kind = estimate[cfg.get("kl_estimator", "k3")]
+    torch.testing.assert_close(metrics["gen_kl_error"], (kind(prev - gen) * mask).sum() / toks)
+    torch.testing.assert_close(metrics["policy_kl_error"], (kind(gen - prev) * mask).sum() / toks)
+    mixture = ((prev.exp() + gen.exp()) / 2).log()
+    js = (estimate["k3"](mixture - prev) + estimate["k3"](mixture - gen)) / 2
+    torch.testing.assert_close(metrics["js_divergence_error"], (js * mask).sum() / toks)
 
 
 def test_kl_estimators_are_clamped():
@@ -363,7 +416,9 @@ def test_microbatches_add_up(loss_fn):
     parts = [loss_fn(logits[i : i + 2], data.slice(i, i + 2), seqs, toks) for i in range(0, ROWS, 2)]
     torch.testing.assert_close(sum(loss for loss, _ in parts), whole)
     for name, value in whole_metrics.items():
-        torch.testing.assert_close(sum(metrics[name] for _, metrics in parts), value, msg=name)
+        values = torch.stack([metrics[name] for _, metrics in parts])
+        combined = values.amin() if name.endswith("_min") else values.amax() if name.endswith("_max") else values.sum()
+        torch.testing.assert_close(combined, value, msg=name)
 
 
 @pytest.mark.parametrize("loss_fn", all_losses(), ids=lambda fn: type(fn).__name__)
@@ -439,18 +494,19 @@ def test_packs_of_a_loss_written_by_a_user():
         """No log-probabilities, so called one sequence at a time; also reports a minimum."""
 
         loss_type = LossType.TOKEN_LEVEL
+        metric_reductions = {"first_token": "min"}  # noqa: RUF012
 
         def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks, *groups):
             mask = data["token_mask"] * data["sample_mask"][:, None]
             loss = (next_token_logits.mean(-1) * mask).sum() / global_valid_toks
-            return loss, {"loss": loss.detach(), "first_token_min": data["input_ids"][:, 0].min()}
+            return loss, {"loss": loss.detach(), "first_token": data["input_ids"][:, 0].min()}
 
     logits, data, seqs, toks = batch()
     packed, true, padded = pack(logits, data, multiple=4, tail=3)
     rows, rows_metrics = MeanLogit()(logits, data, seqs, toks)
     loss, metrics = SequencePackingLossWrapper(MeanLogit(), true, padded)(packed, data, seqs, toks)
     torch.testing.assert_close(loss, rows, check_dtype=False)
-    assert metrics["first_token_min"] == rows_metrics["first_token_min"]
+    assert metrics["first_token"] == rows_metrics["first_token"]
 
 
 # ------------------------------------------------------------------ refusals, and the guide's example
@@ -459,12 +515,30 @@ def test_packs_of_a_loss_written_by_a_user():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ratio_clip_c": 1.0}, "ratio_clip_c must be greater than 1"),
+        ({"ratio_clip_c": 1.0}, "ratio_clip_c: must be more than 1"),
         ({"sequence_level_importance_ratios": True}, "token_level_loss=False"),
-        ({"kl_estimator": "k4"}, "kl_estimator must be one of"),
+        ({"kl_estimator": "k4"}, "kl_estimator: must be one of k1, k2, k3"),
         ({"ratio_clip": 0.2}, "unknown keys ratio_clip"),
         ({"dr_grpo_max_tokens": 8}, "dr_grpo_max_tokens"),
         ({"truncated_importance_sampling_ratio": 2.0}, "use_importance_sampling_correction"),
+        ({**IS, "truncated_importance_sampling_ratio": 0}, "must be more than 0"),
+        ({**IS, "truncated_importance_sampling_ratio_min": 0.5}, "need truncated_importance_sampling_ratio"),
+        ({**IS, "truncated_importance_sampling_type": "icepop"}, "need truncated_importance_sampling_ratio"),
+        (
+            {**IS, "truncated_importance_sampling_ratio": 2.0, "truncated_importance_sampling_ratio_min": 2.1},
+            r"\(2.1\) must be at most truncated_importance_sampling_ratio \(2.0\)",
+        ),
+        (
+            {**IS, "truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 2.0},
+            "icepop needs one",
+        ),
+        ({"clip_type": "cispo", "ratio_clip_c": 3.0}, "neither sequence-level ratios nor a dual clip"),
+        ({"disable_ppo_ratio": True, "ratio_clip_c": 3.0}, "disable_ppo_ratio leaves no ratio"),
+        ({"reference_policy_kl_penalty": 0.0, "use_kl_in_reward": True}, "use_kl_in_reward needs"),
+        ({"ratio_clip_min": -0.1}, "ratio_clip_min: must be at least 0"),
+        ({"ratio_clip_mim": 0.1}, "did you mean ratio_clip_min"),
+        ({"entropy_bonus": True}, "entropy_bonus: must be a number"),
+        ({"token_level_loss": "yes"}, "token_level_loss: must be true or false"),
     ],
 )
 def test_clipped_pg_refuses(changes, message):
@@ -485,6 +559,8 @@ def test_shapes_that_do_not_fit():
     logits, data, seqs, toks = batch()
     with pytest.raises(ValueError, match="next_token_logits"):
         NLLLoss()(logits[:, :-1], data, seqs, toks)
+    with pytest.raises(AssertionError, match="next_token_logits"):  # what ported code catches
+        NLLLoss()(logits[:-1], data, seqs, toks)
     with pytest.raises(ValueError, match="global_valid_toks"):
         NLLLoss()(logits, data, seqs, torch.ones(2))
     with pytest.raises(ValueError, match="global_valid_toks"):

@@ -13,7 +13,6 @@ from test_layouts import make_config, make_data
 from transformers import LlamaConfig
 
 from mcore_rl.algorithms import grpo
-from mcore_rl.algorithms.advantages import ESTIMATORS
 from mcore_rl.algorithms.checkpointing import RunCheckpoints
 from mcore_rl.algorithms.metrics import Reporter
 from mcore_rl.algorithms.rollouts import Rollout
@@ -24,6 +23,7 @@ from mcore_rl.data.prompts import Prompt, PromptDataset
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.environments.judged import JudgedEnvironment
 from mcore_rl.errors import UserError
+from mcore_rl.models.generation import megatron_generation
 from mcore_rl.models.megatron.hf_config import load_hf_config
 
 GROUP, NUM_PROMPTS, DATASET_SIZE = 4, 6, 40
@@ -65,14 +65,21 @@ class Worker:
 
 
 class Policy:
-    is_writer, reference = True, None
+    is_writer, reference = True, "weights"
 
     def __init__(self):
-        self.trained = []
+        self.trained, self.skipped = [], 0
 
     def train(self, data, loss_fn, temperature):
         self.trained.append(data)
-        return {"loss": 0.0, "kl_penalty": 0.0, "token_mult_prob_error": 1.0, "probs_ratio": 1.0}
+        metrics = {"loss": 0.0, "kl_penalty": 0.0, "token_mult_prob_error": 1.0, "probs_ratio": 1.0}
+        return {**metrics, "all_mb_metrics": {}}
+
+    def get_reference_policy_logprobs(self, data, temperature):
+        return {"reference_logprobs": 3 * data["generation_logprobs"]}
+
+    def advance_schedule(self, steps):
+        self.skipped += steps
 
     def get_logprobs(self, data, temperature):
         return {"logprobs": data["generation_logprobs"]}
@@ -90,9 +97,9 @@ def order(count):
 def step(tmp_path):
     """A function that runs the first step with options of the `grpo` section; the run it belongs to."""
 
-    def run(worker=None, **options):
+    def run(worker=None, loss=(), **options):
         section = {"num_prompts_per_step": NUM_PROMPTS, "num_generations_per_prompt": GROUP, "max_new_tokens": 8}
-        config = load(GRPOConfig, tmp_path, grpo={**section, **options})
+        config = load(GRPOConfig, tmp_path, grpo={**section, **options}, loss=dict(loss))
         prompts = PromptDataset([Prompt((1, 2), "", {}) for _ in range(DATASET_SIZE)])
         inputs = SimpleNamespace(train=prompts, validation=None, tokenizer=SimpleNamespace(pad_token_id=0))
         run = grpo.GRPORun(config, inputs, Policy(), worker or Worker())
@@ -133,8 +140,91 @@ def test_overlong_cache_length_takes_from_long_responses(step):
     worker = Worker()
     rewards = torch.tensor([r.reward for r in worker.run([(i, None) for i in order(NUM_PROMPTS)], range(24))])
     shaped = rewards - ((lengths - 4) / 4).clamp(0, 1)
-    expected = ESTIMATORS["grpo"](shaped.view(-1, GROUP)).flatten()
-    torch.testing.assert_close(data["advantages"][:, 0], expected)
+    groups = shaped.view(-1, GROUP)
+    expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    torch.testing.assert_close(data["advantages"][:, 0], expected.flatten())
+
+
+def test_the_limit_on_length_is_each_responses_own(step):
+    """Two responses of 7 of 8 tokens each are long, not over the limit of one."""
+
+    class TwoTurns(Worker):
+        def run(self, prompts, sample_ids, greedy=False):
+            rollouts = super().run(prompts, sample_ids, greedy)
+            for rollout in rollouts:
+                rollout.response_lengths = [7, 6]
+            return rollouts
+
+    worker = TwoTurns()
+    (data,) = step(worker, overlong_cache_length=2, advantage_estimator="dr_grpo").policy.trained
+    rewards = torch.tensor([r.reward for r in worker.run([(i, None) for i in order(NUM_PROMPTS)], range(24))])
+    groups = rewards.view(-1, GROUP) - 0.5
+    torch.testing.assert_close(data["advantages"][:, 0], (groups - groups.mean(1, keepdim=True)).flatten())
+
+
+@pytest.mark.parametrize(
+    ("loss", "skipped"),
+    [
+        ({}, 1),
+        ({"entropy_bonus": 0.01}, 0),
+        ({"reference_policy_kl_penalty": 0.01}, 0),
+        ({"positive_example_nll_weight": 0.1}, 0),
+    ],
+)
+def test_without_signal_only_other_terms_are_trained(step, loss, skipped):
+    """Rewards of 0.7 in groups of 4, whose mean is not 0.7 in fp32: advantages are exactly 0."""
+
+    class Equal(Worker):
+        def run(self, prompts, sample_ids, greedy=False):
+            rollouts = super().run(prompts, sample_ids, greedy)
+            for rollout in rollouts:
+                rollout.reward = 0.7
+            return rollouts
+
+    run = step(Equal(), loss, num_updates_per_rollout=2)
+    assert run.metrics["skipped_update"] == skipped
+    assert run.policy.skipped == 2 * skipped, "the schedule goes on as if it had been trained"
+    assert len(run.policy.trained) == 2 * (1 - skipped)
+    assert not any(data["advantages"].any() for data in run.policy.trained)
+    if "positive_example_nll_weight" in loss:
+        assert (run.policy.trained[0]["num_positive_tokens"] == run.policy.trained[0]["token_mask"].sum()).all()
+
+
+def test_all_truncated_is_nothing_to_learn(step):
+    class Truncated(Worker):
+        def run(self, prompts, sample_ids, greedy=False):
+            rollouts = super().run(prompts, sample_ids, greedy)
+            for rollout in rollouts:
+                rollout.truncated = True
+            return rollouts
+
+    assert step(Truncated(), mask_truncated=True).metrics["skipped_update"] == 1
+
+
+def test_kl_in_the_reward(step):
+    """Sampler's log-probabilities are −1, the reference's −3 for each of n tokens: k1 is 2 a token."""
+    options = {"advantage_estimator": "reinforce_plus_plus", "advantage_epsilon": 0.0}
+    loss = {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.3, "kl_estimator": "k1"}
+    run = step(Worker(), loss, **options)
+    (data,) = run.policy.trained
+    mask = data["token_mask"].double()
+    rewards = torch.tensor([r.reward for r in Worker().run([(i, None) for i in order(NUM_PROMPTS)], range(24))])
+    left = mask.flip(1).cumsum(1).flip(1)  # tokens from here to the end
+    returns = rewards.double()[:, None] - 0.3 * 2 * left
+    values = returns[mask > 0]
+    expected = torch.where(mask > 0, (returns - values.mean()) / values.std(unbiased=False), 0)
+    torch.testing.assert_close(data["advantages"].double(), expected, rtol=1e-5, atol=1e-5)
+    assert run.loss_fn.options.kl_in_loss is False
+
+
+def test_force_on_policy_ratio_is_chosen_or_decided(step):
+    assert step().loss_fn.force_on_policy_ratio is True
+    assert step(num_updates_per_rollout=2).loss_fn.force_on_policy_ratio is False
+    run = step(None, {"force_on_policy_ratio": False})
+    assert run.loss_fn.force_on_policy_ratio is False
+    assert "prev_logprobs" in run.policy.trained[0]
+    with pytest.raises(UserError, match="force_on_policy_ratio: is for a single update"):
+        step(None, {"force_on_policy_ratio": True}, num_updates_per_rollout=2)
 
 
 def test_updates_per_rollout_and_logged_samples(step, tmp_path):
@@ -150,7 +240,7 @@ def test_updates_per_rollout_and_logged_samples(step, tmp_path):
 
 def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
     taken = []
-    monkeypatch.setattr(grpo, "MegatronGeneration", lambda *arguments: taken.extend(arguments))
+    monkeypatch.setattr(megatron_generation, "MegatronGeneration", lambda *arguments: taken.extend(arguments))
     options = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "stop_strings": ["!", "END"]}
     section = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_new_tokens": 7, **options}
     config = load(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.distributed.pack_layout import PackLayout
@@ -24,6 +24,7 @@ def rows_of(lengths):
     return rows
 
 
+@settings(deadline=None)
 @given(lengths, cp_sizes, st.integers(0, 2))
 def test_shares_partition_the_pack_evenly(lengths, cp, tail):
     layout = make(lengths, cp, tail)
@@ -33,6 +34,7 @@ def test_shares_partition_the_pack_evenly(lengths, cp, tail):
     assert torch.equal(torch.cat(shares)[layout.gather_order], torch.arange(layout.total))
 
 
+@settings(deadline=None)
 @given(lengths, st.sampled_from([2, 4]), st.integers(0, 1))
 def test_zigzag(lengths, cp, tail):
     """Rank r holds chunks r and 2·CP − 1 − r of each segment, in this order."""
@@ -47,6 +49,7 @@ def test_zigzag(lengths, cp, tail):
         assert layout.local_positions(rank).tolist() == expected
 
 
+@settings(deadline=None)
 @given(lengths, cp_sizes, st.integers(0, 2))
 def test_packing_and_targets(lengths, cp, tail):
     layout, rows = make(lengths, cp, tail), rows_of(lengths)

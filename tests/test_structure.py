@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "mcore_rl"
 FLOORS = {
     "__init__": 0,
     "errors": 0,
+    "loss_options": 0,
     "platform": 0,
     "quiet": 0,
     "watchdog": 0,

@@ -101,7 +101,7 @@ def test_dpo_learns_and_writes_everything(dpo_run):
     assert keys <= set(metrics[0])
     assert metrics[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
     assert metrics[-1]["accuracy"] == 1
-    assert metrics[2]["validation_num_valid_samples"] == 80
+    assert metrics[2]["validation_num_valid_samples"] == 40  # pairs
     assert (out / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "5"
     assert f"Hugging Face model: {out / 'hf'}" in process.stdout_text
     assert "train: 40 records" in process.stdout_text

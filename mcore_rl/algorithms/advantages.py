@@ -1,43 +1,106 @@
-"""Advantages from the rewards of a step's groups: P prompts, G responses to each."""
+"""Advantages from the rewards of a step's groups: P prompts, G responses to each.
+
+Everything is computed in fp64, and rewards that are equal give exactly 0: r − mean rounds to something else for
+rewards such as 0.7, which a division by the (as small) deviation and then Adam would blow up to a full step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-EPSILON = 1e-4
+from mcore_rl.config import GRPOAlgorithmConfig
 
 
-def grpo(rewards: Tensor) -> Tensor:
-    """(r − group mean) / group standard deviation (arXiv:2402.03300, section 4.1.2); [P, G] → [P, G]."""
-    return dr_grpo(rewards) / (rewards.std(dim=1, keepdim=True) + EPSILON)
+def group_advantages(
+    rewards: Float[Tensor, "prompts group"],
+    leave_one_out: bool = False,
+    normalize: bool = True,
+    population: bool = False,
+    epsilon: float = 1e-4,
+) -> Float[Tensor, "prompts group"]:
+    """(r − baseline) / (deviation + ε), fp32 (fp64 for fp64 rewards).
+
+    GRPO (arXiv:2402.03300, section 4.1.2) as it stands; Dr.GRPO (arXiv:2503.20783) without `normalize`: easy and hard
+    prompts weigh alike; RLOO (arXiv:2402.14740) with `leave_one_out` and without `normalize`.
+
+    Args:
+        leave_one_out: baseline and deviation of each response are those of the group's other responses.
+        population: the deviation divides by n, not by n − 1.
+    """
+    group = rewards.shape[1]
+    r = rewards.double()
+    everyone = torch.ones(group, group, dtype=torch.bool)
+    counted = everyone ^ torch.eye(group, dtype=torch.bool) if leave_one_out else everyone  # [response, in baseline]
+    n = counted.sum(1)
+    baseline = (r[:, None] * counted).sum(2) / n
+    differs = r.amax(1, keepdim=True) > r.amin(1, keepdim=True)
+    advantages = torch.where(differs, r - baseline, 0)
+    if normalize:
+        spread = r[:, None] - baseline[:, :, None]
+        variance = (spread.square() * counted).sum(2) / (n if population else (n - 1).clamp(min=1))
+        others = torch.where(counted, r[:, None], r[:, None].roll(1, 2)) if group > 1 else r[:, None]
+        # Where the others of a response are all equal, their deviation is 0 and sharpens nothing.
+        sharpens = others.amax(2) > others.amin(2)
+        advantages = torch.where(sharpens, advantages / (variance.sqrt() + epsilon), advantages)
+    return advantages.to(_result_type(rewards))
 
 
-def dr_grpo(rewards: Tensor) -> Tensor:
-    """r − group mean: without the deviation, easy and hard prompts weigh alike (arXiv:2503.20783)."""
-    return rewards - rewards.mean(dim=1, keepdim=True)
+def reinforce_plus_plus_advantages(
+    rewards: Float[Tensor, "prompts group"],
+    token_mask: Float[Tensor, "samples seq"],
+    penalty: Float[Tensor, "samples seq"] | None = None,
+    minus_baseline: bool = False,
+    epsilon: float = 1e-4,
+) -> Float[Tensor, "samples seq"]:
+    """REINFORCE++ (arXiv:2501.03262): A_t = r − Σ_{i ≥ t} penalty_i, normalised over all response tokens of the batch.
+
+    Args:
+        token_mask: 1 for the tokens of responses; the samples in the order of `rewards`.
+        penalty: β·KL of each token (nats), part of the reward of that step; None for none.
+        minus_baseline: first subtract the mean of each prompt's rewards (REINFORCE++-baseline).
+
+    Returns:
+        fp32 (fp64 for fp64 rewards), 0 outside of responses.
+    """
+    r, mask = rewards.double(), token_mask.double()
+    if minus_baseline:
+        r = torch.where(has_signal(r)[:, None], r - r.mean(1, keepdim=True), 0)
+    returns = r.reshape(-1, 1).expand(mask.shape)
+    if penalty is not None:
+        costs = penalty.double() * mask
+        returns = returns - costs.flip(1).cumsum(1).flip(1)
+    count = mask.sum().clamp(min=1)
+    mean = (returns * mask).sum() / count
+    deviation = ((returns - mean).square() * mask).sum().div(count).sqrt()
+    low, high = (torch.where(mask > 0, returns, bound) for bound in (torch.inf, -torch.inf))
+    advantages = (returns - mean) * mask / (deviation + epsilon)
+    return torch.where(high.amax() > low.amin(), advantages, 0).to(_result_type(rewards))
 
 
-def rloo(rewards: Tensor) -> Tensor:
-    """r − mean of the group's other rewards (arXiv:2402.14740): an unbiased baseline."""
-    group_size = rewards.shape[1]
-    return dr_grpo(rewards) * (group_size / (group_size - 1))
+def advantages_of(
+    config: GRPOAlgorithmConfig,
+    rewards: Float[Tensor, "prompts group"],
+    token_mask: Float[Tensor, "samples seq"],
+    penalty: Float[Tensor, "samples seq"] | None = None,
+) -> Float[Tensor, "samples seq"]:
+    """Those of each token of each sample, by the estimator that the configuration names."""
+    if config.advantage_estimator == "reinforce_plus_plus":
+        return reinforce_plus_plus_advantages(
+            rewards, token_mask, penalty, config.minus_baseline, config.advantage_epsilon
+        )
+    leave_one_out, normalize = config.baseline_and_scale
+    advantages = group_advantages(
+        rewards, leave_one_out, normalize, config.advantage_deviation == "population", config.advantage_epsilon
+    )
+    return advantages.reshape(-1, 1).expand(token_mask.shape).contiguous()
 
 
-def reinforce_plus_plus(rewards: Tensor) -> Tensor:
-    """(r − mean) / standard deviation, both over the whole batch (REINFORCE++, arXiv:2501.03262)."""
-    return (rewards - rewards.mean()) / (rewards.std() + EPSILON)
-
-
-ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce_plus_plus": reinforce_plus_plus,
-}
-
-
-def has_signal(rewards: Tensor) -> Tensor:
-    """[P] True for groups whose rewards differ: the others teach nothing (DAPO, arXiv:2503.14476, section 3.2)."""
+def has_signal(rewards: Float[Tensor, "prompts group"]) -> Bool[Tensor, " prompts"]:
+    """True for groups whose rewards differ: the others teach nothing (DAPO, arXiv:2503.14476, section 3.2)."""
     return rewards.amax(dim=1) > rewards.amin(dim=1)
+
+
+def _result_type(rewards: Tensor) -> torch.dtype:
+    return torch.float64 if rewards.dtype == torch.float64 else torch.float32

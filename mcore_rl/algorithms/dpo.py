@@ -16,8 +16,8 @@ from mcore_rl.errors import TrainingError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.models.policy.reference import PrecomputedReference
 
-# Before the first update policy and reference are the same weights; what is left is rounding.
-FIRST_MARGIN_TOLERANCE = {"float32": 1e-2, "bfloat16": 1.0}
+# Before the first update policy and reference are the same weights; what is left is rounding, in nats a token.
+FIRST_MARGIN_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 
 def train_dpo(config: DPOConfig) -> None:
@@ -36,12 +36,14 @@ def train_dpo(config: DPOConfig) -> None:
         logprobs = reference.logprobs(data, indices)
         data["reference_policy_logprobs"] = logprobs.roll(-1, dims=1)  # column t scores token t + 1
 
-    def check_margin(metrics: dict[str, Any]) -> None:
-        margin = abs(metrics["rewards_chosen_mean"]) + abs(metrics["rewards_rejected_mean"])
-        if margin > FIRST_MARGIN_TOLERANCE[config.model.dtype]:
+    def check_margin(metrics: dict[str, Any], data: BatchedDataDict[Any]) -> None:
+        margin = max(abs(metrics["rewards_chosen_mean"]), abs(metrics["rewards_rejected_mean"]))
+        tokens = 1.0 if config.dpo.preference_average_log_probs else float(data["token_mask"][:, 1:].sum(1).max())
+        if margin > FIRST_MARGIN_TOLERANCE[config.model.dtype] * tokens:
             raise TrainingError(
                 f"step 1: before any update the policy must equal the reference, but rewards are off by {margin:.3g} "
-                "nats; the reference log-probabilities are not of these weights or this data"
+                f"nats over at most {tokens:.0f} tokens; the reference log-probabilities are not of these weights or "
+                "this data"
             )
 
     SupervisedRun(config, inputs, policy, loss_of(config), add_reference, check_margin).run()

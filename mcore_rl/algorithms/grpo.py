@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mcore_rl import watchdog
-from mcore_rl.algorithms.advantages import ESTIMATORS, has_signal
+from mcore_rl.algorithms.advantages import advantages_of, has_signal
 from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
-from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
+from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, calculate_kl
 from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
 from mcore_rl.algorithms.rollouts import (
     REPLAYED_OPTIONS,
@@ -35,8 +35,7 @@ from mcore_rl.data.prompts import PromptDataset, load_prompt_dataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.environments.judged import JudgedEnvironment, probe
 from mcore_rl.errors import TrainingError
-from mcore_rl.models.generation.megatron_generation import MegatronGeneration
-from mcore_rl.models.generation.sampling import SamplingParams
+from mcore_rl.models.generation.megatron_generation import generation_of
 from mcore_rl.models.megatron.weights import export_hf_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.preflight import find_checkpoints, is_restart
@@ -105,19 +104,7 @@ def rollout_worker(
     config: GRPOConfig, inputs: Inputs[PromptDataset], policy: MegatronPolicy, environment: JudgedEnvironment | None
 ) -> RolloutWorker:
     """Generation with the policy's weights, as the configuration says."""
-    grpo, tokenizer = config.grpo, inputs.tokenizer
-    params = SamplingParams(
-        max_new_tokens=grpo.max_new_tokens,
-        temperature=grpo.temperature,
-        top_k=grpo.top_k,
-        top_p=grpo.top_p,
-        min_p=grpo.min_p,
-        stop_token_ids=(tokenizer.eos_token_id,),
-        stop_strings=grpo.stop_strings,
-        seed=config.seed,
-    )
-    limit = config.data.max_sequence_length
-    generation = MegatronGeneration(policy.model, params, limit, tokenizer, grpo.generation_batch_size)
+    generation, tokenizer = generation_of(config, policy.model, inputs.tokenizer), inputs.tokenizer
     meeting_seconds = min(5.0, config.parallel.timeout_seconds / 4)
     return RolloutWorker(generation, environment, tokenizer, config.environment.max_turns, meeting_seconds)
 
@@ -143,9 +130,9 @@ class GRPORun(TrainingRun[PromptDataset]):
         # The sampler's log-probabilities are the policy's own where one precision computes both; then the
         # only update on them is on-policy and needs no others.
         exact = self.config.model.dtype == "float32" and self.recorded is None
-        self.on_policy = exact and self.config.grpo.num_updates_per_rollout == 1
-        options = {**self.config.loss.model_dump(), "force_on_policy_ratio": self.on_policy}
-        self.loss_fn = ClippedPGLossFn(options)  # type: ignore[arg-type]
+        chosen = self.config.loss.force_on_policy_ratio
+        self.on_policy = (exact and self.config.grpo.num_updates_per_rollout == 1) if chosen is None else chosen
+        self.loss_fn = ClippedPGLossFn(replace(self.config.loss, force_on_policy_ratio=self.on_policy))
 
     @property
     def samples_per_step(self) -> int:
@@ -158,6 +145,13 @@ class GRPORun(TrainingRun[PromptDataset]):
     @property
     def max_record_length(self) -> int:
         return self.config.max_prompt_length
+
+    def _introduce(self, done: int, steps: int) -> None:
+        super()._introduce(done, steps)
+        if self.on_policy and self.config.loss.force_on_policy_ratio is None:
+            self.say(
+                "force_on_policy_ratio: true, since the only update is on samples of the very weights it begins from"
+            )
 
     def before_first_step(self) -> dict[str, float]:
         return self.validate(0)
@@ -172,14 +166,16 @@ class GRPORun(TrainingRun[PromptDataset]):
         rewards = torch.tensor([r.reward for r in rollouts]).view(-1, self.config.grpo.num_generations_per_prompt)
         metrics = rollout_metrics(rollouts)
         self._check_judged(step, rollouts)
-        advantages = ESTIMATORS[self.config.grpo.advantage_estimator](self._shaped(rewards, rollouts))
-        if bool((advantages == 0).all()):
-            self.say(f"step {step}: all rewards of each prompt are equal; there is nothing to learn from, no update")
+        rewards = self._shaped(rewards, rollouts)
+        if nothing := self._nothing_to_learn(rewards, rollouts):
+            self.say(f"step {step}: {nothing}; there is nothing to learn from, no update")
+            self.policy.advance_schedule(self.config.grpo.num_updates_per_rollout)
             return {**metrics, "skipped_update": 1.0, **self._timings(rollouts, started)}
-        data = self._training_data(step, rollouts, advantages)
+        data = self._training_data(step, rollouts, rewards)
         with self._phase(step, "training"):
             for update in range(self.config.grpo.num_updates_per_rollout):
-                trained = self.policy.train(data, self.loss_fn, self.config.grpo.temperature)
+                trained = self.policy.train(data, self.loss_fn, temperature=self.config.grpo.temperature)
+                trained.pop("all_mb_metrics")
                 if step == 1 and update == 0 and self.recorded is None:
                     self._check_first(trained)
         return {**metrics, **trained, "skipped_update": 0.0, **self._timings(rollouts, started)}
@@ -242,24 +238,45 @@ class GRPORun(TrainingRun[PromptDataset]):
         cache = self.config.grpo.overlong_cache_length
         if cache is None:
             return rewards
-        lengths = torch.tensor([float(r.response_length) for r in rollouts])
+        lengths = torch.tensor([float(r.longest_response) for r in rollouts])
         return rewards + soft_overlong_penalty(lengths, self.config.grpo.max_new_tokens, cache).view_as(rewards)
 
-    def _training_data(self, step: int, rollouts: list[Rollout], advantages: torch.Tensor) -> BatchedDataDict[Any]:
-        data = to_batch(rollouts, advantages, self.inputs.tokenizer.pad_token_id)
+    def _nothing_to_learn(self, rewards: torch.Tensor, rollouts: list[Rollout]) -> str | None:
+        """Why an update on these samples would learn nothing, if so."""
+        loss, grpo = self.config.loss, self.config.grpo
+        if grpo.mask_truncated and all(r.truncated for r in rollouts):
+            return "all responses were truncated"
+        whole_batch = grpo.advantage_estimator == "reinforce_plus_plus" and not grpo.minus_baseline
+        signal = has_signal(rewards.view(1, -1) if whole_batch else rewards)
+        if bool(signal.any()) or loss.use_kl_in_reward or loss.learns_without_advantages:
+            return None
+        return "all rewards are equal" if whole_batch else "all rewards of each prompt are equal"
+
+    def _training_data(self, step: int, rollouts: list[Rollout], rewards: torch.Tensor) -> BatchedDataDict[Any]:
+        loss, temperature = self.config.loss, self.config.grpo.temperature
+        data = to_batch(rollouts, self.inputs.tokenizer.pad_token_id)
         if self.config.grpo.mask_truncated:
             data["sample_mask"] = torch.tensor([0.0 if r.truncated else 1.0 for r in rollouts])
         with self._phase(step, "logprobs"):
             if not self.on_policy:
-                data["prev_logprobs"] = self.policy.get_logprobs(data, self.config.grpo.temperature)["logprobs"]
+                data["prev_logprobs"] = self.policy.get_logprobs(data, temperature=temperature)["logprobs"]
             if self.policy.reference is not None:
-                reference = self.policy.get_reference_policy_logprobs(data, self.config.grpo.temperature)
+                reference = self.policy.get_reference_policy_logprobs(data, temperature=temperature)
                 data["reference_policy_logprobs"] = reference["reference_logprobs"]
+        penalty = None
+        if loss.use_kl_in_reward:
+            current = data["generation_logprobs" if self.on_policy else "prev_logprobs"]
+            reference = data["reference_policy_logprobs"]
+            kl = calculate_kl(current, reference, loss.kl_estimator, loss.kl_clamp, loss.kl_output_clamp)
+            penalty = loss.reference_policy_kl_penalty * kl
+        add_advantages(data, self.config, rewards, penalty)
         return data
 
     def _check_first(self, metrics: dict[str, Any]) -> None:
         tolerance = FIRST_STEP_TOLERANCE[self.config.model.dtype]
-        expected = {"kl_penalty": 0.0, "token_mult_prob_error": 1.0}
+        expected = {"token_mult_prob_error": 1.0}
+        if self.config.loss.kl_in_loss:
+            expected["kl_penalty"] = 0.0
         if not self.config.loss.disable_ppo_ratio:
             expected["probs_ratio"] = 1.0
         for name, value in expected.items():
@@ -294,6 +311,21 @@ class GRPORun(TrainingRun[PromptDataset]):
                 timings[f"{name}_tokens_per_second"] = tokens / self.seconds[name]
         passes = self.config.grpo.num_updates_per_rollout
         return {**timings, **self.throughput(lengths, time.perf_counter() - started, passes)}
+
+
+def add_advantages(
+    data: BatchedDataDict[Any], config: GRPOConfig, rewards: torch.Tensor, penalty: torch.Tensor | None = None
+) -> None:
+    """What the loss reads that follows from the rewards [P, G] of the batch's samples.
+
+    Args:
+        penalty: [B, S] to be subtracted from each token's reward (nats).
+    """
+    data["advantages"] = advantages_of(config.grpo, rewards, data["token_mask"], penalty)
+    if config.loss.positive_example_nll_weight:
+        data["rewards"] = rewards.flatten()
+        positive = data["token_mask"][:, 1:].sum(1) * data["sample_mask"] * (data["rewards"] > 0)
+        data["num_positive_tokens"] = positive.sum().expand(data.size).clone()
 
 
 class _Timer:

@@ -9,9 +9,9 @@ from mcore_rl.config import DPOConfig, GRPOConfig, RMConfig, TrainingConfig
 def loss_of(config: TrainingConfig) -> LossFunction:
     """The loss that a configuration trains with."""
     if isinstance(config, DPOConfig):
-        return DPOLossFn(config.dpo.model_dump(exclude={"reference"}))  # type: ignore[arg-type]
+        return DPOLossFn(config.dpo)
     if isinstance(config, RMConfig):
         return BradleyTerryLoss(config.reward.center_rewards_coefficient)
     if isinstance(config, GRPOConfig):
-        return ClippedPGLossFn(config.loss.model_dump())  # type: ignore[arg-type]
+        return ClippedPGLossFn(config.loss)
     return NLLLoss()

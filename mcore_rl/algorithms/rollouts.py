@@ -41,6 +41,8 @@ class Rollout:
     reward: float = 0.0
     truncated: bool = False
     turns: int = 0
+    response_lengths: list[int] = field(default_factory=list)
+    """Tokens of each response."""
     error: str | None = None
     message_log: MessageLog = field(default_factory=list)
 
@@ -53,6 +55,7 @@ class Rollout:
 
     def add_response(self, tokens: list[int], logprobs: list[float]) -> None:
         self._add(tokens, True, logprobs)
+        self.response_lengths = [*self.response_lengths, len(tokens)]
 
     def add_observation(self, tokens: list[int]) -> None:
         self._add(tokens, False, [0.0] * len(tokens))
@@ -66,6 +69,11 @@ class Rollout:
     def response_length(self) -> int:
         """Tokens of all responses."""
         return sum(self.token_mask)
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens of the longest single response."""
+        return max(self.response_lengths, default=self.response_length)
 
 
 class RolloutWorker:
@@ -165,16 +173,11 @@ def _outcome(judging: Future[list[Step]], seconds: float) -> list[Step] | BaseEx
     return judging.exception() or judging.result()
 
 
-def to_batch(rollouts: Sequence[Rollout], advantages: torch.Tensor, pad_token_id: int) -> BatchedDataDict[Any]:
-    """Right-padded rows: input_ids, token_mask, generation_logprobs, advantages [B, S], input_lengths, sample_mask [B].
-
-    Args:
-        advantages: one for each rollout, in any shape.
-    """
+def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> BatchedDataDict[Any]:
+    """Right-padded rows: input_ids, token_mask, generation_logprobs [B, S], input_lengths, sample_mask [B]."""
     input_ids = _padded([r.input_ids for r in rollouts], torch.long, pad_token_id)
     return BatchedDataDict(
         input_ids=input_ids,
-        advantages=advantages.reshape(-1, 1).expand(input_ids.shape).contiguous(),
         token_mask=_padded([r.token_mask for r in rollouts], torch.float32),
         generation_logprobs=_padded([r.logprobs for r in rollouts], torch.float32),
         input_lengths=torch.tensor([len(r.input_ids) for r in rollouts]),

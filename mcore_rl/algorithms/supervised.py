@@ -25,7 +25,7 @@ class SupervisedRun(TrainingRun[Dataset]):
 
     loss_fn: LossFunction
     add_columns: Callable[[BatchedDataDict[Any], list[int] | None], None] = lambda data, indices: None
-    check_first_step: Callable[[dict[str, Any]], None] = lambda metrics: None
+    check_first_step: Callable[[dict[str, Any], BatchedDataDict[Any]], None] = lambda metrics, data: None
 
     @property
     def samples_per_step(self) -> int:
@@ -36,8 +36,9 @@ class SupervisedRun(TrainingRun[Dataset]):
         watchdog.enter(f"step {step}: training")
         data = self._next_batch()
         metrics = self.policy.train(data, self.loss_fn)
+        metrics.pop("all_mb_metrics")
         if step == 1:
-            self.check_first_step(metrics)
+            self.check_first_step(metrics, data)
         return {**metrics, **self.throughput(data["input_lengths"].tolist(), time.perf_counter() - started)}
 
     def _next_batch(self) -> BatchedDataDict[Any]:

@@ -5,7 +5,6 @@
 """
 
 from mcore_rl.config.algorithms import (
-    ClippedPGConfig,
     DPOAlgorithmConfig,
     DPOConfig,
     EnvironmentConfig,
@@ -35,7 +34,6 @@ from mcore_rl.config.sections import (
 )
 
 __all__ = [
-    "ClippedPGConfig",
     "DPOAlgorithmConfig",
     "DPOConfig",
     "EnvironmentConfig",

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from mcore_rl.config.sections import Count, NonNegative, Positive, Section, TrainingConfig, refuse_bool
+from mcore_rl.loss_options import ClippedPGOptions, DPOOptions
 
 
-class DPOAlgorithmConfig(Section):
-    """The keys of the loss, and where the reference log-probabilities come from."""
+@dataclass(frozen=True, kw_only=True)
+class DPOAlgorithmConfig(DPOOptions):
+    """The options of the loss, and where the reference log-probabilities come from."""
 
-    reference_policy_kl_penalty: NonNegative = 0.1
-    preference_loss_weight: NonNegative = 1.0
-    sft_loss_weight: NonNegative = 0.0
-    preference_average_log_probs: bool = False
-    sft_average_log_probs: bool = False
-    preference_loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     reference: Literal["swap", "precompute"] = "swap"
 
 
@@ -29,30 +25,6 @@ class DPOConfig(TrainingConfig):
     @property
     def rows_per_unit(self) -> int:
         return 2  # chosen and rejected
-
-
-class ClippedPGConfig(Section):
-    """The options of `ClippedPGLossFn`; what each does is written there."""
-
-    reference_policy_kl_penalty: NonNegative = 0.0
-    ratio_clip_min: NonNegative = 0.2
-    ratio_clip_max: NonNegative = 0.2
-    ratio_clip_c: NonNegative | None = None
-    use_on_policy_kl_approximation: bool = False
-    use_importance_sampling_correction: bool = False
-    token_level_loss: bool = True
-    disable_ppo_ratio: bool = False
-    sequence_level_importance_ratios: bool = False
-    clip_type: Literal["ppo", "cispo"] = "ppo"
-    dr_grpo_max_tokens: Positive | None = None
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    kl_clamp: NonNegative | None = 20.0
-    kl_gradient: Literal["detached", "score"] = "detached"
-    importance_sampling_level: Literal["token", "sequence"] | None = None
-    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] = "tis"
-    truncated_importance_sampling_ratio: NonNegative | None = None
-    truncated_importance_sampling_ratio_min: NonNegative = 0.0
-    entropy_bonus: NonNegative = 0.0
 
 
 class EnvironmentConfig(Section):
@@ -102,6 +74,17 @@ class GRPOAlgorithmConfig(Section):
     generation_batch_size: Positive = 64
     """Sequences that a replica generates at a time."""
     advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"
+    use_leave_one_out_baseline: bool | None = None
+    """grpo: compare each response with the others of its group, not with all of them; null: no."""
+    normalize_rewards: bool | None = None
+    """grpo: divide by the deviation of those that it is compared with; null: yes. dr_grpo is grpo without this,
+    rloo without this and with the other."""
+    advantage_deviation: Literal["sample", "population"] = "sample"
+    """grpo: whether that deviation divides by n − 1 or by n."""
+    advantage_epsilon: NonNegative = 1e-4
+    """Added to the deviation."""
+    minus_baseline: bool = False
+    """reinforce_plus_plus: subtract the mean of each prompt's rewards first."""
     num_updates_per_rollout: Positive = 1
     """Optimizer steps on each step's rollouts."""
     dynamic_sampling_rounds: Positive = 1
@@ -112,6 +95,22 @@ class GRPOAlgorithmConfig(Section):
     """Whether responses cut off by max_new_tokens are left out of the loss."""
     num_logged_samples: Count = 4
     """Completions written to samples.jsonl each step, of as many prompts as there are."""
+
+    @property
+    def baseline_and_scale(self) -> tuple[bool, bool]:
+        """Whether the baseline leaves one out, and whether advantages are divided by the deviation."""
+        if self.advantage_estimator == "grpo":
+            return bool(self.use_leave_one_out_baseline), self.normalize_rewards is not False
+        return self.advantage_estimator == "rloo", False
+
+    @model_validator(mode="after")
+    def _estimates(self) -> GRPOAlgorithmConfig:
+        of_grpo = {"use_leave_one_out_baseline", "normalize_rewards", "advantage_deviation"}
+        for name in sorted(self.model_fields_set & (of_grpo | {"minus_baseline"})):
+            owner = "grpo" if name in of_grpo else "reinforce_plus_plus"
+            if self.advantage_estimator != owner and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: is an option of advantage_estimator={owner}")
+        return self
 
     @model_validator(mode="after")
     def _grouped(self) -> GRPOAlgorithmConfig:
@@ -124,9 +123,14 @@ class GRPOAlgorithmConfig(Section):
         return self
 
 
+def _translated(loss: Any) -> Any:
+    """Under this package's names, if written under the reference's."""
+    return ClippedPGOptions.translate(loss) if isinstance(loss, dict) else loss
+
+
 class GRPOConfig(TrainingConfig):
     grpo: GRPOAlgorithmConfig
-    loss: ClippedPGConfig = ClippedPGConfig()
+    loss: Annotated[ClippedPGOptions, BeforeValidator(_translated)] = ClippedPGOptions()
     environment: EnvironmentConfig = EnvironmentConfig()
 
     @model_validator(mode="before")
@@ -156,6 +160,10 @@ class GRPOConfig(TrainingConfig):
                 f"grpo.max_new_tokens: must be less than data.max_sequence_length ({self.data.max_sequence_length}), "
                 "which holds the prompt too"
             )
+        if self.loss.use_kl_in_reward and self.grpo.advantage_estimator != "reinforce_plus_plus":
+            raise ValueError("loss.use_kl_in_reward: needs grpo.advantage_estimator=reinforce_plus_plus")
+        if self.loss.force_on_policy_ratio and self.grpo.num_updates_per_rollout > 1:
+            raise ValueError("loss.force_on_policy_ratio: is for a single update; grpo.num_updates_per_rollout is more")
         function = self.environment.function
         if self.environment.name == "function" and not re.fullmatch(r"[\w.]+:\w+", function or ""):
             raise ValueError(f"environment.function: name the function, as module:function (got {function!r})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,7 +100,7 @@ def _explain(config_type: type[Section], error: ValidationError) -> str:
 def _explain_one(config_type: type[Section], problem: Any) -> str:
     location = [str(part) for part in problem["loc"]]
     name = ".".join(location)
-    if problem["type"] == "extra_forbidden":
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         known = _fields_at(config_type, location[:-1])
         if near := difflib.get_close_matches(location[-1], known, n=1):
             return f"unknown key {name}; did you mean {'.'.join([*location[:-1], *near])}?"
@@ -121,8 +122,7 @@ def _explain_one(config_type: type[Section], problem: Any) -> str:
 
 
 def _fields_at(config_type: type[Section], sections: Sequence[str]) -> list[str]:
+    kind: Any = config_type
     for section in sections:
-        annotation = config_type.model_fields[section].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, Section)
-        config_type = annotation
-    return list(config_type.model_fields)
+        kind = kind.model_fields[section].annotation
+    return list(kind.model_fields) if hasattr(kind, "model_fields") else [f.name for f in dataclasses.fields(kind)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from mcore_rl.config import TrainingConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.bin_packing import assign, first_fit_decreasing, split_until_divisible
+from mcore_rl.distributed.bin_packing import assign, pack, split_until_divisible
 from mcore_rl.distributed.pack_layout import PackLayout, round_up
 
 
@@ -21,12 +22,14 @@ class Microbatch:
     rows: indices into the global batch.
     data: those rows, cut to the longest of them; whole sequences.
     layout: where they are in the pack.
+    packed: False where all rows are padded to one length.
     counts: False for a filler that only keeps the data-parallel ranks in step; its samples are masked.
     """
 
     rows: list[int]
     data: BatchedDataDict[Any]
     layout: PackLayout
+    packed: bool = True
     counts: bool = True
 
 
@@ -43,6 +46,7 @@ class Batching:
         multiple: what each sequence is padded to (`ParallelConfig.sequence_multiple`).
         one_width: pad all microbatches of a step to the same number of tokens (pipeline stages then
             know what to expect without asking).
+        attention_length: tokens of a sequence at which attention costs as much as all else.
     """
 
     packing: bool
@@ -53,11 +57,13 @@ class Batching:
     cp_size: int = 1
     multiple: int = 1
     one_width: bool = False
+    attention_length: float = math.inf
 
     def plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
         """[data-parallel rank][microbatch] → rows; an empty microbatch is a filler.
 
-        Every rank gets the same number of microbatches, of balanced numbers of tokens.
+        Every rank gets the same number of microbatches, and ranks get even shares of the work, which grows with a
+        sequence's length and with its square.
 
         Raises:
             ValueError: rows that do not make whole units, or a unit longer than a pack.
@@ -67,10 +73,14 @@ class Batching:
         padded = [round_up(n, self.multiple) for n in lengths]
         starts = range(0, len(lengths), self.rows_per_unit)
         units = [list(range(start, start + self.rows_per_unit)) for start in starts]
-        cost = [sum(padded[row] for row in unit) for unit in units]
-        bins = first_fit_decreasing(cost, self.tokens_per_pack) if self.packing else self._in_order(len(units))
-        split_until_divisible(bins, cost, self.dp_size)
-        shards = assign(bins, cost, self.dp_size)
+        size = [sum(padded[row] for row in unit) for unit in units]
+        cost = [sum(padded[row] * (1 + padded[row] / self.attention_length) for row in unit) for unit in units]
+        if self.packing:
+            shards = pack(size, cost, self.tokens_per_pack, self.dp_size)
+        else:
+            bins = self._in_order(len(units))
+            split_until_divisible(bins, cost, self.dp_size)
+            shards = assign(bins, cost, self.dp_size)
         return [[sorted(row for unit in box for row in units[unit]) for box in boxes] for boxes in shards]
 
     def _in_order(self, count: int) -> list[list[int]]:
@@ -98,7 +108,7 @@ class Batching:
         else:
             width = round_up(max(own), self.multiple)
             layout = PackLayout(tuple(own), (width,) * len(own), common or width * len(own), self.cp_size)
-        return Microbatch(rows, selected, layout, counts=not filler)
+        return Microbatch(rows, selected, layout, self.packing, counts=not filler)
 
     def _width(self, lengths: list[int]) -> int:
         """Tokens that a microbatch of these rows takes; a filler is no wider than what it stands beside."""

@@ -2,65 +2,55 @@
 
 from __future__ import annotations
 
+import copy
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, Generic, NotRequired, TypedDict, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch.distributed import ProcessGroup
 
-from mcore_rl.distributed.bin_packing import assign, first_fit_decreasing, split_until_divisible
-from mcore_rl.distributed.pack_layout import round_up
+from mcore_rl.distributed.collectives import all_gather, gather_objects, group_size
+from mcore_rl.distributed.sharding import (
+    DynamicBatchingArgs,
+    MicrobatchPlan,
+    SequencePackingArgs,
+    even_parts,
+    plan_microbatches,
+)
+from mcore_rl.errors import ContractError
 
 DictT = TypeVar("DictT")
 
-
-class SequencePackingArgs(TypedDict):
-    """Sharding into packs.
-
-    max_tokens_per_microbatch: capacity of a pack.
-    input_lengths_key: the entry that holds each row's tokens, [B].
-    sequence_length_pad_multiple: each sequence is padded to a multiple of this in its pack.
-    """
-
-    max_tokens_per_microbatch: int
-    input_lengths_key: NotRequired[str]
-    sequence_length_pad_multiple: NotRequired[int]
-
-
-class DynamicBatchingArgs(TypedDict):
-    """Sharding into padded microbatches of rows of like lengths.
-
-    max_tokens_per_microbatch: rows times their common width, at most.
-    input_lengths_key: the entry that holds each row's tokens, [B].
-    sequence_length_round: widths are rounded up to a multiple of this.
-    """
-
-    max_tokens_per_microbatch: int
-    input_lengths_key: NotRequired[str]
-    sequence_length_round: NotRequired[int]
+__all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
 
 
 class BatchedDataDict(UserDict, Generic[DictT]):
     """Tensors [B, …] and lists of length B under one roof.
 
     Values that are neither are kept as they are and shared by every slice.
+
+    micro_batch_indices: of a shard made by token budget or packing: for each global batch in it, [start, end) of the
+        rows of each microbatch, counted from that batch's first row.
+    micro_batch_lengths: alike: padded tokens of each pack, or the width of each padded microbatch.
+    elem_counts_per_gb: rows of each global batch in the shard.
     """
 
-    microbatches: list[list[int]] | None = None
-    """Rows of each microbatch, on a shard made by token budget or packing."""
+    micro_batch_indices: list[list[list[int]]] | None = None
+    micro_batch_lengths: list[list[int]] | None = None
+    elem_counts_per_gb: list[int] | None = None
 
     @property
     def size(self) -> int:
         """B, the number of rows; 0 for an empty dictionary.
 
         Raises:
-            ValueError: entries of different lengths.
+            ContractError: entries of different lengths.
         """
         sizes = {key: len(value) for key, value in self.data.items() if _is_batched(value)}
         if len(set(sizes.values())) > 1:
-            raise ValueError(f"entries differ in their number of rows: {sizes}")
+            raise ContractError(f"Batch sizes are not the same across the rollout batch: {sizes}")
         return next(iter(sizes.values()), 0)
 
     def get_dict(self) -> dict[str, Any]:
@@ -69,11 +59,11 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
     # ------------------------------------------------------------ rows
 
-    def select_indices(self, indices: Sequence[int] | torch.Tensor) -> BatchedDataDict[DictT]:
-        """The rows `indices`, in that order."""
+    def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
+        """A copy of the rows `indices`, in that order."""
         rows = torch.as_tensor(indices, dtype=torch.long)
         order = rows.tolist()
-        selected: BatchedDataDict[DictT] = BatchedDataDict()
+        selected = type(self)()
         for key, value in self.data.items():
             if isinstance(value, torch.Tensor) and value.ndim:
                 selected[key] = value[rows.to(value.device)]
@@ -81,20 +71,49 @@ class BatchedDataDict(UserDict, Generic[DictT]):
                 selected[key] = [value[i] for i in order] if isinstance(value, list) else value
         return selected
 
-    def slice(self, start: int, end: int) -> BatchedDataDict[DictT]:
-        """Rows start … end − 1."""
-        return self.select_indices(range(start, min(end, self.size)))
+    def slice(self, start: int, end: int) -> SlicedDataDict:
+        """Rows start … end − 1, or as many as there are; tensors are views of this batch's."""
+        return SlicedDataDict({k: v[start:end] if _is_batched(v) else v for k, v in self.data.items()})
 
-    def chunk(self, rank: int, chunks: int) -> BatchedDataDict[DictT]:
-        """Part `rank` of `chunks` equal ones, in order; the first parts are a row longer if they must.
+    def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
+        """Global batch `batch_idx` of this shard, with its microbatches.
+
+        Args:
+            batch_size: rows of a global batch in this shard; packed shards know them.
 
         Raises:
-            ValueError: no such part.
+            ContractError: no batch size where one is needed, or no such batch.
         """
+        if self.elem_counts_per_gb is not None:
+            count = len(self.elem_counts_per_gb)
+            start = sum(self.elem_counts_per_gb[:batch_idx])
+            end = start + self.elem_counts_per_gb[batch_idx] if batch_idx < count else start
+        elif batch_size is not None:
+            count, start = -(-self.size // batch_size), batch_idx * batch_size
+            end = start + batch_size
+        else:
+            raise ContractError("get_batch: this shard was not packed: say its batch_size")
+        if not 0 <= batch_idx < count:
+            raise ContractError(f"get_batch: there is no batch {batch_idx} of {count}")
+        batch = self.slice(start, end)
+        if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
+            batch.micro_batch_indices = [self.micro_batch_indices[batch_idx]]
+            batch.micro_batch_lengths = [self.micro_batch_lengths[batch_idx]]
+            batch.elem_counts_per_gb = [end - start]
+        return batch
+
+    def chunk(self, rank: int, chunks: int) -> SlicedDataDict:
+        """Part `rank` of `chunks` equal ones, in order.
+
+        Raises:
+            ContractError: the rows do not divide, or there is no such part.
+        """
+        size = self.size
+        if size % chunks:
+            raise ContractError(f"batch size ({size}) is not a multiple of chunks ({chunks})")
         if not 0 <= rank < chunks:
-            raise ValueError(f"there is no chunk {rank} of {chunks}")
-        rows = _part(range(self.size), rank, chunks)
-        return self.slice(rows.start, rows.stop)
+            raise ContractError(f"index OOB: there is no chunk {rank} of {chunks}")
+        return self.slice(rank * size // chunks, (rank + 1) * size // chunks)
 
     def reorder_data(self, reordered_indices: Sequence[int]) -> None:
         """Put the rows back, in place: row i becomes row `reordered_indices[i]`.
@@ -102,17 +121,21 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         With what `shard_by_batch_size` returned, this restores the order of results that come shard by shard.
 
         Raises:
-            ValueError: not a permutation of the rows.
+            ContractError: not a permutation of the rows.
         """
         if sorted(reordered_indices) != list(range(self.size)):
-            raise ValueError(f"reordered_indices must name each of the {self.size} rows once")
+            raise ContractError(f"reordered_indices must name each of the {self.size} rows once")
         inverse = torch.empty(len(reordered_indices), dtype=torch.long)
         inverse[torch.tensor(reordered_indices, dtype=torch.long)] = torch.arange(len(reordered_indices))
         self.data = self.select_indices(inverse).data
 
-    def repeat_interleave(self, repeats: int) -> BatchedDataDict[DictT]:
-        """Each row `repeats` times, next to itself."""
-        return self.select_indices([row for row in range(self.size) for _ in range(repeats)])
+    def repeat_interleave(self, num_repeats: int) -> Self:
+        """Each row `num_repeats` times, next to itself; items of lists are copied deeply."""
+        repeated = self.select_indices([row for row in range(self.size) for _ in range(num_repeats)])
+        for key, value in repeated.data.items():
+            if isinstance(value, list):
+                repeated[key] = [copy.deepcopy(item) for item in value]
+        return repeated
 
     # ------------------------------------------------------------ shards
 
@@ -121,103 +144,138 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         shards: int,
         batch_size: int | None = None,
         allow_uneven_shards: bool = False,
-        sequence_packing_args: SequencePackingArgs | None = None,
         dynamic_batching_args: DynamicBatchingArgs | None = None,
-    ) -> list[BatchedDataDict[DictT]] | tuple[list[BatchedDataDict[DictT]], list[int]]:
+        sequence_packing_args: SequencePackingArgs | None = None,
+    ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]:
         """One dictionary for each of `shards` ranks.
 
         Args:
             batch_size: rows of a global batch; each batch is shared out over the shards by itself. All rows,
                 if left out.
-            allow_uneven_shards: let the first shards be a row longer; otherwise the rows must divide.
-            sequence_packing_args: make packs, balanced by tokens, equally many on each shard.
-            dynamic_batching_args: make padded microbatches within a token budget, likewise.
+            allow_uneven_shards: parts of ⌈rows / shards⌉, of which the last may be smaller; otherwise the rows must
+                divide.
+            dynamic_batching_args: make padded microbatches within a token budget, balanced by tokens.
+            sequence_packing_args: make packs, likewise.
 
         Returns:
             the shards; with packing or a token budget also the original row of each row, shard after shard, for
-            `reorder_data`.
+            `reorder_data`. Then all shards have equally many microbatches, none of them empty, wherever the rows
+            allow that.
 
         Raises:
-            ValueError: rows that do not divide, a sequence longer than a pack, or both kinds of arguments.
+            ContractError: rows that do not divide or are fewer than the shards, a sequence longer than a pack, both
+                kinds of arguments, or `batch_size` with `allow_uneven_shards`.
         """
-        size = batch_size or self.size
-        if self.size % size:
-            raise ValueError(f"{self.size} rows do not make whole batches of {size}")
-        batches = [range(start, start + size) for start in range(0, self.size, size)]
-        if sequence_packing_args is None and dynamic_batching_args is None:
+        total = self.size
+        size = total if batch_size is None else batch_size
+        if allow_uneven_shards and batch_size is not None:
+            raise ContractError("batch_size must be None if allow_uneven_shards is True")
+        if dynamic_batching_args is not None and sequence_packing_args is not None:
+            raise ContractError("dynamic_batching_args and sequence_packing_args cannot be passed together")
+        if size < 1 or total % size:
+            raise ContractError(f"Total batch size ({total}) is not a multiple of batch_size ({size})")
+        batches = [range(start, start + size) for start in range(0, total, size)]
+        arguments = dynamic_batching_args or sequence_packing_args
+        if arguments is None:
             if size % shards and not allow_uneven_shards:
-                raise ValueError(f"{size} rows do not divide over {shards} shards; set allow_uneven_shards")
-            parts = [[r for batch in batches for r in _part(batch, i, shards)] for i in range(shards)]
-            return [self.select_indices(rows) for rows in parts]
-        if sequence_packing_args is not None and dynamic_batching_args is not None:
-            raise ValueError("give sequence_packing_args or dynamic_batching_args, not both")
-        plans = [self._plan(batch, shards, sequence_packing_args, dynamic_batching_args) for batch in batches]
-        made, order = [], []
-        for i in range(shards):
-            bins = [box for plan in plans for box in plan[i]]
-            rows = [row for box in bins for row in box]
-            shard = self.select_indices(rows)
-            ends = torch.tensor([0, *map(len, bins)]).cumsum(0).tolist()
-            shard.microbatches = [list(range(a, b)) for a, b in pairwise(ends)]
-            made.append(shard)
-            order += rows
+                raise ContractError(f"Batch size ({size}) is not a multiple of shards ({shards})")
+            parts = [[r for batch in batches for r in even_parts(batch, shards)[i]] for i in range(shards)]
+            return [SlicedDataDict(self.select_indices(rows).data) for rows in parts]
+        lengths = torch.as_tensor(self.data[arguments.get("input_lengths_key", "input_lengths")]).tolist()
+        plans = [
+            plan_microbatches(lengths, batch, shards, dynamic_batching_args, sequence_packing_args) for batch in batches
+        ]
+        made = [self._planned_shard([plan[i] for plan in plans]) for i in range(shards)]
+        order = [row for i in range(shards) for plan in plans for microbatch in plan[i].rows for row in microbatch]
         return made, order
 
-    def _plan(
-        self, rows: range, shards: int, packing: SequencePackingArgs | None, dynamic: DynamicBatchingArgs | None
-    ) -> list[list[list[int]]]:
-        """[shard][microbatch] → rows of one batch; equally many microbatches on each shard, some may be empty."""
-        arguments: Any = packing or dynamic
-        lengths = self.data[arguments.get("input_lengths_key", "input_lengths")].tolist()
-        capacity = arguments["max_tokens_per_microbatch"]
-        if packing is not None:
-            multiple = packing.get("sequence_length_pad_multiple", 1)
-            cost = [round_up(lengths[row], multiple) for row in rows]
-            bins = first_fit_decreasing(cost, capacity)
-        else:
-            cost = [round_up(lengths[row], arguments.get("sequence_length_round", 1)) for row in rows]
-            bins = _of_like_lengths(cost, capacity)
-        split_until_divisible(bins, cost, shards)
-        return [[[rows[unit] for unit in sorted(box)] for box in boxes] for boxes in assign(bins, cost, shards)]
+    def _planned_shard(self, batches: list[MicrobatchPlan]) -> SlicedDataDict:
+        rows = [row for batch in batches for microbatch in batch.rows for row in microbatch]
+        shard = SlicedDataDict(self.select_indices(rows).data)
+        shard.micro_batch_indices = [batch.boundaries for batch in batches]
+        shard.micro_batch_lengths = [batch.lengths for batch in batches]
+        shard.elem_counts_per_gb = [sum(map(len, batch.rows)) for batch in batches]
+        return shard
+
+    def all_gather(self, group: ProcessGroup | None) -> Self:
+        """The rows of all ranks of `group`, in rank order, on each of them; each may have another number. Collective.
+
+        Raises:
+            ContractError: on every rank, if entries or their shapes beyond the first dimension differ.
+        """
+        if group_size(group) == 1:
+            return type(self)(self.data)
+        described = gather_objects({key: _describe(value) for key, value in self.data.items()}, group)
+        alike = [{key: kind for key, (kind, _) in one.items()} for one in described]
+        if any(one != alike[0] for one in alike):
+            raise ContractError(f"all_gather: the ranks' entries differ: {alike}")
+        gathered = type(self)()
+        for key, value in self.data.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                counts = [one[key][1] for one in described]
+                padded = F.pad(value, (*(0, 0) * (value.ndim - 1), 0, max(counts) - len(value)))
+                everyone = all_gather(padded, group)
+                gathered[key] = torch.cat([rows[:count] for rows, count in zip(everyone, counts, strict=True)])
+            elif isinstance(value, list):
+                gathered[key] = [item for part in gather_objects(value, group) for item in part]
+            else:
+                gathered[key] = value
+        return gathered
 
     # ------------------------------------------------------------ microbatches
 
-    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[BatchedDataDict[DictT]]:
+    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict]:
         """The rows, `microbatch_size` at a time.
 
         Raises:
-            ValueError: rows that do not divide.
+            ContractError: rows that do not divide.
         """
         if self.size % microbatch_size:
-            raise ValueError(f"{self.size} rows do not make whole microbatches of {microbatch_size}")
+            raise ContractError(
+                f"Data dict size ({self.size}) is not a multiple of the provided microbatch size ({microbatch_size})"
+            )
         return (self.slice(i, i + microbatch_size) for i in range(0, self.size, microbatch_size))
 
-    def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[BatchedDataDict[DictT]]:
+    def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict]:
         """The rows of each pack of a shard made with `sequence_packing_args`.
 
         Raises:
-            ValueError: the data was not sharded so.
+            ContractError: the data was not sharded so.
         """
-        return (self.select_indices(rows) for rows in self._planned())
+        return (self.slice(start, end) for start, end, _ in self._planned())
 
-    def make_microbatch_iterator_with_dynamic_shapes(
-        self, input_lengths_key: str = "input_lengths", sequence_length_round: int = 1, dim: int = 1
-    ) -> Iterator[BatchedDataDict[DictT]]:
-        """The rows of each microbatch of a shard made with `dynamic_batching_args`, cut to their longest.
+    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
+        """Number of packs, and padded tokens of the longest."""
+        lengths = [length for _, _, length in self._planned()]
+        return len(lengths), max(lengths)
+
+    def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict]:
+        """The rows of each microbatch of a shard made with `dynamic_batching_args`, cut to their padded width.
+
+        Args:
+            sequence_dim: the dimension of tensors that is cut.
 
         Raises:
-            ValueError: the data was not sharded so.
+            ContractError: the data was not sharded so.
         """
-        for rows in self._planned():
-            microbatch = self.select_indices(rows)
-            longest = int(microbatch[input_lengths_key].max()) if rows else 0
-            microbatch.truncate_tensors(dim, round_up(longest, sequence_length_round))
+        for start, end, width in self._planned():
+            microbatch = self.slice(start, end)
+            microbatch.truncate_tensors(sequence_dim, width)
             yield microbatch
 
-    def _planned(self) -> list[list[int]]:
-        if self.microbatches is None:
-            raise ValueError("shard with sequence_packing_args or dynamic_batching_args first")
-        return self.microbatches
+    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
+        """Number of microbatches."""
+        return len(self._planned())
+
+    def _planned(self) -> list[tuple[int, int, int]]:
+        """(start, end, length) of each microbatch, rows counted from the first of this shard."""
+        if self.micro_batch_indices is None or self.micro_batch_lengths is None:
+            raise ContractError("shard with sequence_packing_args or dynamic_batching_args first")
+        planned, first = [], 0
+        for indices, lengths in zip(self.micro_batch_indices, self.micro_batch_lengths, strict=True):
+            planned += [(first + start, first + end, n) for (start, end), n in zip(indices, lengths, strict=True)]
+            first += indices[-1][1]
+        return planned
 
     # ------------------------------------------------------------ tensors
 
@@ -227,25 +285,28 @@ class BatchedDataDict(UserDict, Generic[DictT]):
             if isinstance(value, torch.Tensor) and value.ndim > dim:
                 self.data[key] = value.narrow(dim, 0, min(truncated_len, value.shape[dim]))
 
-    def to(self, device: torch.device | str) -> BatchedDataDict[DictT]:
-        """All tensors on `device`."""
-        return BatchedDataDict({k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.data.items()})
+    def to(self, device: torch.device | str) -> Self:
+        """Put all tensors on `device`, in place; returns itself."""
+        for key, value in self.data.items():
+            if isinstance(value, torch.Tensor):
+                self.data[key] = value.to(device)
+        return self
 
     @classmethod
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
-    ) -> BatchedDataDict[Any]:
+    ) -> Self:
         """The rows of all batches, one after the other; the shorter tensors padded at the end of dimension 1.
 
         Args:
             pad_value_dict: what an entry is padded with; 0 if it is not named.
 
         Raises:
-            ValueError: batches of different entries.
+            ContractError: batches of different entries.
         """
         if len({tuple(sorted(batch)) for batch in batches}) > 1:
-            raise ValueError(f"batches differ in their entries: {[sorted(batch) for batch in batches]}")
-        joined: BatchedDataDict[Any] = cls()
+            raise ContractError(f"batches differ in their entries: {[sorted(batch) for batch in batches]}")
+        joined = cls()
         for key in batches[0] if batches else ():
             values = [batch[key] for batch in batches]
             if isinstance(values[0], torch.Tensor) and values[0].ndim:
@@ -255,28 +316,19 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return joined
 
 
+class SlicedDataDict(BatchedDataDict):
+    """A slice or shard of a larger batch."""
+
+
 def _is_batched(value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, torch.Tensor) and value.ndim > 0)
 
 
-def _part(rows: range, index: int, count: int) -> range:
-    """The first parts are a row longer if they must."""
-    whole, longer = divmod(len(rows), count)
-    start = index * whole + min(index, longer)
-    return rows[start : start + whole + (index < longer)]
-
-
-def _of_like_lengths(widths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of units next to one another in length, whose number times the longest is at most `capacity`."""
-    bins: list[list[int]] = []
-    for unit in sorted(range(len(widths)), key=lambda unit: -widths[unit]):
-        if widths[unit] > capacity:
-            raise ValueError(f"a row of {widths[unit]} tokens does not fit a microbatch of {capacity}")
-        if bins and widths[bins[-1][0]] * (len(bins[-1]) + 1) <= capacity:
-            bins[-1].append(unit)
-        else:
-            bins.append([unit])
-    return bins
+def _describe(value: Any) -> tuple[Any, int]:
+    """What must be alike on all ranks, and the number of rows."""
+    if isinstance(value, torch.Tensor) and value.ndim:
+        return (str(value.dtype), tuple(value.shape[1:])), len(value)
+    return type(value).__name__, len(value) if isinstance(value, list) else 0
 
 
 def _concatenated(values: Sequence[torch.Tensor], padding: float) -> torch.Tensor:

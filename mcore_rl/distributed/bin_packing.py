@@ -1,35 +1,82 @@
-"""Units of known cost into bins, and bins onto ranks: pure functions of the costs."""
+"""Units of known size into bins, and bins onto ranks: pure functions, the same on every rank.
+
+A unit has a size (tokens, which a bin's capacity limits) and a cost (work, which ranks should share evenly).
+"""
 
 from __future__ import annotations
 
+import bisect
+import heapq
 from collections.abc import Sequence
+
+from mcore_rl.errors import ContractError
 
 Bin = list[int]
 """Indices of the units in it."""
 
 
-def first_fit_decreasing(cost: Sequence[int], capacity: int) -> list[Bin]:
-    """Bins of at most `capacity`, the costliest units first.
+def pack(size: Sequence[int], cost: Sequence[float], capacity: int, count: int) -> list[list[Bin]]:
+    """[rank][bin] → units: as few bins as fit, equally many on each of `count` ranks, ranks of even cost.
+
+    Where that number of bins leaves room, the units are spread over them by cost; bins are empty only where there
+    are fewer units than bins.
 
     Raises:
-        ValueError: a unit that fits no bin.
+        ContractError: a unit that fits no bin.
+    """
+    bins = best_fit_decreasing(size, capacity)
+    wanted = -(-len(bins) // count) * count
+    if wanted > len(bins):
+        spread = spread_by_cost(size, cost, capacity, wanted) if wanted <= len(size) else None
+        if spread is None:
+            split_until_divisible(bins, cost, count)
+        else:
+            bins = spread
+    return assign(bins, cost, count)
+
+
+def best_fit_decreasing(size: Sequence[int], capacity: int) -> list[Bin]:
+    """Bins of at most `capacity`: the largest units first, each into the fullest bin that still has room.
+
+    Raises:
+        ContractError: a unit that fits no bin.
     """
     bins: list[Bin] = []
-    free: list[int] = []
-    for unit in sorted(range(len(cost)), key=lambda unit: -cost[unit]):
-        if cost[unit] > capacity:
-            raise ValueError(f"a record of {cost[unit]} padded tokens does not fit a pack of {capacity}")
-        index = next((i for i, room in enumerate(free) if room >= cost[unit]), len(bins))
-        if index == len(bins):
+    free: list[tuple[int, int]] = []  # (room, bin), ascending
+    for unit in sorted(range(len(size)), key=lambda unit: -size[unit]):
+        if size[unit] > capacity:
+            raise ContractError(f"a record of {size[unit]} padded tokens does not fit a pack of {capacity}")
+        place = bisect.bisect_left(free, (size[unit], -1))
+        if place == len(free):
             bins.append([])
-            free.append(capacity)
-        bins[index].append(unit)
-        free[index] -= cost[unit]
+            room, box = capacity, len(bins) - 1
+        else:
+            room, box = free.pop(place)
+        bins[box].append(unit)
+        bisect.insort(free, (room - size[unit], box))
     return bins
 
 
-def split_until_divisible(bins: list[Bin], cost: Sequence[int], count: int) -> None:
-    """Split the fullest bins until their number divides by `count`; empty ones are the last resort."""
+def spread_by_cost(size: Sequence[int], cost: Sequence[float], capacity: int, count: int) -> list[Bin] | None:
+    """`count` bins: the costliest units first, each into the cheapest bin that has room; None if they do not fit."""
+    bins: list[Bin] = [[] for _ in range(count)]
+    heap = [(0.0, box, capacity) for box in range(count)]
+    for unit in sorted(range(len(size)), key=lambda unit: -cost[unit]):
+        too_full = []
+        while heap and heap[0][2] < size[unit]:
+            too_full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        load, box, room = heap[0]
+        bins[box].append(unit)
+        heapq.heapreplace(heap, (load + cost[unit], box, room - size[unit]))
+        for entry in too_full:
+            heapq.heappush(heap, entry)
+    return bins
+
+
+def split_until_divisible(bins: list[Bin], cost: Sequence[float], count: int) -> None:
+    """Split the costliest bins until their number divides by `count`; empty ones are the last resort."""
     while len(bins) % count:
         fullest = max((box for box in bins if len(box) > 1), key=lambda box: sum(cost[u] for u in box), default=None)
         if fullest is None:
@@ -42,13 +89,24 @@ def split_until_divisible(bins: list[Bin], cost: Sequence[int], count: int) -> N
         bins.extend(halves)
 
 
-def assign(bins: list[Bin], cost: Sequence[int], count: int) -> list[list[Bin]]:
-    """Largest first, each to the least loaded rank that still has room for a bin; as many bins on each rank."""
-    ranks: list[list[Bin]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for box in sorted(bins, key=lambda box: -sum(cost[u] for u in box)):
-        open_ranks = (rank for rank in range(count) if len(ranks[rank]) < len(bins) // count)
-        rank = min(open_ranks, key=lambda rank: loads[rank])
-        ranks[rank].append(box)
-        loads[rank] += sum(cost[u] for u in box)
-    return ranks
+def assign(bins: list[Bin], cost: Sequence[float], count: int) -> list[list[Bin]]:
+    """As many bins on each of `count` ranks, of even cost: the balanced largest differencing method.
+
+    (Karmarkar–Karp with parts of equal cardinality; Tsai, Asymptotic analysis of an algorithm for balanced parallel
+    processor scheduling, 1992.) Each run of `count` bins, from the costliest on, is a partial solution with one bin a
+    rank; the two most uneven ones are joined until one is left, the heaviest of one with the lightest of the other.
+    """
+    order = sorted(range(len(bins)), key=lambda i: -sum(cost[u] for u in bins[i]))
+    loads = [sum(cost[u] for u in box) for box in bins]
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for number, start in enumerate(range(0, len(order), count)):
+        parts = [(loads[i], [i]) for i in order[start : start + count]]
+        heapq.heappush(heap, (parts[-1][0] - parts[0][0], number, parts))
+    number = len(bins)
+    while len(heap) > 1:
+        (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        joined = [(a + b, mine + theirs) for (a, mine), (b, theirs) in zip(one, reversed(other), strict=True)]
+        joined.sort(key=lambda part: -part[0])
+        number += 1
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], number, joined))
+    return [[bins[i] for i in sorted(part)] for _, part in heap[0][2]] if heap else [[] for _ in range(count)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -31,7 +32,7 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     return values
 
 
-def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def all_gather(x: Shaped[Tensor, "*shape"], group: ProcessGroup | None) -> Shaped[Tensor, ranks * shape]:
     """[n, …] on each of P ranks → [P, n, …] in rank order on all of them. No gradient."""
     if group_size(group) == 1:
         return x.unsqueeze(0)
@@ -40,7 +41,9 @@ def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return out
 
 
-def all_reduce(x: Tensor, group: ProcessGroup | None, op: Any = torch.distributed.ReduceOp.SUM) -> Tensor:
+def all_reduce(
+    x: Shaped[Tensor, "*shape"], group: ProcessGroup | None, op: Any = torch.distributed.ReduceOp.SUM
+) -> Shaped[Tensor, "*shape"]:
     """Sum (or `op`) of `x` over the group, as a new tensor. No gradient."""
     if group_size(group) == 1:
         return x
@@ -85,7 +88,9 @@ class _AllGatherForwardSplitBackward(torch.autograd.Function):
         return grad.chunk(group_size(ctx.group))[group_rank(ctx.group)].contiguous(), None
 
 
-def copy_forward_all_reduce_backward(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def copy_forward_all_reduce_backward(
+    x: Shaped[Tensor, "*shape"], group: ProcessGroup | None
+) -> Shaped[Tensor, "*shape"]:
     """Identity; the gradient is summed over the group.
 
     For an input that every rank holds whole and multiplies with its own shard of a weight.
@@ -93,7 +98,9 @@ def copy_forward_all_reduce_backward(x: Tensor, group: ProcessGroup | None) -> T
     return x if group_size(group) == 1 else _CopyForwardAllReduceBackward.apply(x, group)
 
 
-def all_gather_forward_reduce_scatter_backward(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def all_gather_forward_reduce_scatter_backward(
+    x: Shaped[Tensor, rows * rest], group: ProcessGroup | None
+) -> Shaped[Tensor, all_rows * rest]:
     """[n, …] per rank → [P·n, …]; each rank's gradient is the sum of all ranks' for its rows.
 
     For rows that every rank then uses for something of its own (a weight shard, other queries).
@@ -101,7 +108,9 @@ def all_gather_forward_reduce_scatter_backward(x: Tensor, group: ProcessGroup | 
     return x if group_size(group) == 1 else _AllGatherForwardReduceScatterBackward.apply(x, group)
 
 
-def all_gather_forward_split_backward(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def all_gather_forward_split_backward(
+    x: Shaped[Tensor, rows * rest], group: ProcessGroup | None
+) -> Shaped[Tensor, all_rows * rest]:
     """[n, …] per rank → [P·n, …]; each rank's gradient is its own rows' part of the local one.
 
     For rows from which every rank then computes the *same* scalar: summing the P equal gradients

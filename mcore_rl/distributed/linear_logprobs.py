@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -22,16 +23,21 @@ from mcore_rl.distributed.collectives import (
 from mcore_rl.distributed.parallel_logprobs import (
     accumulation_dtype,
     combine_over_vocabulary,
+    finite_peak,
     logprob_gradient,
     slices,
     valid_columns,
+    weighted_mean,
 )
+from mcore_rl.errors import ContractError
 
 # (tokens, vocabulary columns) of a tile: what a CPU's cache holds, or enough to keep a GPU busy.
 TILE_SHAPE = {"cpu": (512, 4096), "cuda": (2048, 16384)}
 
 
-def gather_hidden_states(hidden: Tensor, group: ProcessGroup | None, sequence_parallel: bool) -> Tensor:
+def gather_hidden_states(
+    hidden: Float[Tensor, "local_tokens hidden"], group: ProcessGroup | None, sequence_parallel: bool
+) -> Float[Tensor, "tokens hidden"]:
     """Hidden states that every tensor-parallel rank may multiply with its shard of the LM head.
 
     [T / TP, H] (sequence parallelism: gathered, gradients reduce-scattered) or [T, H] (gradients
@@ -43,14 +49,14 @@ def gather_hidden_states(hidden: Tensor, group: ProcessGroup | None, sequence_pa
 
 
 def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "vocab_shard hidden"],
+    targets: Int[Tensor, " tokens"],
     group: ProcessGroup | None = None,
     vocab_size: int | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"] | None]:
     """Log-probabilities of `targets` under softmax(hidden · weightᵀ / temperature), in nats.
 
     Dense equivalent: `log_softmax(hidden @ weight.T / temperature)` gathered at `targets`, with
@@ -66,15 +72,15 @@ def linear_logprobs(
         with_entropy: also return the entropy [T] of each distribution.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ContractError: shapes that do not fit.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
-        raise ValueError(
+        raise ContractError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} "
             "must be [T, H], [Vp, H] and [T]"
         )
     if temperature <= 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+        raise ContractError(f"temperature must be positive, got {temperature}")
     columns = valid_columns(weight.shape[0], group_rank(group), vocab_size)
     logprobs, entropy = _LinearLogprobs.apply(hidden, weight, targets, group, columns, temperature, with_entropy)
     return logprobs, entropy if with_entropy else None
@@ -113,8 +119,7 @@ class _LinearLogprobs(torch.autograd.Function):
             block_gradient = None
             for rows in tiles.row_tiles():
                 x = tiles.product(rows, columns)
-                out = x if h is None else torch.empty_like(x)
-                grad = logprob_gradient(x, lse[rows], mean[rows], g[rows], None if h is None else h[rows], out)
+                grad = logprob_gradient(x, lse[rows], mean[rows], g[rows], None if h is None else h[rows], out=x)
                 _add_at_targets(grad, local[rows] - columns.start, g[rows])
                 if ctx.temperature != 1:
                     grad.mul_(1 / ctx.temperature)
@@ -170,18 +175,15 @@ def _shard_statistics(tiles: _Tiles, local: Tensor, with_mean: bool) -> tuple[Te
         for rows in tiles.row_tiles():
             x = tiles.product(rows, columns)
             target_logit[rows] += _at_targets(x, local[rows] - columns.start)
-            peak = x.amax(dim=1)
-            if with_mean:
-                z = torch.exp(x - peak[:, None])
-                weighted = torch.linalg.vecdot(z, x)
-            else:
-                z = x.sub_(peak[:, None]).exp_()
+            peak = finite_peak(x)
+            z = torch.exp(x - peak[:, None]) if with_mean else x.sub_(peak[:, None]).exp_()
             total = z.sum(dim=1)
             block_lse = peak + total.log()
             combined = torch.logaddexp(lse[rows], block_lse)
             if with_mean:
-                share = torch.exp(block_lse - combined)
-                mean[rows] = mean[rows] * torch.exp(lse[rows] - combined) + share * weighted / total
+                whole = torch.where(combined == -torch.inf, 0, combined)  # nothing but −inf so far
+                before, share = torch.exp(lse[rows] - whole), torch.exp(block_lse - whole)
+                mean[rows] = mean[rows] * before + share * weighted_mean(z, x, total)
             lse[rows] = combined
     return lse, target_logit, mean
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 
@@ -65,7 +66,11 @@ class PackLayout:
 
     @classmethod
     def from_cu_seqlens(
-        cls, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, total: int, cp_size: int = 1
+        cls,
+        cu_seqlens: Int[Tensor, " boundaries"],
+        cu_seqlens_padded: Int[Tensor, " boundaries"] | None,
+        total: int,
+        cp_size: int = 1,
     ) -> PackLayout:
         """From cumulative lengths [N + 1]; copies them to the host once.
 
@@ -88,17 +93,17 @@ class PackLayout:
         return len(self.lengths)
 
     @cached_property
-    def starts(self) -> Tensor:
+    def starts(self) -> Int[Tensor, " rows"]:
         """First pack position of each sequence, [N]."""
         return _exclusive_cumsum(self.padded_lengths)
 
     @cached_property
-    def cu_seqlens(self) -> Tensor:
+    def cu_seqlens(self) -> Int[Tensor, " boundaries"]:
         """Cumulative true lengths, int32 [N + 1]."""
         return torch.tensor((0, *self.lengths)).cumsum(0).int()
 
     @cached_property
-    def cu_seqlens_padded(self) -> Tensor:
+    def cu_seqlens_padded(self) -> Int[Tensor, " boundaries"]:
         """Cumulative lengths of all segments, the tail included, int32; the last is T."""
         return torch.tensor((0, *self.segment_lengths)).cumsum(0).int()
 
@@ -108,11 +113,11 @@ class PackLayout:
         return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
 
     @cached_property
-    def position_ids(self) -> Tensor:
+    def position_ids(self) -> Int[Tensor, " tokens"]:
         """Position of each token in its own segment, [T]."""
         return torch.arange(self.total) - _exclusive_cumsum(self.segment_lengths)[self._segment_of]
 
-    def local_positions(self, cp_rank: int) -> Tensor:
+    def local_positions(self, cp_rank: int) -> Int[Tensor, " local_tokens"]:
         """Pack positions that context-parallel rank `cp_rank` holds, in its order, [T / CP]."""
         if self.cp_size == 1:
             return torch.arange(self.total)
@@ -122,11 +127,11 @@ class PackLayout:
         return torch.nonzero(owner == cp_rank).flatten()
 
     @cached_property
-    def gather_order(self) -> Tensor:
+    def gather_order(self) -> Int[Tensor, " tokens"]:
         """Index [T] that puts the ranks' concatenated local tokens back in pack order."""
         return torch.argsort(torch.cat([self.local_positions(r) for r in range(self.cp_size)]))
 
-    def pack_rows(self, rows: Tensor, fill: float | int = 0) -> Tensor:
+    def pack_rows(self, rows: Shaped[Tensor, "rows seq"], fill: float | int = 0) -> Shaped[Tensor, " tokens"]:
         """[N, S] right-padded rows → [T]; `fill` where the pack holds padding."""
         row, column = self._row_and_column
         columns = column.clamp(max=rows.shape[1] - 1)
@@ -144,12 +149,12 @@ class PackLayout:
         return self.position_ids < lengths[self._segment_of]
 
     @cached_property
-    def has_target(self) -> Tensor:
+    def has_target(self) -> Bool[Tensor, " tokens"]:
         """True at pack positions that predict a real token of their own sequence, [T]."""
         lengths = torch.tensor((*self.lengths, 0), dtype=torch.long)
         return self.position_ids + 1 < lengths[self._segment_of]
 
-    def next_of(self, packed: Tensor) -> Tensor:
+    def next_of(self, packed: Shaped[Tensor, " tokens"]) -> Shaped[Tensor, " tokens"]:
         """`packed` [T] shifted left inside each sequence: entry p belongs to the token that p predicts.
 
         Positions without a target hold the value of position 0; see `has_target`.
@@ -157,7 +162,7 @@ class PackLayout:
         index = torch.where(self.has_target, torch.arange(self.total) + 1, 0)
         return packed[index.to(packed.device)]
 
-    def next_token_index(self, width: int) -> tuple[Tensor, Tensor]:
+    def next_token_index(self, width: int) -> tuple[Int[Tensor, "rows predicted"], Bool[Tensor, "rows predicted"]]:
         """Where the predictions of each row's tokens 1 … width − 1 are.
 
         Returns:
@@ -168,7 +173,9 @@ class PackLayout:
         valid = column[None] + 1 < torch.tensor(self.lengths, dtype=torch.long)[:, None]
         return torch.where(valid, self.starts[:, None] + column[None], 0), valid
 
-    def unpack_next_token(self, packed: Tensor, width: int, fill: float = 0.0) -> Tensor:
+    def unpack_next_token(
+        self, packed: Shaped[Tensor, " tokens"], width: int, fill: float | int = 0.0
+    ) -> Shaped[Tensor, "rows predicted"]:
         """Per-position values [T] (entry p scores the token after p) → [N, width − 1] rows."""
         index, valid = self.next_token_index(width)
         rows = packed[index.to(packed.device)]

@@ -11,15 +11,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_rl.distributed.collectives import all_gather, group_rank, group_size
 from mcore_rl.distributed.context_parallel import gather_context_parallel, slice_context_parallel
 from mcore_rl.distributed.pack_layout import PackLayout
+from mcore_rl.errors import ContractError
 
 # What is worked on at a time: a CPU's cache, or enough of a GPU's memory to keep it busy.
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
+
+
+# Nats: exp() of less is 0 in fp32 and fp64 alike.
+LOWEST_LOGPROB = -1e4
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -32,13 +38,18 @@ def valid_columns(shard_size: int, rank: int, vocab_size: int | None) -> int:
     return shard_size if vocab_size is None else max(0, min(shard_size, vocab_size - rank * shard_size))
 
 
-def combine_over_vocabulary(lse: Tensor, sums: Tensor, mean: Tensor, group: ProcessGroup | None) -> tuple[Tensor, ...]:
+def combine_over_vocabulary(
+    lse: Float[Tensor, " tokens"],
+    sums: Float[Tensor, "k tokens"],
+    mean: Float[Tensor, " tokens"],
+    group: ProcessGroup | None,
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, "k tokens"], Float[Tensor, " tokens"]]:
     """Statistics of a shard → of the whole vocabulary, by one all-gather.
 
     Args:
         lse: log Σ exp x over the shard, [T].
         sums: quantities that only one rank has and the others hold as 0, [K, T].
-        mean: Σ softmax(x)·x with the softmax over the shard, [T].
+        mean: Σ softmax(x)·x with the softmax over the shard, [T]; 0 for a shard of −inf alone.
     """
     if group_size(group) == 1:
         return lse, sums, mean
@@ -70,13 +81,13 @@ class _LogprobsFromLogits(torch.autograd.Function):
         scratch = torch.empty(min(chunk, count), columns, dtype=dtype, device=logits.device)
         for rows in slices(count if columns else 0, chunk):
             x = _scaled(logits[rows, :columns], dtype, temperature)
-            peak = x.amax(dim=1)
+            peak = finite_peak(x)
             z = torch.sub(x, peak[:, None], out=scratch[: len(x)]).exp_()
             total = z.sum(dim=1)
             lse[rows] = peak + total.log()
             chosen[rows] = torch.where(owned[rows], x.gather(1, local[rows]), 0)
             if with_entropy:
-                mean[rows] = torch.linalg.vecdot(z, x) / total
+                mean[rows] = weighted_mean(z, x, total)
         lse, picked, mean = combine_over_vocabulary(lse, chosen.T, mean, group)
         ctx.save_for_backward(logits, local, owned, lse, mean)
         ctx.columns, ctx.temperature, ctx.with_entropy, ctx.chunk = columns, temperature, with_entropy, chunk
@@ -104,6 +115,20 @@ class _LogprobsFromLogits(torch.autograd.Function):
         return grad_logits, *(None,) * 7
 
 
+def finite_peak(x: Float[Tensor, "tokens columns"]) -> Float[Tensor, " tokens"]:
+    """The largest logit of each row, to be subtracted before exp; 0 where all are −inf (a masked shard)."""
+    peak = x.amax(dim=1)
+    return torch.where(peak == -torch.inf, 0, peak)
+
+
+def weighted_mean(
+    z: Float[Tensor, "tokens columns"], x: Float[Tensor, "tokens columns"], total: Float[Tensor, " tokens"]
+) -> Float[Tensor, " tokens"]:
+    """Σ z·x / total with z = exp(x − peak) and total = Σ z: a logit of −inf adds 0, and so does a shard of them."""
+    finite = x.clamp(min=torch.finfo(x.dtype).min)
+    return torch.linalg.vecdot(z, finite) / total.clamp(min=torch.finfo(x.dtype).tiny)
+
+
 def slices(total: int, step: int) -> Iterator[slice]:
     """0 … total cut into runs of `step`, the last one shorter."""
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
@@ -115,36 +140,49 @@ def _scaled(logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
     return x if temperature == 1 else x / temperature
 
 
-def logprob_gradient(x: Tensor, lse: Tensor, mean: Tensor, g: Tensor, h: Tensor | None, out: Tensor) -> Tensor:
-    """Gradient towards logits x [T, V] of g·(−log Z) + h·entropy: −p·(g + h·(x − E[x])), p = exp(x − lse).
+def logprob_gradient(
+    x: Float[Tensor, "tokens columns"],
+    lse: Float[Tensor, " tokens"],
+    mean: Float[Tensor, " tokens"],
+    g: Float[Tensor, " tokens"],
+    h: Float[Tensor, " tokens"] | None,
+    out: Float[Tensor, "tokens columns"],
+) -> Float[Tensor, "tokens columns"]:
+    """Gradient towards logits x of g·(−log Z) + h·entropy: −p·(g + h·(x − E[x])), p = exp(x − lse).
 
-    The target's own +g is left to the caller, who knows where it is. `out` may be x where h is None.
+    The target's own +g is left to the caller, who knows where it is. `out` may be x.
     """
-    weight = -g[:, None] if h is None else -(g[:, None] + h[:, None] * (x - mean[:, None]))
-    return torch.sub(x, lse[:, None], out=out).exp_().mul_(weight)
+    logp = torch.sub(x, lse[:, None], out=out)
+    if h is None:
+        return logp.exp_().mul_(-g[:, None])
+    # Where a logit is −inf, p is 0 and must not meet an infinite weight.
+    weight = logp.clamp(min=LOWEST_LOGPROB).add_((lse - mean)[:, None]).mul_(-h[:, None]).sub_(g[:, None])
+    return logp.exp_().mul_(weight)
 
 
-def local_targets(targets: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
+def local_targets(
+    targets: Int[Tensor, "tokens *k"], start: int, columns: int
+) -> tuple[Int[Tensor, "tokens *k"], Bool[Tensor, "tokens *k"]]:
     """Columns of the shard (clamped into it), and whether the shard owns them."""
     owned = (targets >= start) & (targets < start + columns)
     return (targets - start).clamp(0, max(columns - 1, 0)), owned
 
 
 def vocab_parallel_logprobs(
-    logits: Tensor,
-    targets: Tensor,
+    logits: Float[Tensor, "tokens vocab_shard"],
+    targets: Int[Tensor, tokens * k],
     group: ProcessGroup | None = None,
     rank: int | None = None,
     vocab_size: int | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
     chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Float[Tensor, tokens * k], Float[Tensor, " tokens"] | None]:
     """Log-probabilities of given tokens and, if asked for, the entropy of each distribution, in nats.
 
     Dense equivalent: `log_softmax(logits / temperature)`, gathered at `targets`. One all-gather of
     K + 2 numbers per token in forward, no communication in backward: every rank of `group` must
-    compute the same loss from the result, and gets the whole gradient of its own shard.
+    compute the same loss from the result, and gets the whole gradient of its own shard. Logits may be −inf.
 
     Args:
         logits: [T, Vp], this rank's shard of the vocabulary (last dimension split over `group`).
@@ -158,7 +196,7 @@ def vocab_parallel_logprobs(
         logprobs of `targets`' shape and entropy [T] or None, fp32 (fp64 for fp64 logits).
 
     Raises:
-        ValueError: shapes that do not fit, or a rank that is not the group's.
+        ContractError: shapes that do not fit, or a rank that is not the group's.
     """
     rank = group_rank(group) if rank is None else rank
     _check(logits, targets, group, rank, temperature)
@@ -175,23 +213,32 @@ def vocab_parallel_logprobs(
 
 def _check(logits: Tensor, targets: Tensor, group: ProcessGroup | None, rank: int, temperature: float) -> None:
     if logits.ndim != 2 or targets.ndim not in (1, 2) or targets.shape[0] != logits.shape[0]:
-        raise ValueError(
+        raise ContractError(
             f"logits {tuple(logits.shape)} must be [T, Vp] and targets {tuple(targets.shape)} [T] or [T, K]"
         )
     if group is not None and rank != group_rank(group):
-        raise ValueError(f"vocab_parallel_rank {rank} is not this process's rank in its group ({group_rank(group)})")
+        raise ContractError(f"vocab_parallel_rank {rank} is not this process's rank in its group ({group_rank(group)})")
     if temperature <= 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+        raise ContractError(f"temperature must be positive, got {temperature}")
 
 
 @torch.no_grad()
 def vocab_parallel_topk(
-    logits: Tensor, k: int, group: ProcessGroup | None = None, vocab_size: int | None = None
-) -> tuple[Tensor, Tensor]:
+    logits: Float[Tensor, "tokens vocab_shard"],
+    k: int,
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
     """The k largest logits of the whole vocabulary, [T, k], and their token ids; no gradient.
 
     Each rank contributes its own k best: 2·k numbers per token are gathered.
+
+    Raises:
+        ContractError: k is not between 1 and the vocabulary's size.
     """
+    whole = logits.shape[-1] * group_size(group) if vocab_size is None else vocab_size
+    if not 1 <= k <= whole:
+        raise ContractError(f"vocab_parallel_topk: k must be between 1 and the vocabulary's {whole}, got {k}")
     rank = group_rank(group)
     columns = valid_columns(logits.shape[-1], rank, vocab_size)
     local = logits[:, :columns].to(accumulation_dtype(logits.dtype))
@@ -208,8 +255,8 @@ def vocab_parallel_topk(
 
 
 def next_token_logprobs_from_logits(
-    logits: Tensor,
-    input_ids: Tensor,
+    logits: Float[Tensor, "local_tokens vocab_shard"],
+    input_ids: Int[Tensor, "rows seq"],
     layout: PackLayout,
     tensor_parallel_group: ProcessGroup | None = None,
     context_parallel_group: ProcessGroup | None = None,
@@ -217,7 +264,7 @@ def next_token_logprobs_from_logits(
     vocab_size: int | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Float[Tensor, "rows predicted"], Float[Tensor, "rows predicted"] | None]:
     """Next-token log-probabilities (and entropies) of a pack, as rows.
 
     Args:
@@ -227,7 +274,8 @@ def next_token_logprobs_from_logits(
 
     Returns:
         logprobs [N, S − 1], entry (b, t) of token `input_ids[b, t + 1]`, and entropies alike or None;
-        0 where a row has no token. The same on every context-parallel rank; the ranks' gradients add up.
+        0 where a row has no token. The same on every context-parallel rank, and gradients are summed over these
+        ranks (see `gather_context_parallel`: who computes the whole loss on each divides it by their number).
     """
     targets = slice_context_parallel(
         layout.next_of(layout.pack_rows(input_ids)), layout, group_rank(context_parallel_group)
@@ -239,12 +287,12 @@ def next_token_logprobs_from_logits(
 
 
 def unpack_next_token_values(
-    logprobs: Tensor,
-    entropy: Tensor | None,
+    logprobs: Float[Tensor, " local_tokens"],
+    entropy: Float[Tensor, " local_tokens"] | None,
     layout: PackLayout,
     width: int,
     context_parallel_group: ProcessGroup | None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Float[Tensor, "rows predicted"], Float[Tensor, "rows predicted"] | None]:
     """Local per-position values [T / CP] → whole rows [N, width − 1], by one all-gather."""
     local = logprobs[:, None] if entropy is None else torch.stack((logprobs, entropy), dim=1)
     packed = gather_context_parallel(local, layout, context_parallel_group)

@@ -15,8 +15,9 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -25,6 +26,12 @@ import torch
 from mcore_rl.errors import WorkerError
 
 _PRELOAD = ["mcore_rl.models.policy.megatron_policy", "mcore_rl.layout_check"]
+
+
+def serve_processes(also_preload: Sequence[str] = ()) -> None:
+    """Start the server now, with further modules imported in it first; otherwise the first run starts it."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*also_preload, *_PRELOAD])
+    forkserver.ensure_running()
 
 
 def run_processes(function: Callable[..., Any], *args: Any, world_size: int, timeout: float = 120) -> list[Any]:
@@ -36,7 +43,7 @@ def run_processes(function: Callable[..., Any], *args: Any, world_size: int, tim
         WorkerError: a rank failed, died, or took longer than `timeout` seconds. All are then killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(_PRELOAD)  # of no effect if the server runs
     workers: dict[Connection, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         store = os.path.join(directory, "store")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -14,19 +16,26 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import group_size
 from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.distributed.parallel_logprobs import next_token_logprobs_from_logits
+from mcore_rl.errors import ContractError
+from mcore_rl.loss_options import LossOptions
 
 EPSILON = 1e-8
 
 
-def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+def masked_sum(
+    values: Float[Tensor, "*shape"], mask: Float[Tensor, "*shape"], dim: int | None = None
+) -> Float[Tensor, "*rest"]:
     """Σ values · mask over `dim` or everything; what the mask leaves out may be −inf or NaN."""
     total = torch.where(mask > 0, values * mask, 0)
     return total.sum() if dim is None else total.sum(dim)
 
 
 def masked_mean(
-    values: Tensor, mask: Tensor, dim: int | None = None, global_normalization_factor: Tensor | float | None = None
-) -> Tensor:
+    values: Float[Tensor, "*shape"],
+    mask: Float[Tensor, "*shape"],
+    dim: int | None = None,
+    global_normalization_factor: Tensor | float | int | None = None,
+) -> Float[Tensor, "*rest"]:
     """`masked_sum` / (`global_normalization_factor`, or Σ mask, + 1e-8)."""
     if global_normalization_factor is None:
         global_normalization_factor = mask.sum() if dim is None else mask.sum(dim)
@@ -36,44 +45,37 @@ def masked_mean(
     return total / (global_normalization_factor + EPSILON)
 
 
-def sample_mask_of(data: BatchedDataDict[Any], like: Tensor) -> Tensor:
+def sample_mask_of(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, " batch"]:
     """[B], in the loss's own precision."""
     return data["sample_mask"].to(like)
 
 
-def token_mask_of(data: BatchedDataDict[Any], like: Tensor) -> Tensor:
+def token_mask_of(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, "batch predicted"]:
     """[B, S − 1]: the predicted tokens that carry loss, in samples that count."""
     return data["token_mask"][:, 1:].to(like) * sample_mask_of(data, like)[:, None]
 
 
-def require_keys(data: BatchedDataDict[Any], keys: Iterable[str], loss: object) -> None:
-    """Raises ValueError that lists every missing key."""
+def require_keys(data: Mapping[str, Any], keys: Iterable[str], loss: object) -> None:
+    """Raises ContractError that lists every missing key."""
     if missing := [key for key in keys if key not in data]:
-        raise ValueError(f"{type(loss).__name__}: data lacks {', '.join(missing)}; it has {', '.join(sorted(data))}")
+        raise ContractError(f"{type(loss).__name__}: data lacks {', '.join(missing)}; it has {', '.join(sorted(data))}")
 
 
 def require_shape(name: str, tensor: Tensor, shape: tuple[int, ...], loss: object) -> None:
     if tuple(tensor.shape) != shape:
-        raise ValueError(f"{type(loss).__name__}: {name} must be {shape}, got {tuple(tensor.shape)}")
+        raise ContractError(f"{type(loss).__name__}: {name} must be {shape}, got {tuple(tensor.shape)}")
 
 
 def require_count(name: str, count: Tensor | None, loss: object) -> Tensor:
     """A normalisation tensor of one element, as a scalar."""
     if count is None or not isinstance(count, Tensor) or count.numel() != 1:
-        raise ValueError(f"{type(loss).__name__}: {name} must be a tensor of one element, got {count!r}")
+        raise ContractError(f"{type(loss).__name__}: {name} must be a tensor of one element, got {count!r}")
     return count.reshape(())
 
 
-def require_config(cfg: Any, schema: Any, loss: object) -> None:
-    """Raises ValueError that lists missing and unknown keys of a loss's configuration."""
-    missing = schema.__required_keys__ - set(cfg)
-    unknown = set(cfg) - schema.__required_keys__ - schema.__optional_keys__
-    for what, keys in (("lacks", missing), ("has unknown keys", unknown)):
-        if keys:
-            raise ValueError(f"{type(loss).__name__}: its configuration {what} {', '.join(sorted(keys))}")
-
-
-def locate_nonfinite(logprobs: Tensor, mask: Tensor) -> tuple[int, int] | None:
+def locate_nonfinite(
+    logprobs: Float[Tensor, "batch predicted"], mask: Float[Tensor, "batch predicted"]
+) -> tuple[int, int] | None:
     """Row and token position of the first −inf, inf or NaN that the mask counts. Syncs with the device.
 
     Args:
@@ -84,11 +86,13 @@ def locate_nonfinite(logprobs: Tensor, mask: Tensor) -> tuple[int, int] | None:
 
 
 class LogprobLoss(LossFunction):
-    """A loss of next-token log-probabilities. Subclasses write `from_logprobs` and nothing else.
+    """A loss of next-token log-probabilities. Subclasses write `from_logprobs`.
 
     Called with logits, it computes the log-probabilities (over vocabulary and context shards) first.
     On the CPU a log-probability that counts and is not finite raises, naming row and position; on a GPU
     that check would wait for the device, and `locate_nonfinite` is there for the caller.
+
+    Who has log-probabilities already may ask `takes_logprobs` and call `from_logprobs` instead.
     """
 
     needs_entropy = False
@@ -96,19 +100,43 @@ class LogprobLoss(LossFunction):
 
     def __call__(
         self,
-        next_token_logits: Tensor,
-        data: BatchedDataDict[Any],
-        global_valid_seqs: Tensor | None,
-        global_valid_toks: Tensor | None,
+        next_token_logits: Any = None,
+        data: Any = None,
+        global_valid_seqs: Tensor | None = None,
+        global_valid_toks: Tensor | None = None,
         vocab_parallel_rank: int | None = None,
         vocab_parallel_group: ProcessGroup | None = None,
         context_parallel_group: ProcessGroup | None = None,
-        **options: Any,
+        *options: Any,
+        next_token_logprobs: Tensor | None = None,
+        **named_options: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        logprobs, entropy = self.next_token_logprobs(
-            next_token_logits, data, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
+        """From logits [B, S / CP, V / TP]; or `(data, …, next_token_logprobs=…)`, the reference's present form.
+
+        Under context parallelism every rank computes the whole loss, and gradients are summed over the ranks:
+        divide the loss by their number (see `gather_context_parallel`).
+
+        Raises:
+            ContractError: keys, shapes or counts that do not fit.
+            ValueError: a log-probability that counts is not finite (CPU only).
+        """
+        if next_token_logprobs is not None:
+            if isinstance(next_token_logits, Mapping):  # positional arguments begin with the data
+                if data is not None:
+                    global_valid_toks = global_valid_toks if global_valid_seqs is None else global_valid_seqs
+                    global_valid_seqs = data
+                data = next_token_logits
+            self.refuse_nonfinite(next_token_logprobs, data)
+            logprobs, entropy = next_token_logprobs, None
+        else:
+            if not isinstance(next_token_logits, Tensor) or data is None:
+                raise ContractError(f"{type(self).__name__}: give next_token_logits and data, or next_token_logprobs")
+            logprobs, entropy = self.next_token_logprobs(
+                next_token_logits, data, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
+            )
+        return self.from_logprobs(
+            logprobs, data, global_valid_seqs, global_valid_toks, entropy, *options, **named_options
         )
-        return self.from_logprobs(logprobs, data, global_valid_seqs, global_valid_toks, entropy=entropy, **options)
 
     def next_token_logprobs(
         self,
@@ -141,11 +169,14 @@ class LogprobLoss(LossFunction):
         global_valid_toks: Tensor | None,
         entropy: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The loss from log-probabilities [B, S − 1] of tokens 1 … S − 1 (see `LogprobLossFunction`)."""
+        """The loss from log-probabilities [B, S − 1]: entry (b, t) of token `input_ids[b, t + 1]`.
+
+        `entropy` [B, S − 1] of each distribution is there if `needs_entropy`.
+        """
         raise NotImplementedError
 
     def check(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> None:
-        """Raises ValueError for missing keys and masks that do not fit the log-probabilities."""
+        """Raises ContractError for missing keys and masks that do not fit the log-probabilities."""
         require_keys(data, self.required_keys, self)
         rows, columns = logprobs.shape
         require_shape("token_mask", data["token_mask"], (rows, columns + 1), self)
@@ -162,17 +193,55 @@ class LogprobLoss(LossFunction):
             )
 
 
-def rows_layout(logits: Tensor, data: BatchedDataDict[Any], context_parallel_group: ProcessGroup | None) -> PackLayout:
-    """The layout of unpacked logits [B, S / CP, Vp] beside whole rows `input_ids` [B, S].
+class Configured(LossFunction):
+    """A loss with `options`, which are attributes of the loss too: ported code reads them, and may set them."""
+
+    options: LossOptions
+
+    def configure(self, options: Any) -> None:
+        """Take these options, and whatever follows from them."""
+        object.__setattr__(self, "options", options)
+
+    def __getattr__(self, name: str) -> Any:
+        options = self.__dict__.get("options")
+        if options is None or name not in options.__dataclass_fields__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(options, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        options = self.__dict__.get("options")
+        if options is not None and name in options.__dataclass_fields__:
+            self.configure(replace(options, **{name: value}))
+        else:
+            object.__setattr__(self, name, value)
+
+
+def takes_logprobs(loss_fn: Any) -> bool:
+    """True where calling `loss_fn` with logits is the same as calling its `from_logprobs`.
+
+    Not of a subclass that has its own `__call__` or its own way to log-probabilities: that must run.
+    """
+    kind = type(loss_fn)
+    return (
+        isinstance(loss_fn, LogprobLoss)
+        and kind.__call__ is LogprobLoss.__call__
+        and kind.next_token_logprobs is LogprobLoss.next_token_logprobs
+        and "next_token_logprobs" not in vars(loss_fn)
+    )
+
+
+def rows_layout(logits: Tensor, data: Mapping[str, Any], context_parallel_group: ProcessGroup | None) -> PackLayout:
+    """The layout of unpacked logits [B, S' / CP, Vp] beside whole rows `input_ids` [B, S], S ≤ S'.
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ContractError: shapes that do not fit each other.
     """
     rows, width = data["input_ids"].shape
     cp_size = group_size(context_parallel_group)
-    if logits.ndim != 3 or logits.shape[0] != rows or logits.shape[1] * cp_size != width:
-        raise ValueError(
+    if logits.ndim != 3 or logits.shape[0] != rows or logits.shape[1] * cp_size < width:
+        raise ContractError(
             f"next_token_logits {tuple(logits.shape)} must be [B, S / CP, V / TP] for input_ids [{rows}, {width}] "
             f"and context parallel size {cp_size}"
         )
-    return PackLayout.rows([width] * rows, width, cp_size)
+    padded = logits.shape[1] * cp_size
+    return PackLayout((width,) * rows, (padded,) * rows, rows * padded, cp_size)

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mcore_rl.algorithms.interfaces import LossType
 from mcore_rl.algorithms.loss_functions.common import (
+    Configured,
     LogprobLoss,
     masked_mean,
     masked_sum,
-    require_config,
     require_count,
     require_shape,
     sample_mask_of,
     token_mask_of,
 )
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.loss_options import KTOOptions, typed_dict
 
-
-class KTOLossConfig(TypedDict):
-    """β, and the weights of desirable and undesirable rows."""
-
-    reference_policy_kl_penalty: float
-    desirable_weight: float
-    undesirable_weight: float
+if TYPE_CHECKING:
+    KTOLossConfig = Mapping[str, Any]
+else:
+    KTOLossConfig = typed_dict("KTOLossConfig", KTOOptions)
 
 
 class KTOLossDataDict(TypedDict):
@@ -43,7 +43,9 @@ class KTOLossDataDict(TypedDict):
     kl_reference_point: Tensor
 
 
-def kto_reference_point(sequence_logprobs: Tensor, reference_sequence_logprobs: Tensor) -> Tensor:
+def kto_reference_point(
+    sequence_logprobs: Float[Tensor, " sequences"], reference_sequence_logprobs: Float[Tensor, " sequences"]
+) -> Float[Tensor, ""]:
     """z₀ = max(0, mean(log π − log π_ref)) over mismatched prompts and completions; no gradient.
 
     One number for the whole global batch: hand it whole-batch sums [n], then expand it to every row.
@@ -51,7 +53,7 @@ def kto_reference_point(sequence_logprobs: Tensor, reference_sequence_logprobs: 
     return (sequence_logprobs.detach() - reference_sequence_logprobs).mean().clamp(min=0)
 
 
-class KTOLossFn(LogprobLoss):
+class KTOLossFn(Configured, LogprobLoss):
     """λ_D·(1 − σ(β(r − z₀))) for desirable rows, λ_U·(1 − σ(β(z₀ − r))) for the others.
 
     r = Σ (logprob − reference logprob); averaged over the sequences of the global batch.
@@ -60,19 +62,19 @@ class KTOLossFn(LogprobLoss):
     loss_type = LossType.SEQUENCE_LEVEL
     required_keys = tuple(KTOLossDataDict.__annotations__)
 
-    def __init__(self, cfg: KTOLossConfig) -> None:
-        require_config(cfg, KTOLossConfig, self)
-        self.beta = cfg["reference_policy_kl_penalty"]
-        self.weights = cfg["desirable_weight"], cfg["undesirable_weight"]
+    options: KTOOptions
+
+    def __init__(self, cfg: KTOLossConfig | KTOOptions) -> None:
+        self.configure(KTOOptions.from_config(cfg, type(self).__name__))
 
     def from_logprobs(
         self,
-        next_token_logprobs: Tensor,
+        next_token_logprobs: Float[Tensor, "batch predicted"],
         data: BatchedDataDict[Any],
         global_valid_seqs: Tensor | None,
         global_valid_toks: Tensor | None = None,
         entropy: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
         self.check(next_token_logprobs, data)
         seqs = require_count("global_valid_seqs", global_valid_seqs, self)
         reference = data["reference_policy_logprobs"]
@@ -84,9 +86,12 @@ class KTOLossFn(LogprobLoss):
             dim=-1,
         )
         desirable = data["desirable"].bool()
-        margin = self.beta * (rewards - data["kl_reference_point"].to(rewards))
+        options = self.options
+        margin = options.reference_policy_kl_penalty * (rewards - data["kl_reference_point"].to(rewards))
         value = torch.where(
-            desirable, self.weights[0] * torch.sigmoid(-margin), self.weights[1] * torch.sigmoid(margin)
+            desirable,
+            options.desirable_weight * torch.sigmoid(-margin),
+            options.undesirable_weight * torch.sigmoid(margin),
         )
         loss = masked_mean(value, sample_mask, global_normalization_factor=seqs)
         desirable_mask = sample_mask * desirable

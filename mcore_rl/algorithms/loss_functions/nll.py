@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxtyping import Float
 from torch import Tensor
 
 from mcore_rl.algorithms.interfaces import LossType
@@ -25,14 +26,14 @@ class NLLLoss(LogprobLoss):
 
     def from_logprobs(
         self,
-        next_token_logprobs: Tensor,
+        next_token_logprobs: Float[Tensor, "batch predicted"],
         data: BatchedDataDict[Any],
         global_valid_seqs: Tensor | None,
         global_valid_toks: Tensor | None,
         entropy: Tensor | None = None,
         dpo_loss: bool = False,
         dpo_average_log_probs: bool = False,
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> tuple[Float[Tensor, "*batch"], dict[str, Any]]:
         """The mean over tokens; with `dpo_loss`, per-sequence sums (or means) [B], 0 for masked samples."""
         self.check(next_token_logprobs, data)
         mask = token_mask_of(data, next_token_logprobs)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
 from mcore_rl.algorithms.loss_functions.common import (
+    Configured,
     LogprobLoss,
     masked_mean,
     masked_sum,
-    require_config,
     require_count,
     require_keys,
     require_shape,
@@ -23,8 +25,13 @@ from mcore_rl.algorithms.loss_functions.common import (
 )
 from mcore_rl.algorithms.loss_functions.nll import NLLLoss
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.errors import ContractError
+from mcore_rl.loss_options import DPOOptions, typed_dict
 
-PreferenceKind = Literal["sigmoid", "ipo"]
+if TYPE_CHECKING:
+    DPOLossConfig = Mapping[str, Any]
+else:
+    DPOLossConfig = typed_dict("DPOLossConfig", DPOOptions)
 
 
 class PreferenceLossDataDict(TypedDict):
@@ -41,60 +48,61 @@ class DPOLossDataDict(PreferenceLossDataDict):
     reference_policy_logprobs: Tensor
 
 
-class _RequiredDPOLossConfig(TypedDict):
-    reference_policy_kl_penalty: float
-    preference_loss_weight: float
-    sft_loss_weight: float
-    preference_average_log_probs: bool
-    sft_average_log_probs: bool
-
-
-class DPOLossConfig(_RequiredDPOLossConfig, total=False):
-    """Keys of `DPOLossFn`; the two that are optional choose a variant of the preference loss."""
-
-    preference_loss: PreferenceKind
-    label_smoothing: float
-
-
 class PreferenceLoss(LossFunction):
-    """−log σ(β·(r_chosen − r_rejected)), averaged over the pairs of the global batch (Bradley–Terry).
-
-    Args:
-        preference_loss: sigmoid; or ipo: (Δr − 1 / 2β)² (arXiv:2310.12036, eq. 17).
-        label_smoothing: ε of the conservative loss (1 − ε)·L(Δr) + ε·L(−Δr) (cDPO,
-            https://ericmitchell.ai/cdpo.pdf); sigmoid only.
-    """
+    """−log σ(β·(r_chosen − r_rejected)), averaged over the pairs of the global batch (Bradley–Terry)."""
 
     loss_type = LossType.SEQUENCE_LEVEL
+    rows_per_unit = 2
 
-    def __init__(self, preference_loss: PreferenceKind = "sigmoid", label_smoothing: float = 0.0) -> None:
-        if preference_loss not in ("sigmoid", "ipo"):
-            raise ValueError(f"preference_loss must be sigmoid or ipo, got {preference_loss!r}")
-        if not 0 <= label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
-        if label_smoothing and preference_loss == "ipo":
-            raise ValueError("label_smoothing applies to preference_loss=sigmoid only")
-        self.preference_loss = preference_loss
-        self.label_smoothing = label_smoothing
+    def __call__(
+        self,
+        rewards: Tensor | None = None,
+        data: Any = None,
+        global_valid_seqs: Tensor | None = None,
+        global_valid_toks: Tensor | None = None,
+        *,
+        logits: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """From rewards [2n] or [2n, 1], chosen and rejected interleaved (`logits` in the reference's present form)."""
+        rewards, mask, seqs = self._checked(rewards if logits is None else logits, data, global_valid_seqs)
+        loss, accuracy, chosen, rejected = self._preference_loss(rewards, mask, seqs)
+        return loss, _pair_metrics(loss, accuracy, chosen, rejected, mask)
 
-    def split_output_tensor(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    def _checked(self, rewards: Tensor | None, data: Any, seqs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Rewards [2n] in fp32 (fp64 if they are), the sample mask alike, and the number of valid rows."""
+        if rewards is None or data is None:
+            raise ContractError(f"{type(self).__name__}: give rewards [2n] and data")
+        require_keys(data, ("sample_mask",), self)
+        rewards = rewards.squeeze(-1) if rewards.ndim == 2 else rewards
+        rewards = rewards if rewards.dtype == torch.float64 else rewards.float()
+        require_shape("sample_mask", data["sample_mask"], tuple(rewards.shape), self)
+        return rewards, sample_mask_of(data, rewards), require_count("global_valid_seqs", seqs, self)
+
+    def split_output_tensor(
+        self, tensor: Shaped[Tensor, rows * rest]
+    ) -> tuple[Shaped[Tensor, pairs * rest], Shaped[Tensor, pairs * rest]]:
         """Rows of the chosen, rows of the rejected.
 
         Raises:
-            ValueError: an odd number of rows.
+            ContractError: an odd number of rows.
         """
         if tensor.shape[0] % 2:
-            raise ValueError(f"{type(self).__name__}: pairs need an even number of rows, got {tensor.shape[0]}")
+            raise ContractError(f"{type(self).__name__}: pairs need an even number of rows, got {tensor.shape[0]}")
         return tensor[::2], tensor[1::2]
 
     def _preference_loss(
-        self, rewards: Tensor, sample_mask: Tensor, global_valid_seqs: Tensor, beta: float = 1.0
+        self,
+        rewards: Float[Tensor, " rows"],
+        sample_mask: Float[Tensor, " rows"],
+        global_valid_seqs: Tensor,
+        beta: float = 1.0,
+        margin: Float[Tensor, " pairs"] | float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Loss, accuracy and the mean rewards of chosen and rejected, from rewards [2n]."""
+        """Loss, accuracy and the mean rewards of chosen and rejected; `margin` is what chosen must be ahead by."""
         chosen, rejected = self.split_output_tensor(rewards)
         mask, _ = self.split_output_tensor(sample_mask)
-        pairs = require_count("global_valid_seqs", global_valid_seqs, self) / 2
-        per_pair = self._per_pair(chosen - rejected, beta)
+        pairs = global_valid_seqs / 2
+        per_pair = self._per_pair(chosen - rejected - margin, beta)
         return (
             masked_mean(per_pair, mask, global_normalization_factor=pairs),
             masked_mean((chosen > rejected).to(mask), mask, global_normalization_factor=pairs),
@@ -102,28 +110,8 @@ class PreferenceLoss(LossFunction):
             masked_mean(rejected, mask, global_normalization_factor=pairs),
         )
 
-    def _per_pair(self, margin: Tensor, beta: float) -> Tensor:
-        if self.preference_loss == "ipo":
-            return (margin - 1 / (2 * beta)) ** 2
-        smoothing = self.label_smoothing
-        right, wrong = -F.logsigmoid(beta * margin), -F.logsigmoid(-beta * margin)
-        return right if smoothing == 0 else (1 - smoothing) * right + smoothing * wrong
-
-    def __call__(
-        self,
-        rewards: Tensor,
-        data: BatchedDataDict[Any],
-        global_valid_seqs: Tensor,
-        global_valid_toks: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """From rewards [2n] or [2n, 1], chosen and rejected interleaved."""
-        require_keys(data, ("sample_mask",), self)
-        rewards = rewards.squeeze(-1) if rewards.ndim == 2 else rewards
-        rewards = rewards if rewards.dtype == torch.float64 else rewards.float()
-        require_shape("sample_mask", data["sample_mask"], tuple(rewards.shape), self)
-        mask = sample_mask_of(data, rewards)
-        loss, accuracy, chosen, rejected = self._preference_loss(rewards, mask, global_valid_seqs)
-        return loss, _pair_metrics(loss, accuracy, chosen, rejected, mask)
+    def _per_pair(self, margin: Float[Tensor, " pairs"], beta: float) -> Float[Tensor, " pairs"]:
+        return -F.logsigmoid(beta * margin)
 
 
 class BradleyTerryLoss(PreferenceLoss):
@@ -138,76 +126,68 @@ class BradleyTerryLoss(PreferenceLoss):
     """
 
     def __init__(self, center_rewards_coefficient: float = 0.0) -> None:
-        super().__init__()
         self.center_rewards_coefficient = center_rewards_coefficient
 
     def __call__(
         self,
-        rewards: Tensor,
-        data: BatchedDataDict[Any],
-        global_valid_seqs: Tensor,
+        rewards: Tensor | None = None,
+        data: Any = None,
+        global_valid_seqs: Tensor | None = None,
         global_valid_toks: Tensor | None = None,
+        *,
+        logits: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        loss, metrics = super().__call__(rewards, data, global_valid_seqs, global_valid_toks)
-        wide = rewards.reshape(-1) if rewards.dtype == torch.float64 else rewards.reshape(-1).float()
-        chosen, rejected = self.split_output_tensor(wide)
-        mask, _ = self.split_output_tensor(sample_mask_of(data, wide))
-        pairs = require_count("global_valid_seqs", global_valid_seqs, self) / 2
-        if "margin" in data:
-            margin = data["margin"].to(wide)[::2]
-            loss = masked_mean(-F.logsigmoid(chosen - rejected - margin), mask, global_normalization_factor=pairs)
+        rewards, mask, seqs = self._checked(rewards if logits is None else logits, data, global_valid_seqs)
+        margin = data["margin"].to(rewards)[::2] if "margin" in data else 0.0
+        loss, accuracy, chosen_mean, rejected_mean = self._preference_loss(rewards, mask, seqs, margin=margin)
         if self.center_rewards_coefficient:
-            center = masked_mean((chosen + rejected) ** 2, mask, global_normalization_factor=pairs)
+            chosen, rejected = self.split_output_tensor(rewards)
+            center = masked_mean((chosen + rejected) ** 2, mask[::2], global_normalization_factor=seqs / 2)
             loss = loss + self.center_rewards_coefficient * center
-        return loss, {**metrics, "loss": loss.detach()}
+        return loss, _pair_metrics(loss, accuracy, chosen_mean, rejected_mean, mask)
 
 
-class DPOLossFn(PreferenceLoss, LogprobLoss):
+class DPOLossFn(Configured, LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called with logits, not rewards
     """Direct preference optimization (arXiv:2305.18290), with an optional SFT term on the chosen rows.
 
     w_p · L_pref(r) + w_s · NLL(chosen), with r = Σ (logprob − reference logprob) over a row's tokens, or
-    their mean with `preference_average_log_probs`. Normalised by global_valid_seqs / 2.
+    their mean with `preference_average_log_probs`. Normalised by global_valid_seqs / 2. See `DPOOptions`, whose
+    values are also attributes of the loss.
     """
 
     loss_type = LossType.SEQUENCE_LEVEL
     required_keys = ("input_ids", "token_mask", "sample_mask", "reference_policy_logprobs")
+    options: DPOOptions
 
-    def __init__(self, cfg: DPOLossConfig) -> None:
-        require_config(cfg, DPOLossConfig, self)
-        super().__init__(cfg.get("preference_loss", "sigmoid"), cfg.get("label_smoothing", 0.0))
-        self.reference_policy_kl_penalty = cfg["reference_policy_kl_penalty"]
-        self.preference_loss_weight = cfg["preference_loss_weight"]
-        self.sft_loss_weight = cfg["sft_loss_weight"]
-        self.preference_average_log_probs = cfg["preference_average_log_probs"]
-        self.sft_average_log_probs = cfg["sft_average_log_probs"]
+    def __init__(self, cfg: DPOLossConfig | DPOOptions) -> None:
+        self.configure(DPOOptions.from_config(cfg, type(self).__name__))
         self.sft_loss = NLLLoss()
-
-    __call__ = LogprobLoss.__call__  # type: ignore[assignment]
 
     def from_logprobs(
         self,
-        next_token_logprobs: Tensor,
+        next_token_logprobs: Float[Tensor, "batch predicted"],
         data: BatchedDataDict[Any],
         global_valid_seqs: Tensor | None,
         global_valid_toks: Tensor | None = None,
         entropy: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
         self.check(next_token_logprobs, data)
+        options = self.options
         seqs = require_count("global_valid_seqs", global_valid_seqs, self)
         sample_mask = sample_mask_of(data, next_token_logprobs)
         preference, accuracy, chosen, rejected = self._preference_of(next_token_logprobs, data, seqs)
         sft = torch.zeros_like(preference)
-        if self.sft_loss_weight:
+        if options.sft_loss_weight:
             per_row, _ = self.sft_loss.from_logprobs(
                 next_token_logprobs,
                 data,
                 None,
                 None,
                 dpo_loss=True,
-                dpo_average_log_probs=self.sft_average_log_probs,
+                dpo_average_log_probs=options.sft_average_log_probs,
             )
             sft = masked_mean(per_row[::2], sample_mask[::2], global_normalization_factor=seqs / 2)
-        loss = self.preference_loss_weight * preference + self.sft_loss_weight * sft
+        loss = options.preference_loss_weight * preference + options.sft_loss_weight * sft
         metrics = _pair_metrics(loss, accuracy, chosen, rejected, sample_mask)
         return loss, {**metrics, "sft_loss": sft.detach(), "preference_loss": preference.detach()}
 
@@ -224,25 +204,31 @@ class DPOLossFn(PreferenceLoss, LogprobLoss):
         logprobs, _ = self.next_token_logprobs(
             next_token_logits, data, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
         )
-        return self._preference_of(logprobs, data, global_valid_seqs)
+        return self._preference_of(logprobs, data, require_count("global_valid_seqs", global_valid_seqs, self))
 
     def _preference_of(
-        self, logprobs: Tensor, data: BatchedDataDict[Any], global_valid_seqs: Tensor
+        self, logprobs: Tensor, data: BatchedDataDict[Any], seqs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self._preference_loss(
             self._rewards(logprobs, data),
             sample_mask_of(data, logprobs),
-            global_valid_seqs,
-            self.reference_policy_kl_penalty,
+            seqs,
+            self.options.reference_policy_kl_penalty,
         )
 
-    def _rewards(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> Tensor:
-        """[B]: how much likelier each row became than under the reference, in nats."""
+    def _per_pair(self, margin: Float[Tensor, " pairs"], beta: float) -> Float[Tensor, " pairs"]:
+        if self.options.preference_loss == "ipo":
+            return (margin - 1 / (2 * beta)) ** 2
+        right, smoothing = super()._per_pair(margin, beta), self.options.label_smoothing
+        return right if smoothing == 0 else (1 - smoothing) * right + smoothing * super()._per_pair(-margin, beta)
+
+    def _rewards(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> Float[Tensor, " rows"]:
+        """How much likelier each row became than under the reference, in nats."""
         reference = data["reference_policy_logprobs"]
         require_shape("reference_policy_logprobs", reference, tuple(data["token_mask"].shape), self)
         mask = token_mask_of(data, logprobs)
         rewards = masked_sum(logprobs - reference[:, :-1].to(logprobs), mask, dim=-1)
-        return rewards / mask.sum(-1).clamp(min=1) if self.preference_average_log_probs else rewards
+        return rewards / mask.sum(-1).clamp(min=1) if self.options.preference_average_log_probs else rewards
 
 
 def _pair_metrics(loss: Tensor, accuracy: Tensor, chosen: Tensor, rejected: Tensor, mask: Tensor) -> dict[str, Any]:
@@ -251,5 +237,5 @@ def _pair_metrics(loss: Tensor, accuracy: Tensor, chosen: Tensor, rejected: Tens
         "accuracy": accuracy.detach(),
         "rewards_chosen_mean": chosen.detach(),
         "rewards_rejected_mean": rejected.detach(),
-        "num_valid_samples": mask.sum(),
+        "num_valid_samples": mask.sum() / 2,  # pairs
     }

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl import platform
+from mcore_rl.config import GRPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import gather_objects
 from mcore_rl.errors import UserError
@@ -232,3 +233,19 @@ class _Batch:
                 if last is not s:
                     self.cache.copy(len(self.going), row, len(last))
                     self.going[row] = last
+
+
+def generation_of(config: GRPOConfig, model: BuiltModel, tokenizer: Any) -> MegatronGeneration:
+    """Generation by `model`, as the configuration says."""
+    grpo = config.grpo
+    params = SamplingParams(
+        max_new_tokens=grpo.max_new_tokens,
+        temperature=grpo.temperature,
+        top_k=grpo.top_k,
+        top_p=grpo.top_p,
+        min_p=grpo.min_p,
+        stop_token_ids=(tokenizer.eos_token_id,),
+        stop_strings=grpo.stop_strings,
+        seed=config.seed,
+    )
+    return MegatronGeneration(model, params, config.data.max_sequence_length, tokenizer, grpo.generation_batch_size)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl import platform
-from mcore_rl.algorithms.interfaces import LogprobLossFunction, LossFunction
-from mcore_rl.algorithms.loss_functions.common import token_mask_of
-from mcore_rl.algorithms.loss_functions.packing import SequencePackingLossWrapper
+from mcore_rl.algorithms.interfaces import LossFunction
+from mcore_rl.algorithms.loss_functions.common import takes_logprobs, token_mask_of
+from mcore_rl.algorithms.loss_functions.packing import SequencePackingLossWrapper, accepted_groups, rows_of_width
 from mcore_rl.data.packing import Microbatch
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_gather_forward_split_backward
@@ -43,6 +43,8 @@ def run_microbatches(
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             value, outputs = head(hidden, microbatch)
+            # Every context-parallel rank computes the whole loss, and gradients are summed over these ranks.
+            value = value / model.topology.context.size
             return value, torch.ones((), dtype=torch.int, device=value.device), outputs
 
         return output, loss
@@ -170,7 +172,9 @@ class LossHead:
     """A loss function at the end of the model.
 
     Losses of log-probabilities get them from the hidden states; a model with a reward head gives its rewards
-    [n, 1]; any other loss gets the pack's logits.
+    [n, 1]; any other loss gets logits: of a pack by `SequencePackingLossWrapper`, of padded rows all at once.
+
+    Its outputs: `loss` and `metrics`; with log-probabilities also these, their `mask`, and the `rows`.
 
     Args:
         global_valid_seqs, global_valid_toks: counts of the whole global batch.
@@ -184,41 +188,43 @@ class LossHead:
         global_valid_toks: Tensor,
         temperature: float = 1.0,
     ) -> None:
-        self.model, self.loss_fn, self.temperature = model, loss_fn, temperature
+        self.model, self.temperature = model, temperature
+        self.loss_fn: Any = loss_fn
         self.counts = global_valid_seqs.to(platform.device()), global_valid_toks.to(platform.device())
         self.rewards = RewardOfSequences(model) if has_reward_head(model.hf_config) else None
-        self.fused = isinstance(loss_fn, LogprobLossFunction)
+        self.fused = takes_logprobs(loss_fn)
         self.logprobs = LogprobHead(model, temperature, with_entropy=getattr(loss_fn, "needs_entropy", False))
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
+        mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
         data = microbatch.data.to(hidden.device)
+        more: dict[str, Any] = {}
         if self.rewards is not None:
             loss, metrics = self.loss_fn(self.rewards(hidden, microbatch), data, *self.counts)
-            return loss, {"metrics": metrics}
-        if not self.fused:
-            loss, metrics = self._from_logits(hidden, microbatch.layout, data)
-            return loss, {"metrics": metrics}
-        mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
-        logprobs, entropy = self.logprobs(hidden, microbatch, mask)
-        loss, metrics = self.loss_fn.from_logprobs(logprobs, data, *self.counts, entropy=entropy)  # type: ignore[attr-defined]
-        return loss, {"metrics": metrics, "logprobs": logprobs.detach(), "mask": mask, "rows": microbatch.rows}
+        elif self.fused:
+            logprobs, entropy = self.logprobs(hidden, microbatch, mask)
+            loss, metrics = self.loss_fn.from_logprobs(logprobs, data, *self.counts, entropy)
+            more = {"logprobs": logprobs.detach(), "mask": mask, "rows": microbatch.rows}
+        else:
+            loss, metrics = self._from_logits(hidden, microbatch, data)
+        return loss, {"loss": loss.detach(), "metrics": metrics, **more}
 
     def _from_logits(
-        self, hidden: Tensor, layout: PackLayout, data: BatchedDataDict[Any]
+        self, hidden: Tensor, microbatch: Microbatch, data: BatchedDataDict[Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        topology = self.model.topology
+        topology, layout = self.model.topology, microbatch.layout
         logits = vocab_parallel_logits(hidden, self.model) / self.temperature
-        wrapper = SequencePackingLossWrapper(
-            self.loss_fn, layout.cu_seqlens, layout.cu_seqlens_padded[: layout.num_sequences + 1]
-        )
-        return wrapper(
-            logits[None],
-            data,
-            *self.counts,
-            vocab_parallel_rank=topology.tensor.rank,
-            vocab_parallel_group=topology.tensor.group,
-            context_parallel_group=topology.context.group,
-        )
+        groups = (topology.tensor.rank, topology.tensor.group, topology.context.group)
+        if microbatch.packed:
+            padded = layout.cu_seqlens_padded[: layout.num_sequences + 1]
+            return SequencePackingLossWrapper(self.loss_fn, layout.cu_seqlens, padded)(
+                logits[None], data, *self.counts, groups[0], groups[1], groups[2]
+            )
+        rows, width = layout.num_sequences, layout.padded_lengths[0]
+        logits = logits[: rows * width // layout.cp_size].unflatten(0, (rows, -1))
+        data = rows_of_width(data, list(layout.lengths), width)
+        loss, metrics = self.loss_fn(logits, data, *self.counts, **accepted_groups(self.loss_fn, *groups))
+        return loss, metrics
 
 
 def vocab_parallel_logits(hidden: Tensor, model: BuiltModel) -> Tensor:

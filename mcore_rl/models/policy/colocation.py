@@ -58,6 +58,12 @@ class Colocation(ColocatablePolicyInterface):
         for chunk in self.chunks:
             chunk.train()
 
+    def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
+        """Bring back what scoring needs: the weights."""
+        self.weights_away.restore()
+        for chunk in self.chunks:
+            chunk.eval()
+
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
         """Release gradient buffers and optimizer state until `prepare_for_training`."""
         self.offload_before_refit()

@@ -27,20 +27,36 @@ class PolicyInterface(ABC):
     """A model that can score and learn; every call is made on all ranks with the same global batch."""
 
     @abstractmethod
-    def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
+    def get_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[LogprobOutputSpec]:
         """Log-probabilities of the rows' own tokens.
 
         Args:
             data: `input_ids` [B, S], right-padded, and `input_lengths` [B].
+            micro_batch_size: rows at a time, where they are not packed.
         """
 
     @abstractmethod
-    def get_reference_policy_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         """The same under the weights that training began from."""
 
     @abstractmethod
-    def train(self, data: BatchedDataDict[Any], loss_fn: LossFunction) -> dict[str, Any]:
-        """One optimizer step on a global batch; returns the loss's metrics, `grad_norm` and `lr`."""
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """One optimizer step for each `gbs` rows; returns the loss's metrics, `grad_norm`, `lr`, `all_mb_metrics`."""
+
+    @abstractmethod
+    def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
+        """Make ready for scoring."""
 
     @abstractmethod
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:

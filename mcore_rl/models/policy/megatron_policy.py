@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,14 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.algorithms.interfaces import LossFunction
-from mcore_rl.algorithms.loss_functions.common import locate_nonfinite
-from mcore_rl.algorithms.loss_functions.packing import add_metrics
+from mcore_rl.algorithms.loss_functions.metric_reduction import reduce_metrics, reductions_of
 from mcore_rl.checkpoint_store import CheckpointStore
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batches import valid_counts
 from mcore_rl.data.packing import Microbatch, batching_of
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.collectives import all_reduce, gather_objects
-from mcore_rl.errors import UserError
+from mcore_rl.distributed.collectives import all_reduce
+from mcore_rl.errors import ContractError, UserError
 from mcore_rl.models.megatron import checkpoint
 from mcore_rl.models.megatron.forward_step import (
     LogprobHead,
@@ -39,10 +39,12 @@ from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_paral
 from mcore_rl.models.megatron.random_states import seed_everything
 from mcore_rl.models.megatron.weights import export_hf_weights, hf_shapes, load_hf_weights
 from mcore_rl.models.policy.colocation import Colocation
+from mcore_rl.models.policy.generating import Generating
 from mcore_rl.models.policy.interfaces import LogprobOutputSpec, ReferenceLogprobOutputSpec
+from mcore_rl.models.policy.step_results import collect_results, explain_nonfinite
 
 
-class MegatronPolicy(Colocation):
+class MegatronPolicy(Colocation, Generating):
     """Model, optimizer and reference weights of one run.
 
     Args:
@@ -64,10 +66,12 @@ class MegatronPolicy(Colocation):
         self.hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
         self.model = build_model(self.hf_config, config.model, config.parallel, self.topology)
         load_hf_weights(self.model, SafetensorsDirectory(config.model.path))
-        self.batching = batching_of(config, rows_per_unit, self.topology.data.size)
+        batching = batching_of(config, rows_per_unit, self.topology.data.size)
+        self.batching = replace(batching, attention_length=self._attention_length())
         self.reference = self._weights_on_host() if keep_reference else None
         self.chunks: list[Any] = list(self.model.chunks)
         self._saving: checkpoint.PendingSave | None = None
+        self.generation: Any = None
         self.init_colocation()
         self.is_trained = total_steps > 0
         if self.is_trained:
@@ -99,18 +103,26 @@ class MegatronPolicy(Colocation):
         attention = 6 * hf.num_hidden_layers * hf.num_attention_heads * head_dim(hf) * sum(n * n for n in lengths)
         return 6.0 * parameters * sum(lengths) + attention
 
+    def _attention_length(self) -> float:
+        """Tokens of a sequence at which attention costs as much as all else."""
+        one, two = self.training_flops([1]), self.training_flops([2])
+        of_attention = (two - 2 * one) / 2  # a·n + b·n² at n = 1 and 2
+        return (one - of_attention) / of_attention
+
     # ------------------------------------------------------------ scoring
 
-    def get_logprobs(self, data: BatchedDataDict[Any], temperature: float = 1.0) -> BatchedDataDict[LogprobOutputSpec]:
-        return BatchedDataDict(logprobs=self._score(data, temperature))
+    def get_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, temperature: float = 1.0
+    ) -> BatchedDataDict[LogprobOutputSpec]:
+        return BatchedDataDict(logprobs=self._score(data, micro_batch_size, temperature))
 
     def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[Any], temperature: float = 1.0
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, temperature: float = 1.0
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         with self.reference_weights():
-            return BatchedDataDict(reference_logprobs=self._score(data, temperature))
+            return BatchedDataDict(reference_logprobs=self._score(data, micro_batch_size, temperature))
 
-    def _score(self, data: BatchedDataDict[Any], temperature: float) -> Tensor:
+    def _score(self, data: BatchedDataDict[Any], micro_batch_size: int | None, temperature: float) -> Tensor:
         """[B, S] log-probabilities of every real token, the same on all ranks."""
         head = LogprobHead(self.model, temperature)
 
@@ -120,7 +132,7 @@ class MegatronPolicy(Colocation):
             return {"logprobs": F.pad(logprobs, (1, 0))}
 
         rows = {"logprobs": torch.zeros(data["input_ids"].shape)}
-        return self._fill_rows("get_logprobs", data, rows, score)["logprobs"]
+        return self._fill_rows("get_logprobs", data, rows, score, micro_batch_size=micro_batch_size)["logprobs"]
 
     def get_topk_logits(self, data: BatchedDataDict[Any], k: int) -> BatchedDataDict[Any]:
         """`topk_logits`, `topk_indices` [B, S, k]: the largest logits after each input position, and their tokens.
@@ -157,6 +169,7 @@ class MegatronPolicy(Colocation):
         rows: dict[str, Tensor],
         compute: Callable[[Tensor, Microbatch], dict[str, Tensor]],
         model_head: str = "lm",
+        micro_batch_size: int | None = None,
     ) -> dict[str, Tensor]:
         """`rows` [B, …] of the global batch, filled with what `compute` makes of the last stage's hidden states.
 
@@ -177,8 +190,19 @@ class MegatronPolicy(Colocation):
                     rows[name][microbatch.rows, : values.shape[1]] = values.to(rows[name])
             return hidden.new_zeros(()), {}
 
-        self._run(self.batching.microbatches(data, self.topology.data.rank), fill, train=False)
+        self._run(self._microbatches(data, micro_batch_size), fill, train=False)
         return {name: self._sum_over_replicas_and_stages(values).cpu() for name, values in rows.items()}
+
+    def _microbatches(self, data: BatchedDataDict[Any], micro_batch_size: int | None = None) -> list[Microbatch]:
+        """This rank's microbatches; `micro_batch_size` rows each, where they are not packed by tokens."""
+        batching = self.batching
+        if micro_batch_size is not None:
+            if micro_batch_size < 1 or micro_batch_size % batching.rows_per_unit:
+                raise ContractError(
+                    f"micro_batch_size must be a positive multiple of {batching.rows_per_unit}, got {micro_batch_size}"
+                )
+            batching = replace(batching, micro_batch_size=micro_batch_size // batching.rows_per_unit)
+        return batching.microbatches(data, self.topology.data.rank)
 
     def _run(self, microbatches: list[Microbatch], head: Any, train: bool) -> list[dict[str, Any]]:
         for chunk in self.chunks:
@@ -190,22 +214,61 @@ class MegatronPolicy(Colocation):
 
     # ------------------------------------------------------------ training
 
-    def train(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, Any]:
-        """One optimizer step.
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        temperature: float = 1.0,
+    ) -> dict[str, Any]:
+        """One optimizer step for each global batch in `data`.
+
+        Args:
+            eval_mode: no step and no gradients, only metrics.
+            gbs: rows of a global batch; all of `data` if left out.
+            mbs: rows of a microbatch without packing; with it, packs hold as many as fit. The configuration's if
+                left out.
 
         Returns:
-            floats: the loss's metrics over the global batch, `grad_norm` (before clipping) and `lr`.
+            floats: the loss's metrics over the global batch, its `loss`, and of a step `grad_norm` (before clipping)
+            and `lr`; means over the steps where there are several. Beside them `all_mb_metrics`, with a list of each
+            metric's values in all microbatches of all ranks.
 
         Raises:
+            ContractError: rows that do not make whole global batches; metrics that are not numbers.
             FloatingPointError: loss or gradient norm is not finite, on every rank; weights are as before.
         """
-        metrics = self.compute_gradients(data, loss_fn, temperature)
+        size = gbs or data.size
+        if data.size % size:
+            raise ContractError(f"train: {data.size} rows do not make whole global batches of gbs={size}")
+        step = self._evaluate if eval_mode else self._train_step
+        results: list[dict[str, float]] = []
+        all_mb_metrics: dict[str, list[float]] = {}
+        for start in range(0, data.size, size):
+            metrics, of_microbatches = step(data.slice(start, start + size), loss_fn, temperature, mbs)
+            results.append(metrics)
+            for name, values in of_microbatches.items():
+                all_mb_metrics.setdefault(name, []).extend(values)
+        means = {name: sum(metrics[name] for metrics in results) / len(results) for name in results[0]}
+        return {**means, "all_mb_metrics": all_mb_metrics}
+
+    def _train_step(
+        self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float, mbs: int | None
+    ) -> tuple[dict[str, float], dict[str, list[float]]]:
+        self._zero_gradients()
+        metrics, of_microbatches = self._run_loss(data, loss_fn, temperature, mbs, train=True)
         lr = self.optimizer.param_groups[0]["lr"]
         updated, grad_norm = optimizer_step(self.optimizer, self.config.optimizer.clip_grad)
         if not updated:
             raise FloatingPointError(f"the gradient norm is {grad_norm}")
-        self.scheduler.step(increment=1)
-        return {**metrics, "grad_norm": grad_norm, "lr": float(lr)}
+        self.advance_schedule()
+        return {**metrics, "grad_norm": grad_norm, "lr": float(lr)}, of_microbatches
+
+    def advance_schedule(self, steps: int = 1) -> None:
+        """Count optimizer steps in the learning-rate schedule: those done, or those that there was no need for."""
+        self.scheduler.step(increment=steps)
 
     def compute_gradients(
         self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0
@@ -215,60 +278,44 @@ class MegatronPolicy(Colocation):
         Raises:
             FloatingPointError: the loss is not finite; names row and position where one log-probability is.
         """
+        self._zero_gradients()
+        return self._run_loss(data, loss_fn, temperature, None, train=True)[0]
+
+    def _zero_gradients(self) -> None:
         if not self.is_trained:
             raise RuntimeError("train: the policy was built without an optimizer (total_steps=0)")
         self.require("train", self.weights_away, self.optimizer_away, self.gradients_away)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return self._run_loss(data, loss_fn, temperature, train=True)
 
-    @torch.no_grad()
     def evaluate(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, float]:
         """The loss's metrics over a global batch, without gradients."""
-        return self._run_loss(data, loss_fn, temperature, train=False)
+        return self._evaluate(data, loss_fn, temperature, None)[0]
+
+    @torch.no_grad()
+    def _evaluate(
+        self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float, mbs: int | None
+    ) -> tuple[dict[str, float], dict[str, list[float]]]:
+        self.require("evaluate", self.weights_away)
+        return self._run_loss(data, loss_fn, temperature, mbs, train=False)
 
     def _run_loss(
-        self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float, train: bool
-    ) -> dict[str, float]:
+        self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float, mbs: int | None, train: bool
+    ) -> tuple[dict[str, float], dict[str, list[float]]]:
+        """Metrics over the global batch, and of each microbatch."""
         head = LossHead(self.model, loss_fn, *valid_counts(data), temperature)
-        outputs = self._run(self.batching.microbatches(data, self.topology.data.rank), head, train)
-        local: dict[str, Any] = {}
-        for output in outputs:
-            local = add_metrics(local, output["metrics"])
-        metrics = self._reduce_metrics(local)
-        if not math.isfinite(metrics["loss"]):
-            raise FloatingPointError(self._explain_nonfinite(metrics["loss"], outputs))
-        seen, expected = metrics.get("num_valid_samples"), float(data["sample_mask"].sum())
-        assert seen is None or abs(seen - expected) < 0.5, f"{seen} samples went through the loss, not {expected}"
-        return metrics
-
-    def _reduce_metrics(self, local: dict[str, Any]) -> dict[str, float]:
-        """The last stage's metrics, combined over data-parallel ranks, on every rank; one host sync."""
-        several = self.topology.pipeline.size > 1
-        names = gather_objects(sorted(local), self.topology.pipeline.group)[-1] if several else sorted(local)
-        if not names:
-            return {}
-        zeros = torch.zeros(len(names), dtype=torch.float64)
-        values = torch.stack([torch.as_tensor(local[n]).double() for n in names]) if local else zeros
-        values = values.to(platform.device())
-        combined = all_reduce(values, self.topology.data.group)
-        for suffix, op in (("_min", torch.distributed.ReduceOp.MIN), ("_max", torch.distributed.ReduceOp.MAX)):
-            chosen = torch.tensor([name.endswith(suffix) for name in names], device=values.device)
-            if any(name.endswith(suffix) for name in names):
-                combined = torch.where(chosen, all_reduce(values, self.topology.data.group, op), combined)
-        combined = all_reduce(combined if local else zeros.to(values), self.topology.pipeline.group)
-        return dict(zip(names, combined.tolist(), strict=True))
-
-    def _explain_nonfinite(self, loss: float, outputs: list[dict[str, Any]]) -> str:
-        """Which row and position, from every rank's last microbatches; collective."""
-        found = None
-        for output in outputs:
-            if "logprobs" in output and (place := locate_nonfinite(output["logprobs"].cpu(), output["mask"])):
-                found = f"row {output['rows'][place[0]]} of the global batch, position {place[1]}"
-                break
-        places = [f"rank {rank}: {place}" for rank, place in enumerate(gather_objects(found)) if place]
-        return f"the loss is {loss}" + (f"; first bad log-probability at {places[0]}" if places else "")
+        microbatches = self._microbatches(data, mbs)
+        outputs = self._run(microbatches, head, train)
+        results = collect_results(self.topology, type(loss_fn).__name__, microbatches, outputs)
+        loss, rows = sum(result.loss for result in results), sum(result.rows for result in results)
+        if not math.isfinite(loss):
+            raise FloatingPointError(explain_nonfinite(loss, outputs))
+        assert rows == data.size, f"{rows} rows went through the loss, not {data.size}"
+        parts = [{"loss": result.loss, **result.metrics} for result in results]
+        reduced = reduce_metrics(parts, [result.samples for result in results], reductions_of(loss_fn))
+        of_microbatches = {name: [part[name] for part in parts if name in part] for name in reduced}
+        return {**{name: float(value) for name, value in reduced.items()}, "loss": loss}, of_microbatches
 
     # ------------------------------------------------------------ weights
 

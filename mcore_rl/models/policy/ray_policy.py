@@ -17,6 +17,7 @@ from mcore_rl.algorithms.interfaces import LossFunction
 from mcore_rl.config import TrainingConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import UserError, WorkerError
+from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from mcore_rl.models.policy.interfaces import (
     ColocatablePolicyInterface,
     LogprobOutputSpec,
@@ -31,7 +32,7 @@ except ImportError:
     raise UserError("the Ray controller needs the ray extra (pip install 'mcore_rl[ray]')") from None
 
 
-class Policy(ColocatablePolicyInterface):
+class Policy(ColocatablePolicyInterface, GenerationInterface):
     """Drives `world_size` ranks; every call is made on all of them.
 
     Args:
@@ -116,13 +117,15 @@ class Policy(ColocatablePolicyInterface):
 
     # ------------------------------------------------------------ the interface
 
-    def get_logprobs(self, data: BatchedDataDict[Any], temperature: float = 1.0) -> BatchedDataDict[LogprobOutputSpec]:
-        return self._call("get_logprobs", data, temperature)[0]
+    def get_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, temperature: float = 1.0
+    ) -> BatchedDataDict[LogprobOutputSpec]:
+        return self._call("get_logprobs", data, micro_batch_size, temperature)[0]
 
     def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[Any], temperature: float = 1.0
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, temperature: float = 1.0
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        return self._call("get_reference_policy_logprobs", data, temperature)[0]
+        return self._call("get_reference_policy_logprobs", data, micro_batch_size, temperature)[0]
 
     def get_topk_logits(self, data: BatchedDataDict[Any], k: int) -> BatchedDataDict[Any]:
         """As `MegatronPolicy.get_topk_logits`."""
@@ -137,9 +140,34 @@ class Policy(ColocatablePolicyInterface):
         metrics: dict[str, float] = self._call("evaluate", data, loss_fn, temperature)[0]
         return metrics
 
-    def train(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, Any]:
-        metrics: dict[str, Any] = self._call("train", data, loss_fn, temperature)[0]
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        temperature: float = 1.0,
+    ) -> dict[str, Any]:
+        """As `MegatronPolicy.train`."""
+        metrics: dict[str, Any] = self._call("train", data, loss_fn, eval_mode, gbs, mbs, temperature)[0]
         return metrics
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """As `MegatronPolicy.generate`."""
+        return self._call("generate", data, greedy)[0]
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """As `MegatronPolicy.prepare_for_generation`."""
+        return all(self._call("prepare_for_generation", *args, **kwargs))
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        return all(self._call("finish_generation", *args, **kwargs))
+
+    def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
+        self._call("prepare_for_lp_inference", *args, **kwargs)
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         self._call("prepare_for_training", *args, **kwargs)

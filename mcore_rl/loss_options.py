@@ -1,0 +1,362 @@
+"""The options of the losses, each defined once: as a YAML section, a TypedDict and what the loss reads.
+
+A class of options is a frozen dataclass. The configuration validates it as a section, `typed_dict` gives library
+users its keys, and `from_config` reads a plain dictionary. Neither torch nor pydantic is imported here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, Required, Self, TypedDict, get_args, get_type_hints
+
+from mcore_rl.errors import ContractError
+
+KLEstimator = Literal["k1", "k2", "k3"]
+TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Marks a number and the range it must be in; a bool is no number."""
+
+    ge: float | None = None
+    gt: float | None = None
+    lt: float | None = None
+
+    def problem(self, value: Any) -> str | None:
+        """What is wrong with `value`, or None."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return "must be a number"
+        if self.ge is not None and not value >= self.ge:
+            return f"must be at least {self.ge:g}"
+        if self.gt is not None and not value > self.gt:
+            return f"must be more than {self.gt:g}"
+        return f"must be less than {self.lt:g}" if self.lt is not None and not value < self.lt else None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """For the YAML section: pydantic would take true for 1."""
+        from pydantic_core import core_schema
+
+        def refuse_bool(value: Any) -> Any:
+            if isinstance(value, bool):
+                raise ValueError("must be a number, not true or false")
+            return value
+
+        return core_schema.no_info_before_validator_function(refuse_bool, handler(source))
+
+
+NonNegative = Annotated[float, Bounds(ge=0)]
+Positive = Annotated[float, Bounds(gt=0)]
+
+
+def option(default: Any) -> Any:
+    """A key that dictionaries must have (YAML files need not): one that the documented reference requires."""
+    return dataclasses.field(default=default, metadata={"required": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """Options with their defaults; whatever is wrong raises `ContractError` and names the key."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Names that other versions of the reference have for an option."""
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """Keys that a wider configuration of the reference's trainer has beside the loss's."""
+
+    def __post_init__(self) -> None:
+        for name, kind in _types(type(self)).items():
+            if problem := _problem(kind, getattr(self, name)):
+                raise ContractError(f"{name}: {problem}, got {getattr(self, name)!r}")
+        self.check()
+
+    def check(self) -> None:
+        """Raises ContractError for options that contradict each other."""
+
+    def require(self, holds: bool, message: str) -> None:
+        if not holds:
+            raise ContractError(message)
+
+    @classmethod
+    def translate(cls, cfg: Mapping[str, Any]) -> dict[str, Any]:
+        """A dictionary of another version of the reference, under the names of this one."""
+        return {cls.aliases.get(key, key): value for key, value in cfg.items()}
+
+    @classmethod
+    def from_config(cls, cfg: Mapping[str, Any] | Self, loss: str) -> Self:
+        """From a dictionary, with aliases and the trainer's own keys.
+
+        Raises:
+            ContractError: a key is missing, unknown (the nearest is named), contradictory or of a wrong kind.
+        """
+        if isinstance(cfg, cls):
+            return cfg
+        if not isinstance(cfg, Mapping):
+            raise ContractError(f"{loss}: its configuration must be a dictionary, got a {type(cfg).__name__}")
+        values = {key: value for key, value in cls.translate(cfg).items() if key not in cls.ignored}
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        missing = [name for name, field in fields.items() if "required" in field.metadata and name not in values]
+        if missing:
+            raise ContractError(f"{loss}: its configuration lacks {', '.join(missing)}")
+        if unknown := sorted(set(values) - set(fields)):
+            nearest = difflib.get_close_matches(unknown[0], fields, n=1)
+            hint = f" (did you mean {nearest[0]}?)" if nearest else ""
+            raise ContractError(f"{loss}: its configuration has unknown keys {', '.join(unknown)}{hint}")
+        try:
+            return cls(**values)
+        except ContractError as error:
+            raise ContractError(f"{loss}: {error}") from None
+
+
+def _types(options: type[LossOptions]) -> dict[str, Any]:
+    hints = get_type_hints(options, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(options)}
+
+
+def _problem(kind: Any, value: Any) -> str | None:
+    """What is wrong with a value of an option of this type."""
+    parts = [kind] if _is_leaf(kind) else list(get_args(kind))
+    if value is None and type(None) in parts:
+        return None
+    parts = [part for part in parts if part is not type(None)]
+    choices = [choice for part in parts for choice in get_args(part) if not _is_leaf_number(part)]
+    if choices:
+        return None if value in choices else f"must be one of {', '.join(map(str, choices))}"
+    bounds = next((part.__metadata__[0] for part in parts if _is_leaf_number(part)), None)
+    if bounds is not None:
+        return bounds.problem(value)
+    return None if isinstance(value, bool) else "must be true or false"
+
+
+def _is_leaf_number(kind: Any) -> bool:
+    return hasattr(kind, "__metadata__")
+
+
+def _is_leaf(kind: Any) -> bool:
+    return _is_leaf_number(kind) or kind is bool or getattr(kind, "__origin__", None) is Literal
+
+
+def typed_dict(name: str, options: type[LossOptions]) -> Any:
+    """The `TypedDict` of these options' keys."""
+    keys: dict[str, Any] = {}
+    for field in dataclasses.fields(options):
+        kind = _types(options)[field.name]
+        keys[field.name] = Required[kind] if "required" in field.metadata else NotRequired[kind]
+    made = TypedDict(name, keys)  # type: ignore[misc]
+    made.__doc__ = f"Keys of a configuration dictionary; what each means is written at `{options.__name__}`."
+    return made
+
+
+# ------------------------------------------------------------------ policy gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedPGOptions(LossOptions):
+    """What `ClippedPGLossFn` does. Keys of the reference's other versions: see `aliases` and `translate`."""
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "reference_policy_kl_type": "kl_estimator",
+        "kl_input_clamp_value": "kl_clamp",
+        "kl_output_clamp_value": "kl_output_clamp",
+    }
+
+    reference_policy_kl_penalty: NonNegative = option(0.0)
+    """β, the weight of KL(π ‖ π_ref)."""
+    ratio_clip_min: NonNegative = option(0.2)
+    """The ratio is clipped below at 1 − this."""
+    ratio_clip_max: NonNegative = option(0.2)
+    """The ratio is clipped above at 1 + this (DAPO's clip-higher, arXiv:2503.14476, if more than the other)."""
+    ratio_clip_c: Annotated[float, Bounds(gt=1)] | None = option(None)
+    """Dual clip: an upper bound on −A·ratio where A < 0 (arXiv:1912.09729); more than 1, or null for none."""
+    use_on_policy_kl_approximation: bool = option(False)
+    """Weight the KL estimate by exp(current − generation): samples of an old policy, estimate for this one."""
+    use_importance_sampling_correction: bool = option(False)
+    """Multiply by exp(prev − generation): the sampler's numbers differ from the trainer's."""
+    token_level_loss: bool = option(True)
+    """Mean over all tokens (DAPO) rather than over sequences of their means (GRPO, arXiv:2402.03300)."""
+    disable_ppo_ratio: bool = False
+    """REINFORCE, RLOO (arXiv:2402.14740): the log-probability itself in place of the ratio, no clip."""
+    force_on_policy_ratio: bool | None = None
+    """prev = current, so that the ratio is 1: right for the only update on samples of these very weights.
+    null: no; in GRPO: where that holds, which is said when the run begins."""
+    sequence_level_importance_ratios: bool = False
+    """GSPO (arXiv:2507.18071): one ratio a sequence, exp(mean(current − prev))."""
+    clip_type: Literal["ppo", "cispo"] = "ppo"
+    """cispo: the clipped ratio, detached, weighs the log-probability (arXiv:2506.13585)."""
+    dr_grpo_max_tokens: Annotated[int, Bounds(ge=1)] | None = None
+    """Dr.GRPO (arXiv:2503.20783): a sequence's sum over this constant, not its mean."""
+    kl_estimator: KLEstimator = "k3"
+    """See `calculate_kl`."""
+    kl_clamp: NonNegative | None = 20.0
+    """Bound on |reference − current| in nats before the estimate; null for none, as the documented reference has it."""
+    kl_output_clamp: NonNegative | None = None
+    """Bound on the absolute value of the estimate; null for none."""
+    kl_gradient: Literal["value", "unbiased"] = "value"
+    """unbiased: also the gradient of the probability of what was sampled; see `kl_weights`."""
+    use_kl_in_reward: bool = False
+    """The KL term is part of the advantages (REINFORCE++), not of the loss."""
+    importance_sampling_level: Literal["token", "sequence"] | None = None
+    """One importance weight a token or one a sequence; null for that of the ratios."""
+    truncated_importance_sampling_type: TruncationType | None = None
+    """What becomes of importance weights out of bounds; see `truncate_importance_weights`. null: tis."""
+    truncated_importance_sampling_ratio: Positive | None = None
+    """Upper bound of the importance weights; null leaves them as they are."""
+    truncated_importance_sampling_ratio_min: NonNegative | None = None
+    """Lower bound; null for none."""
+    entropy_bonus: NonNegative = 0.0
+    """This times the mean entropy is subtracted from the loss."""
+    positive_example_nll_weight: NonNegative = 0.0
+    """This times the negative log-likelihood of samples with a positive reward is added (VAPO, arXiv:2504.05118)."""
+
+    @classmethod
+    def translate(cls, cfg: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().translate(cfg)
+        if "use_cispo" in values:
+            values["clip_type"] = "cispo" if values.pop("use_cispo") else values.get("clip_type", "ppo")
+        return values
+
+    def check(self) -> None:
+        sequences = self.sequence_level_importance_ratios
+        self.require(
+            not (sequences and self.token_level_loss),
+            "sequence_level_importance_ratios needs a sequence-level loss: set token_level_loss=False",
+        )
+        self.require(
+            self.dr_grpo_max_tokens is None or not self.token_level_loss,
+            "dr_grpo_max_tokens is for a sequence-level loss: set token_level_loss=False",
+        )
+        self.require(
+            not self.disable_ppo_ratio or not (sequences or self.clip_type == "cispo" or self.ratio_clip_c),
+            "disable_ppo_ratio leaves no ratio for clip_type=cispo, ratio_clip_c or sequence-level ratios",
+        )
+        self.require(
+            self.clip_type != "cispo" or not (sequences or self.ratio_clip_c),
+            "clip_type=cispo has neither sequence-level ratios nor a dual clip (ratio_clip_c)",
+        )
+        self.require(
+            self.reference_policy_kl_penalty > 0 or not self.use_kl_in_reward,
+            "use_kl_in_reward needs a reference_policy_kl_penalty",
+        )
+        self._check_importance_sampling()
+
+    def _check_importance_sampling(self) -> None:
+        upper, lower = self.truncated_importance_sampling_ratio, self.truncated_importance_sampling_ratio_min
+        kind = self.truncated_importance_sampling_type
+        for name, value in (
+            ("truncated_importance_sampling_ratio", upper),
+            ("importance_sampling_level", self.importance_sampling_level),
+        ):
+            self.require(
+                value is None or self.use_importance_sampling_correction,
+                f"{name} needs use_importance_sampling_correction=True",
+            )
+        self.require(
+            upper is not None or (kind in (None, "tis") and lower is None),
+            "truncated_importance_sampling_type and _ratio_min need truncated_importance_sampling_ratio",
+        )
+        self.require(
+            kind in (None, "tis") or lower is not None, f"truncated_importance_sampling_ratio_min: {kind} needs one"
+        )
+        self.require(
+            upper is None or lower is None or lower <= upper,
+            f"truncated_importance_sampling_ratio_min ({lower}) must be at most "
+            f"truncated_importance_sampling_ratio ({upper})",
+        )
+        self.require(
+            kind != "seq-mask-tis" or not self.weighs_sequences,
+            "seq-mask-tis leaves out sequences and weighs tokens: importance weights must be one a token",
+        )
+
+    @property
+    def weighs_sequences(self) -> bool:
+        """True where importance weights are one a sequence."""
+        if self.importance_sampling_level is None:
+            return self.sequence_level_importance_ratios
+        return self.importance_sampling_level == "sequence"
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """True where the loss has a KL term."""
+        return self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
+
+    @property
+    def learns_without_advantages(self) -> bool:
+        """True where there is something to learn though all advantages are 0."""
+        return self.kl_in_loss or self.entropy_bonus > 0 or self.positive_example_nll_weight > 0
+
+
+# ------------------------------------------------------------------ preferences
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOOptions(LossOptions):
+    """What `DPOLossFn` does."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "max_num_epochs", "max_num_steps", "val_period", "val_batches", "val_global_batch_size",
+            "val_micro_batch_size", "val_at_start", "val_at_end", "seed",
+        }
+    )  # fmt: skip
+
+    reference_policy_kl_penalty: NonNegative = option(0.1)
+    """β."""
+    preference_loss_weight: NonNegative = option(1.0)
+    sft_loss_weight: NonNegative = option(0.0)
+    """Weight of the negative log-likelihood of the chosen responses."""
+    preference_average_log_probs: bool = option(False)
+    """Rewards are means over a response's tokens, not sums."""
+    sft_average_log_probs: bool = option(False)
+    """The likelihood too is a mean over each response's tokens."""
+    preference_loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """ipo: (Δr − 1 / 2β)² (arXiv:2310.12036, eq. 17)."""
+    label_smoothing: Annotated[float, Bounds(ge=0, lt=0.5)] = 0.0
+    """ε of the conservative loss (1 − ε)·L(Δr) + ε·L(−Δr) (cDPO, https://ericmitchell.ai/cdpo.pdf)."""
+
+    def check(self) -> None:
+        ipo = self.preference_loss == "ipo"
+        self.require(not (ipo and self.label_smoothing), "label_smoothing applies to preference_loss=sigmoid only")
+        self.require(
+            not ipo or self.reference_policy_kl_penalty > 0,
+            "preference_loss=ipo divides by reference_policy_kl_penalty, which is 0",
+        )
+        self.require(
+            self.preference_loss_weight > 0 or self.sft_loss_weight > 0,
+            "preference_loss_weight and sft_loss_weight are both 0: nothing would be trained",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTOOptions(LossOptions):
+    """What `KTOLossFn` does."""
+
+    reference_policy_kl_penalty: NonNegative = option(0.1)
+    """β."""
+    desirable_weight: NonNegative = option(1.0)
+    """λ_D."""
+    undesirable_weight: NonNegative = option(1.0)
+    """λ_U."""
+
+
+# ------------------------------------------------------------------ distillation
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationOptions(LossOptions):
+    """What `DistillationLossFn` does."""
+
+    kl_type: Literal["forward", "reverse", "mixed"] = option("forward")
+    mixed_kl_weight: Annotated[float, Bounds(ge=0)] = option(0.5)
+    """Share of the forward KL where kl_type is mixed."""
+    zero_outside_topk: bool = False
+    """The student is not renormalised over the teacher's k tokens; outside them the teacher's probability is 0."""
+
+    def check(self) -> None:
+        self.require(self.mixed_kl_weight <= 1, f"mixed_kl_weight must be between 0 and 1, got {self.mixed_kl_weight}")
+
+    @property
+    def forward_share(self) -> float:
+        return {"forward": 1.0, "reverse": 0.0, "mixed": self.mixed_kl_weight}[self.kl_type]

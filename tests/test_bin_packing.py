@@ -1,0 +1,58 @@
+"""Packs and ranks: nothing lost, nothing too full, as even as an exhaustive search has it."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.distributed.bin_packing import assign, best_fit_decreasing, pack, spread_by_cost
+
+SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=30)
+
+
+@settings(deadline=None)
+@given(SIZES, st.integers(1, 6), st.floats(1.5, 200))
+def test_pack(sizes, ranks, attention_length):
+    costs = [n * (1 + n / attention_length) for n in sizes]
+    shards = pack(sizes, costs, 24, ranks)
+    assert sorted(unit for bins in shards for box in bins for unit in box) == list(range(len(sizes)))
+    assert len({len(bins) for bins in shards}) == 1
+    bins = [box for shard in shards for box in shard]
+    assert all(sum(sizes[unit] for unit in box) <= 24 for box in bins)
+    fewest = len(best_fit_decreasing(sizes, 24))
+    assert len(bins) == -(-fewest // ranks) * ranks, "no more bins than the ranks' number asks for"
+    assert all(bins) or len(bins) > len(sizes), "empty ones only where there are not enough units"
+    assert pack(sizes, costs, 24, ranks) == shards
+
+
+@settings(deadline=None)
+@given(SIZES)
+def test_best_fit_decreasing_is_within_its_bound(sizes):
+    """At most 11/9 of the optimum and one more (Johnson 1974); the optimum is at least the sum over the capacity."""
+    bins = best_fit_decreasing(sizes, 24)
+    halves = sum(n > 12 for n in sizes)  # no two of these share a bin
+    assert max(-(-sum(sizes) // 24), halves) <= len(bins) <= 11 / 9 * 2 * max(sum(sizes) / 24, halves, 1) + 1
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.floats(0.1, 9.7), min_size=4, max_size=8).filter(lambda x: len(x) % 2 == 0))
+def test_two_ranks_are_nearly_as_even_as_they_can_be(costs):
+    """Beside all ways to cut the bins into two halves of equal number."""
+    bins = [[i] for i in range(len(costs))]
+    ranks = assign(bins, costs, 2)
+    assert [len(rank) for rank in ranks] == [len(costs) // 2] * 2
+    worst = max(sum(costs[u] for box in rank for u in box) for rank in ranks)
+    halves = itertools.combinations(range(len(costs)), len(costs) // 2)
+    best = min(max(sum(costs[i] for i in half), sum(costs) - sum(costs[i] for i in half)) for half in halves)
+    assert worst <= 7 / 6 * best + 1e-9, "the method's bound for two parts"
+
+
+def test_spreading_says_when_it_cannot():
+    assert spread_by_cost([10, 10, 10], [1.0, 1.0, 1.0], 15, 2) is None
+    assert sorted(map(len, spread_by_cost([10, 5, 5], [1.0, 0.1, 0.1], 15, 2))) == [1, 2]
+
+
+def test_one_record_that_fits_nowhere():
+    with pytest.raises(ValueError, match="a record of 25 padded tokens does not fit a pack of 24"):
+        pack([3, 25], [1.0, 2.0], 24, 1)
