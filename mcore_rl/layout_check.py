@@ -24,6 +24,7 @@ from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
 
 ROUNDING = 1e-12
+SIZES = ("tp", "pp", "cp", "dp", "ep", "vpp")
 
 
 @dataclass(frozen=True, order=True)
@@ -37,13 +38,31 @@ class Layout:
     sp: bool = False
     packing: bool = True
     tokens_per_pack: int | None = None
+    ep: int = 1
+    etp: int = 0
+    """Of each expert; as `tp` if 0."""
+    vpp: int = 1
+    first: int | None = None
+    """Layers of the first pipeline stage."""
 
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether the sizes go together."""
+        etp = self.etp or self.tp
+        return (
+            (not self.sp or self.tp > 1)
+            and (self.vpp == 1 or self.pp > 1)
+            and (self.ep > 1 or etp == self.tp)
+            and not self.world_size % (self.pp * self.ep * etp)
+        )
+
     def __str__(self) -> str:
-        sizes = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "cp", "dp") if getattr(self, name) > 1]
+        sizes = [f"{name}{getattr(self, name)}" for name in SIZES if getattr(self, name) > 1]
+        sizes += [f"etp{self.etp}"] * bool(self.etp) + [f"first{self.first}"] * bool(self.first)
         extras = ["sp"] * self.sp + ["unpacked"] * (not self.packing) + ["small packs"] * bool(self.tokens_per_pack)
         return " ".join([*sizes, *extras]) or "one process"
 
@@ -53,8 +72,12 @@ class Layout:
         values["parallel"].update(
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
+            virtual_pipeline_model_parallel_size=self.vpp,
+            num_layers_in_first_pipeline_stage=self.first,
             context_parallel_size=self.cp,
             sequence_parallel=self.sp,
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.etp or None,
         )
         values["batch"].update(packing=self.packing, tokens_per_pack=self.tokens_per_pack)
         if self.packing:
@@ -110,9 +133,10 @@ def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: i
     return Outcome(metrics, scores, gradients, weights) if is_writer else None
 
 
-def _main_grad(parameter: torch.nn.Parameter) -> Tensor:
-    gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-    return gradient.float()
+def _main_grad(parameter: Tensor) -> Tensor:
+    """A router's bias is trained by no gradient."""
+    gradient: Tensor | None = getattr(parameter, "main_grad", None)
+    return torch.zeros_like(parameter) if gradient is None else gradient.float()
 
 
 @dataclass(frozen=True)
@@ -175,25 +199,19 @@ def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Layou
 
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    from mcore_rl.models.megatron.families import family_of, has_reward_head
     from mcore_rl.models.megatron.hf_checkpoint import companions
-    from mcore_rl.models.megatron.hf_config import has_reward_head, load_hf_config
+    from mcore_rl.models.megatron.hf_config import load_hf_config
 
     config = load_hf_config(source.path, source.trust_remote_code, source.head)
-    tp, pp = (max(getattr(layout, name) for layout in layouts) for name in ("tp", "pp"))
-    ratio = config.num_attention_heads // config.num_key_value_heads
-    config.num_key_value_heads = max(2, tp)
-    config.num_attention_heads = config.num_key_value_heads * min(ratio, 4)
-    config.head_dim = 16
-    config.hidden_size = config.head_dim * config.num_attention_heads
-    config.intermediate_size = 32 * max(2, tp)
-    config.num_hidden_layers = 2 * pp
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1] * config.num_hidden_layers
+    tp, pp, ep, vpp = (max(getattr(layout, name) for layout in layouts) for name in ("tp", "pp", "ep", "vpp"))
+    family_of(config).shrink(2 * pp * vpp, tp, ep)
     torch.manual_seed(0)
     model_class = AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM
     model = model_class.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases away from their special values
+        biases = (buffer for name, buffer in model.named_buffers() if name.endswith("bias"))
+        for parameter in (*model.parameters(), *biases):  # norms and biases away from their special values
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(destination)
     for file in companions(source.path):
@@ -201,12 +219,12 @@ def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Layou
 
 
 def parse_layouts(choices: Sequence[str]) -> list[Layout]:
-    """`["tp=1,2", "cp=1,2"]` → every combination; keys tp, pp, cp, dp, sp (0 or 1), packing (0 or 1).
+    """`["tp=1,2", "cp=1,2"]` → every combination; keys tp, pp, vpp, cp, dp, ep, etp, sp (0 or 1), packing (0 or 1).
 
     Raises:
         UserError: not of that form.
     """
-    known = {"tp", "pp", "cp", "dp", "sp", "packing"}
+    known = {*SIZES, "etp", "sp", "packing"}
     values: dict[str, list[int]] = {}
     for choice in choices:
         key, _, text = choice.partition("=")
@@ -219,7 +237,7 @@ def parse_layouts(choices: Sequence[str]) -> list[Layout]:
             raise UserError(f"--layouts {choice!r}: sizes are 1 or more")
     combinations = itertools.product(*values.values())
     layouts = [Layout(**dict(zip(values, combination, strict=True))) for combination in combinations]  # type: ignore[arg-type]
-    return sorted({layout for layout in layouts if not layout.sp or layout.tp > 1})
+    return sorted({layout for layout in layouts if layout.is_possible})
 
 
 def check_layouts(

@@ -92,7 +92,10 @@ class _Inert:
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    record = wait = synchronize = wait_event = wait_stream = record_event = record_stream = _nothing
+    record = wait = synchronize = wait_event = wait_stream = record_stream = _nothing
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Inert()
 
     def query(self) -> bool:
         return True
@@ -117,6 +120,48 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
                 kwargs["device"] = "cpu"
             kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
+
+    return wrapper
+
+
+def _gather_of_uneven(all_gather: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo's all-gather refuses parts of unequal sizes."""
+
+    @functools.wraps(all_gather)
+    def wrapper(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+        if len({output.shape for output in outputs}) == 1:
+            return all_gather(outputs, tensor, group=group, **kwargs)
+        rank = torch.distributed.get_rank(group)
+        for source, output in enumerate(outputs):
+            part = tensor.contiguous() if source == rank else torch.empty_like(output)
+            torch.distributed.broadcast(part, group=group, group_src=source)
+            output.copy_(part)
+        return None
+
+    return wrapper
+
+
+def _scatter_of_uneven(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo's reduce-scatter refuses parts of unequal sizes; Megatron asks for sums alone."""
+
+    @functools.wraps(reduce_scatter)
+    def wrapper(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None) -> None:
+        whole = torch.cat(inputs)
+        torch.distributed.all_reduce(whole, group=group)
+        output.copy_(whole.split([len(part) for part in inputs])[torch.distributed.get_rank(group)])
+
+    return wrapper
+
+
+def _all_to_all_of_lists(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
+    """Split sizes are brought to the host where they are on a GPU only, but are wanted as numbers here too."""
+
+    @functools.wraps(all_to_all_single)
+    def wrapper(output: torch.Tensor, input: torch.Tensor, **kwargs: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name].tolist()
+        return all_to_all_single(output, input, **kwargs)
 
     return wrapper
 
@@ -166,3 +211,9 @@ def _install_cpu_stand_ins() -> None:
         return type_of(self).replace("torch.", "torch.cuda.", 1)
 
     tensor_class.type = type_name
+
+    # Experts get as many tokens as are routed to them: the dispatcher gathers and scatters parts of unequal sizes.
+    distributed: Any = torch.distributed
+    distributed.all_gather = _gather_of_uneven(distributed.all_gather)
+    distributed.reduce_scatter = _scatter_of_uneven(distributed.reduce_scatter)
+    distributed.all_to_all_single = _all_to_all_of_lists(distributed.all_to_all_single)

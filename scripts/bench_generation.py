@@ -4,11 +4,12 @@
 
 Ragged prompts, and responses of skewed lengths (a few as long as the limit, most much shorter), the same for
 both; then groups of responses to fewer, longer prompts. A token is useful if it belongs to a response; what a batch
-computes for sequences that have ended is not.
+computes for sequences that have ended is not. Exits with 1 where a ratio is below its bound.
 """
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -53,12 +54,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         ours, theirs = make_both(Path(directory), arguments)
         print(f"{sum(p.numel() for p in theirs.parameters()):,} parameters, {arguments.prompts} responses")
-        compare("ragged prompts", *make_prompts(arguments, (8, 64), 1), ours, theirs, arguments.repetitions)
+        ragged = make_prompts(arguments, (8, 64), 1)
         groups = make_prompts(arguments, (256, LONGEST_PROMPT), arguments.group)
-        compare(f"groups of {arguments.group}", *groups, ours, theirs, arguments.repetitions)
+        fast_enough = compare("ragged prompts", *ragged, ours, theirs, arguments.repetitions, bound=1.5)
+        fast_enough &= compare(f"groups of {arguments.group}", *groups, ours, theirs, arguments.repetitions, bound=4.0)
+    sys.exit(not fast_enough)
 
 
-def compare(name, prompts, limits, ours, theirs, repetitions):
+def compare(name, prompts, limits, ours, theirs, repetitions, bound):
+    """Print one line; whether the ratio reaches the bound."""
     ratios = []
     for _ in range(repetitions + 1):
         ours_seconds, ours_tokens = timed(lambda: run_ours(ours, prompts, limits))
@@ -66,10 +70,12 @@ def compare(name, prompts, limits, ours, theirs, repetitions):
         assert ours_tokens == theirs_tokens, "the two do not generate the same tokens"
         ratios.append(theirs_seconds / ours_seconds)
     useful = sum(limits)
+    ratio = statistics.median(ratios[1:])
     print(
         f"{name}, {useful} useful tokens: ours {useful / ours_seconds:,.0f} tokens/s, transformers "
-        f"{useful / theirs_seconds:,.0f} tokens/s; ratio {statistics.median(ratios[1:]):.2f} (median of {repetitions})"
+        f"{useful / theirs_seconds:,.0f} tokens/s; ratio {ratio:.2f} (median of {repetitions}; at least {bound})"
     )
+    return ratio >= bound
 
 
 def make_prompts(arguments, lengths, group):

@@ -1,6 +1,6 @@
 """Is your parallel run right? Your configuration and data, on a shrunken clone of your model, under many layouts.
 
-    python scripts/verify_layouts.py CONFIG [key=value …] [--layouts tp=1,2 pp=1,2 cp=1,2 dp=1,2 sp=0,1 packing=0,1]
+    python scripts/verify_layouts.py CONFIG [key=value …] [--layouts tp=1,2 pp=1,2 cp=1,2 dp=1,2 ep=1,2 …]
 
 Runs on the CPU whatever the machine. Prints each layout's relative differences from one process; exits
 with 1 if one is larger than rounding.

@@ -36,11 +36,68 @@ FAMILIES = {
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "qwen2": ("qwen2", {"rope_parameters": YARN_ROPE, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "deep": (  # for uneven pipelines, with tied embeddings on their ends
+        "qwen2",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "num_hidden_layers": 6,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mistral": (
         "mistral",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}, "sliding_window": None},
     ),
+    "mixtral": (
+        "mixtral",
+        {
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0},
+            "sliding_window": None,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "rope_parameters": YARN_ROPE,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+        },
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "num_hidden_layers": 4,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            "num_hidden_layers": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 48,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 3,
+            "routed_scaling_factor": 1.7,
+            "first_k_dense_replace": 2,  # under PP2 the first stage has no experts
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+    ),
 }
+ARCHITECTURES = [family for family in FAMILIES if family != "deep"]
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
     "{% if m['role'] == 'assistant' %}<|end|>\n{% endif %}{% endfor %}"
@@ -62,7 +119,7 @@ def make_model(family: str, directory: Path, **changes) -> Path:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(make_config(family, **changes), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *(b for name, b in model.named_buffers() if "bias" in name)):
             if parameter.ndim == 1:  # norms are ones and biases zeros: hide nothing behind that
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory)

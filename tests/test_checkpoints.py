@@ -295,7 +295,9 @@ def test_a_save_that_fails(files, on_failure, status):
 def plain_megatron_weights(iteration, model_path):
     """The model part of a checkpoint, loaded by Megatron-Core alone into its own GPTModel."""
     from mcore_rl.config import ModelConfig, ParallelConfig
-    from mcore_rl.models.megatron.hf_config import load_hf_config, padded_vocab_size, transformer_config
+    from mcore_rl.models.megatron.families import family_of
+    from mcore_rl.models.megatron.hf_config import load_hf_config, transformer_config
+    from mcore_rl.models.megatron.mapping import padded_vocab_size
     from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel
     from mcore_rl.models.megatron.random_states import seed_everything
 
@@ -308,7 +310,7 @@ def plain_megatron_weights(iteration, model_path):
 
     hf = load_hf_config(model_path)
     model = GPTModel(
-        transformer_config(hf, ModelConfig(path=model_path), parallel),
+        transformer_config(family_of(hf), ModelConfig(path=model_path), parallel),
         get_gpt_layer_local_spec(normalization="RMSNorm"),
         padded_vocab_size(hf.vocab_size, 1),
         hf.max_position_embeddings,

@@ -60,8 +60,8 @@ def test_resolved_configuration_reads_back(write, tmp_path):
         (["trainer.max_steps=null"], "trainer: give max_steps, max_epochs or both"),
         (["optimizer.min_lr=1"], "min_lr: must be at most lr"),
         (["parallel.sequence_parallel=true"], "needs tensor_model_parallel_size > 1"),
-        (["parallel.expert_model_parallel_size=2"], "mixtures of experts are not supported"),
-        (["parallel.virtual_pipeline_model_parallel_size=2"], "virtual pipeline stages are not supported"),
+        (["parallel.expert_tensor_parallel_size=2"], "needs expert_model_parallel_size > 1"),
+        (["parallel.virtual_pipeline_model_parallel_size=2"], "needs pipeline_model_parallel_size > 1"),
     ],
 )
 def test_mistakes(write, overrides, message):

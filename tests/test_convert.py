@@ -14,8 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import WorkerError
+from mcore_rl.layout_check import Layout
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "glm4_moe")
+LAYOUTS = [
+    *((family, layout) for family in ("llama", "qwen2", "qwen3") for layout in (Layout(tp=2), Layout(pp=2))),
+    ("mixtral", Layout(dp=2, ep=2)),
+    ("qwen2_moe", Layout(tp=2, sp=True)),
+    ("glm4_moe", Layout(pp=2)),
+]
 
 
 def convert(source, destination):
@@ -46,27 +53,25 @@ def test_there_and_back_is_bit_exact(family, dtype, model_of, tmp_path):
 
 
 def weights_by_loading(iteration, config):
-    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.megatron.weights import export_hf_weights, named_mappings
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config)
     with torch.no_grad():
-        for parameter in policy.model.chunks[0].parameters():
-            parameter.fill_(7)
+        for _, tensor in named_mappings(policy.model):
+            tensor.fill_(7)
     policy.load_weights(iteration)
     exported = dict(export_hf_weights(policy.model))
     policy.shutdown()
     return exported
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize(("family", "layout"), LAYOUTS, ids=str)
 def test_any_layout_loads_what_was_converted(family, layout, model_of, tmp_path):
     from test_layouts import make_config
 
     (iteration,) = run_processes(convert, model_of(family), tmp_path / "megatron", world_size=1)
-    config = make_config(model_of(family))
-    config = config.model_copy(update={"parallel": config.parallel.model_copy(update=layout)})
+    config = layout.apply(make_config(model_of(family)))
     loaded = run_processes(weights_by_loading, iteration, config, world_size=2)[0]
     for name, tensor in load_file(model_of(family) / "model.safetensors").items():
         assert torch.equal(loaded[name], tensor), name

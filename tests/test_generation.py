@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import make_model, make_tokenizer
+from models import ARCHITECTURES, make_model, make_tokenizer
 from test_layouts import make_config
 from transformers import AutoModelForCausalLM
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -70,7 +70,7 @@ def sequences(out):
     return [row[:n].tolist() for row, n in zip(out["output_ids"], out["unpadded_sequence_lengths"], strict=True)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_greedy_equals_transformers(family, model_path):
     model = AutoModelForCausalLM.from_pretrained(model_path(family), dtype=torch.float32)
     prompts, expected = make_prompts(), []
@@ -120,6 +120,29 @@ def one_process(model_path):
 @pytest.mark.parametrize(("layout", "slots"), LAYOUTS, ids=str)
 def test_the_same_samples_under_every_layout(layout, slots, model_path, one_process):
     check_layout(layout, slots, "qwen2", model_path, one_process)
+
+
+ELSEWHERE = [
+    ("mixtral", Layout(dp=2, ep=2), 3),
+    ("qwen3_moe", Layout(tp=2, dp=2, ep=4, etp=1, sp=True), 64),
+    ("glm4_moe", Layout(cp=2, pp=2, ep=2), 4),
+    ("deep", Layout(pp=2, vpp=2, first=2), 64),
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "slots"), ELSEWHERE, ids=str)
+def test_the_same_samples_wherever_experts_and_layers_are(family, layout, slots, model_path, one_process):
+    check_layout(layout, slots, family, model_path, one_process)
+
+
+def test_a_replica_without_prompts_serves_the_experts_of_others(model_path):
+    config = config_of(model_path("mixtral"))
+    lone = BatchedDataDict({name: values[:1] for name, values in make_prompts().items()})
+    expected, _ = run(config, Layout(), SamplingParams(5), False, 4, lone)
+    layout = Layout(dp=2, ep=2)
+    out, difference = run(layout.apply(config), layout, SamplingParams(5), False, 4, lone)
+    assert sequences(out) == sequences(expected)
+    assert difference < 1e-5
 
 
 @pytest.mark.long

@@ -1,10 +1,12 @@
 """The table: one DPO step sequence under every layout equals one process, and plain PyTorch."""
 
 import copy
+import tempfile
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
@@ -37,6 +39,31 @@ SLOW = [
     Layout(tp=2, pp=2, cp=2, sp=True),
     Layout(tp=2, cp=2, dp=2),
     Layout(pp=2, cp=2, dp=2, tokens_per_pack=128),
+]
+PIPELINES = [
+    ("glm4_moe", Layout(pp=2, first=1)),
+    ("qwen3_moe", Layout(pp=2, vpp=2, tokens_per_pack=128)),
+    ("qwen3_moe", Layout(pp=2, vpp=2, dp=2, ep=2)),
+    ("deep", Layout(pp=3, first=4, packing=False)),
+    ("deep", Layout(pp=2, vpp=2, tp=2, sp=True, first=2)),
+]
+MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe"]
+EXPERT_LAYOUTS = [
+    ("mixtral", Layout(dp=2, ep=2)),
+    ("mixtral", Layout(tp=2, ep=2, etp=1, sp=True)),
+    ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True)),
+    ("qwen3_moe", Layout(cp=2, ep=2)),
+    ("qwen2_moe", Layout(tp=2, sp=True)),
+    ("glm4_moe", Layout(pp=2, dp=2, ep=2)),
+]
+MORE_EXPERT_LAYOUTS = [
+    Layout(dp=2),
+    Layout(cp=2),
+    Layout(pp=2, tokens_per_pack=128),
+    Layout(dp=2, ep=2, packing=False),
+    Layout(tp=2, dp=2, ep=2, etp=1, sp=True),
+    Layout(tp=2, cp=2, dp=2, ep=2, sp=True, tokens_per_pack=128),
+    Layout(tp=2, pp=2, dp=2, ep=2, etp=1, sp=True),
 ]
 
 
@@ -110,9 +137,41 @@ def plain_dpo(logprobs, data, dpo):
     }
 
 
-def plain_outcome(config, data) -> Outcome:
+def plain_router_losses(model, data):
+    """DeepSeek-V3's balance loss of each sequence (its eq. 17 to 20) and ST-MoE's z-loss, summed over layers."""
+    balance = z = 0.0
+    rows = [row for row, mask in enumerate(data["sample_mask"].tolist()) if mask]
+    tokens = sum(data["input_lengths"][rows].tolist())
+    for row in rows:
+        length = int(data["input_lengths"][row])
+        for logits in model(data["input_ids"][row, :length][None], output_router_logits=True).router_logits:
+            logits = logits.double()
+            probabilities, (count, topk) = logits.softmax(-1), (logits.shape[1], model.config.num_experts_per_tok)
+            chosen = torch.zeros_like(logits).scatter(1, probabilities.topk(topk).indices, 1.0)
+            frequency = chosen.sum(0) * count / (topk * length)
+            balance = balance + (frequency * probabilities.mean(0)).sum() / len(rows)
+            z = z + logits.logsumexp(-1).square().sum() / tokens
+    return balance, z
+
+
+def as_saved(model, value_of):
+    """Values of a model's parameters and buffers, by the names and in the shapes in which transformers saves them."""
+    copied = copy.deepcopy(model)
+    with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
+        for tensor, own in zip(copied.state_dict().values(), model.state_dict(keep_vars=True).values(), strict=True):
+            tensor.copy_(value_of(own))
+        copied.save_pretrained(directory)
+        return load_file(f"{directory}/model.safetensors")
+
+
+def gradient_of(tensor):
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def plain_outcome(config, data, prepare=lambda model: None) -> Outcome:
     """The same steps with transformers and torch.optim, nothing of this package."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    prepare(model)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.optimizer.lr, betas=(0.9, 0.999), eps=config.optimizer.adam_eps, weight_decay=0
     )
@@ -121,13 +180,16 @@ def plain_outcome(config, data) -> Outcome:
         optimizer.zero_grad()
         logprobs = plain_logprobs(model, data)
         loss, metrics = plain_dpo(logprobs, data, config.dpo)
+        if config.model.moe_aux_loss_coeff:
+            balance, z = plain_router_losses(model, data)
+            metrics |= {"moe_aux_loss": balance.item(), "moe_z_loss": z.item()}
+            loss = loss + config.model.moe_aux_loss_coeff * balance + config.model.moe_z_loss_coeff * z
         loss.backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        gradients = as_saved(model, gradient_of)
         metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad).item()
         optimizer.step()
         first = first or (metrics, logprobs.detach(), gradients)
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return Outcome(*first, weights)
+    return Outcome(*first, as_saved(model, lambda tensor: tensor))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +207,7 @@ def outcomes(model_of):
     return get
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", *MIXTURES])
 def test_one_process_equals_plain_pytorch(family, outcomes):
     plain, one = outcomes(family)
     difference = compare(one, plain)
@@ -171,6 +233,23 @@ def test_layouts(layout, outcomes, model_of):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_layouts_of_other_families(family, layout, outcomes, model_of):
     """Tied embeddings with biases, and norms of query and key heads."""
+    check_layout(family, layout, outcomes, model_of)
+
+
+@pytest.mark.parametrize(("family", "layout"), EXPERT_LAYOUTS, ids=str)
+def test_layouts_of_mixtures(family, layout, outcomes, model_of):
+    check_layout(family, layout, outcomes, model_of)
+
+
+@pytest.mark.parametrize(("family", "layout"), PIPELINES, ids=str)
+def test_uneven_and_interleaved_pipelines(family, layout, outcomes, model_of):
+    check_layout(family, layout, outcomes, model_of)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", MORE_EXPERT_LAYOUTS, ids=str)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_more_layouts_of_mixtures(family, layout, outcomes, model_of):
     check_layout(family, layout, outcomes, model_of)
 
 

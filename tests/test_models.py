@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import make_config, make_model
+from models import ARCHITECTURES, FAMILIES, make_config, make_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -64,15 +64,15 @@ def check_family(family, sizes, model_of, tmp_path):
     path = model_of(family)
     world_size = 1
     for name, size in sizes.items():
-        world_size *= size if name != "sequence_parallel" else 1
+        world_size *= 1 if name.startswith(("sequence", "expert")) else size
     results = run_processes(_with_sizes, path, tmp_path / "hf", sizes, world_size=world_size)
     logits = next(result for result in results if result is not None)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.no_grad():
         for row, length, ours in zip(token_rows(), LENGTHS, logits, strict=True):
             expected = model(row[None, :length]).logits[0]
-            scale = expected.abs().max().clamp(min=1)
-            torch.testing.assert_close(ours / scale, expected / scale, rtol=0, atol=1e-5)
+            assert (ours - expected).norm() <= 2e-6 * expected.norm()
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * expected.abs().max())
     check_export(path, tmp_path / "hf", model)
 
 
@@ -95,17 +95,29 @@ def check_export(path, exported, model):
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(path).chat_template
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {},
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-        {"pipeline_model_parallel_size": 2},
-        {"context_parallel_size": 2},
-    ],
-    ids=["one process", "tp2 sp", "pp2", "cp2"],
-)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+SIZES = {
+    "one process": {},
+    "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+}
+EXPERT_SIZES = {
+    "one process": {},
+    "tp2 sp ep2": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
+}
+CASES = [
+    pytest.param(family, sizes, id=f"{family}-{name}")
+    for family in ARCHITECTURES
+    for name, sizes in (EXPERT_SIZES if "num_experts_per_tok" in FAMILIES[family][1] else SIZES).items()
+]
+
+
+@pytest.mark.parametrize(("family", "sizes"), CASES)
 def test_logits_and_export(family, sizes, model_of, tmp_path):
     check_family(family, sizes, model_of, tmp_path)
 
@@ -150,10 +162,54 @@ def test_sliding_window_is_refused_beyond_the_window():
 
 
 @pytest.mark.parametrize(
+    ("family", "sizes", "message"),
+    [
+        ("llama", {"expert_model_parallel_size": 2}, "llama has no experts"),
+        ("mixtral", {"expert_model_parallel_size": 4}, "6 experts"),
+        ("mixtral", {"tensor_model_parallel_size": 2}, "sequence_parallel: must be true"),
+        (
+            "qwen3_moe",
+            {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 5},
+            r"width of an expert \(48\)",
+        ),
+    ],
+)
+def test_layouts_that_do_not_fit_the_experts(family, sizes, message):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    with pytest.raises(UserError, match=message):
+        check_model_fits(make_config(family), ParallelConfig(**sizes), 64)
+
+
+def test_expert_layouts_that_megatron_would_get_wrong():
+    with pytest.raises(ValueError, match="expert_tensor_parallel_size: other than tensor_model_parallel_size"):
+        ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1)
+    with pytest.raises(UserError, match=r"expert 2 x expert tensor 2 x pipeline 1 = 4 must divide .* \(2\)"):
+        ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2).data_parallel_size(2)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mixtral", {"num_experts_per_tok": 7}, "7 experts a token"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ("glm4_moe", {"n_group": 3}, "3 groups"),
+    ],
+)
+def test_mixtures_that_are_refused(family, changes, message):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    with pytest.raises(UserError, match=message):
+        check_model_fits(make_config(family, **changes), ParallelConfig(), 64)
+
+
+@pytest.mark.parametrize(
     ("sizes", "message"),
     [
         ({"pipeline_model_parallel_size": 4}, "2 layers"),
         ({"tensor_model_parallel_size": 3}, "attention heads"),
+        ({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 2}, "beside the 2 of the first or"),
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, r"every stage \(1, 1\)"),
     ],
 )
 def test_layouts_that_do_not_fit_the_model(sizes, message):
@@ -161,6 +217,52 @@ def test_layouts_that_do_not_fit_the_model(sizes, message):
 
     with pytest.raises(UserError, match=message):
         check_model_fits(make_config("llama"), ParallelConfig(**sizes), 64)
+
+
+@pytest.mark.parametrize(
+    ("family", "option", "message"),
+    [
+        ("llama", {"moe_aux_loss_coeff": 0.1}, "llama has no experts"),
+        ("mixtral", {"moe_router_bias_update_rate": 0.1}, "mixtral has no biases"),
+    ],
+)
+def test_options_that_the_family_has_no_use_for(family, option, message):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    with pytest.raises(UserError, match=message):
+        check_model_fits(make_config(family), ParallelConfig(), 64, ModelConfig(path="unused", **option))
+
+
+@pytest.mark.parametrize(
+    ("size", "first", "last", "expected"),
+    [
+        (4, None, None, [3, 3, 3, 3]),
+        (4, 1, None, None),
+        (3, 4, None, [4, 4, 4]),
+        (3, 1, 5, [1, 6, 5]),
+        (2, 5, 7, [5, 7]),
+    ],
+)
+def test_layers_of_stages(size, first, last, expected):
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=size,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+    )
+    if expected is None:
+        with pytest.raises(UserError, match="12 layers cannot be shared out evenly beside the 1 of"):
+            parallel.layers_of_stages(12)
+    else:
+        assert parallel.layers_of_stages(12) == expected
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"virtual_pipeline_model_parallel_size": 2}, {"num_layers_in_last_pipeline_stage": 1}],
+)
+def test_pipeline_options_need_a_pipeline(sizes):
+    with pytest.raises(ValueError, match="pipeline_model_parallel_size > 1"):
+        ParallelConfig(**sizes)
 
 
 def test_weights_must_be_safetensors_and_complete(tmp_path):

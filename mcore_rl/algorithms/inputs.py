@@ -68,7 +68,7 @@ def load_inputs(
     config.parallel.data_parallel_size(world_size)
     config.pack_width(rows_per_unit)
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
-    check_model_fits(hf_config, config.parallel, config.data.max_sequence_length)
+    check_model_fits(hf_config, config.parallel, config.data.max_sequence_length, config.model)
     check_hf_tensors(hf_config, SafetensorsDirectory(config.model.path))
     check_positions(hf_config, config.data.max_sequence_length)
     say = speaker(int(os.environ.get("RANK", 0)) == 0)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from mcore_rl.algorithms.step_log import read_step_log
 from mcore_rl.data.chat import tokens_between
@@ -45,6 +46,8 @@ class Rollout:
     """Tokens of each response."""
     error: str | None = None
     message_log: MessageLog = field(default_factory=list)
+    routed_experts: list[Any] | None = None
+    """[tokens, layers, topk] the experts of its tokens, if they are to be replayed."""
 
     @classmethod
     def begin(cls, index: int, sample_id: int, prompt: Prompt) -> Rollout:
@@ -128,6 +131,8 @@ class RolloutWorker:
             tokens = out["output_ids"][row, response].tolist()
             rollout.add_response(tokens, out["logprobs"][row, response].tolist())
             rollout.truncated, rollout.turns = truncated[row], rollout.turns + 1
+            if "routed_experts" in out:
+                rollout.routed_experts = out["routed_experts"][row, : ends[row]].tolist()
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
             rollout.message_log = [*rollout.message_log, {"role": "assistant", "content": text}]
 
@@ -174,15 +179,23 @@ def _outcome(judging: Future[list[Step]], seconds: float) -> list[Step] | BaseEx
 
 
 def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> BatchedDataDict[Any]:
-    """Right-padded rows: input_ids, token_mask, generation_logprobs [B, S], input_lengths, sample_mask [B]."""
+    """Right-padded rows: input_ids, token_mask, generation_logprobs [B, S], input_lengths, sample_mask [B].
+
+    And routed_experts [B, S, layers, topk] int16 where the rollouts have them, −1 where they are not known.
+    """
     input_ids = _padded([r.input_ids for r in rollouts], torch.long, pad_token_id)
-    return BatchedDataDict(
+    batch: BatchedDataDict[Any] = BatchedDataDict(
         input_ids=input_ids,
         token_mask=_padded([r.token_mask for r in rollouts], torch.float32),
         generation_logprobs=_padded([r.logprobs for r in rollouts], torch.float32),
         input_lengths=torch.tensor([len(r.input_ids) for r in rollouts]),
         sample_mask=torch.ones(len(rollouts)),
     )
+    if all(r.routed_experts is not None for r in rollouts):
+        experts = _padded([r.routed_experts or [] for r in rollouts], torch.int16, -1)
+        tail = input_ids.shape[1] - experts.shape[1]  # what was observed last was never fed to the model
+        batch["routed_experts"] = F.pad(experts, (0, 0, 0, 0, 0, tail), value=-1)
+    return batch
 
 
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float = 0) -> torch.Tensor:

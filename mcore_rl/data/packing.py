@@ -47,6 +47,7 @@ class Batching:
         one_width: pad all microbatches of a step to the same number of tokens (pipeline stages then
             know what to expect without asking).
         attention_length: tokens of a sequence at which attention costs as much as all else.
+        count_multiple: every rank's number of microbatches is a multiple of this.
     """
 
     packing: bool
@@ -58,6 +59,7 @@ class Batching:
     multiple: int = 1
     one_width: bool = False
     attention_length: float = math.inf
+    count_multiple: int = 1
 
     def plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
         """[data-parallel rank][microbatch] → rows; an empty microbatch is a filler.
@@ -76,10 +78,10 @@ class Batching:
         size = [sum(padded[row] for row in unit) for unit in units]
         cost = [sum(padded[row] * (1 + padded[row] / self.attention_length) for row in unit) for unit in units]
         if self.packing:
-            shards = pack(size, cost, self.tokens_per_pack, self.dp_size)
+            shards = pack(size, cost, self.tokens_per_pack, self.dp_size, self.count_multiple)
         else:
             bins = self._in_order(len(units))
-            split_until_divisible(bins, cost, self.dp_size)
+            split_until_divisible(bins, cost, self.dp_size * self.count_multiple)
             shards = assign(bins, cost, self.dp_size)
         return [[sorted(row for unit in box for row in units[unit]) for box in boxes] for boxes in shards]
 
@@ -140,4 +142,5 @@ def batching_of(config: TrainingConfig, rows_per_unit: int, dp_size: int) -> Bat
         cp_size=parallel.context_parallel_size,
         multiple=parallel.sequence_multiple,
         one_width=parallel.pipeline_model_parallel_size > 1,
+        count_multiple=parallel.microbatch_multiple,
     )

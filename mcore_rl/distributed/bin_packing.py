@@ -15,8 +15,10 @@ Bin = list[int]
 """Indices of the units in it."""
 
 
-def pack(size: Sequence[int], cost: Sequence[float], capacity: int, count: int) -> list[list[Bin]]:
+def pack(size: Sequence[int], cost: Sequence[float], capacity: int, count: int, multiple: int = 1) -> list[list[Bin]]:
     """[rank][bin] → units: as few bins as fit, equally many on each of `count` ranks, ranks of even cost.
+
+    Each rank's number of bins is a multiple of `multiple`.
 
     Where that number of bins leaves room, the units are spread over them by cost; bins are empty only where there
     are fewer units than bins.
@@ -25,11 +27,12 @@ def pack(size: Sequence[int], cost: Sequence[float], capacity: int, count: int) 
         ContractError: a unit that fits no bin.
     """
     bins = best_fit_decreasing(size, capacity)
-    wanted = -(-len(bins) // count) * count
+    step = count * multiple
+    wanted = -(-len(bins) // step) * step
     if wanted > len(bins):
         spread = spread_by_cost(size, cost, capacity, wanted) if wanted <= len(size) else None
         if spread is None:
-            split_until_divisible(bins, cost, count)
+            split_until_divisible(bins, cost, step)
         else:
             bins = spread
     return assign(bins, cost, count)

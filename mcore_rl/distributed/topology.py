@@ -30,6 +30,10 @@ class Topology:
     context: ParallelDimension = ParallelDimension()
     data: ParallelDimension = ParallelDimension()
     sequence_parallel: bool = False
+    expert: ParallelDimension = ParallelDimension()
+    """Ranks that share out the experts of a layer; they are taken from data, context and tensor parallelism."""
+    expert_tensor: ParallelDimension = ParallelDimension()
+    """Ranks that share out the weights of each expert."""
 
     @property
     def is_first_stage(self) -> bool:

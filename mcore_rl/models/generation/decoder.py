@@ -1,14 +1,13 @@
-"""The forward pass of generation: the training weights, as plain functions of a few tokens at a time.
+"""The forward pass of generation: the modules that train, their core attention exchanged for one with a cache.
 
-A decode step is many small operations, and Megatron's modules spend most of it in Python. Here a layer is
-a dozen tensor operations on the very parameters that training updates. Prompts go through packed; then one
-token a sequence, against a cache of keys and values.
+Prompts go through packed; then one token a sequence, against a cache of keys and values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,150 +15,131 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_gather, all_reduce
-from mcore_rl.distributed.parallel_logprobs import local_targets, valid_columns
-from mcore_rl.models.megatron.attention import packed_attention
-from mcore_rl.models.megatron.hf_config import head_dim
+from mcore_rl.distributed.linear_logprobs import gather_hidden_states
+from mcore_rl.distributed.parallel_logprobs import valid_columns
+from mcore_rl.models.megatron.attention import PackParams, packed_attention
+from mcore_rl.models.megatron.linear import linear
 from mcore_rl.models.megatron.model import BuiltModel
-from mcore_rl.models.megatron.rope import rope_frequencies
+from mcore_rl.models.megatron.router_load import routers_of
 
-# Attention of one layer: queries [T, groups, heads per group, d], keys and values [T, groups, d] → [T, heads · d].
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Attention of one layer: its number on this rank, queries [T, heads, d], keys and values [T, groups, d]
+# → [T, heads · d].
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One layer's parameters: this tensor-parallel rank's shards."""
+class CachedAttention(torch.nn.Module):
+    """In place of a layer's core attention while sequences are generated."""
 
-    attention_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    projection: Tensor
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    def __init__(self, decoder: Decoder, layer: int) -> None:
+        super().__init__()
+        self.decoder, self.layer = [decoder], layer  # in a list: not a part of this module
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[T, heads, d] queries and [T, groups, d] keys and values → [T, heads · d]."""
+        return self.decoder[0].attend(self.layer, query, key, value)
 
 
 class Decoder:
-    """This rank's part of the model."""
+    """This rank's chunks of the model, run on a few tokens at a time.
 
-    def __init__(self, model: BuiltModel) -> None:
-        self.topology, hf = model.topology, model.hf_config
-        (self.chunk,) = model.chunks
+    Replicas that share out experts must run the model equally often: one that has no sequences left runs it on
+    nothing as long as others go on (`run_idle`).
+    """
+
+    attend: Attend
+    routed: Tensor
+    """Experts of the last pass's tokens, [T, layers with experts on this rank, topk], if they are to be recorded."""
+
+    def __init__(self, model: BuiltModel, record_experts: bool = False) -> None:
+        self.model, self.topology, family = model, model.topology, model.family
         tp = self.topology.tensor.size
         # Where there are fewer key-value heads than ranks, several share one of them and split its queries.
-        self.groups, self.sharers = max(1, hf.num_key_value_heads // tp), max(1, tp // hf.num_key_value_heads)
-        self.head_dim = head_dim(hf)
-        self.hidden_size, self.eps, self.vocab_size = hf.hidden_size, hf.rms_norm_eps, model.vocab_size
-        self.parameters = dict(self.chunk.named_parameters())
-        self.layers = [self._layer(index) for index in range(len(self.chunk.decoder.layers))]
-        self.inverse_frequencies, self.rope_factor = rope_frequencies(hf)
+        self.groups, self.head_dim = max(1, family.num_query_groups // tp), family.head_dim
+        self.layers = [layer for chunk in model.chunks for layer in chunk.decoder.layers]
+        self.dtype = next(iter(model.chunks[0].parameters())).dtype
+        self.token_multiple = tp if self.topology.sequence_parallel else 1
+        self.in_lockstep = self.topology.expert.size > 1
+        self.routers = routers_of(model) if record_experts else []
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layers[0].qkv.dtype
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """The modules as generation wants them; inside, `forward` may be called."""
+        attentions = [layer.self_attention for layer in self.layers]
+        originals = [attention.core_attention for attention in attentions]
+        for chunk in self.model.chunks:
+            chunk.eval()
+        try:
+            for index, attention in enumerate(attentions):
+                attention.core_attention = CachedAttention(self, index)
+            yield
+        finally:
+            for attention, original in zip(attentions, originals, strict=True):
+                attention.core_attention = original
 
-    def _layer(self, index: int) -> Layer:
-        def find(*names: str) -> Tensor | None:
-            found = (self.parameters.get(f"decoder.layers.{index}.{name}") for name in names)
-            return next((parameter for parameter in found if parameter is not None), None)
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """All stages' layers on tokens [T]; final states [T, hidden] on the last stage, nothing of use on others."""
+        if self.in_lockstep:
+            self._anyone_runs(True)
+        return self._run(tokens, positions, attend)
 
-        def require(*names: str) -> Tensor:
-            parameter = find(*names)
-            assert parameter is not None, f"layer {index} has no {names[0]}"
-            return parameter
+    def run_idle(self) -> None:
+        """Run on nothing for as long as another replica runs."""
+        nothing = torch.zeros(0, dtype=torch.long, device=platform.device())
+        while self.in_lockstep and self._anyone_runs(False):
+            self._run(nothing, nothing, lambda layer, query, key, value: query.flatten(1))
 
-        return Layer(  # a second name is that of the norm inside a fused module of Transformer Engine
-            attention_norm=require("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-            qkv=require("self_attention.linear_qkv.weight"),
-            qkv_bias=find("self_attention.linear_qkv.bias"),
-            query_norm=find("self_attention.q_layernorm.weight"),
-            key_norm=find("self_attention.k_layernorm.weight"),
-            projection=require("self_attention.linear_proj.weight"),
-            mlp_norm=require("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-            gate_up=require("mlp.linear_fc1.weight"),
-            down=require("mlp.linear_fc2.weight"),
-        )
+    def _anyone_runs(self, this_one: bool) -> bool:
+        runs = torch.tensor([float(this_one)], device=platform.device())
+        return bool(all_reduce(all_reduce(runs, self.topology.context.group), self.topology.data.group) > 0)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """[T] → [T, hidden], from the vocabulary's shards."""
-        weight = self.parameters["embedding.word_embeddings.weight"]
-        if self.topology.tensor.size == 1:
-            return F.embedding(tokens, weight)
-        local, owned = local_targets(tokens, self.topology.tensor.rank * weight.shape[0], weight.shape[0])
-        return all_reduce(F.embedding(local, weight) * owned[:, None], self.topology.tensor.group)
+    def _run(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Tokens are padded to what sequence parallelism can share out, and to one at least."""
+        count, multiple = len(tokens), self.token_multiple
+        padding = max(-(-count // multiple), 1) * multiple - count
+        tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[n, hidden] after the last layer → [n, Vp] fp32; −inf in the vocabulary's padding."""
-        x = self._norm(x, self.parameters["decoder.final_layernorm.weight"])
-        logits = _linear(x, self.chunk.lm_head_weight()).float()
-        logits[:, valid_columns(logits.shape[1], self.topology.tensor.rank, self.vocab_size) :] = -torch.inf
-        return logits
+        def attend_real(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if not padding:
+                return attend(layer, query, key, value)
+            return F.pad(attend(layer, query[:count], key[:count], value[:count]), (0, 0, 0, padding))
 
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, head_dim] of positions [T]."""
-        angles = torch.outer(positions.float(), self.inverse_frequencies.to(positions.device))
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return (angles.cos() * self.rope_factor).to(self.dtype), (angles.sin() * self.rope_factor).to(self.dtype)
-
-    def run_layer(self, layer: Layer, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """[T, hidden] → [T, hidden]."""
-        query, key, value = self._query_key_value(layer, self._norm(x, layer.attention_norm))
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)
-        cos, sin = rope
-        query = _rotate(query, cos[:, None], sin[:, None])
-        attended = attend(query, _rotate(key, cos, sin), value)
-        x = x + self._reduced(_linear(attended, layer.projection))
-        gate, up = _linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-        return x + self._reduced(_linear(F.silu(gate) * up, layer.down))
-
-    def _query_key_value(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, groups, heads per group, d] and twice [T, groups, d], of the query heads that this rank attends for."""
-        mixed = _linear(x, layer.qkv, layer.qkv_bias)
-        if self.sharers > 1:
-            rank = self.topology.tensor.rank
-            first = rank - rank % self.sharers
-            parts = all_gather(mixed, self.topology.tensor.group)[first : first + self.sharers]
-            mixed = parts.transpose(0, 1).flatten(1)
-        mixed = mixed.view(len(x), self.groups, -1, self.head_dim)
-        query = mixed[:, :, :-2].chunk(self.sharers, dim=2)[self.topology.tensor.rank % self.sharers]
-        return query, mixed[:, :, -2], mixed[:, :, -1]
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.eps)
-
-    def _reduced(self, x: Tensor) -> Tensor:
-        return all_reduce(x, self.topology.tensor.group)
-
-    def forward(self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
-        """All stages' layers on tokens [T]; [T, hidden] on the last stage, of no use on the others."""
-        pipeline = self.topology.pipeline
-        rope = self.rope(positions)
-        if self.topology.is_first_stage:
-            x = self.embed(tokens)
-        else:
-            x = torch.empty(len(tokens), self.hidden_size, dtype=self.dtype, device=tokens.device)
-            torch.distributed.recv(x, group=pipeline.group, group_src=pipeline.rank - 1)
-        for layer, attend in zip(self.layers, attends, strict=True):
-            x = self.run_layer(layer, x, rope, attend)
+        self.attend = attend_real
+        inputs = {
+            "input_ids": tokens[None],
+            "position_ids": positions[None],
+            "attention_mask": None,
+            "packed_seq_params": PackParams(qkv_format="thd", positions=positions),
+        }
+        for chunk in self.model.chunks:
+            if not chunk.pre_process:
+                chunk.set_input_tensor(self._received(len(tokens)))
+            x: Tensor = chunk(**inputs)
+            if not chunk.post_process:
+                self._send(x)
+        if self.routers:
+            routed = torch.stack([router.chosen_last() for router in self.routers], dim=1)
+            if self.topology.sequence_parallel:
+                routed = all_gather(routed, self.topology.tensor.group).flatten(0, 1)
+            self.routed = routed[:count]
         if not self.topology.is_last_stage:
-            torch.distributed.send(x, group=pipeline.group, group_dst=pipeline.rank + 1)
+            return x.new_empty(count, x.shape[-1])
+        return gather_hidden_states(x, self.topology.tensor.group, self.topology.sequence_parallel)[:count]
+
+    def _received(self, count: int) -> Tensor:
+        pipeline, hidden = self.topology.pipeline, self.model.family.hidden_size
+        x = torch.empty(count // self.token_multiple, 1, hidden, dtype=self.dtype, device=platform.device())
+        torch.distributed.recv(x, group=pipeline.group, group_src=(pipeline.rank - 1) % pipeline.size)
         return x
 
+    def _send(self, x: Tensor) -> None:
+        pipeline = self.topology.pipeline
+        torch.distributed.send(x.contiguous(), group=pipeline.group, group_dst=(pipeline.rank + 1) % pipeline.size)
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, on the CPU by oneDNN, which multiplies a few rows in about half of MKL's time."""
-    if x.is_cpu and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return y
-    return F.linear(x, weight, bias)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    def logits(self, x: Tensor) -> Tensor:
+        """[n, hidden] final states → [n, Vp] fp32; −inf in the vocabulary's padding."""
+        logits = linear(x, self.model.chunks[-1].lm_head_weight()).float()
+        logits[:, valid_columns(logits.shape[1], self.topology.tensor.rank, self.model.vocab_size) :] = -torch.inf
+        return logits
 
 
 class KeyValueCache:
@@ -182,38 +162,37 @@ class KeyValueCache:
         tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
         positions = torch.cat([torch.arange(length, device=device) for length in lengths])
 
-        def attend_in(layer: int) -> Attend:
-            def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                for row, k, v in zip(rows, key.split(lengths), value.split(lengths), strict=True):
-                    self.keys[layer, row, :, : len(k)] = k.transpose(0, 1)
-                    self.values[layer, row, :, : len(v)] = v.transpose(0, 1)
-                return packed_attention(query.flatten(1, 2), key, value, lengths, lengths, self.scale).flatten(1)
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            for row, k, v in zip(rows, key.split(lengths), value.split(lengths), strict=True):
+                self.keys[layer, row, :, : len(k)] = k.transpose(0, 1)
+                self.values[layer, row, :, : len(v)] = v.transpose(0, 1)
+            return packed_attention(query, key, value, lengths, lengths, self.scale).flatten(1)
 
-            return attend
-
-        x = self.decoder.forward(tokens, positions, [attend_in(layer) for layer in range(len(self.keys))])
+        x = self.decoder.forward(tokens, positions, attend)
         return x[torch.tensor(lengths, device=device).cumsum(0) - 1]
 
-    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """One token [n] for each of the first n rows, at positions [n]; [n, hidden]."""
-        rows, longest = len(tokens), int(positions.max()) + 1
-        hidden_keys = torch.arange(longest, device=positions.device) > positions[:, None]
-        mask = torch.zeros(rows, 1, 1, longest, dtype=self.keys.dtype, device=positions.device)
-        mask.masked_fill_(hidden_keys[:, None, None], -torch.inf)
-        index = torch.arange(rows, device=positions.device)
+    def step(self, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """One token for each of the first n rows, as the last of their `lengths`; [n, hidden]."""
+        device, rows, longest = self.keys.device, len(tokens), max(lengths)
+        positions = torch.tensor(lengths, device=device) - 1
+        seen = torch.arange(longest, device=device) <= positions[:, None]
+        index = torch.arange(rows, device=device)
 
-        def attend_in(layer: int) -> Attend:
-            def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                keys, values = self.keys[layer], self.values[layer]
-                keys[index, :, positions] = key
-                values[index, :, positions] = value
-                scores = torch.matmul(query * self.scale, keys[:rows, :, :longest].transpose(-1, -2)) + mask
-                weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
-                return torch.matmul(weights, values[:rows, :, :longest]).flatten(1)
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = self.keys[layer], self.values[layer]
+            keys[index, :, positions] = key
+            values[index, :, positions] = value
+            # The query heads of a group go for positions: all of them see the same keys.
+            attended = F.scaled_dot_product_attention(
+                query.unflatten(1, (self.decoder.groups, -1)),
+                keys[:rows, :, :longest],
+                values[:rows, :, :longest],
+                attn_mask=seen[:, None, None],
+                scale=self.scale,
+            )
+            return attended.flatten(1)
 
-            return attend
-
-        return self.decoder.forward(tokens, positions, [attend_in(layer) for layer in range(len(self.keys))])
+        return self.decoder.forward(torch.tensor(tokens, device=device), positions, attend)
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Copy a row's first `length` tokens to another row."""

@@ -33,6 +33,8 @@ class GenerationOutputSpec(TypedDict):
     generation_lengths: [B] tokens of each response, at least 1.
     unpadded_sequence_lengths: [B] tokens of prompt and response.
     truncated: [B] True where the limit of new tokens ended the response.
+    routed_experts: [B, S', layers with experts, topk] int16, the experts of each token that was fed to the model, −1
+        elsewhere, such as at the last token of a response; if they are recorded.
     """
 
     output_ids: torch.Tensor
@@ -40,6 +42,7 @@ class GenerationOutputSpec(TypedDict):
     generation_lengths: torch.Tensor
     unpadded_sequence_lengths: torch.Tensor
     truncated: torch.Tensor
+    routed_experts: NotRequired[torch.Tensor]
 
 
 class GenerationInterface(ABC):

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl import platform
 from mcore_rl.config import GRPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import gather_objects
@@ -24,6 +23,7 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.generation.decoder import Decoder, KeyValueCache
 from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from mcore_rl.models.generation.sampling import SamplingParams, sample, uniforms
+from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.model import BuiltModel
 
 
@@ -39,6 +39,8 @@ class _Sequence:
     """[hidden] of the prompt's last token, on the last stage."""
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routed: list[Tensor] = field(default_factory=list)
+    """Experts of the prompt's tokens, then of each token of the response that was fed to the model."""
     ended: bool = False
 
     def __len__(self) -> int:
@@ -54,6 +56,10 @@ class MegatronGeneration(GenerationInterface):
         tokenizer: decodes the ends of responses, for stop strings.
         max_batch_size: sequences that a replica runs at a time.
         prefill_tokens: prompt tokens that go through the model at a time.
+        record_experts: give the experts of every token back.
+
+    Raises:
+        UserError: experts are to be recorded of a model that has none.
     """
 
     def __init__(
@@ -64,8 +70,12 @@ class MegatronGeneration(GenerationInterface):
         tokenizer: Any,
         max_batch_size: int = 64,
         prefill_tokens: int = 8192,
+        record_experts: bool = False,
     ) -> None:
-        self.decoder, self.topology, self.params = Decoder(model), model.topology, params
+        self.decoder, self.topology, self.params = Decoder(model, record_experts), model.topology, params
+        if record_experts and not isinstance(model.family, Mixture):
+            raise UserError(f"model.moe_router_replay: {model.family.model_type} has no experts; leave it out")
+        self.record_experts, self.family = record_experts, model.family
         self.max_sequence_length, self.tokenizer = max_sequence_length, tokenizer
         self.max_batch_size, self.prefill_tokens = max_batch_size, prefill_tokens
         # A token holds a byte at least: so many of the last ones show any stop string that has just come.
@@ -101,8 +111,10 @@ class MegatronGeneration(GenerationInterface):
         replica = self.topology.data.rank * self.topology.context.size + self.topology.context.rank
         first, end = (len(prompts) * r // replicas for r in (replica, replica + 1))
         mine = prompts[first:end]  # neighbours: equal prompts, which go through the model once
-        if mine:
-            _Batch(self, mine, params, limits).run()
+        with self.decoder.generating():
+            if mine:
+                _Batch(self, mine, params, limits).run()
+            self.decoder.run_idle()
         return self._collect(mine, prompts, limits)
 
     def _prompts(self, data: BatchedDataDict[Any]) -> list[_Sequence]:
@@ -133,13 +145,28 @@ class MegatronGeneration(GenerationInterface):
             response, values, _ = done[s.row]
             output_ids[s.row, :length] = torch.tensor([*s.prompt, *response])
             logprobs[s.row, len(s.prompt) : length] = torch.tensor(values)
-        return BatchedDataDict(
+        collected: BatchedDataDict[GenerationOutputSpec] = BatchedDataDict(
             output_ids=output_ids,
             logprobs=logprobs,
             generation_lengths=torch.tensor([len(done[s.row][0]) for s in prompts]),
             unpadded_sequence_lengths=torch.tensor(lengths),
             truncated=torch.tensor([not done[s.row][2] for s in prompts]),
         )
+        if self.record_experts:
+            collected["routed_experts"] = self._collect_experts(mine, tuple(output_ids.shape))
+        return collected
+
+    def _collect_experts(self, mine: list[_Sequence], shape: tuple[int, ...]) -> Tensor:
+        """Every replica's and stage's, [B, S', layers with experts, topk] int16 on all ranks."""
+        assert isinstance(self.family, Mixture)
+        experts, layers = self.family.experts, [router.index for router in self.decoder.routers]
+        speaks = bool(layers) and self.topology.tensor.rank == 0
+        own = [(s.row, torch.cat(s.routed).short().cpu()) for s in mine] if speaks else []
+        collected = torch.full((*shape, sum(experts.sparse_layers), experts.topk), -1, dtype=torch.int16)
+        for their_layers, part in gather_objects((layers, own)):
+            for row, routed in part:
+                collected[row, : len(routed), their_layers] = routed
+        return collected
 
 
 class _Batch:
@@ -158,13 +185,13 @@ class _Batch:
         self.rows = rows
 
     def run(self) -> None:
-        device = platform.device()
         while self.queue or self.going:
             self._admit()
             if self.going:
-                tokens = torch.tensor([s.response[-1] for s in self.going], device=device)
-                positions = torch.tensor([len(s) - 1 for s in self.going], device=device)
-                self._extend(self.going, self.cache.step(tokens, positions))
+                tokens, lengths = [s.response[-1] for s in self.going], [len(s) for s in self.going]
+                x = self.cache.step(tokens, lengths)
+                self._note_experts(self.going, [1] * len(self.going))
+                self._extend(self.going, x)
                 self._retire()
 
     def _admit(self) -> None:
@@ -188,6 +215,7 @@ class _Batch:
                 if (source := row_of[s.prompt]) != row:
                     self.cache.copy(source, row, len(s.prompt))
                     s.prompt_state = self.going[source].prompt_state
+                    s.routed = self.going[source].routed[:1]
             self._extend(new, torch.stack([s.prompt_state for s in new]))
             self._retire()
 
@@ -197,6 +225,14 @@ class _Batch:
             states = self.cache.prefill(rows, [self.going[row].prompt for row in rows])
             for row, state in zip(rows, states, strict=True):
                 self.going[row].prompt_state = state
+            fresh = [self.going[row] for row in rows]
+            self._note_experts(fresh, [len(s.prompt) for s in fresh])
+
+    def _note_experts(self, sequences: list[_Sequence], lengths: list[int]) -> None:
+        """Of the tokens that have just gone through the model, so many of each sequence."""
+        if self.generation.decoder.routers:
+            for s, routed in zip(sequences, self.generation.decoder.routed.split(lengths), strict=True):
+                s.routed.append(routed)
 
     def _extend(self, sequences: list[_Sequence], x: Tensor) -> None:
         """One more token each, from the hidden states [n, hidden] of their last ones."""
@@ -248,4 +284,11 @@ def generation_of(config: GRPOConfig, model: BuiltModel, tokenizer: Any) -> Mega
         stop_strings=grpo.stop_strings,
         seed=config.seed,
     )
-    return MegatronGeneration(model, params, config.data.max_sequence_length, tokenizer, grpo.generation_batch_size)
+    return MegatronGeneration(
+        model,
+        params,
+        config.data.max_sequence_length,
+        tokenizer,
+        grpo.generation_batch_size,
+        record_experts=config.model.moe_router_replay,
+    )

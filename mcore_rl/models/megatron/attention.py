@@ -17,6 +17,7 @@ from torch import Tensor
 from mcore_rl.distributed.collectives import all_gather_forward_reduce_scatter_backward
 from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.models.megatron.parallel import ProcessGroupCollection
+from mcore_rl.models.megatron.routed_tokens import RoutedTokens
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 from megatron.core.transformer.module import MegatronModule  # isort: skip
@@ -28,11 +29,12 @@ class PackParams(PackedSeqParams):
     """Megatron's parameters of a pack, with the pack's layout.
 
     `positions` [T / CP] are the local tokens' positions in their segments. Transformer Engine takes
-    `cu_seqlens_*` instead; then `positions` is None.
+    `cu_seqlens_*` instead; then `positions` is None. `routed` is there for mixtures of experts.
     """
 
     layout: PackLayout | None = None
     positions: Tensor | None = None
+    routed: RoutedTokens | None = None
 
 
 class PackedCausalAttention(MegatronModule):

@@ -30,7 +30,7 @@ from mcore_rl.models.megatron.checkpoint_writer import (
     raise_together,
 )
 from mcore_rl.models.megatron.model import BuiltModel
-from mcore_rl.models.megatron.optimizer_shards import optimizer_shards
+from mcore_rl.models.megatron.optimizer_shards import optimizer_shards, optimizers_with_parameters
 from mcore_rl.models.megatron.parallel import process_groups
 from mcore_rl.models.megatron.random_states import random_states, seed_everything, set_random_states
 
@@ -128,9 +128,12 @@ class PendingSave:
 
 
 def _optimizer_common(optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """What all ranks share of the optimizer: its parameter groups."""
-    (inner,) = optimizer.chained_optimizers
-    return {**inner.state_dict(), "param_state_sharding_type": METADATA["distrib_optim_sharding_type"]}
+    """What all ranks share of the optimizer: its parameter groups, of which only the step is read back.
+
+    Experts have an optimizer of their own, with the same step and rates.
+    """
+    state = optimizers_with_parameters(optimizer)[0].state_dict()
+    return {**state, "param_state_sharding_type": METADATA["distrib_optim_sharding_type"]}
 
 
 def write_common(common: dict[str, Any], config: str, directory: Path) -> None:
@@ -207,18 +210,22 @@ def _load_model_and_optimizer(iteration: Path, run: TrainingState, with_optimize
     wanted = dict(weights)
     if with_optimizer:
         _ensure_optimizer_state(run)
-        wanted["optimizer"] = run.optimizer.sharded_state_dict(weights, is_loading=True, metadata=METADATA)
+        for index, inner in enumerate(optimizers_with_parameters(run.optimizer)):
+            described = inner.sharded_state_dict(weights, is_loading=True, metadata=METADATA)
+            wanted[f"moments{index}"] = described["param_state"]
     loaded = load_sharded(wanted, iteration)
     _set_model_state(run.model, loaded)
     if with_optimizer:
-        _load_optimizer(run.optimizer, loaded["optimizer"])
+        step = loaded["optimizer"]["optimizer"]["param_groups"][0].get("step")
+        for index, inner in enumerate(optimizers_with_parameters(run.optimizer)):
+            _load_optimizer(inner, step, loaded[f"moments{index}"])
     else:
         run.optimizer.reload_model_params()
 
 
 def _ensure_optimizer_state(run: TrainingState) -> None:
     """Zero moments before the first step: Megatron describes only states that exist."""
-    for inner in run.optimizer.chained_optimizers:
+    for inner in optimizers_with_parameters(run.optimizer):
         if not inner.optimizer.state:
             rates = [group["lr"] for group in inner.optimizer.param_groups]
             for group in inner.optimizer.param_groups:  # a step on zero gradients would still decay the weights
@@ -269,22 +276,21 @@ def _set_model_state(model: BuiltModel, loaded: dict[str, Any]) -> None:
         chunk.load_state_dict(loaded[_model_key(model, index)])
 
 
-def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
+def _load_optimizer(inner: Any, step: Any, moments: dict[Any, Any]) -> None:
     """Restore an optimizer on torch's Adam, whose `step` is a tensor in every parameter's state.
 
     Megatron's loader assigns one such tensor to all parameters (Adam counts in place, and would advance
     it once per parameter), then copies the moments by the state's keys and finds no saved `step`. So
     the step is taken out while the moments are copied, and put back as a tensor of each parameter's own.
     """
-    chained = optimizer.chained_optimizers
-    parts = [loaded] if len(chained) == 1 else [part for _, part in sorted(loaded.items())]
-    for inner, part in zip(chained, parts, strict=True):
-        moments = part.pop("param_state")
-        inner.load_state_dict(part)
-        steps = [(entry, entry.pop("step")) for entry in inner.optimizer.state.values() if "step" in entry]
-        inner.load_parameter_state_from_fully_reshardable(moments)
-        for entry, step in steps:
-            entry["step"] = step.clone()
+    own = inner.state_dict()
+    for group in own["optimizer"]["param_groups"]:
+        group["step"] = step
+    inner.load_state_dict(own)
+    steps = [(entry, entry.pop("step")) for entry in inner.optimizer.state.values() if "step" in entry]
+    inner.load_parameter_state_from_fully_reshardable(moments)
+    for entry, value in steps:
+        entry["step"] = value.clone()
 
 
 __all__ = ["PendingSave", "Restored", "SaveError", "TrainingState", "load", "load_weights", "verify"]

@@ -6,8 +6,10 @@ holds each parameter. Tensors are then read, rearranged and written one after th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +28,17 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.checkpoint import METADATA, model_state, write_common
 from mcore_rl.models.megatron.checkpoint_trust import check_trusted
 from mcore_rl.models.megatron.checkpoint_writer import PlannedShards
+from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.hf_checkpoint import MAX_SHARD_BYTES, SafetensorsDirectory, write_hf_directory
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+from mcore_rl.models.megatron.mapping import Mapping, Shape, Vocabulary
 from mcore_rl.models.megatron.model import BuiltModel, build_model
+from mcore_rl.models.megatron.optimizer_shards import parts_of
 from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel, process_groups
-from mcore_rl.models.megatron.weights import (
-    ShardReader,
-    check_hf_tensors,
-    map_parameter,
-    named_mappings,
-    split_mapped,
-)
+from mcore_rl.models.megatron.weights import FLOAT32_BUFFER, check_hf_tensors, chunk_mappings, read_shard
 from mcore_rl.run_identity import architecture_changes, architecture_of, architecture_of_checkpoint
 
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
 
 # Wraps an iterable of a known length in a progress bar.
@@ -62,15 +60,15 @@ def hf_to_megatron(source: Path, destination: Path, progress: Progress) -> Path:
     store = CheckpointStore(destination)
     if store.iterations():
         raise UserError(f"{destination} holds checkpoints already")
-    with _memoryless_model(hf_config, source, _dtype_of(tensors)) as model:
+    dtype = _dtype_of(tensors, hf_config)
+    with _memoryless_model(hf_config, source, dtype) as model:
         shards, common = save_preprocess({**model_state(model), "content_metadata": METADATA})
         partial = store.begin(0)
         planned = PlannedShards.of(shards, (), partial, process_groups().dp_cp)
-        reader = ShardReader(tensors, hf_config, model.topology)
         items = planned.storage.tensors
-        results = planned.storage.write(_read_shards(progress(items, len(items)), reader))
+        results = planned.storage.write(_read_parts(progress(items, len(items)), tensors, model))
         config = {
-            "model": {"path": str(source), "dtype": _name(_dtype_of(tensors))},
+            "model": {"path": str(source), "dtype": _name(dtype)},
             "architecture": architecture_of(hf_config),
         }
         write_common(common, yaml.safe_dump(config), partial)
@@ -97,7 +95,11 @@ def megatron_to_hf(
         raise UserError(f"{source} is another architecture than {iteration}: {key} {was} → {now}")
     stored = index.state_dict_metadata
     weights = [
-        e for name, e in stored.items() if isinstance(e, TensorStorageMetadata) and not name.startswith("optimizer.")
+        entry
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+        and not name.startswith("optimizer.")
+        and not name.endswith(FLOAT32_BUFFER)
     ]
     dtypes = {entry.properties.dtype for entry in weights}
     if len(dtypes) != 1:
@@ -118,8 +120,9 @@ def _memoryless_model(hf_config: Any, path: Path, dtype: torch.dtype) -> Iterato
         destroy_parallel()
 
 
-def _dtype_of(tensors: SafetensorsDirectory) -> torch.dtype:
-    dtypes = {tensors.dtype(name) for name in tensors.names()}
+def _dtype_of(tensors: SafetensorsDirectory, hf_config: Any) -> torch.dtype:
+    family = family_of(hf_config)
+    dtypes = {tensors.dtype(name) for name in family.shapes() if name not in family.float32_tensors()}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
         found = ", ".join(sorted(map(_name, dtypes)))
         raise UserError(f"{tensors.path}: weights must be all float32 or all bfloat16, found {found}")
@@ -130,32 +133,59 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _read_shards(items: Iterable[tuple[WriteItem, Tensor]], reader: ShardReader) -> Iterator[tuple[WriteItem, Tensor]]:
+@dataclass(frozen=True)
+class StoredPart:
+    """Where a checkpoint holds numbers of a parameter: from number `first` on, with the shape of `place.data`."""
+
+    mapping: Mapping
+    place: ShardedTensor
+    first: int
+
+    @property
+    def shape(self) -> Shape:
+        """Without the dimensions that the checkpoint stacks layers and experts on."""
+        return tuple(self.place.data.shape)
+
+
+def _stored_parts(model: BuiltModel) -> Iterator[tuple[Mapping, list[StoredPart]]]:
+    """Each parameter of a whole model, and the parts it is stored in, in the order of its numbers."""
+    (chunk,) = model.chunks
+    described = model_state(model)["model"]
+    for name, mapping, tensor in chunk_mappings(model, chunk):
+        parts = [
+            StoredPart(mapping, place, place.data.storage_offset() - tensor.storage_offset())
+            for place in parts_of(described[name])
+        ]
+        yield mapping, sorted(parts, key=lambda part: part.first)
+
+
+def _read_parts(
+    items: Iterable[tuple[WriteItem, Tensor]], source: SafetensorsDirectory, model: BuiltModel
+) -> Iterator[tuple[WriteItem, Tensor]]:
     """The tensors of a plan, each read when it is asked for."""
+    places = {
+        (part.place.key, tuple(part.place.global_offset)): part for _, parts in _stored_parts(model) for part in parts
+    }
     for item, _ in items:
         assert item.tensor_data is not None, "a plan's tensors have a place"
-        offsets, sizes = item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes
-        name, prepended = item.index.fqn, 0
-        if name.startswith("decoder.layers."):  # all layers are one tensor, the layer its first dimension
-            name, prepended = name.replace("layers.", f"layers.{offsets[0]}.", 1), 1
-        whole = reader.read(map_parameter(name))
-        cut = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-        yield item, whole[cut[prepended:]].clone(memory_format=torch.contiguous_format).view(sizes)
+        part = places[item.index.fqn, tuple(item.tensor_data.chunk.offsets)]
+        numbers = read_shard(part.mapping, source, model.topology).flatten()
+        end = part.first + math.prod(part.shape)
+        yield item, numbers[part.first : end].clone().view(item.tensor_data.chunk.sizes)
 
 
 def _load_all(iteration: Path, index: Metadata, model: BuiltModel, progress: Progress) -> Iterator[tuple[str, Tensor]]:
     """Every Hugging Face tensor of a checkpoint, each read when it is asked for."""
-    described, reader = model_state(model)["model"], RegionReader(iteration, index)
-    mappings = [(mapping, tuple(parameter.shape)) for mapping, parameter in named_mappings(model)]
-    for mapping, shape in progress(mappings, len(mappings)):
-        entry = described[mapping.megatron]
-        if isinstance(entry, ShardedTensorFactory):  # stored in parts, which lie side by side
-            entry = next(nested_values(entry.build()))
-        if mapping.kind == "vocab":  # padded differently by every layout
-            shape = (model.vocab_size, *shape[1:])
-        layer = tuple(entry.global_offset[: entry.prepend_axis_num])
-        stored = reader.read(entry.key, (*layer, *(0 for _ in shape)), (*(1 for _ in layer), *shape))
-        yield from zip(mapping.hf, split_mapped(mapping, stored.view(1, *shape), model.hf_config), strict=True)
+    reader, stored = RegionReader(iteration, index), list(_stored_parts(model))
+    for mapping, parts in progress(stored, len(stored)):
+        pieces = []
+        for part in parts:
+            shape = part.shape
+            if isinstance(mapping.kind, Vocabulary):  # padded differently by every layout
+                shape = (model.vocab_size, *shape[1:])
+            ones = (1,) * part.place.prepend_axis_num
+            pieces.append(reader.read(part.place.key, tuple(part.place.global_offset), (*ones, *shape)).view(shape))
+        yield from mapping.split(torch.cat(pieces)[None])
 
 
 class RegionReader(DefaultLoadPlanner):

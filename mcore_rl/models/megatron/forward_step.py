@@ -22,9 +22,10 @@ from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.distributed.parallel_logprobs import unpack_next_token_values, valid_columns, vocab_parallel_topk
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.models.megatron.attention import PackParams
-from mcore_rl.models.megatron.hf_config import has_reward_head
+from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
 from mcore_rl.models.megatron.model import BuiltModel
+from mcore_rl.models.megatron.routed_tokens import RoutedTokens
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 
@@ -39,7 +40,7 @@ def run_microbatches(
 
     def forward_step(iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         microbatch = next(iterator)
-        output = chunk(**model_inputs(microbatch.layout, microbatch.data["input_ids"], model.topology))
+        output = chunk(**model_inputs(microbatch, model))
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             value, outputs = head(hidden, microbatch)
@@ -49,12 +50,13 @@ def run_microbatches(
 
         return output, loss
 
-    run = get_forward_backward_func(model.topology.pipeline.size, None)
+    several = len(wrapped) > 1
+    run = get_forward_backward_func(model.topology.pipeline.size, len(wrapped) if several else None)
     total = microbatches[0].layout.total
     return run(
         forward_step_func=forward_step,
-        data_iterator=[iter(microbatches)] if len(wrapped) > 1 else iter(microbatches),
-        model=list(wrapped) if len(wrapped) > 1 else wrapped[0],
+        data_iterator=[iter(microbatches) for _ in wrapped] if several else iter(microbatches),
+        model=list(wrapped) if several else wrapped[0],
         num_microbatches=len(microbatches),
         seq_length=total,
         micro_batch_size=1,
@@ -62,9 +64,10 @@ def run_microbatches(
     )
 
 
-def model_inputs(layout: PackLayout, input_ids: Tensor, topology: Topology) -> dict[str, Any]:
+def model_inputs(microbatch: Microbatch, model: BuiltModel) -> dict[str, Any]:
     """Arguments of the model for one pack: this context-parallel rank's tokens, [1, T / CP]."""
-    device = platform.device()
+    device, topology = platform.device(), model.topology
+    layout, input_ids = microbatch.layout, microbatch.data["input_ids"]
     cp_rank = topology.context.rank
     tokens = slice_context_parallel(layout.pack_rows(input_ids), layout, cp_rank)
     positions = slice_context_parallel(layout.position_ids, layout, cp_rank).to(device, non_blocking=True)
@@ -73,6 +76,8 @@ def model_inputs(layout: PackLayout, input_ids: Tensor, topology: Topology) -> d
         cu_seqlens = layout.cu_seqlens_padded.to(device, non_blocking=True)
         longest = max(layout.segment_lengths)
         params = PackParams("thd", cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens, longest, longest, layout=layout)
+    if isinstance(model.family, Mixture):
+        params.routed = RoutedTokens.of(microbatch, topology, device)
     return {
         "input_ids": tokens[None].to(device, non_blocking=True),
         "position_ids": positions[None],
@@ -191,7 +196,7 @@ class LossHead:
         self.model, self.temperature = model, temperature
         self.loss_fn: Any = loss_fn
         self.counts = global_valid_seqs.to(platform.device()), global_valid_toks.to(platform.device())
-        self.rewards = RewardOfSequences(model) if has_reward_head(model.hf_config) else None
+        self.rewards = RewardOfSequences(model) if model.family.has_reward_head else None
         self.fused = takes_logprobs(loss_fn)
         self.logprobs = LogprobHead(model, temperature, with_entropy=getattr(loss_fn, "needs_entropy", False))
 

@@ -6,20 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.families import Family, family_of
+from mcore_rl.models.megatron.families.family import REWARD_ARCHITECTURE, has_reward_head
+from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
 from mcore_rl.models.megatron.rope import concentration_scale, rope_frequencies
 from mcore_rl.preflight import check_model_directory
 
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
-
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-
-
-REWARD_ARCHITECTURE = "ForSequenceClassification"
 
 
 def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm") -> Any:
@@ -45,26 +42,26 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
     return config
 
 
-def has_reward_head(hf: Any) -> bool:
-    """Whether the model gives one number a sequence in place of the vocabulary's logits."""
-    return any(REWARD_ARCHITECTURE in name for name in hf.architectures or ())
-
-
-def check_model_fits(hf: Any, parallel: ParallelConfig, max_sequence_length: int) -> None:
+def check_model_fits(
+    hf: Any, parallel: ParallelConfig, max_sequence_length: int, model: ModelConfig | None = None
+) -> None:
     """Refuse what is not supported and layouts that do not divide the model; needs no process group.
+
+    Args:
+        model: whose options must fit the family, if given.
 
     Raises:
         UserError: naming the key, what was found and what would be right.
     """
-    _check_supported(hf, max_sequence_length)
-    rope_frequencies(hf)
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if hf.num_hidden_layers % pp:
-        raise UserError(
-            f"parallel.pipeline_model_parallel_size={pp}: must divide the model's {hf.num_hidden_layers} layers"
-        )
-    groups = hf.num_key_value_heads
-    for what, size in (("attention heads", hf.num_attention_heads), ("intermediate size", hf.intermediate_size)):
+    family = family_of(hf)
+    family.check(max_sequence_length)
+    _check_experts(family, parallel)
+    if model is not None:
+        _check_options(family, model)
+    parallel.layers_of_stages(family.num_layers)
+    tp = parallel.tensor_model_parallel_size
+    groups = family.num_query_groups
+    for what, size in family.divisible_by_tensor_parallel().items():
         if size % tp:
             raise UserError(f"parallel.tensor_model_parallel_size={tp}: must divide the model's {what} ({size})")
     if groups % tp and tp % groups:
@@ -74,61 +71,51 @@ def check_model_fits(hf: Any, parallel: ParallelConfig, max_sequence_length: int
         )
 
 
-def _check_supported(hf: Any, max_sequence_length: int) -> None:
-    if hf.model_type not in SUPPORTED_MODEL_TYPES:
+def _check_experts(family: Family, parallel: ParallelConfig) -> None:
+    tp, ep, etp = (
+        parallel.tensor_model_parallel_size,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_size,
+    )
+    if not isinstance(family, Mixture):
+        if (ep, etp) != (1, tp):
+            raise UserError(
+                f"parallel.expert_model_parallel_size={ep}: {family.model_type} has no experts; leave it out"
+            )
+        return
+    experts = family.experts
+    if experts.count % ep:
+        raise UserError(f"parallel.expert_model_parallel_size={ep}: must divide the model's {experts.count} experts")
+    if experts.width % etp:
         raise UserError(
-            f"model.path: model type {hf.model_type!r} is not supported; "
-            f"supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
+            f"parallel.expert_tensor_parallel_size={etp}: must divide the width of an expert ({experts.width})"
         )
-    if hf.hidden_act not in ("silu", "swish"):
-        raise UserError(f"model.path: activation {hf.hidden_act!r} is not supported; only silu is")
-    if hf.model_type != "qwen2" and getattr(hf, "attention_bias", False):
-        raise UserError("model.path: attention_bias=true (a bias on the output projection) is not supported")
-    if getattr(hf, "mlp_bias", False):
-        raise UserError("model.path: mlp_bias=true is not supported")
-    if getattr(hf, "attention_dropout", 0.0):
-        raise UserError("model.path: attention_dropout other than 0 is not supported")
-    window = getattr(hf, "sliding_window", None)
-    if window is not None and getattr(hf, "use_sliding_window", True) and window < max_sequence_length:
-        raise UserError(
-            f"model.path: a sliding window of {window} tokens is not supported beyond it; "
-            f"set data.max_sequence_length (now {max_sequence_length}) to at most {window}"
-        )
+    if tp > 1 and not parallel.sequence_parallel:
+        raise UserError("parallel.sequence_parallel: must be true for mixtures of experts under tensor parallelism")
 
 
-def head_dim(hf: Any) -> int:
-    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+def _check_options(family: Family, model: ModelConfig) -> None:
+    is_mixture = isinstance(family, Mixture)
+    has_bias = isinstance(family, Mixture) and family.experts.selection_bias
+    for name, possible, what in (
+        ("moe_aux_loss_coeff", is_mixture, "experts"),
+        ("moe_z_loss_coeff", is_mixture, "experts"),
+        ("moe_router_replay", is_mixture, "experts"),
+        ("moe_router_bias_update_rate", has_bias, "biases to choose experts with"),
+    ):
+        if getattr(model, name) and not possible:
+            raise UserError(f"model.{name}: {family.model_type} has no {what}; leave it out")
 
 
-def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
-    """Rows of the embedding: a multiple of 128, as Megatron pads it, and of the tensor-parallel size.
-
-    The same for every power of two up to 128, so that checkpoints fit any such layout.
-    """
-    multiple = 128
-    while multiple % tensor_parallel_size:
-        multiple += 128
-    return -(-vocab_size // multiple) * multiple
-
-
-def transformer_config(hf: Any, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
-    """Megatron's configuration of the same architecture under `parallel`."""
+def transformer_config(family: Family, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
+    """Megatron's configuration of the family's architecture under `parallel`."""
     dtype = getattr(torch, model.dtype)
-    use_te = uses_transformer_engine()
+    use_te, chunks = uses_transformer_engine(), parallel.virtual_pipeline_model_parallel_size
     config = TransformerConfig(
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        ffn_hidden_size=hf.intermediate_size,
-        num_attention_heads=hf.num_attention_heads,
-        num_query_groups=hf.num_key_value_heads,
-        kv_channels=head_dim(hf),
-        normalization="RMSNorm",
-        layernorm_epsilon=hf.rms_norm_eps,
-        qk_layernorm=hf.model_type == "qwen3",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=hf.model_type == "qwen2",
+        **family.megatron_fields(),
+        moe_aux_loss_coeff=model.moe_aux_loss_coeff,
+        moe_z_loss_coeff=model.moe_z_loss_coeff or None,
+        moe_router_bias_update_rate=0.0,  # `router_load` moves the biases, after steps that were taken
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -136,8 +123,16 @@ def transformer_config(hf: Any, model: ModelConfig, parallel: ParallelConfig) ->
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        # Interleaved chunks get each other's tensors where sends and receives are batched (wrong gradients).
+        overlap_p2p_comm=chunks > 1,
+        batch_p2p_comm=chunks == 1,
+        num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_size,
         use_cpu_initialization=True,
         perform_initialization=False,
         # With a per-token loss neither the schedule nor DDP rescales anything: see optimizer.py.
@@ -150,7 +145,7 @@ def transformer_config(hf: Any, model: ModelConfig, parallel: ParallelConfig) ->
         recompute_method="uniform" if model.recompute_activations else None,
         recompute_num_layers=1 if model.recompute_activations else None,
     )
-    _, attention_factor = rope_frequencies(hf)
+    _, attention_factor = rope_frequencies(family.hf)
     if attention_factor != 1.0:
         config.yarn_rotary_scaling_factor = concentration_scale(attention_factor)
     return config

@@ -17,8 +17,10 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.distributed.topology import Topology
-from mcore_rl.models.megatron.hf_config import has_reward_head, padded_vocab_size, transformer_config
+from mcore_rl.models.megatron.families import Family, family_of
+from mcore_rl.models.megatron.hf_config import transformer_config
 from mcore_rl.models.megatron.layer_spec import block_spec
+from mcore_rl.models.megatron.mapping import padded_vocab_size
 from mcore_rl.models.megatron.parallel import process_groups
 from mcore_rl.models.megatron.rope import PackedRotaryEmbedding
 
@@ -61,12 +63,18 @@ class BuiltModel:
     """The chunks of one pipeline stage, and what they were built from."""
 
     chunks: list[HiddenStateGPTModel]
-    hf_config: Any
+    family: Family
     topology: Topology
 
     @property
     def vocab_size(self) -> int:
-        return int(self.hf_config.vocab_size)
+        return self.family.vocab_size
+
+    @property
+    def first_expert(self) -> int:
+        """Number of this rank's first expert; every rank of the expert-parallel group holds as many."""
+        config = self.chunks[0].config
+        return self.topology.expert.rank * (config.num_moe_experts or 0) // self.topology.expert.size
 
 
 def build_model(
@@ -76,21 +84,35 @@ def build_model(
 
     Without `memory` its parameters have shapes alone (torch's meta device).
     """
-    config = transformer_config(hf, model, parallel)
-    groups = process_groups()
-    with nullcontext() if memory else torch.device("meta"):
-        chunk = HiddenStateGPTModel(
-            config=config,
-            transformer_layer_spec=block_spec(config, topology.pipeline.rank),
-            vocab_size=padded_vocab_size(hf.vocab_size, topology.tensor.size),
-            max_sequence_length=hf.max_position_embeddings,
-            pre_process=topology.is_first_stage,
-            post_process=topology.is_last_stage,
-            share_embeddings_and_output_weights=hf.tie_word_embeddings,
-            position_embedding_type="rope",
-            pg_collection=groups,
-        )
-        if chunk.post_process and has_reward_head(hf):
-            chunk.set_reward_head(config)
-    chunk.rotary_pos_emb = PackedRotaryEmbedding(hf, groups)
-    return BuiltModel([chunk.to(platform.device()) if memory else chunk], hf, topology)
+    family = family_of(hf)
+    config = transformer_config(family, model, parallel)
+    count = parallel.virtual_pipeline_model_parallel_size
+    chunks = []
+    for index in range(count):
+        with nullcontext() if memory else torch.device("meta"):
+            chunk = _build_chunk(family, config, topology, index, count)
+        chunk.rotary_pos_emb = PackedRotaryEmbedding(hf, process_groups())
+        chunks.append(chunk.to(platform.device()) if memory else chunk)
+    return BuiltModel(chunks, family, topology)
+
+
+def _build_chunk(
+    family: Family, config: TransformerConfig, topology: Topology, index: int, count: int
+) -> HiddenStateGPTModel:
+    """Chunk `index` of the `count` of this pipeline stage."""
+    vp_stage = index if count > 1 else None
+    chunk = HiddenStateGPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, family, topology.pipeline.rank, vp_stage),
+        vocab_size=padded_vocab_size(family.vocab_size, topology.tensor.size),
+        max_sequence_length=family.hf.max_position_embeddings,
+        pre_process=topology.is_first_stage and index == 0,
+        post_process=topology.is_last_stage and index == count - 1,
+        share_embeddings_and_output_weights=family.ties_embeddings,
+        position_embedding_type="rope",
+        pg_collection=process_groups(),
+        vp_stage=vp_stage,
+    )
+    if chunk.post_process and family.has_reward_head:
+        chunk.set_reward_head(config)
+    return chunk

@@ -24,6 +24,12 @@ from megatron.core.optimizer import MegatronOptimizer  # isort: skip
 Shape = tuple[int, ...]
 
 
+def optimizers_with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
+    """Of the optimizers of dense parameters and of experts, those that this rank holds a part of."""
+    inners = optimizer.chained_optimizers
+    return [inner for inner in inners if any(group["params"] for group in inner.optimizer.param_groups)]
+
+
 def optimizer_shards(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[tuple[WriteItem, Tensor]]:
     """This rank's parts of fp32 parameters and moments, as views of the optimizer's memory.
 
@@ -31,7 +37,7 @@ def optimizer_shards(optimizer: MegatronOptimizer, model_state: dict[str, Any]) 
         model_state: Megatron's description of the model, whose places and shapes the optimizer's state shares.
     """
     described = {id(entry.data): entry for entry in nested_values(model_state) if hasattr(entry, "data")}
-    for inner in optimizer.chained_optimizers:
+    for inner in optimizers_with_parameters(optimizer):
         for parameter in inner.model_param_gbuf_map:
             entry = described[id(parameter)]
             if any(entry.replica_id[:-1]):  # another tensor-parallel rank or stage writes it
@@ -39,13 +45,13 @@ def optimizer_shards(optimizer: MegatronOptimizer, model_state: dict[str, Any]) 
             owned = inner._get_model_param_range_map(parameter)["param"]
             for name, values in inner._get_main_param_and_optimizer_states(parameter).items():
                 if name != "step":  # one number, kept with the parameter groups
-                    for part in _parts(entry):
+                    for part in parts_of(entry):
                         first = part.data.storage_offset() - parameter.storage_offset()
                         key = f"optimizer.state.{name}.{part.key}"
                         yield from _write_items(key, part, first, values, owned.start, owned.end)
 
 
-def _parts(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+def parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
     """A parameter's places in whole tensors: one, or several where it is stored in parts that lie side by side."""
     return list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
 

@@ -19,10 +19,14 @@ def initialize_parallel(config: ParallelConfig) -> Topology:
     timeout = timedelta(seconds=config.timeout_seconds)
     platform.initialize_process_group(timeout)
     config.data_parallel_size(torch.distributed.get_world_size())
+    chunks = config.virtual_pipeline_model_parallel_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_size,
         distributed_timeout_minutes=config.timeout_seconds / 60,
     )
     groups = process_groups()
@@ -32,6 +36,8 @@ def initialize_parallel(config: ParallelConfig) -> Topology:
         context=ParallelDimension.of(groups.cp),
         data=ParallelDimension.of(groups.dp),
         sequence_parallel=config.sequence_parallel,
+        expert=ParallelDimension.of(groups.ep),
+        expert_tensor=ParallelDimension.of(groups.expt_tp),
     )
 
 

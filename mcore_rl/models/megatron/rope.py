@@ -17,10 +17,10 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def rope_parameters(hf_config: Any) -> dict[str, Any]:
-    """`rope_type`, `rope_theta` and the scaling's own keys, from transformers 4 or 5.
+    """`rope_type`, `rope_theta`, `partial_rotary_factor` and the scaling's own keys, from transformers 4 or 5.
 
     Raises:
-        UserError: a rope type or a partial rotation that is not supported.
+        UserError: a rope type that is not supported.
     """
     parameters = dict(getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {})
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
@@ -30,16 +30,19 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
             f"model.path: rope type {parameters['rope_type']!r} is not supported; "
             f"supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
         )
-    if parameters.get("partial_rotary_factor", getattr(hf_config, "partial_rotary_factor", 1.0)) != 1.0:
-        raise UserError("model.path: partial_rotary_factor other than 1 is not supported")
+    parameters.setdefault("partial_rotary_factor", getattr(hf_config, "partial_rotary_factor", 1.0))
     return parameters
 
 
 def rope_frequencies(hf_config: Any) -> tuple[Tensor, float]:
-    """Inverse frequencies [head_dim / 2] (fp32) and the factor on cos and sin (YaRN; else 1)."""
+    """Inverse frequencies (fp32) of half the numbers of a head that are rotated, and the factor on cos and sin.
+
+    [head_dim · partial_rotary_factor / 2]; the factor is YaRN's, else 1.
+    """
     parameters = rope_parameters(hf_config)
     if parameters["rope_type"] == "default":
         dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+        dim = int(dim * parameters["partial_rotary_factor"])
         exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -79,7 +82,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         return super().get_rotary_seq_len(*args) if positions is None else positions
 
     def forward(self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """Angles [T / CP, 1, head_dim] for positions, else Megatron's [S, 1, 1, head_dim]."""
+        """Angles [T / CP, 1, rotated] for positions, else Megatron's [S, 1, 1, rotated]."""
         if not isinstance(max_seq_len, Tensor):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
         self.inv_freq = self.inv_freq.to(max_seq_len.device)

@@ -10,7 +10,7 @@ import torch
 from mcore_rl.config import TrainingConfig
 from mcore_rl.models.megatron.model import BuiltModel
 from mcore_rl.models.megatron.offload import Offload, gradient_buffers, optimizer_tensors
-from mcore_rl.models.megatron.weights import export_hf_weights, hf_shapes
+from mcore_rl.models.megatron.weights import export_hf_weights, weights_of
 from mcore_rl.models.policy.interfaces import ColocatablePolicyInterface
 from mcore_rl.models.policy.refit import RefitGroup, RefitInfo, SharedBucket, plan_buckets, send_weights
 
@@ -45,9 +45,9 @@ class Colocation(ColocatablePolicyInterface):
         """True on the one rank that writes files and speaks."""
         return self.rank == 0
 
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """This rank's shards."""
-        return (parameter for chunk in self.model.chunks for parameter in chunk.parameters())
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """This rank's shards, and the routers' biases."""
+        return (tensor for chunk in self.model.chunks for _, tensor in weights_of(chunk))
 
     # ------------------------------------------------------------ memory
 
@@ -90,8 +90,9 @@ class Colocation(ColocatablePolicyInterface):
     # ------------------------------------------------------------ refit
 
     def prepare_refit_info(self) -> RefitInfo:
-        dtype = next(iter(self.parameters())).dtype
-        return {name: (shape, dtype) for name, shape in hf_shapes(self.hf_config).items()}
+        dtype, family = next(iter(self.parameters())).dtype, self.model.family
+        wide = family.float32_tensors()
+        return {name: (shape, torch.float32 if name in wide else dtype) for name, shape in family.shapes().items()}
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
         """Open a group with the engine's processes, ranks 1 … world_size − 1 of it.

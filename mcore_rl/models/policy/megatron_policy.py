@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +14,13 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.algorithms.interfaces import LossFunction
 from mcore_rl.algorithms.loss_functions.metric_reduction import reduce_metrics, reductions_of
-from mcore_rl.checkpoint_store import CheckpointStore
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batches import valid_counts
 from mcore_rl.data.packing import Microbatch, batching_of
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_reduce
-from mcore_rl.errors import ContractError, UserError
-from mcore_rl.models.megatron import checkpoint
+from mcore_rl.errors import ContractError
+from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.forward_step import (
     LogprobHead,
     LossHead,
@@ -31,20 +28,22 @@ from mcore_rl.models.megatron.forward_step import (
     TopKHead,
     run_microbatches,
 )
-from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, write_hf_directory
-from mcore_rl.models.megatron.hf_config import head_dim, load_hf_config
+from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+from mcore_rl.models.megatron.hf_config import load_hf_config
 from mcore_rl.models.megatron.model import build_model
 from mcore_rl.models.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step, wrap_for_training
 from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel
 from mcore_rl.models.megatron.random_states import seed_everything
-from mcore_rl.models.megatron.weights import export_hf_weights, hf_shapes, load_hf_weights
-from mcore_rl.models.policy.colocation import Colocation
+from mcore_rl.models.megatron.routed_tokens import ROUTED_EXPERTS
+from mcore_rl.models.megatron.router_load import GlobalLoad, begin_step
+from mcore_rl.models.megatron.weights import load_hf_weights
 from mcore_rl.models.policy.generating import Generating
 from mcore_rl.models.policy.interfaces import LogprobOutputSpec, ReferenceLogprobOutputSpec
+from mcore_rl.models.policy.keeping import Keeping
 from mcore_rl.models.policy.step_results import collect_results, explain_nonfinite
 
 
-class MegatronPolicy(Colocation, Generating):
+class MegatronPolicy(Keeping, Generating):
     """Model, optimizer and reference weights of one run.
 
     Args:
@@ -70,8 +69,8 @@ class MegatronPolicy(Colocation, Generating):
         self.batching = replace(batching, attention_length=self._attention_length())
         self.reference = self._weights_on_host() if keep_reference else None
         self.chunks: list[Any] = list(self.model.chunks)
-        self._saving: checkpoint.PendingSave | None = None
         self.generation: Any = None
+        self.load: GlobalLoad | None = None
         self.init_colocation()
         self.is_trained = total_steps > 0
         if self.is_trained:
@@ -82,7 +81,7 @@ class MegatronPolicy(Colocation, Generating):
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model, as Hugging Face counts them."""
-        return sum(math.prod(shape) for shape in hf_shapes(self.hf_config).values())
+        return self.model.family.num_parameters()
 
     def describe_layout(self) -> str:
         """One line: how the processes are used."""
@@ -98,10 +97,9 @@ class MegatronPolicy(Colocation, Generating):
         6 per parameter and token (the input embedding is a lookup), and 6·n²·heads·head_dim per layer for
         causal attention over n tokens; recomputation is not counted.
         """
-        hf = self.hf_config
-        parameters = self.num_parameters - (0 if hf.tie_word_embeddings else hf.vocab_size * hf.hidden_size)
-        attention = 6 * hf.num_hidden_layers * hf.num_attention_heads * head_dim(hf) * sum(n * n for n in lengths)
-        return 6.0 * parameters * sum(lengths) + attention
+        family = self.model.family
+        attention = 6 * family.num_layers * family.num_attention_heads * family.head_dim * sum(n * n for n in lengths)
+        return 6.0 * family.active_parameters() * sum(lengths) + attention
 
     def _attention_length(self) -> float:
         """Tokens of a sequence at which attention costs as much as all else."""
@@ -119,7 +117,8 @@ class MegatronPolicy(Colocation, Generating):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, temperature: float = 1.0
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        with self.reference_weights():
+        data = BatchedDataDict({name: values for name, values in data.items() if name != ROUTED_EXPERTS})
+        with self.reference_weights():  # they choose experts of their own
             return BatchedDataDict(reference_logprobs=self._score(data, micro_batch_size, temperature))
 
     def _score(self, data: BatchedDataDict[Any], micro_batch_size: int | None, temperature: float) -> Tensor:
@@ -257,13 +256,14 @@ class MegatronPolicy(Colocation, Generating):
     def _train_step(
         self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float, mbs: int | None
     ) -> tuple[dict[str, float], dict[str, list[float]]]:
-        self._zero_gradients()
-        metrics, of_microbatches = self._run_loss(data, loss_fn, temperature, mbs, train=True)
+        metrics, of_microbatches = self._learn(data, loss_fn, temperature, mbs)
         lr = self.optimizer.param_groups[0]["lr"]
         updated, grad_norm = optimizer_step(self.optimizer, self.config.optimizer.clip_grad)
         if not updated:
             raise FloatingPointError(f"the gradient norm is {grad_norm}")
         self.advance_schedule()
+        if self.load is not None and (rate := self.config.model.moe_router_bias_update_rate):
+            self.load.update_biases(self.model, rate)
         return {**metrics, "grad_norm": grad_norm, "lr": float(lr)}, of_microbatches
 
     def advance_schedule(self, steps: int = 1) -> None:
@@ -278,8 +278,7 @@ class MegatronPolicy(Colocation, Generating):
         Raises:
             FloatingPointError: the loss is not finite; names row and position where one log-probability is.
         """
-        self._zero_gradients()
-        return self._run_loss(data, loss_fn, temperature, None, train=True)[0]
+        return self._learn(data, loss_fn, temperature, None)[0]
 
     def _zero_gradients(self) -> None:
         if not self.is_trained:
@@ -288,6 +287,18 @@ class MegatronPolicy(Colocation, Generating):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    def _learn(
+        self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float, mbs: int | None
+    ) -> tuple[dict[str, float], dict[str, list[float]]]:
+        """Gradients of the global batch; its metrics, and of each microbatch."""
+        self._zero_gradients()
+        if not isinstance(self.model.family, Mixture):
+            return self._run_loss(data, loss_fn, temperature, mbs, train=True)
+        begin_step(self.model, data)
+        metrics, of_microbatches = self._run_loss(data, loss_fn, temperature, mbs, train=True)
+        self.load = GlobalLoad(self.model)
+        return {**metrics, **self.load.metrics()}, of_microbatches
 
     def evaluate(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, float]:
         """The loss's metrics over a global batch, without gradients."""
@@ -316,101 +327,6 @@ class MegatronPolicy(Colocation, Generating):
         reduced = reduce_metrics(parts, [result.samples for result in results], reductions_of(loss_fn))
         of_microbatches = {name: [part[name] for part in parts if name in part] for name in reduced}
         return {**{name: float(value) for name, value in reduced.items()}, "loss": loss}, of_microbatches
-
-    # ------------------------------------------------------------ weights
-
-    @contextmanager
-    def reference_weights(self) -> Iterator[None]:
-        """The reference weights in place of the current ones; the current ones return whatever happens."""
-        if self.reference is None:
-            raise UserError("the policy was built without reference weights (keep_reference=True)")
-        current = self._weights_on_host()
-        try:
-            self._set_weights(self.reference)
-            yield
-        finally:
-            self._set_weights(current)
-
-    @torch.no_grad()
-    def _weights_on_host(self) -> list[Tensor]:
-        """Copies of this rank's parameters in host memory, page-locked where there is a GPU."""
-        copies = [torch.empty(p.shape, dtype=p.dtype, pin_memory=platform.has_gpu()) for p in self.parameters()]
-        for copy, parameter in zip(copies, self.parameters(), strict=True):
-            copy.copy_(parameter)
-        return copies
-
-    @torch.no_grad()
-    def _set_weights(self, values: list[Tensor]) -> None:
-        for parameter, value in zip(self.parameters(), values, strict=True):
-            parameter.copy_(value, non_blocking=True)
-
-    def export_hf(self, destination: Path) -> None:
-        """Write the current weights as a Hugging Face model directory. Collective."""
-        write_hf_directory(
-            export_hf_weights(self.model),
-            destination,
-            self.config.model.path,
-            self.hf_config,
-            is_writer=self.is_writer,
-            chat_template=self.config.data.read_chat_template(),
-        )
-        torch.distributed.barrier()
-
-    def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any], wait: bool = True) -> Path | None:
-        """Write iteration `step` below `directory`; `state` is the loop's own (small, plain values).
-
-        Without `wait`, training may go on at once; `finish_saving` then tells when it is there. One save at
-        a time: a pending one is waited for first.
-
-        Returns:
-            the checkpoint's directory, or None while it is being written.
-
-        Raises:
-            SaveError: it could not be written, on every rank; earlier checkpoints are untouched.
-        """
-        self.finish_saving()
-        self.require("save_checkpoint", self.weights_away, self.optimizer_away)
-        self._saving = checkpoint.PendingSave(CheckpointStore(directory), step, self._training_state(), state)
-        return self.finish_saving() if wait else None
-
-    def finish_saving(self, wait: bool = True) -> Path | None:
-        """Commit the pending checkpoint once it is written; collective.
-
-        Returns:
-            its directory; None if there is none, or (without `wait`) it is still being written.
-
-        Raises:
-            SaveError: as `save_checkpoint`.
-        """
-        saving, self._saving = self._saving, None
-        if saving is None:
-            return None
-        if saving.is_written(wait):
-            return saving.commit()
-        self._saving = saving
-        return None
-
-    def load_checkpoint(self, iteration: Path, allow_partial: bool = False) -> checkpoint.Restored:
-        """Restore weights, optimizer, schedule, random states and the loop's own state, from any layout.
-
-        Raises:
-            UserError: the checkpoint does not fit, or lacks a piece and `allow_partial` is not set.
-        """
-        restored = checkpoint.load(iteration, self._training_state(), allow_partial)
-        if self.reference is not None and not restored.state:  # training begins from these weights
-            self.reference = self._weights_on_host()
-        return restored
-
-    def _training_state(self) -> checkpoint.TrainingState:
-        return checkpoint.TrainingState(self.model, self.optimizer, self.scheduler, self.config)
-
-    def verify_checkpoint(self, iteration: Path) -> list[str]:
-        """What is damaged in a checkpoint, every byte read; the same answer on every rank."""
-        return checkpoint.verify(iteration)
-
-    def load_weights(self, iteration: Path) -> None:
-        """Restore the weights alone of a checkpoint, from any layout."""
-        checkpoint.load_weights(iteration, self.model)
 
     # ------------------------------------------------------------ life
 

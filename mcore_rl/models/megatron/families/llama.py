@@ -1,0 +1,7 @@
+"""Llama 2 and 3: the decoder that the others are described against."""
+
+from mcore_rl.models.megatron.families.family import Family
+
+
+class Llama(Family):
+    model_type = "llama"

@@ -1,0 +1,7 @@
+"""Mistral: Llama, with a sliding window in its first version."""
+
+from mcore_rl.models.megatron.families.family import Family
+
+
+class Mistral(Family):
+    model_type = "mistral"

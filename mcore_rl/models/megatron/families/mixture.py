@@ -1,0 +1,130 @@
+"""What mixtures of experts share: Megatron's fields of routing, and the tensors of a sparse layer."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.families.family import Family, gated_mlp
+from mcore_rl.models.megatron.mapping import Mapping, Part, Replicated
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed and shared experts of a configuration.
+
+    count, topk: experts of a layer, and of a token. width: of a routed expert's hidden layer.
+    sparse_layers: which layers have experts; the others are dense.
+    shared_width: of the expert that every token goes through; 0 for none. shared_gate: whether a gate scales it.
+    score: of the router's logits. normalise: whether a token's weights add up to 1. scale: of the weights.
+    groups, group_topk: experts are chosen from the best `group_topk` of `groups` groups; 1 of 1 where there are none.
+    selection_bias: whether a bias that no gradient trains is added to the scores that experts are chosen by.
+    """
+
+    count: int
+    topk: int
+    width: int
+    sparse_layers: tuple[bool, ...]
+    shared_width: int = 0
+    shared_gate: bool = False
+    score: str = "softmax"
+    normalise: bool = True
+    scale: float | None = None
+    groups: int = 1
+    group_topk: int = 1
+    selection_bias: bool = False
+
+
+class Mixture(Family):
+    """A family some of whose layers have experts.
+
+    count_field, width_field: of the configuration: experts of a layer, width of one.
+    expert_names: gate, up and down projections of an expert. mlp_name: the module of a layer's experts.
+    shared_name: the shared expert in it.
+    """
+
+    count_field: ClassVar[str] = "num_experts"
+    width_field: ClassVar[str] = "moe_intermediate_size"
+    expert_names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
+    mlp_name: ClassVar[str] = "mlp"
+    shared_name: ClassVar[str] = "shared_expert"
+
+    @cached_property
+    @abstractmethod
+    def experts(self) -> Experts:
+        """Of this configuration."""
+
+    def check(self, max_sequence_length: int) -> None:
+        super().check(max_sequence_length)
+        experts = self.experts
+        if experts.topk > experts.count:
+            raise UserError(f"model.path: {experts.topk} experts a token are more than there are ({experts.count})")
+        if experts.count % experts.groups:
+            raise UserError(f"model.path: {experts.count} experts cannot be divided into {experts.groups} groups")
+
+    def megatron_fields(self) -> dict[str, Any]:
+        experts = self.experts
+        sparse = [int(layer) for layer in experts.sparse_layers]
+        return {
+            **super().megatron_fields(),
+            "num_moe_experts": experts.count,
+            "moe_router_topk": experts.topk,
+            "moe_ffn_hidden_size": experts.width,
+            "moe_layer_freq": 1 if all(sparse) else sparse,  # equal layers are stacked in checkpoints
+            "moe_shared_expert_intermediate_size": experts.shared_width or None,
+            "moe_shared_expert_gate": experts.shared_gate,
+            "moe_router_score_function": experts.score,
+            "moe_router_pre_softmax": True,  # how scores become weights is the business of our own router
+            "moe_router_enable_expert_bias": experts.selection_bias,
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "alltoall",
+        }
+
+    def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
+        hf, experts = self.hf, self.experts
+        super().shrink(layers, tensor_parallel, expert_parallel)
+        hf.num_experts_per_tok = min(experts.topk, 3)
+        setattr(hf, self.count_field, math.lcm(expert_parallel, experts.groups) * 4)
+        setattr(hf, self.width_field, 16 * max(2, tensor_parallel))
+
+    def divisible_by_tensor_parallel(self) -> dict[str, int]:
+        sizes = super().divisible_by_tensor_parallel()
+        if all(self.experts.sparse_layers):
+            del sizes["intermediate size"]
+        if self.experts.shared_width:
+            sizes["width of the shared experts"] = self.experts.shared_width
+        return sizes
+
+    def active_parameters(self) -> int:
+        experts = self.experts
+        idle = sum(experts.sparse_layers) * (experts.count - experts.topk)
+        return super().active_parameters() - idle * 3 * self.hidden_size * experts.width
+
+    def _layer(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
+        for mapping in super()._layer(layer, ours, theirs):
+            if not self.experts.sparse_layers[layer] or ".mlp." not in mapping.megatron:
+                yield mapping
+        if self.experts.sparse_layers[layer]:
+            yield from self._sparse(f"{ours}mlp.", f"{theirs}{self.mlp_name}.")
+
+    def _sparse(self, ours: str, theirs: str) -> Iterator[Mapping]:
+        experts, hidden = self.experts, self.hidden_size
+        gate = Part(f"{theirs}gate.weight", (experts.count, hidden))
+        yield Mapping(f"{ours}router.weight", (gate,), Replicated())
+        if experts.selection_bias:
+            bias = Part(f"{theirs}gate.e_score_correction_bias", (experts.count,))
+            yield Mapping(f"{ours}router.expert_bias", (bias,), Replicated(), is_float32=True)
+        for expert in range(experts.count):
+            names = f"{ours}experts.{expert}.", f"{theirs}experts.{expert}."
+            yield from gated_mlp(*names, hidden, experts.width, self.expert_names, is_expert=True)
+        if experts.shared_width:
+            names = f"{ours}shared_experts.", f"{theirs}{self.shared_name}."
+            yield from gated_mlp(*names, hidden, experts.shared_width)
+        if experts.shared_gate:
+            gate = Part(f"{theirs}shared_expert_gate.weight", (1, hidden))
+            yield Mapping(f"{ours}shared_experts.gate_weight", (gate,), Replicated())

@@ -1,0 +1,173 @@
+"""How a Megatron parameter is made of Hugging Face tensors, read in both directions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows `first` … `first + shape[0] − 1` of a Hugging Face tensor; all of it where nothing else is made of it."""
+
+    name: str
+    shape: Shape
+    first: int = 0
+
+    def read(self, source: SafetensorsDirectory, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
+        """`part[rows, columns]`, without reading the rest."""
+        start, stop, _ = rows.indices(self.shape[0])
+        return source.read(self.name, slice(self.first + start, self.first + stop), columns)
+
+
+class Kind(ABC):
+    """How a parameter is cut over tensor-parallel ranks.
+
+    partition_dim: the dimension of the parameter that is cut; None if every rank holds all of it.
+    """
+
+    partition_dim: int | None = 0
+
+    @abstractmethod
+    def read(self, parts: Sequence[Part], source: SafetensorsDirectory, rank: int, size: int) -> Tensor:
+        """The shard of rank `rank` of `size`, of which no more than that is read."""
+
+    @abstractmethod
+    def split(self, stacked: Tensor) -> list[Tensor]:
+        """All shards [size, …] (one, where it is not cut) → the parts, as views where they can be."""
+
+
+def _share(total: int, rank: int, size: int) -> slice:
+    return slice(rank * total // size, (rank + 1) * total // size)
+
+
+class Replicated(Kind):
+    """The same on every rank."""
+
+    partition_dim = None
+
+    def read(self, parts: Sequence[Part], source: SafetensorsDirectory, rank: int, size: int) -> Tensor:
+        return parts[0].read(source)
+
+    def split(self, stacked: Tensor) -> list[Tensor]:
+        return [stacked[0]]
+
+
+class Columns(Kind):
+    """Columns are cut: the weight of Megatron's RowParallelLinear."""
+
+    partition_dim = 1
+
+    def read(self, parts: Sequence[Part], source: SafetensorsDirectory, rank: int, size: int) -> Tensor:
+        return parts[0].read(source, columns=_share(parts[0].shape[1], rank, size))
+
+    def split(self, stacked: Tensor) -> list[Tensor]:
+        return [torch.cat(tuple(stacked), dim=1)]
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
+    """Rows of the embedding: a multiple of 128, as Megatron pads it, and of the tensor-parallel size.
+
+    The same for every power of two up to 128, so that checkpoints fit any such layout.
+    """
+    multiple = 128
+    while multiple % tensor_parallel_size:
+        multiple += 128
+    return -(-vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Vocabulary(Kind):
+    """Rows of the vocabulary, padded at its end, are cut."""
+
+    vocab_size: int
+
+    def read(self, parts: Sequence[Part], source: SafetensorsDirectory, rank: int, size: int) -> Tensor:
+        (part,) = parts
+        wanted = _share(padded_vocab_size(self.vocab_size, size), rank, size)
+        start, stop = (min(edge, self.vocab_size) for edge in (wanted.start, wanted.stop))
+        rows = part.read(source, slice(start, stop))
+        shard = torch.zeros(wanted.stop - wanted.start, *part.shape[1:], dtype=rows.dtype)
+        shard[: stop - start] = rows
+        return shard
+
+    def split(self, stacked: Tensor) -> list[Tensor]:
+        return [stacked.flatten(0, 1)[: self.vocab_size]]
+
+
+class GateUp(Kind):
+    """Gate and up projections, each cut by rows, one above the other on every rank."""
+
+    def read(self, parts: Sequence[Part], source: SafetensorsDirectory, rank: int, size: int) -> Tensor:
+        return torch.cat([part.read(source, _share(part.shape[0], rank, size)) for part in parts])
+
+    def split(self, stacked: Tensor) -> list[Tensor]:
+        return [part.flatten(0, 1) for part in stacked.chunk(2, dim=1)]
+
+
+@dataclass(frozen=True)
+class QueryKeyValue(Kind):
+    """Query, key and value rows (or biases), interleaved by key-value group: its query heads, its key, its value.
+
+    heads: query heads of a group. head_dim: rows of a head.
+    """
+
+    groups: int
+    heads: int
+    head_dim: int
+
+    def read(self, parts: Sequence[Part], source: SafetensorsDirectory, rank: int, size: int) -> Tensor:
+        """With more ranks than key-value groups, a rank reads its group whole and keeps its rows."""
+        rows_per_group = (self.heads + 2) * self.head_dim
+        wanted = _share(self.groups * rows_per_group, rank, size)
+        first, last = wanted.start // rows_per_group, -(-wanted.stop // rows_per_group)
+        pieces = []
+        for part, heads in zip(parts, (self.heads, 1, 1), strict=True):
+            rows = heads * self.head_dim
+            pieces.append(part.read(source, slice(first * rows, last * rows)).unflatten(0, (last - first, rows)))
+        interleaved = torch.cat(pieces, dim=1).flatten(0, 1)
+        return interleaved[wanted.start - first * rows_per_group : wanted.stop - first * rows_per_group]
+
+    def split(self, stacked: Tensor) -> list[Tensor]:
+        sizes = [heads * self.head_dim for heads in (self.heads, 1, 1)]
+        rows = stacked.flatten(0, 1).unflatten(0, (self.groups, sum(sizes)))
+        return [part.flatten(0, 1) for part in rows.split(sizes, dim=1)]
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """One Megatron parameter, by its name in the whole model, and the Hugging Face tensors it is made of.
+
+    megatron: with the layer's number in the whole model, and an expert's as `mlp.experts.NUMBER.…`.
+    is_expert: one of the routed experts' weights, which are shared out over expert-parallel ranks.
+    is_float32: in this precision whatever that of the model.
+    """
+
+    megatron: str
+    parts: tuple[Part, ...]
+    kind: Kind
+    is_expert: bool = False
+    is_float32: bool = False
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        """Each tensor once."""
+        return tuple(dict.fromkeys(part.name for part in self.parts))
+
+    def split(self, stacked: Tensor, copies: bool = True) -> list[tuple[str, Tensor]]:
+        """All shards [size, …] → the Hugging Face tensors, each with memory of its own, or views where they can be."""
+        found: dict[str, list[Tensor]] = {}
+        for part, tensor in zip(self.parts, self.kind.split(stacked), strict=True):
+            found.setdefault(part.name, []).append(tensor)
+        whole = {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in found.items()}
+        if copies:
+            return [(name, tensor.clone(memory_format=torch.contiguous_format)) for name, tensor in whole.items()]
+        return list(whole.items())

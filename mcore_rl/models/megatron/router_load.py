@@ -1,0 +1,74 @@
+"""How evenly a step's tokens went to the experts: metrics, and the biases that even it out without a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl import platform
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.collectives import all_reduce
+from mcore_rl.models.megatron.families.mixture import Mixture
+from mcore_rl.models.megatron.model import BuiltModel
+from mcore_rl.models.megatron.router import Router, RouterLoad
+
+
+def routers_of(model: BuiltModel) -> list[Router]:
+    """This rank's, in the order of their layers."""
+    return [module for chunk in model.chunks for module in chunk.modules() if isinstance(module, Router)]
+
+
+def begin_step(model: BuiltModel, data: BatchedDataDict[Any]) -> None:
+    """Let the routers note the load of a global batch, and know its numbers of sequences and tokens."""
+    mask = data["sample_mask"].float()
+    sequences, tokens = mask.sum(), (mask * data["input_lengths"]).sum()
+    for router in routers_of(model):
+        counts = (count.clamp(min=1).to(platform.device()) for count in (sequences, tokens))
+        router.load = RouterLoad(*counts)
+
+
+class GlobalLoad:
+    """The load of a whole step, on every rank. Collective.
+
+    tokens: [sparse layers, experts] that went to each expert, of the sequences that count.
+    means: [sparse layers, 3] entropy of the scores (nats), balance loss and z-loss, without their coefficients.
+    """
+
+    def __init__(self, model: BuiltModel) -> None:
+        assert isinstance(model.family, Mixture), "only mixtures route"
+        experts, topology = model.family.experts, model.topology
+        local = torch.zeros(
+            sum(experts.sparse_layers), experts.count + 3, dtype=torch.float64, device=platform.device()
+        )
+        for router in routers_of(model):
+            load = router.load
+            if load is not None and isinstance(load.tokens, Tensor):
+                means = torch.stack([torch.as_tensor(x).double() for x in (load.entropy, load.balance, load.z)])
+                local[router.index] = torch.cat((load.tokens.double(), means.to(local)))
+        dimensions = [topology.context, topology.data, topology.pipeline]
+        if topology.sequence_parallel:
+            dimensions.append(topology.tensor)
+        for dimension in dimensions:
+            local = all_reduce(local, dimension.group)
+        self.tokens, self.means = local[:, : experts.count], local[:, experts.count :]
+        self.balances = bool(model.chunks[0].config.moe_aux_loss_coeff)
+        self.layers = [layer for layer, sparse in enumerate(experts.sparse_layers) if sparse]
+
+    def metrics(self) -> dict[str, float]:
+        """By layer the fullest expert over the mean one, and the entropy; the losses summed over layers."""
+        fullest = (self.tokens.amax(1) / self.tokens.mean(1).clamp(min=1e-30)).tolist()
+        entropy, balance, z = self.means.unbind(1)
+        return {
+            **{f"moe_load/layer_{layer}": x for layer, x in zip(self.layers, fullest, strict=True)},
+            **{f"moe_entropy/layer_{layer}": x for layer, x in zip(self.layers, entropy.tolist(), strict=True)},
+            **({"moe_aux_loss": float(balance.sum())} if self.balances else {}),
+            "moe_z_loss": float(z.sum()),
+        }
+
+    def update_biases(self, model: BuiltModel, rate: float) -> None:
+        """Move the bias of experts with fewer tokens than the mean up by `rate`, of others down (arXiv:2408.15664)."""
+        for router in routers_of(model):
+            tokens = self.tokens[router.index]
+            router.expert_bias += rate * torch.sign(tokens.mean() - tokens).to(router.expert_bias)

@@ -1,0 +1,120 @@
+"""A policy's weights kept and put back: the reference in their place, checkpoints, Hugging Face models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl import platform
+from mcore_rl.checkpoint_store import CheckpointStore
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron import checkpoint
+from mcore_rl.models.megatron.hf_checkpoint import write_hf_directory
+from mcore_rl.models.megatron.weights import export_hf_weights
+from mcore_rl.models.policy.colocation import Colocation
+
+
+class Keeping(Colocation):
+    """The part of the Megatron policy that keeps weights and training state."""
+
+    reference: list[Tensor] | None
+    scheduler: Any
+    _saving: checkpoint.PendingSave | None = None
+
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """The reference weights in place of the current ones; the current ones return whatever happens."""
+        if self.reference is None:
+            raise UserError("the policy was built without reference weights (keep_reference=True)")
+        current = self._weights_on_host()
+        try:
+            self._set_weights(self.reference)
+            yield
+        finally:
+            self._set_weights(current)
+
+    @torch.no_grad()
+    def _weights_on_host(self) -> list[Tensor]:
+        """Copies of this rank's parameters in host memory, page-locked where there is a GPU."""
+        copies = [torch.empty(p.shape, dtype=p.dtype, pin_memory=platform.has_gpu()) for p in self.parameters()]
+        for copy, parameter in zip(copies, self.parameters(), strict=True):
+            copy.copy_(parameter)
+        return copies
+
+    @torch.no_grad()
+    def _set_weights(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self.parameters(), values, strict=True):
+            parameter.copy_(value, non_blocking=True)
+
+    def export_hf(self, destination: Path) -> None:
+        """Write the current weights as a Hugging Face model directory. Collective."""
+        write_hf_directory(
+            export_hf_weights(self.model),
+            destination,
+            self.config.model.path,
+            self.hf_config,
+            is_writer=self.is_writer,
+            chat_template=self.config.data.read_chat_template(),
+        )
+        torch.distributed.barrier()
+
+    def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any], wait: bool = True) -> Path | None:
+        """Write iteration `step` below `directory`; `state` is the loop's own (small, plain values).
+
+        Without `wait`, training may go on at once; `finish_saving` then tells when it is there. One save at
+        a time: a pending one is waited for first.
+
+        Returns:
+            the checkpoint's directory, or None while it is being written.
+
+        Raises:
+            SaveError: it could not be written, on every rank; earlier checkpoints are untouched.
+        """
+        self.finish_saving()
+        self.require("save_checkpoint", self.weights_away, self.optimizer_away)
+        self._saving = checkpoint.PendingSave(CheckpointStore(directory), step, self._training_state(), state)
+        return self.finish_saving() if wait else None
+
+    def finish_saving(self, wait: bool = True) -> Path | None:
+        """Commit the pending checkpoint once it is written; collective.
+
+        Returns:
+            its directory; None if there is none, or (without `wait`) it is still being written.
+
+        Raises:
+            SaveError: as `save_checkpoint`.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return None
+        if saving.is_written(wait):
+            return saving.commit()
+        self._saving = saving
+        return None
+
+    def load_checkpoint(self, iteration: Path, allow_partial: bool = False) -> checkpoint.Restored:
+        """Restore weights, optimizer, schedule, random states and the loop's own state, from any layout.
+
+        Raises:
+            UserError: the checkpoint does not fit, or lacks a piece and `allow_partial` is not set.
+        """
+        restored = checkpoint.load(iteration, self._training_state(), allow_partial)
+        if self.reference is not None and not restored.state:  # training begins from these weights
+            self.reference = self._weights_on_host()
+        return restored
+
+    def _training_state(self) -> checkpoint.TrainingState:
+        return checkpoint.TrainingState(self.model, self.optimizer, self.scheduler, self.config)
+
+    def verify_checkpoint(self, iteration: Path) -> list[str]:
+        """What is damaged in a checkpoint, every byte read; the same answer on every rank."""
+        return checkpoint.verify(iteration)
+
+    def load_weights(self, iteration: Path) -> None:
+        """Restore the weights alone of a checkpoint, from any layout."""
+        checkpoint.load_weights(iteration, self.model)
