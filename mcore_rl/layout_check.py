@@ -100,12 +100,20 @@ class Outcome:
 
 
 def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: TrainingConfig) -> None:
-    """What the loss compares the policy with, where the batch lacks it: the weights before the first update."""
+    """What the loss compares the policy with, where the batch lacks it: its own log-probabilities with some noise.
+
+    Without noise margins and KL would be 0 but for rounding, accuracies a matter of chance, and their terms untested.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def nearly_the_same() -> Tensor:
+        return torch.where(logprobs != 0, logprobs + 0.1 * torch.randn(logprobs.shape, generator=generator), 0)
+
     if isinstance(config, DPOConfig):
-        data.setdefault("reference_policy_logprobs", logprobs.roll(-1, dims=1))
+        data.setdefault("reference_policy_logprobs", nearly_the_same().roll(-1, dims=1))
     if isinstance(config, GRPOConfig):
         for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
-            data[name] = logprobs
+            data[name] = nearly_the_same()
 
 
 def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: int) -> Outcome | None:

@@ -61,8 +61,15 @@ def verify(arguments, config):
         config = config.model_copy(update={"model": model})
         print(f"{data.size} sequences of {config.data.train}, relative differences from one process")
         print(TABLE_HEADER)
-        right = True
-        for layout, difference in check_layouts(config, data, layouts, arguments.steps):
+        right, possible = True, []
+        small_config = load_hf_config(small, config.model.trust_remote_code, config.model.head)
+        for layout in layouts:
+            try:
+                check_model_fits(small_config, layout.apply(config).parallel, config.data.max_sequence_length)
+                possible.append(layout)
+            except UserError as error:
+                print(f"{layout!s:<28}  refused: {error}")
+        for layout, difference in check_layouts(config, data, possible, arguments.steps):
             print(table_row(layout, difference), flush=True)
             right &= difference.within()
     return 0 if right else 1

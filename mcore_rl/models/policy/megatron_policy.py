@@ -85,11 +85,12 @@ class MegatronPolicy(Keeping, Generating):
 
     def describe_layout(self) -> str:
         """One line: how the processes are used."""
+        parallel = self.config.parallel
         sizes = {name: getattr(self.topology, name).size for name in ("tensor", "pipeline", "context", "data")}
         text = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        return (
-            text + (", sequence parallel" if self.topology.sequence_parallel else "") + f" on {platform.device().type}"
-        )
+        if parallel.expert_model_parallel_size > 1:
+            text += f", expert {parallel.expert_model_parallel_size} (tensor {parallel.expert_tensor_size})"
+        return text + (", sequence parallel" if parallel.sequence_parallel else "") + f" on {platform.device().type}"
 
     def training_flops(self, lengths: list[int]) -> float:
         """Floating-point operations of forward and backward over sequences of these lengths.
