@@ -77,6 +77,8 @@ COMMANDS = [
     ("make_demo_data", [], "the following arguments are required: directory"),
     ("make_demo_data", ["{root}/a_file"], "a_file is not a directory"),
     ("make_arithmetic_data", ["{root}/a_file"], "a_file is not a directory"),
+    ("make_demo_data", ["{root}/mine"], "mine is not empty, and nothing is written over"),
+    ("make_arithmetic_data", ["{root}/mine"], "mine is not empty, and nothing is written over"),
 ]  # fmt: skip
 
 KEYS = [
