@@ -169,6 +169,9 @@ def test_an_export_has_the_template_that_it_was_trained_with(files, tmp_path):
 
     assert AutoTokenizer.from_pretrained(tmp_path / "out" / "hf").chat_template == template
     assert AutoTokenizer.from_pretrained(files / "out" / "hf").chat_template != template
+    command = [sys.executable, Path(__file__).parent.parent / "scripts" / "convert_checkpoint.py", "megatron-to-hf"]
+    subprocess.run([*command, tmp_path / "out" / "checkpoints", tmp_path / "converted"], check=True, timeout=120)
+    assert contents(tmp_path / "converted") == contents(tmp_path / "out" / "hf")
 
 
 def test_what_never_comes_is_told(files, tmp_path):

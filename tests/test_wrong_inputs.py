@@ -111,7 +111,7 @@ KEYS = [
     ("sft", "data.overlong=cut", "data.overlong: .*'drop' or 'truncate'.*got 'cut'"),
     ("sft", "data.max_sequence_length=0", "data.max_sequence_length: "),
     ("sft", "data.max_sequence_length=4096", "data.max_sequence_length=4096: the model has 1024 positions"),
-    ("sft", "data.chat_template=nowhere.jinja", "data.chat_template: nowhere.jinja is neither a file nor a template"),
+    ("sft", "data.chat_template=nowhere.jinja", "data.chat_template: nowhere.jinja is neither a template nor a file with one"),
     ("sft", "data.chat_template={root}/template.jinja", "data.chat_template: is not a Jinja template"),
     ("sft", "optimizer.lr=nan", "optimizer.lr: .*finite"),
     ("sft", "optimizer.lr=.inf", "optimizer.lr: .*finite"),
