@@ -21,6 +21,7 @@ SUITABLE_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".
 	touch $@
 
 outputs/demo/model/config.json: scripts/make_demo_data.py | install
+	rm -rf outputs/demo
 	$(BIN)/python scripts/make_demo_data.py outputs/demo
 
 demo: outputs/demo/model/config.json
@@ -28,6 +29,7 @@ demo: outputs/demo/model/config.json
 	$(BIN)/torchrun --nproc-per-node 2 scripts/train_dpo.py configs/dpo_cpu.yaml parallel.tensor_model_parallel_size=2
 
 outputs/arithmetic/model/config.json: scripts/make_arithmetic_data.py | install
+	rm -rf outputs/arithmetic
 	$(BIN)/python scripts/make_arithmetic_data.py outputs/arithmetic
 
 demo-grpo: outputs/arithmetic/model/config.json

@@ -37,12 +37,14 @@ class Bounds:
         return f"must be less than {self.lt:g}" if self.lt is not None and not value < self.lt else None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        """For the YAML section: pydantic would take true for 1."""
+        """For the YAML section: pydantic would take true for 1, and infinity for a weight."""
         from pydantic_core import core_schema
 
         def refuse_bool(value: Any) -> Any:
             if isinstance(value, bool):
                 raise ValueError("must be a number, not true or false")
+            if value in (float("inf"), ".inf", "inf"):
+                raise ValueError("must be finite")
             return value
 
         return core_schema.no_info_before_validator_function(refuse_bool, handler(source))

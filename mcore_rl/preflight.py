@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mcore_rl.checkpoint_store import CheckpointStore, quick_problems
-from mcore_rl.config import TrainingConfig
+from mcore_rl.config import RMConfig, TrainingConfig
 from mcore_rl.data.reading import check_file
 from mcore_rl.errors import UserError
 from mcore_rl.run_directory import LOGS, RunDirectory
@@ -24,6 +24,8 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
     Raises:
         UserError: naming the key or option, what was found, what would be right.
     """
+    if config.model.head == "reward" and not isinstance(config, RMConfig):
+        raise UserError("model.head: head=reward is trained by train_rm.py alone")
     config.parallel.data_parallel_size(world_size)
     config.pack_width(config.rows_per_unit)
     check_model_directory(config.model.path)

@@ -79,10 +79,13 @@ class RunIdentity:
         """
         for key, was, now in self._identifying(earlier):
             change = f" ({was} → {now})" if was else ""
-            raise UserError(
-                f"{key}: {where} is of another run{change}; choose another output_dir, or start afresh with "
-                "checkpoint.resume=none checkpoint.overwrite=true, which removes that run"
-            )
+            remedy = "convert it (scripts/convert_checkpoint.py) and train from the model"
+            if Path(self.config["output_dir"]).resolve() in where.resolve().parents:
+                remedy = (
+                    "choose another output_dir, or start afresh with checkpoint.resume=none checkpoint.overwrite=true, "
+                    "which removes that run"
+                )
+            raise UserError(f"{key}: {where} is of another run{change}; {remedy}")
 
     def _identifying(self, earlier: RunIdentity) -> Iterator[tuple[str, str, str]]:
         """(key, earlier value, value now) of what makes the runs different."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.checkpoint_store import CheckpointStore, digest_problems
-from mcore_rl.config import read_yaml
+from mcore_rl.config import read_chat_template, read_yaml
 from mcore_rl.entry_point import Parser, told_in_one_line
 from mcore_rl.errors import UserError
 from mcore_rl.preflight import check_model_directory
@@ -57,13 +57,15 @@ def megatron_to_hf(checkpoint: Path, destination: Path, model: Path | None) -> N
     iteration = find_iteration(checkpoint)
     if problems := digest_problems(iteration):
         raise UserError(f"{iteration} is damaged: {'; '.join(problems)}")
-    source = model or Path(str(read_yaml(iteration / "config.yaml").get("model", {}).get("path")))
+    config = read_yaml(iteration / "config.yaml")
+    source = model or Path(str(config.get("model", {}).get("path")))
     if not source.is_dir():
         raise UserError(f"{source}, which {iteration} was trained from, is not there; name a directory with --model")
     check_model_directory(source)
     from mcore_rl.models.megatron.convert import megatron_to_hf
 
-    megatron_to_hf(iteration, source, destination, progress)
+    template = read_chat_template(config.get("data", {}).get("chat_template"))
+    megatron_to_hf(iteration, source, destination, progress, chat_template=template)
     print(f"Hugging Face model: {destination}")
 
 

@@ -12,10 +12,6 @@ import json
 import random
 from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
 from mcore_rl.entry_point import Parser, told_in_one_line
 from mcore_rl.errors import UserError
 
@@ -29,6 +25,8 @@ def main(directory: Path) -> None:
     held_out, known = problems[:HELD_OUT], problems[HELD_OUT:]
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is not a directory")
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(f"{directory} is not empty, and nothing is written over; name a new directory")
     directory.mkdir(parents=True, exist_ok=True)
     taught = [teach(*generator.choice(known), generator) for _ in range(TEACHER_EXAMPLES)]
     write_jsonl(directory / "sft_train.jsonl", taught)
@@ -53,6 +51,10 @@ def write_jsonl(path, records):
 
 
 def make_model(directory):
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
     tokens = ["<|pad|>", "<|end|>", "<|unk|>", *"0123456789+="]
     characters = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|unk|>"))
     characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")

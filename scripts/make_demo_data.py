@@ -15,10 +15,6 @@ import re
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import torch
-from tokenizers import ByteLevelBPETokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
 from mcore_rl.entry_point import Parser, told_in_one_line
 from mcore_rl.errors import UserError
 
@@ -35,6 +31,8 @@ def main(directory: Path) -> None:
     held_out = len(pairs) // 10
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is not a directory")
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(f"{directory} is not empty, and nothing is written over; name a new directory")
     directory.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", pairs[held_out:]), ("validation", pairs[:held_out])):
         write_jsonl(directory / f"preference_{name}.jsonl", map(preference_record, part))
@@ -71,6 +69,10 @@ def write_jsonl(path, records):
 
 
 def make_model(directory: Path, texts: list[str]) -> None:
+    import torch
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
     trainer = ByteLevelBPETokenizer()
     special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
     trainer.train_from_iterator(texts, vocab_size=1500, special_tokens=special, show_progress=False)

@@ -16,7 +16,7 @@ from mcore_rl.config import DataConfig
 from mcore_rl.data.chat import check_keeps_turns, tokens_between
 from mcore_rl.data.prompts import Prompt
 from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
-from mcore_rl.data.tokenize import tokenize_completion, tokenize_messages
+from mcore_rl.data.tokenize import tokenize_completion, tokenize_messages, tokenize_prompt
 from mcore_rl.environments.interfaces import Step
 from mcore_rl.errors import UserError
 
@@ -243,6 +243,10 @@ def test_templates_that_lose_text_are_refused(tokenizer_of):
     tokenizer.chat_template = LLAMA3.replace("{{ system }}", "")
     with pytest.raises(ValueError, match=r"the chat template leaves out message 1 \(system\)"):
         tokenize_messages(tokenizer, conversation("a", "b", system="s"))
+    with pytest.raises(ValueError, match=r"the chat template leaves out message 1 \(system\)"):
+        tokenize_prompt(tokenizer, conversation("a", system="s"))
+    with pytest.raises(ValueError, match="does not show the record's tools"):
+        tokenize_prompt(tokenizer, conversation("a"), [{"name": "f"}])
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.content | length }}{{ m.content }}<|im_end|>{% endfor %}{{ messages[1].content }}"
     )

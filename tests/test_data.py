@@ -1,6 +1,7 @@
 """Records to token ids and masks, the order of samples, and the schedule of microbatches."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -123,6 +124,24 @@ def test_bad_lines_name_file_and_line(tmp_path, lines, message):
 def test_missing_file():
     with pytest.raises(UserError, match=r"missing\.jsonl does not exist"):
         load_sft_dataset("missing.jsonl", TOKENIZER, settings_of())
+
+
+def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    def refuse(address, timeout):
+        raise OSError("no network")
+
+    monkeypatch.setattr("mcore_rl.data.reading.socket.create_connection", refuse)
+    monkeypatch.delenv("HTTPS_PROXY", raising=False)
+    monkeypatch.delenv("https_proxy", raising=False)
+    for module in (datasets.config, huggingface_hub.constants):  # so that they are put back
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", module.HF_HUB_OFFLINE)
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"no/such-name is neither a \.jsonl, .* nor a dataset that can be reached"):
+        load_sft_dataset("no/such-name", TOKENIZER, settings_of())
+    assert time.monotonic() - started < 5
 
 
 def test_other_kinds_of_files(tmp_path):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from models import make_model
+from models import make_model, make_tokenizer
 from test_layouts import make_config, make_data
 from transformers import LlamaConfig
 
@@ -241,7 +241,7 @@ def test_updates_per_rollout_and_logged_samples(step, tmp_path):
 
 def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
     taken = []
-    monkeypatch.setattr(megatron_generation, "MegatronGeneration", lambda *arguments: taken.extend(arguments))
+    monkeypatch.setattr(megatron_generation, "MegatronGeneration", lambda *arguments, **_: taken.extend(arguments))
     options = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "stop_strings": ["!", "END"]}
     section = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_new_tokens": 7, **options}
     config = load(
@@ -250,11 +250,13 @@ def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
         ["grpo.generation_batch_size=3", "seed=11", "environment={name: try_again, max_turns: 4}"],
         grpo=section,
     )
-    inputs = SimpleNamespace(tokenizer=SimpleNamespace(eos_token_id=9))
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = "<|unk|>"  # a response ends with it, or with the end token that the chat template writes
+    inputs = SimpleNamespace(tokenizer=tokenizer)
     worker = grpo.rollout_worker(config, inputs, SimpleNamespace(model="model"), None)
     model, params, longest, _, at_once = taken
     assert {name: getattr(params, name) for name in options} == {**options, "stop_strings": ("!", "END")}
-    assert (params.max_new_tokens, params.seed, params.stop_token_ids) == (7, 11, (9,))
+    assert (params.max_new_tokens, params.seed, params.stop_token_ids) == (7, 11, (1, 5))
     assert (model, longest, at_once, worker.max_turns) == ("model", 40, 3, 4)
 
 

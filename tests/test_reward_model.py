@@ -156,7 +156,12 @@ def test_the_script(model_of, tmp_path):
     assert not any(loading["missing_keys"]) and not any(loading["unexpected_keys"])
     assert model.config.num_labels == 1
     wrong = run(
-        "train_dpo.py", tmp_path / "rm.yaml", f"model.path={tmp_path / 'out' / 'hf'}", "model.head=lm", check=False
+        "train_dpo.py",
+        tmp_path / "rm.yaml",
+        f"output_dir={tmp_path / 'other'}",
+        f"model.path={tmp_path / 'out' / 'hf'}",
+        "model.head=lm",
+        check=False,
     )
     assert wrong.returncode == 2
     assert "is a reward model; set model.head=reward" in wrong.stderr_text

@@ -169,6 +169,9 @@ def test_an_export_has_the_template_that_it_was_trained_with(files, tmp_path):
 
     assert AutoTokenizer.from_pretrained(tmp_path / "out" / "hf").chat_template == template
     assert AutoTokenizer.from_pretrained(files / "out" / "hf").chat_template != template
+    command = [sys.executable, Path(__file__).parent.parent / "scripts" / "convert_checkpoint.py", "megatron-to-hf"]
+    subprocess.run([*command, tmp_path / "out" / "checkpoints", tmp_path / "converted"], check=True, timeout=120)
+    assert contents(tmp_path / "converted") == contents(tmp_path / "out" / "hf")
 
 
 def test_what_never_comes_is_told(files, tmp_path):
@@ -208,6 +211,12 @@ def test_another_run_does_not_go_on(change, message, files, out):
         f"{key}={files / value if '.path' in key or '.train' in key else value}" for key, value in values.items()
     ]
     refused(files, out, message, f"output_dir={out}", "trainer.max_steps=3", *overrides, algorithm=algorithm)
+
+
+def test_a_run_does_not_begin_from_another_ones_checkpoint(files, out, tmp_path):
+    arguments = (f"output_dir={tmp_path / 'new'}", f"checkpoint.resume={out / 'checkpoints'}")
+    message = "the algorithm: .*iter_0000002 is of another run (sft → dpo); convert it (scripts/convert_checkpoint.py)"
+    refused(files, tmp_path, message, *arguments, algorithm="dpo")
 
 
 def test_what_may_change_is_told(files, out):

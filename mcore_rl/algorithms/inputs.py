@@ -92,9 +92,9 @@ def check_positions(hf_config: Any, max_sequence_length: int) -> None:
     Raises:
         UserError: naming the key.
     """
+    own = getattr(hf_config, "max_position_embeddings", None) or math.inf
     rope = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
-    stretched = rope.get("factor", 1.0) * (rope.get("original_max_position_embeddings") or 0)
-    positions = max(getattr(hf_config, "max_position_embeddings", None) or math.inf, stretched)
+    positions = max(own, (rope.get("factor") or 1.0) * (rope.get("original_max_position_embeddings") or own))
     if max_sequence_length > positions:
         raise UserError(
             f"data.max_sequence_length={max_sequence_length}: the model has {positions:.0f} positions "

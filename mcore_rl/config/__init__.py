@@ -31,6 +31,7 @@ from mcore_rl.config.sections import (
     Section,
     TrainerConfig,
     TrainingConfig,
+    read_chat_template,
 )
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "RMConfig",
     "SFTConfig",
     "build_config",
+    "read_chat_template",
     "load_config",
     "read_yaml",
     "resolved_yaml",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -19,25 +19,12 @@ class DPOAlgorithmConfig(DPOOptions):
     reference: Literal["swap", "precompute"] = "swap"
 
 
-ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
-
-
-def _require_lm_head(config: ConfigT) -> ConfigT:
-    if config.model.head != "lm":
-        raise ValueError(f"model.head: head={config.model.head} is trained by train_rm.py alone")
-    return config
-
-
 class DPOConfig(TrainingConfig):
     dpo: DPOAlgorithmConfig = DPOAlgorithmConfig()
 
     @property
     def rows_per_unit(self) -> int:
         return 2  # chosen and rejected
-
-    @model_validator(mode="after")
-    def _head(self) -> DPOConfig:
-        return _require_lm_head(self)
 
 
 class EnvironmentConfig(Section):
@@ -186,7 +173,7 @@ class GRPOConfig(TrainingConfig):
             raise ValueError(f"environment.function: name the function, as module:function (got {function!r})")
         if self.data.overlong != "drop":
             raise ValueError("data.overlong: prompts are never truncated, only dropped; leave it out")
-        return _require_lm_head(self)
+        return self
 
 
 class RewardAlgorithmConfig(Section):
@@ -209,6 +196,4 @@ class RMConfig(TrainingConfig):
 
 
 class SFTConfig(TrainingConfig):
-    @model_validator(mode="after")
-    def _head(self) -> SFTConfig:
-        return _require_lm_head(self)
+    pass

@@ -184,16 +184,26 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _template_is_there(self) -> DataConfig:
-        template = self.chat_template
-        if template is not None and "{" not in template and not Path(template).is_file():
-            raise ValueError(f"chat_template: {template} is neither a file nor a template")
+        self.read_chat_template()
         return self
 
     def read_chat_template(self) -> str | None:
         """The template's text."""
-        if self.chat_template is None or "{" in self.chat_template:
-            return self.chat_template
-        return Path(self.chat_template).read_text()
+        return read_chat_template(self.chat_template)
+
+
+def read_chat_template(template: str | None) -> str | None:
+    """The text of a template that is given as such, or as a file's path.
+
+    Raises:
+        UserError: neither.
+    """
+    if template is None or "{" in template:
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"chat_template: {template} is neither a template nor a file with one") from None
 
 
 class BatchConfig(Section):

@@ -80,6 +80,16 @@ def tokenize_conversation(
     return ids, mask
 
 
+def render_prompt(tokenizer: Any, messages: Messages, tools: Any = None) -> str:
+    """The text of a conversation that awaits a response.
+
+    Raises:
+        ValueError: the template fails, or leaves something out.
+    """
+    _check_shown(tokenizer, messages, tools, render(tokenizer, messages, tools))
+    return render(tokenizer, messages, tools, add_generation_prompt=True)
+
+
 def _template(tokenizer: Any, tools: Any) -> str:
     if not tokenizer.chat_template:
         return ""

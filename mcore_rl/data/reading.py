@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from mcore_rl.data.messages import without_nulls
 from mcore_rl.errors import UserError
@@ -103,10 +106,25 @@ def _read_parquet(source: str) -> list[dict[str, Any]]:
     return [_clean(row) for row in rows]
 
 
+def _hub_is_reachable() -> bool:
+    """Whether a connection to the hub can be made; taken for granted behind a proxy."""
+    if any(name.lower() in ("https_proxy", "all_proxy") for name in os.environ):
+        return True
+    url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    try:
+        socket.create_connection((url.hostname or "", url.port or 443), timeout=3).close()
+    except OSError:
+        return False
+    return True
+
+
 def _read_hub(source: str) -> Sequence[dict[str, Any]]:
     import datasets
+    import huggingface_hub
 
     datasets.disable_progress_bars()
+    if not _hub_is_reachable():  # what is in the cache is found at once, and what is not fails at once
+        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     name, _, split = source.partition(":")
     try:
         records = datasets.load_dataset(name, split=split or "train")

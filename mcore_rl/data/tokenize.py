@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.chat import GENERATION_MARKER, render, tokenize_conversation
+from mcore_rl.data.chat import GENERATION_MARKER, render_prompt, tokenize_conversation
 from mcore_rl.data.messages import Messages, check_messages, check_tools
 from mcore_rl.data.progress import Say, silent
 from mcore_rl.errors import UserError
@@ -126,7 +126,7 @@ def tokenize_prompt(tokenizer: Any, prompt: str | Messages, tools: Any = None) -
     if isinstance(prompt, str):
         return (*_leading_special_tokens(tokenizer), *tokenizer(prompt, add_special_tokens=False)["input_ids"])
     messages = check_messages(prompt, "prompt")
-    text = render(tokenizer, messages, check_tools(tools), add_generation_prompt=True)
+    text = render_prompt(tokenizer, messages, check_tools(tools))
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

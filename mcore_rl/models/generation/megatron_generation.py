@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config import GRPOConfig
+from mcore_rl.data.chat import end_token_ids
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import gather_objects
 from mcore_rl.errors import UserError
@@ -280,7 +281,7 @@ def generation_of(config: GRPOConfig, model: BuiltModel, tokenizer: Any) -> Mega
         top_k=grpo.top_k,
         top_p=grpo.top_p,
         min_p=grpo.min_p,
-        stop_token_ids=(tokenizer.eos_token_id,),
+        stop_token_ids=tuple(sorted(end_token_ids(tokenizer))),
         stop_strings=grpo.stop_strings,
         seed=config.seed,
     )

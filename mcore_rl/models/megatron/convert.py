@@ -77,13 +77,19 @@ def hf_to_megatron(source: Path, destination: Path, progress: Progress) -> Path:
 
 
 def megatron_to_hf(
-    iteration: Path, source: Path, destination: Path, progress: Progress, max_shard_bytes: int = MAX_SHARD_BYTES
+    iteration: Path,
+    source: Path,
+    destination: Path,
+    progress: Progress,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    chat_template: str | None = None,
 ) -> None:
     """Write the weights of a checkpoint as a Hugging Face directory.
 
     Args:
         source: a Hugging Face directory of the same architecture, for config and tokenizer.
         max_shard_bytes: size of the files written, of which one is held in memory.
+        chat_template: in place of the source's.
 
     Raises:
         UserError: a checkpoint of another architecture, or one that names code to run.
@@ -106,7 +112,7 @@ def megatron_to_hf(
         raise UserError(f"{iteration}: holds weights of {len(dtypes)} precisions")
     with _memoryless_model(hf_config, source, dtypes.pop()) as model:
         tensors = _load_all(iteration, index, model, progress)
-        write_hf_directory(tensors, destination, source, hf_config, is_writer=True, max_shard_bytes=max_shard_bytes)
+        write_hf_directory(tensors, destination, source, hf_config, True, max_shard_bytes, chat_template)
 
 
 @contextmanager
