@@ -207,7 +207,7 @@ def outcomes(model_of):
     return get
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", *MIXTURES])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "olmo2", "gemma3", "windows", *MIXTURES])
 def test_one_process_equals_plain_pytorch(family, outcomes):
     plain, one = outcomes(family)
     difference = compare(one, plain)
@@ -229,10 +229,19 @@ def test_layouts(layout, outcomes, model_of):
     check_layout("llama", layout, outcomes, model_of)
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(pp=2)], ids=str)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+OTHERS = [
+    *((family, layout) for family in ("qwen2", "qwen3") for layout in (Layout(tp=2, sp=True), Layout(pp=2))),
+    ("phi3", Layout(tp=2)),
+    ("olmo2", Layout(tp=2, cp=2, sp=True)),
+    ("gemma3", Layout(tp=2, pp=2, sp=True)),
+    ("gemma3", Layout(cp=2, tokens_per_pack=128)),
+    ("windows", Layout(cp=2)),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), OTHERS, ids=str)
 def test_layouts_of_other_families(family, layout, outcomes, model_of):
-    """Tied embeddings with biases, and norms of query and key heads."""
+    """Tied embeddings with biases, norms of heads, fused tensors, norms behind blocks, sliding windows."""
     check_layout(family, layout, outcomes, model_of)
 
 
