@@ -41,7 +41,7 @@ def main() -> int:
 
 def verify(arguments):
     from mcore_rl.data.tokenize import load_tokenizer
-    from mcore_rl.layout_check import TABLE_HEADER, check_layouts, parse_layouts, shrink_model, table_row
+    from mcore_rl.layout_check import TABLE_HEADER, check_layouts, fitting, parse_layouts, shrink_model, table_row
 
     config = load_config(ALGORITHMS[arguments.algorithm], arguments.config, arguments.overrides)
     layouts = [x for x in parse_layouts(arguments.layouts) if x.world_size <= arguments.max_processes]
@@ -53,6 +53,9 @@ def verify(arguments):
         model = config.model.model_copy(update={"path": small, "dtype": "float32"})
         config = config.model_copy(update={"model": model})
         print(f"{data.size} sequences of {config.data.train}, relative differences from one process")
+        layouts, refused = fitting(layouts, config)
+        for layout, reason in refused:
+            print(f"left out: {layout}: {reason}")
         print(TABLE_HEADER)
         right = True
         for layout, difference in check_layouts(config, data, layouts, arguments.steps):

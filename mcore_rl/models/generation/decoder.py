@@ -18,7 +18,7 @@ from mcore_rl.distributed.collectives import all_gather, all_reduce
 from mcore_rl.distributed.linear_logprobs import gather_hidden_states
 from mcore_rl.distributed.parallel_logprobs import valid_columns
 from mcore_rl.models.megatron.attention import PackParams, packed_attention
-from mcore_rl.models.megatron.linear import linear
+from mcore_rl.models.megatron.linear import FasterInGeneration, linear
 from mcore_rl.models.megatron.model import BuiltModel
 from mcore_rl.models.megatron.router_load import routers_of
 
@@ -68,13 +68,23 @@ class Decoder:
         """The modules as generation wants them; inside, `forward` may be called."""
         attentions = [layer.self_attention for layer in self.layers]
         originals = [attention.core_attention for attention in attentions]
+        faster = [
+            module
+            for chunk in self.model.chunks
+            for module in chunk.modules()
+            if isinstance(module, FasterInGeneration)
+        ]
         for chunk in self.model.chunks:
             chunk.eval()
         try:
+            for module in faster:
+                module.in_generation = True
             for index, attention in enumerate(attentions):
                 attention.core_attention = CachedAttention(self, index)
             yield
         finally:
+            for module in faster:
+                module.in_generation = False
             for attention, original in zip(attentions, originals, strict=True):
                 attention.core_attention = original
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_rl.models.megatron.linear import RowLinear
+from mcore_rl.models.megatron.linear import FasterInGeneration, RowLinear
 from mcore_rl.models.megatron.parallel import process_groups
 
 from megatron.core.tensor_parallel import (  # isort: skip
@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
 
 
-class RMSNorm(torch.nn.Module):
+class RMSNorm(FasterInGeneration, torch.nn.Module):
     """Root-mean-square norm in fp32 (arXiv:1910.07467), usable under sequence parallelism.
 
     Where the configuration has `layernorm_zero_centered_gamma`, 1 is added to the weight (Gemma).
@@ -34,7 +34,7 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = 1 + self.weight.float() if self.is_zero_centred else self.weight
-        if not self.training and x.dtype == torch.float32:  # one operation, the same but for rounding
+        if self.in_generation and x.dtype == torch.float32:  # one operation, the same but for rounding
             return F.rms_norm(x, weight.shape, weight, self.eps)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
