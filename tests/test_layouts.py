@@ -6,6 +6,7 @@ import tempfile
 import pytest
 import torch
 import torch.nn.functional as F
+from models import ARCHITECTURES
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +15,7 @@ from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
 from mcore_rl.config import DPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
-from mcore_rl.layout_check import Layout, Outcome, compare, compute_outcome, table_row
+from mcore_rl.layout_check import Layout, Outcome, compare, compute_outcome, fitting, shrink_model, table_row
 
 STEPS = 3
 FAST = [
@@ -351,3 +352,23 @@ def test_a_wrong_gradient_is_seen(outcomes):
     wrong = copy.deepcopy(one)
     wrong.gradients["model.layers.1.mlp.up_proj.weight"] *= 1.01
     assert not compare(wrong, plain).within()
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_shrunken_models_are_whole_and_fit(family, model_of, tmp_path):
+    """What `verify_layouts` runs on: a small model of the same architecture, for the largest of the layouts."""
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.weights import check_hf_tensors
+
+    config = make_config(model_of(family))
+    layouts = [Layout(), Layout(tp=4, sp=True), Layout(pp=2, vpp=2), Layout(tp=4), Layout(dp=2, ep=2)]
+    shrink_model(config.model, tmp_path / "small", layouts)
+    hf = load_hf_config(tmp_path / "small")
+    check_hf_tensors(hf, SafetensorsDirectory(tmp_path / "small"))
+    assert hf.num_hidden_layers == 8
+    small = config.model_copy(update={"model": config.model.model_copy(update={"path": tmp_path / "small"})})
+    fits, refused = fitting(layouts, small)
+    not_allowed = Layout(tp=4) if family in MIXTURES else Layout(dp=2, ep=2)
+    assert [layout for layout, _ in refused] == [not_allowed]
+    assert fits == [layout for layout in layouts if layout != not_allowed]

@@ -305,3 +305,20 @@ def test_families_that_are_not_there():
         family_of(AutoConfig.for_model("deepseek_v3"))
     with pytest.raises(UserError, match=r"'gpt2' is not supported; supported are llama, .*, gemma3_text"):
         family_of(AutoConfig.for_model("gpt2"))
+
+
+def test_layers_that_predict_further_tokens_are_left_out(model_of, tmp_path):
+    """GLM-4.5's files hold one behind the last layer."""
+    from safetensors.torch import save_file
+
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.weights import check_hf_tensors
+
+    path = model_of("glm4_moe")
+    tensors, hf = load_file(path / "model.safetensors"), load_hf_config(path)
+    save_file({**tensors, "model.layers.4.eh_proj.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    check_hf_tensors(hf, SafetensorsDirectory(tmp_path))
+    save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"unknown tensors: model\.layers\.3\.eh_proj"):
+        check_hf_tensors(hf, SafetensorsDirectory(tmp_path))
