@@ -256,6 +256,22 @@ def parse_layouts(choices: Sequence[str]) -> list[Layout]:
     return sorted({layout for layout in layouts if layout.is_possible})
 
 
+def fitting(layouts: Iterable[Layout], config: TrainingConfig) -> tuple[list[Layout], list[tuple[Layout, UserError]]]:
+    """The layouts that a configuration's model allows, and why it does not allow the others."""
+    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+
+    fits, refused = [], []
+    hf = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
+    for layout in layouts:
+        try:
+            parallel = layout.apply(config).parallel
+            check_model_fits(hf, parallel, config.data.max_sequence_length, config.model)
+            fits.append(layout)
+        except UserError as error:
+            refused.append((layout, error))
+    return fits, refused
+
+
 def check_layouts(
     config: TrainingConfig, data: BatchedDataDict[Any], layouts: Sequence[Layout], steps: int = 3
 ) -> Iterable[tuple[Layout, Difference]]:

@@ -44,7 +44,7 @@ def main() -> int:
 
 def verify(arguments, config):
     from mcore_rl.data.tokenize import load_tokenizer
-    from mcore_rl.layout_check import TABLE_HEADER, check_layouts, parse_layouts, shrink_model, table_row
+    from mcore_rl.layout_check import TABLE_HEADER, check_layouts, fitting, parse_layouts, shrink_model, table_row
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 
     layouts = [x for x in parse_layouts(arguments.layouts) if x.world_size <= arguments.max_processes]
@@ -60,16 +60,12 @@ def verify(arguments, config):
         model = config.model.model_copy(update={"path": small, "dtype": "float32"})
         config = config.model_copy(update={"model": model})
         print(f"{data.size} sequences of {config.data.train}, relative differences from one process")
+        layouts, refused = fitting(layouts, config)
+        for layout, reason in refused:
+            print(f"left out: {layout}: {reason}")
         print(TABLE_HEADER)
-        right, possible = True, []
-        small_config = load_hf_config(small, config.model.trust_remote_code, config.model.head)
-        for layout in layouts:
-            try:
-                check_model_fits(small_config, layout.apply(config).parallel, config.data.max_sequence_length)
-                possible.append(layout)
-            except UserError as error:
-                print(f"{layout!s:<28}  refused: {error}")
-        for layout, difference in check_layouts(config, data, possible, arguments.steps):
+        right = True
+        for layout, difference in check_layouts(config, data, layouts, arguments.steps):
             print(table_row(layout, difference), flush=True)
             right &= difference.within()
     return 0 if right else 1

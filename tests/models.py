@@ -48,6 +48,32 @@ FAMILIES = {
         "mistral",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}, "sliding_window": None},
     ),
+    "phi3": (
+        "phi3",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.75},
+            "sliding_window": None,
+        },
+    ),
+    "olmo2": ("olmo2", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "windows": (  # Mistral's first version: every layer sees a few tokens only
+        "mistral",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "sliding_window": 13},
+    ),
     "mixtral": (
         "mixtral",
         {

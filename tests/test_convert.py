@@ -16,12 +16,13 @@ from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import WorkerError
 from mcore_rl.layout_check import Layout
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "glm4_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "olmo2", "gemma3", "mixtral", "qwen2_moe", "glm4_moe")
 LAYOUTS = [
     *((family, layout) for family in ("llama", "qwen2", "qwen3") for layout in (Layout(tp=2), Layout(pp=2))),
     ("mixtral", Layout(dp=2, ep=2)),
     ("qwen2_moe", Layout(tp=2, sp=True)),
     ("glm4_moe", Layout(pp=2)),
+    ("phi3", Layout(tp=2)),
 ]
 
 

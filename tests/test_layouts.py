@@ -6,6 +6,7 @@ import tempfile
 import pytest
 import torch
 import torch.nn.functional as F
+from models import ARCHITECTURES
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +15,7 @@ from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
 from mcore_rl.config import DPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
-from mcore_rl.layout_check import Layout, Outcome, compare, compute_outcome, table_row
+from mcore_rl.layout_check import Layout, Outcome, compare, compute_outcome, fitting, shrink_model, table_row
 
 STEPS = 3
 FAST = [
@@ -207,7 +208,7 @@ def outcomes(model_of):
     return get
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", *MIXTURES])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "olmo2", "gemma3", "windows", *MIXTURES])
 def test_one_process_equals_plain_pytorch(family, outcomes):
     plain, one = outcomes(family)
     difference = compare(one, plain)
@@ -229,10 +230,19 @@ def test_layouts(layout, outcomes, model_of):
     check_layout("llama", layout, outcomes, model_of)
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(pp=2)], ids=str)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+OTHERS = [
+    *((family, layout) for family in ("qwen2", "qwen3") for layout in (Layout(tp=2, sp=True), Layout(pp=2))),
+    ("phi3", Layout(tp=2)),
+    ("olmo2", Layout(tp=2, cp=2, sp=True)),
+    ("gemma3", Layout(tp=2, pp=2, sp=True)),
+    ("gemma3", Layout(cp=2, tokens_per_pack=128)),
+    ("windows", Layout(cp=2)),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), OTHERS, ids=str)
 def test_layouts_of_other_families(family, layout, outcomes, model_of):
-    """Tied embeddings with biases, and norms of query and key heads."""
+    """Tied embeddings with biases, norms of heads, fused tensors, norms behind blocks, sliding windows."""
     check_layout(family, layout, outcomes, model_of)
 
 
@@ -342,3 +352,23 @@ def test_a_wrong_gradient_is_seen(outcomes):
     wrong = copy.deepcopy(one)
     wrong.gradients["model.layers.1.mlp.up_proj.weight"] *= 1.01
     assert not compare(wrong, plain).within()
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_shrunken_models_are_whole_and_fit(family, model_of, tmp_path):
+    """What `verify_layouts` runs on: a small model of the same architecture, for the largest of the layouts."""
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.weights import check_hf_tensors
+
+    config = make_config(model_of(family))
+    layouts = [Layout(), Layout(tp=4, sp=True), Layout(pp=2, vpp=2), Layout(tp=4), Layout(dp=2, ep=2)]
+    shrink_model(config.model, tmp_path / "small", layouts)
+    hf = load_hf_config(tmp_path / "small")
+    check_hf_tensors(hf, SafetensorsDirectory(tmp_path / "small"))
+    assert hf.num_hidden_layers == 8
+    small = config.model_copy(update={"model": config.model.model_copy(update={"path": tmp_path / "small"})})
+    fits, refused = fitting(layouts, small)
+    not_allowed = Layout(tp=4) if family in MIXTURES else Layout(dp=2, ep=2)
+    assert [layout for layout, _ in refused] == [not_allowed]
+    assert fits == [layout for layout in layouts if layout != not_allowed]

@@ -110,10 +110,12 @@ EXPERT_SIZES = {
         "expert_tensor_parallel_size": 1,
     },
 }
+IN_ALL_SIZES = ("llama", "qwen2", "qwen3", "gemma3")
 CASES = [
     pytest.param(family, sizes, id=f"{family}-{name}")
     for family in ARCHITECTURES
     for name, sizes in (EXPERT_SIZES if "num_experts_per_tok" in FAMILIES[family][1] else SIZES).items()
+    if name not in ("pp2", "cp2") or family in IN_ALL_SIZES
 ]
 
 
@@ -152,13 +154,14 @@ def test_unsupported_architectures_are_refused(changes, message):
         check_model_fits(make_config("llama", **changes), ParallelConfig(), 64)
 
 
-def test_sliding_window_is_refused_beyond_the_window():
-    from mcore_rl.models.megatron.hf_config import check_model_fits
+def test_what_transformer_engine_lacks_is_refused_there(monkeypatch):
+    from mcore_rl.models.megatron import hf_config
 
-    config = make_config("mistral", sliding_window=32)
-    check_model_fits(config, ParallelConfig(), 32)
-    with pytest.raises(UserError, match="sliding window of 32"):
-        check_model_fits(config, ParallelConfig(), 33)
+    monkeypatch.setattr(hf_config, "uses_transformer_engine", lambda: True)
+    hf_config.check_model_fits(make_config("windows"), ParallelConfig(), 13)
+    for family in ("windows", "gemma3", "olmo2"):
+        with pytest.raises(UserError, match="where Transformer Engine is installed"):
+            hf_config.check_model_fits(make_config(family), ParallelConfig(), 14)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +197,12 @@ def test_expert_layouts_that_megatron_would_get_wrong():
         ("mixtral", {"num_experts_per_tok": 7}, "7 experts a token"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
         ("glm4_moe", {"n_group": 3}, "3 groups"),
+        ("gemma3", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop"),
     ],
 )
-def test_mixtures_that_are_refused(family, changes, message):
+def test_what_a_family_does_not_cover(family, changes, message):
     from mcore_rl.models.megatron.hf_config import check_model_fits
 
     with pytest.raises(UserError, match=message):
@@ -288,3 +294,31 @@ def test_an_index_cannot_leave_its_folder(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../secret.safetensors"}}')
     with pytest.raises(UserError, match="not a file name in this directory"):
         SafetensorsDirectory(tmp_path)
+
+
+def test_families_that_are_not_there():
+    from transformers import AutoConfig
+
+    from mcore_rl.models.megatron.families import family_of
+
+    with pytest.raises(UserError, match="'deepseek_v3' is not supported: its latent attention"):
+        family_of(AutoConfig.for_model("deepseek_v3"))
+    with pytest.raises(UserError, match=r"'gpt2' is not supported; supported are llama, .*, gemma3_text"):
+        family_of(AutoConfig.for_model("gpt2"))
+
+
+def test_layers_that_predict_further_tokens_are_left_out(model_of, tmp_path):
+    """GLM-4.5's files hold one behind the last layer."""
+    from safetensors.torch import save_file
+
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.weights import check_hf_tensors
+
+    path = model_of("glm4_moe")
+    tensors, hf = load_file(path / "model.safetensors"), load_hf_config(path)
+    save_file({**tensors, "model.layers.4.eh_proj.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    check_hf_tensors(hf, SafetensorsDirectory(tmp_path))
+    save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"unknown tensors: model\.layers\.3\.eh_proj"):
+        check_hf_tensors(hf, SafetensorsDirectory(tmp_path))

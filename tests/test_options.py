@@ -241,23 +241,32 @@ def test_updates_per_rollout_and_logged_samples(step, tmp_path):
 
 def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
     taken = []
-    monkeypatch.setattr(megatron_generation, "MegatronGeneration", lambda *arguments, **_: taken.extend(arguments))
+    monkeypatch.setattr(
+        megatron_generation,
+        "MegatronGeneration",
+        lambda *arguments, record_experts: taken.extend((*arguments, record_experts)),
+    )
     options = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "stop_strings": ["!", "END"]}
     section = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_new_tokens": 7, **options}
     config = load(
         GRPOConfig,
         tmp_path,
-        ["grpo.generation_batch_size=3", "seed=11", "environment={name: try_again, max_turns: 4}"],
+        [
+            "grpo.generation_batch_size=3",
+            "seed=11",
+            "environment={name: try_again, max_turns: 4}",
+            "model.moe_router_replay=true",
+        ],
         grpo=section,
     )
     tokenizer = make_tokenizer()
     tokenizer.eos_token = "<|unk|>"  # a response ends with it, or with the end token that the chat template writes
     inputs = SimpleNamespace(tokenizer=tokenizer)
     worker = grpo.rollout_worker(config, inputs, SimpleNamespace(model="model"), None)
-    model, params, longest, _, at_once = taken
+    model, params, longest, _, at_once, records = taken
     assert {name: getattr(params, name) for name in options} == {**options, "stop_strings": ("!", "END")}
     assert (params.max_new_tokens, params.seed, params.stop_token_ids) == (7, 11, (1, 5))
-    assert (model, longest, at_once, worker.max_turns) == ("model", 40, 3, 4)
+    assert (model, longest, at_once, worker.max_turns, records) == ("model", 40, 3, 4, True)
 
 
 # ------------------------------------------------------------------ environment.*, checkpoint.*, logging.*

@@ -62,6 +62,8 @@ ELSEWHERE = [
     ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True), Layout()),
     ("glm4_moe", Layout(), Layout(pp=2, dp=2, ep=2)),
     ("deep", Layout(pp=2, vpp=3), Layout(pp=2, first=1)),
+    ("olmo2", Layout(tp=2, sp=True), Layout()),
+    ("gemma3", Layout(), Layout(tp=2, sp=True)),
 ]
 MORE = [
     (Layout(), Layout(tp=4)),

@@ -1,11 +1,14 @@
 """Losses and metrics of routing, biases that no gradient trains: against formulas on transformers' own routers."""
 
 import copy
+import json
 
 import pytest
 import torch
+import yaml
 from models import make_model, make_tokenizer
 from test_layouts import make_config, make_data, plain_outcome
+from test_training import run
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.objectives import loss_of
@@ -247,3 +250,39 @@ def test_sampled_experts_replayed(dtype, layout, tmp_path):
     else:
         assert seen["anew"] > 0.01 * seen["tokens"]
         assert replayed < anew
+
+
+def test_grpo_with_replay_under_expert_parallelism(tmp_path, monkeypatch):
+    """The whole program: sampled in lockstep, replayed, trained with experts on two ranks, resumed, exported."""
+    judge = "def count(log, record):\n    return sum(c in 'aeiou' for c in log[-1]['content']) / 4\n"
+    (tmp_path / "judging.py").write_text(judge)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    make_model("glm4_moe", tmp_path / "model", initializer_range=0.05)
+    prompts = [{"prompt": f"say {letter}", "answer": letter} for letter in "abcdef"]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    config = {
+        "output_dir": str(tmp_path / "out"),
+        "model": {
+            "path": str(tmp_path / "model"),
+            "moe_router_replay": True,
+            "moe_aux_loss_coeff": 0.01,
+            "moe_router_bias_update_rate": 0.01,
+        },
+        "parallel": {"expert_model_parallel_size": 2},
+        "data": {"train": str(tmp_path / "prompts.jsonl"), "max_sequence_length": 40},
+        "optimizer": {"lr": 3e-3, "schedule": "constant"},
+        "trainer": {"max_steps": 1},
+        "grpo": {"num_prompts_per_step": 3, "num_generations_per_prompt": 4, "max_new_tokens": 8},
+        "loss": {"reference_policy_kl_penalty": 0.01},
+        "environment": {"name": "function", "function": "judging:count", "num_workers": 1},
+    }
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(config))
+    run("train_grpo.py", tmp_path / "grpo.yaml", processes=2)
+    again = run("train_grpo.py", tmp_path / "grpo.yaml", "trainer.max_steps=2", processes=2)
+    assert "resumed from" in again.stdout_text
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-4)
+        assert {"moe_load/layer_2", "moe_load/layer_3", "moe_entropy/layer_3", "moe_aux_loss"} <= set(line)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf")

@@ -18,7 +18,7 @@ from mcore_rl.distributed.collectives import all_gather, all_reduce
 from mcore_rl.distributed.linear_logprobs import gather_hidden_states
 from mcore_rl.distributed.parallel_logprobs import valid_columns
 from mcore_rl.models.megatron.attention import PackParams, packed_attention
-from mcore_rl.models.megatron.linear import linear
+from mcore_rl.models.megatron.linear import FasterInGeneration, linear
 from mcore_rl.models.megatron.model import BuiltModel
 from mcore_rl.models.megatron.router_load import routers_of
 
@@ -55,6 +55,8 @@ class Decoder:
         tp = self.topology.tensor.size
         # Where there are fewer key-value heads than ranks, several share one of them and split its queries.
         self.groups, self.head_dim = max(1, family.num_query_groups // tp), family.head_dim
+        self.windows = [family.window(index) for index in model.layer_numbers()]
+        self.scale = family.softmax_scale
         self.layers = [layer for chunk in model.chunks for layer in chunk.decoder.layers]
         self.dtype = next(iter(model.chunks[0].parameters())).dtype
         self.token_multiple = tp if self.topology.sequence_parallel else 1
@@ -66,13 +68,23 @@ class Decoder:
         """The modules as generation wants them; inside, `forward` may be called."""
         attentions = [layer.self_attention for layer in self.layers]
         originals = [attention.core_attention for attention in attentions]
+        faster = [
+            module
+            for chunk in self.model.chunks
+            for module in chunk.modules()
+            if isinstance(module, FasterInGeneration)
+        ]
         for chunk in self.model.chunks:
             chunk.eval()
         try:
+            for module in faster:
+                module.in_generation = True
             for index, attention in enumerate(attentions):
                 attention.core_attention = CachedAttention(self, index)
             yield
         finally:
+            for module in faster:
+                module.in_generation = False
             for attention, original in zip(attentions, originals, strict=True):
                 attention.core_attention = original
 
@@ -151,7 +163,7 @@ class KeyValueCache:
     """
 
     def __init__(self, decoder: Decoder, rows: int, length: int) -> None:
-        self.decoder, self.scale = decoder, decoder.head_dim**-0.5
+        self.decoder, self.scale = decoder, decoder.scale
         # Zeros: what lies behind a sequence's end is weighted by 0, which a NaN would survive.
         shape = (len(decoder.layers), rows, decoder.groups, length, decoder.head_dim)
         self.keys, self.values = (torch.zeros(shape, dtype=decoder.dtype, device=platform.device()) for _ in "kv")
@@ -166,7 +178,8 @@ class KeyValueCache:
             for row, k, v in zip(rows, key.split(lengths), value.split(lengths), strict=True):
                 self.keys[layer, row, :, : len(k)] = k.transpose(0, 1)
                 self.values[layer, row, :, : len(v)] = v.transpose(0, 1)
-            return packed_attention(query, key, value, lengths, lengths, self.scale).flatten(1)
+            window = self.decoder.windows[layer]
+            return packed_attention(query, key, value, lengths, lengths, self.scale, window).flatten(1)
 
         x = self.decoder.forward(tokens, positions, attend)
         return x[torch.tensor(lengths, device=device).cumsum(0) - 1]
@@ -175,7 +188,8 @@ class KeyValueCache:
         """One token for each of the first n rows, as the last of their `lengths`; [n, hidden]."""
         device, rows, longest = self.keys.device, len(tokens), max(lengths)
         positions = torch.tensor(lengths, device=device) - 1
-        seen = torch.arange(longest, device=device) <= positions[:, None]
+        behind = positions[:, None] - torch.arange(longest, device=device)
+        seen = {w: (behind >= 0) & (behind < (w or longest)) for w in set(self.decoder.windows)}
         index = torch.arange(rows, device=device)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -187,7 +201,7 @@ class KeyValueCache:
                 query.unflatten(1, (self.decoder.groups, -1)),
                 keys[:rows, :, :longest],
                 values[:rows, :, :longest],
-                attn_mask=seen[:, None, None],
+                attn_mask=seen[self.decoder.windows[layer]][:, None, None],
                 scale=self.scale,
             )
             return attended.flatten(1)

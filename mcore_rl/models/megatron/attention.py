@@ -39,7 +39,11 @@ class PackParams(PackedSeqParams):
 
 
 class PackedCausalAttention(MegatronModule):
-    """Scaled dot-product attention, causal within each segment of a pack."""
+    """Scaled dot-product attention, causal within each segment of a pack.
+
+    Args:
+        window: tokens that a token sees at most, itself included; all before it if None.
+    """
 
     def __init__(
         self,
@@ -51,8 +55,10 @@ class PackedCausalAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        window: int | None = None,
     ) -> None:
         super().__init__(config=config)
+        self.window = window
         assert pg_collection is not None, "core attention needs its process groups"
         self.cp_group = pg_collection.cp
         self.softmax_scale = softmax_scale
@@ -77,7 +83,8 @@ class PackedCausalAttention(MegatronModule):
             query_lengths, key_lengths, index = layout.visible_keys(0)
             index = index.to(key.device)
             key, value = key[index], value[index]
-        return packed_attention(query, key, value, query_lengths, key_lengths, self.softmax_scale).flatten(1)
+        attended = packed_attention(query, key, value, query_lengths, key_lengths, self.softmax_scale, self.window)
+        return attended.flatten(1)
 
     def _gather_keys(
         self, key: Tensor, value: Tensor, layout: PackLayout
@@ -97,14 +104,17 @@ def packed_attention(
     query_lengths: tuple[int, ...],
     key_lengths: tuple[int, ...],
     scale: float | None,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention inside each segment; a segment's queries are the last ones of its keys.
 
-    [ΣQ, heads, d] queries, [ΣK, groups, d] keys and values → [ΣQ, heads, d].
+    [ΣQ, heads, d] queries, [ΣK, groups, d] keys and values → [ΣQ, heads, d]. A query sees `window` keys at most.
     """
+    if window is not None and window >= max(key_lengths):
+        window = None
     use_flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     attend = _flash_attention if use_flash else _sdpa_by_segment
-    return attend(query, key, value, query_lengths, key_lengths, scale)
+    return attend(query, key, value, query_lengths, key_lengths, scale, window)
 
 
 def _sdpa_by_segment(
@@ -114,6 +124,7 @@ def _sdpa_by_segment(
     query_lengths: tuple[int, ...],
     key_lengths: tuple[int, ...],
     scale: float | None,
+    window: int | None = None,
 ) -> Tensor:
     """SDPA per segment; segment i's queries are the last ones of its keys.
 
@@ -122,7 +133,7 @@ def _sdpa_by_segment(
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:  # grouped-query attention: torch's CPU flash kernel wants equal head counts
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    if len(set(query_lengths)) == 1 and query_lengths == key_lengths:
+    if len(set(query_lengths)) == 1 and query_lengths == key_lengths and window is None:
         q, k, v = (x.unflatten(0, (len(query_lengths), -1)).transpose(1, 2) for x in (query, key, value))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2).flatten(0, 1)
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
@@ -133,15 +144,16 @@ def _sdpa_by_segment(
         value.split(key_lengths, dim=2),
         strict=True,
     ):
-        square = q.shape[2] == k.shape[2]
-        mask = None if square else _lower_right_causal(q.shape[2], k.shape[2], q.device)
-        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=scale))
+        plain = q.shape[2] == k.shape[2] and window is None
+        mask = None if plain else _lower_right_causal(q.shape[2], k.shape[2], window, q.device)
+        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain, scale=scale))
     return torch.cat(outs, dim=2).squeeze(0).transpose(0, 1)
 
 
-def _lower_right_causal(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Mask [queries, keys]: the last query sees every key, the one before all but one, …"""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+def _lower_right_causal(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Mask [queries, keys]: the last query sees the last `window` keys (all if None), the one before one less far, …"""
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return seen if window is None else seen.triu(keys - queries - window + 1)
 
 
 def _flash_attention(
@@ -151,6 +163,7 @@ def _flash_attention(
     query_lengths: tuple[int, ...],
     key_lengths: tuple[int, ...],
     scale: float | None,
+    window: int | None = None,
 ) -> Tensor:
     """Torch's flash kernel for packs (CUDA, half precision); its causal mask is lower-right aligned too."""
     from torch.nn.attention.varlen import varlen_attn
@@ -168,7 +181,7 @@ def _flash_attention(
         max(query_lengths),
         max(key_lengths),
         scale=scale,
-        window_size=(-1, 0),
+        window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(out, Tensor)

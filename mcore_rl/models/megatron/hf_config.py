@@ -13,7 +13,7 @@ from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.families.family import REWARD_ARCHITECTURE, has_reward_head
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
-from mcore_rl.models.megatron.rope import concentration_scale, rope_frequencies
+from mcore_rl.models.megatron.rope import concentration_scale
 from mcore_rl.preflight import check_model_directory
 
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
@@ -55,6 +55,12 @@ def check_model_fits(
     """
     family = family_of(hf)
     family.check(max_sequence_length)
+    windows = {family.window(layer) or max_sequence_length for layer in range(family.num_layers)}
+    if uses_transformer_engine() and (family.needs_torch_layers or min(windows) < max_sequence_length):
+        raise UserError(
+            f"model.path: {family.model_type}, and sliding windows shorter than data.max_sequence_length, are not "
+            "supported where Transformer Engine is installed"
+        )
     _check_experts(family, parallel)
     if model is not None:
         _check_options(family, model)
@@ -145,7 +151,6 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         recompute_method="uniform" if model.recompute_activations else None,
         recompute_num_layers=1 if model.recompute_activations else None,
     )
-    _, attention_factor = rope_frequencies(family.hf)
-    if attention_factor != 1.0:
-        config.yarn_rotary_scaling_factor = concentration_scale(attention_factor)
+    if family.rope_factor() != 1.0:
+        config.yarn_rotary_scaling_factor = concentration_scale(family.rope_factor())
     return config

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.models.megatron.attention import PackedCausalAttention
 from mcore_rl.models.megatron.families import Family
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.linear import ColumnLinear, RowLinear
+from mcore_rl.models.megatron.norms import HeadRMSNorm, NormedRowLinear, RMSNorm, WideRMSNorm
 from mcore_rl.models.megatron.router import PackLayer, Router
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
@@ -64,75 +62,69 @@ def _router(family: Family) -> Any:
 
 
 def _layer_spec(config: TransformerConfig, family: Family, layer: int) -> ModuleSpec:
-    head_norm = HeadRMSNorm if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnLinear,
-            core_attention=PackedCausalAttention,
-            linear_proj=RowLinear,
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
-        ),
-    )
+    before = RMSNorm if family.norms_before else IdentityOp
     is_sparse = isinstance(family, Mixture) and family.experts.sparse_layers[layer]
+    keys = FUSED_NORM_KEYS if is_sparse else {**FUSED_NORM_KEYS, **FUSED_MLP_NORM_KEYS}
     return ModuleSpec(
         module=PackLayer,
+        params={"rope": _rope_of(family, layer)},
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=attention,
+            input_layernorm=before,
+            self_attention=_attention(family, layer),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=_sparse_mlp(family) if is_sparse else ModuleSpec(module=MLP, submodules=LINEARS),
+            pre_mlp_layernorm=before,
+            mlp=_sparse_mlp(family) if is_sparse else ModuleSpec(module=MLP, submodules=_linears(family)),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=FUSED_NORM_KEYS if is_sparse else {**FUSED_NORM_KEYS, **FUSED_MLP_NORM_KEYS},
+            sharded_state_dict_keys_map=keys if family.norms_before else {},
         ),
     )
 
-
-def _sparse_mlp(family: Family) -> ModuleSpec:
-    return ModuleSpec(
-        module=MoELayer,
-        submodules=MoESubmodules(
-            router=_router(family),
-            experts=ModuleSpec(module=SequentialMLP, submodules=LINEARS),
-            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=LINEARS),
-        ),
-    )
-
-
-LINEARS = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
 
 # Megatron's checkpoints name the norms as Transformer Engine fuses them into the linear layers.
 FUSED_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 FUSED_MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm in fp32 (arXiv:1910.07467), usable under sequence parallelism."""
+def _attention(family: Family, layer: int) -> ModuleSpec:
+    norms: dict[str, Any] = dict.fromkeys("qk", HeadRMSNorm if family.has_qk_norm else IdentityOp)
+    if family.has_wide_qk_norm:
+        heads = {"q": family.num_attention_heads, "k": family.num_query_groups}
+        norms = {name: ModuleSpec(module=WideRMSNorm, params={"heads": count}) for name, count in heads.items()}
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnLinear,
+            core_attention=ModuleSpec(module=PackedCausalAttention, params={"window": family.window(layer)}),
+            linear_proj=_output_linear(family),
+            q_layernorm=norms["q"],
+            k_layernorm=norms["k"],
+        ),
+    )
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Each tensor-parallel rank sees its own tokens: Megatron then sums this weight's gradients.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training and x.dtype == torch.float32:  # one operation, the same but for rounding
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * (wide * scale).to(x.dtype)
+def _rope_of(family: Family, layer: int) -> slice | None:
+    """Where the layer's angles are among those of all kinds of layers."""
+    sizes = (2 * len(frequencies) for frequencies in family.ropes())
+    ends, kind = list(itertools.accumulate(sizes, initial=0)), family.rope_kind(layer)
+    return slice(ends[kind], ends[kind + 1]) if len(ends) > 2 else None
 
 
-class HeadRMSNorm(RMSNorm):
-    """RMS norm of each attention head (Qwen3's q and k norms).
+def _output_linear(family: Family) -> type[RowLinear]:
+    return NormedRowLinear if family.norms_after else RowLinear
 
-    Heads are split over tensor-parallel ranks; Megatron sums the gradients of norms so named itself.
-    """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
-        super().__init__(config, hidden_size, eps)
-        self.weight.sequence_parallel = False  # type: ignore[attr-defined]
+def _linears(family: Family) -> MLPSubmodules:
+    return MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=_output_linear(family))
+
+
+def _sparse_mlp(family: Family) -> ModuleSpec:
+    linears = _linears(family)
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            router=_router(family),
+            experts=ModuleSpec(module=SequentialMLP, submodules=linears),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
+        ),
+    )

@@ -1,4 +1,4 @@
-"""Megatron's linear layers, faster on the CPU where no gradient is wanted: when sequences are generated or scored."""
+"""Megatron's linear layers, faster on the CPU while sequences are generated."""
 
 from __future__ import annotations
 
@@ -25,11 +25,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-class ColumnLinear(ColumnParallelLinear):
+class FasterInGeneration:
+    """A module with a faster pass, whose rounding may be another, for generation alone.
+
+    Scoring takes the pass that trains: log-probabilities before the first update are then those of the update, bit
+    for bit, and a margin of 0 is 0.
+    """
+
+    in_generation = False
+
+
+class ColumnLinear(FasterInGeneration, ColumnParallelLinear):
     """Rows of the weight are cut over tensor-parallel ranks."""
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        if self.training or torch.is_grad_enabled():  # training without gradient is the first pass of recomputation
+        if not self.in_generation:
             output: tuple[Tensor, Tensor | None] = super().forward(input_, *args, **kwargs)
             return output
         if self.sequence_parallel and not self.explicit_expert_comm:
@@ -37,11 +47,11 @@ class ColumnLinear(ColumnParallelLinear):
         return linear(input_, self.weight, self.bias), None
 
 
-class RowLinear(RowParallelLinear):
+class RowLinear(FasterInGeneration, RowParallelLinear):
     """Columns of the weight are cut over tensor-parallel ranks; the output is summed over them."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.training or torch.is_grad_enabled():
+        if not self.in_generation:
             output: tuple[Tensor, Tensor | None] = super().forward(input_)
             return output
         partial = linear(input_, self.weight)

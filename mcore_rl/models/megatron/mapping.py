@@ -61,6 +61,16 @@ class Replicated(Kind):
         return [stacked[0]]
 
 
+class Rows(Kind):
+    """Rows are cut."""
+
+    def read(self, parts: Sequence[Part], source: SafetensorsDirectory, rank: int, size: int) -> Tensor:
+        return parts[0].read(source, _share(parts[0].shape[0], rank, size))
+
+    def split(self, stacked: Tensor) -> list[Tensor]:
+        return [stacked.flatten(0, 1)]
+
+
 class Columns(Kind):
     """Columns are cut: the weight of Megatron's RowParallelLinear."""
 

@@ -70,6 +70,10 @@ class BuiltModel:
     def vocab_size(self) -> int:
         return self.family.vocab_size
 
+    def layer_numbers(self) -> list[int]:
+        """Numbers in the whole model of this rank's layers, chunk after chunk."""
+        return [int(layer.layer_number) - 1 for chunk in self.chunks for layer in chunk.decoder.layers]
+
     @property
     def first_expert(self) -> int:
         """Number of this rank's first expert; every rank of the expert-parallel group holds as many."""
@@ -91,7 +95,7 @@ def build_model(
     for index in range(count):
         with nullcontext() if memory else torch.device("meta"):
             chunk = _build_chunk(family, config, topology, index, count)
-        chunk.rotary_pos_emb = PackedRotaryEmbedding(hf, process_groups())
+        chunk.rotary_pos_emb = PackedRotaryEmbedding(family.ropes(), process_groups())
         chunks.append(chunk.to(platform.device()) if memory else chunk)
     return BuiltModel(chunks, family, topology)
 
@@ -115,4 +119,7 @@ def _build_chunk(
     )
     if chunk.post_process and family.has_reward_head:
         chunk.set_reward_head(config)
+    if chunk.pre_process and family.embedding_scale != 1:
+        scale = torch.tensor(family.embedding_scale, dtype=config.params_dtype, device="cpu").item()
+        chunk.embedding.register_forward_hook(lambda module, inputs, embedded: embedded * scale)
     return chunk

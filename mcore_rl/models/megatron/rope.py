@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,12 +26,12 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
     parameters = dict(getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {})
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
     parameters.setdefault("rope_theta", getattr(hf_config, "rope_theta", 10000.0))
+    parameters.setdefault("partial_rotary_factor", getattr(hf_config, "partial_rotary_factor", 1.0))
     if parameters["rope_type"] not in SUPPORTED_ROPE_TYPES:
         raise UserError(
             f"model.path: rope type {parameters['rope_type']!r} is not supported; "
             f"supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
         )
-    parameters.setdefault("partial_rotary_factor", getattr(hf_config, "partial_rotary_factor", 1.0))
     return parameters
 
 
@@ -42,13 +43,17 @@ def rope_frequencies(hf_config: Any) -> tuple[Tensor, float]:
     parameters = rope_parameters(hf_config)
     if parameters["rope_type"] == "default":
         dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-        dim = int(dim * parameters["partial_rotary_factor"])
-        exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-        return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+        return plain_frequencies(parameters["rope_theta"], int(dim * parameters["partial_rotary_factor"])), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     inverse, attention_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](hf_config, torch.device("cpu"))
     return inverse, float(attention_factor)
+
+
+def plain_frequencies(theta: float, dim: int) -> Tensor:
+    """Inverse frequencies [dim / 2] (fp32) of RoPE (arXiv:2104.09864)."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    return 1.0 / theta**exponents
 
 
 def concentration_scale(attention_factor: float) -> float:
@@ -69,12 +74,16 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 
     Packs whose parameters name their local `positions` get one angle per token, so that rotation
     needs no loop over sequences and no cut of its own under context parallelism.
+
+    Args:
+        frequencies: inverse frequencies of each kind of layer; their angles stand side by side, and a layer takes
+            its own (`PackLayer`).
     """
 
-    def __init__(self, hf_config: Any, pg_collection: ProcessGroupCollection) -> None:
-        inverse, _ = rope_frequencies(hf_config)
-        super().__init__(2 * len(inverse), rotary_percent=1.0, use_cpu_initialization=True, cp_group=pg_collection.cp)
-        self.inv_freq = inverse
+    def __init__(self, frequencies: Sequence[Tensor], pg_collection: ProcessGroupCollection) -> None:
+        inverse = torch.cat([part.repeat(2) for part in frequencies])
+        super().__init__(len(inverse), rotary_percent=1.0, use_cpu_initialization=True, cp_group=pg_collection.cp)
+        self.inv_freq, self.frequencies = frequencies[0], inverse
 
     def get_rotary_seq_len(self, *args: Any) -> Any:
         packed_seq_params = args[-1]
@@ -85,6 +94,5 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         """Angles [T / CP, 1, rotated] for positions, else Megatron's [S, 1, 1, rotated]."""
         if not isinstance(max_seq_len, Tensor):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
-        self.inv_freq = self.inv_freq.to(max_seq_len.device)
-        angles = torch.outer(max_seq_len.to(self.inv_freq.dtype), self.inv_freq)
-        return torch.cat((angles, angles), dim=-1)[:, None]
+        self.frequencies = self.frequencies.to(max_seq_len.device)
+        return torch.outer(max_seq_len.to(self.frequencies.dtype), self.frequencies)[:, None]

@@ -57,9 +57,19 @@ class _AttachedLoss(torch.autograd.Function):
 
 
 class PackLayer(TransformerLayer):
-    """Megatron's layer, whose router is told which pack its tokens are of, also when they are computed again."""
+    """Megatron's layer, whose router is told which pack its tokens are of, also when they are computed again.
+
+    Args:
+        rope: which of the angles that stand side by side are this layer's; all if None.
+    """
+
+    def __init__(self, *args: Any, rope: slice | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rope = rope
 
     def forward(self, *args: Any, packed_seq_params: PackParams | None = None, **kwargs: Any) -> Any:
+        if self.rope is not None:
+            kwargs["rotary_pos_emb"] = kwargs["rotary_pos_emb"][..., self.rope]
         if isinstance(self.mlp, MoELayer):
             self.mlp.router.pack = packed_seq_params
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)

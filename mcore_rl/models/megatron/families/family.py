@@ -6,11 +6,12 @@ The base class is a Llama-like decoder; a family's own file says in which way it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
+from torch import Tensor
 
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.mapping import (
@@ -20,6 +21,7 @@ from mcore_rl.models.megatron.mapping import (
     Part,
     QueryKeyValue,
     Replicated,
+    Rows,
     Shape,
     Vocabulary,
 )
@@ -39,9 +41,18 @@ class Family:
     """A configuration's architecture: dimensions, Megatron's fields, and every tensor.
 
     model_type: as `config.json` names it.
+    needs_torch_layers: it has what Megatron's layers on Transformer Engine do not.
+    norms_before, norms_after: whether attention and MLP have a norm before them, and after them.
+    norm_names: the Hugging Face names of a layer's norms: before and after attention, before and after the MLP.
     """
 
     model_type: ClassVar[str]
+    needs_torch_layers: ClassVar[bool] = False
+    norms_before: ClassVar[bool] = True
+    norms_after: ClassVar[bool] = False
+    norm_names: ClassVar[tuple[str, str, str, str]] = ("input_layernorm", "", "post_attention_layernorm", "")
+    activations: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {"silu": F.silu, "swish": F.silu}
+    embedding_scale = 1.0
 
     def __init__(self, hf: Any) -> None:
         self.hf = hf
@@ -66,6 +77,41 @@ class Family:
         """An RMS norm of each query and key head."""
         return False
 
+    @property
+    def has_wide_qk_norm(self) -> bool:
+        """An RMS norm of all query heads together, and one of all key heads."""
+        return False
+
+    @property
+    def activation(self) -> str:
+        """Of the MLP's gate, as transformers names it."""
+        return str(self.hf.hidden_act)
+
+    @property
+    def softmax_scale(self) -> float:
+        """What products of queries and keys are multiplied with."""
+        return float(self.head_dim**-0.5)
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a token sees at most in this layer, itself included; None for all before it."""
+        window = getattr(self.hf, "sliding_window", None)
+        if not window or not getattr(self.hf, "use_sliding_window", True):
+            return None
+        types = getattr(self.hf, "layer_types", None)
+        return int(window) if types is None or types[layer] == "sliding_attention" else None
+
+    def ropes(self) -> list[Tensor]:
+        """Inverse frequencies of each kind of layer."""
+        return [rope_frequencies(self.hf)[0]]
+
+    def rope_factor(self) -> float:
+        """On cos and sin (YaRN; else 1)."""
+        return rope_frequencies(self.hf)[1]
+
+    def rope_kind(self, layer: int) -> int:
+        """Which of `ropes` the layer rotates with."""
+        return 0
+
     def check(self, max_sequence_length: int) -> None:
         """Refuse what this family's code does not compute.
 
@@ -73,21 +119,18 @@ class Family:
             UserError: naming the field of `config.json`.
         """
         hf = self.hf
-        if hf.hidden_act not in ("silu", "swish"):
-            raise UserError(f"model.path: activation {hf.hidden_act!r} is not supported; only silu is")
+        if self.activation not in self.activations:
+            known = ", ".join(self.activations)
+            raise UserError(
+                f"model.path: activation {self.activation!r} is not supported; {self.model_type} has {known}"
+            )
         if getattr(hf, "attention_bias", False) and not self.has_qkv_bias:
             raise UserError("model.path: attention_bias=true (a bias on the output projection) is not supported")
         if getattr(hf, "mlp_bias", False):
             raise UserError("model.path: mlp_bias=true is not supported")
         if getattr(hf, "attention_dropout", 0.0):
             raise UserError("model.path: attention_dropout other than 0 is not supported")
-        window = getattr(hf, "sliding_window", None)
-        if window is not None and getattr(hf, "use_sliding_window", True) and window < max_sequence_length:
-            raise UserError(
-                f"model.path: a sliding window of {window} tokens is not supported beyond it; "
-                f"set data.max_sequence_length (now {max_sequence_length}) to at most {window}"
-            )
-        rope_frequencies(hf)
+        self.ropes()
 
     def megatron_fields(self) -> dict[str, Any]:
         """The architecture's fields of Megatron's TransformerConfig."""
@@ -102,7 +145,8 @@ class Family:
             "layernorm_epsilon": self.hf.rms_norm_eps,
             "qk_layernorm": self.has_qk_norm,
             "gated_linear_unit": True,
-            "activation_func": F.silu,
+            "activation_func": self.activations[self.activation],
+            "softmax_scale": self.softmax_scale,
             "add_bias_linear": False,
             "add_qkv_bias": self.has_qkv_bias,
         }
@@ -118,7 +162,8 @@ class Family:
         hf.intermediate_size = 32 * max(2, tensor_parallel)
         hf.num_hidden_layers = layers
         if getattr(hf, "layer_types", None):
-            hf.layer_types = hf.layer_types[:1] * layers
+            kinds = list(dict.fromkeys(hf.layer_types))
+            hf.layer_types = [kinds[layer % len(kinds)] for layer in range(layers)]
 
     def divisible_by_tensor_parallel(self) -> dict[str, int]:
         """Names and sizes of what tensor-parallel ranks must share evenly."""
@@ -172,27 +217,41 @@ class Family:
 
     def _layer(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
         """The mappings of one layer, whose names begin with `ours` and `theirs`."""
-        yield norm(f"{ours}input_layernorm", f"{theirs}input_layernorm", self.hidden_size)
+        hidden, (before, after, before_mlp, after_mlp) = self.hidden_size, self.norm_names
+        if self.norms_before:
+            yield norm(f"{ours}input_layernorm", theirs + before, hidden)
         yield from self._attention(f"{ours}self_attention.", f"{theirs}self_attn.")
-        yield norm(f"{ours}pre_mlp_layernorm", f"{theirs}post_attention_layernorm", self.hidden_size)
+        if self.norms_after:
+            yield norm(f"{ours}self_attention.linear_proj.post_norm", theirs + after, hidden)
+        if self.norms_before:
+            yield norm(f"{ours}pre_mlp_layernorm", theirs + before_mlp, hidden)
         yield from self._mlp(layer, f"{ours}mlp.", f"{theirs}mlp.")
+        if self.norms_after:
+            yield norm(f"{ours}mlp.linear_fc2.post_norm", theirs + after_mlp, hidden)
 
     def _attention(self, ours: str, theirs: str) -> Iterator[Mapping]:
         hidden, head_dim, groups = self.hidden_size, self.head_dim, self.num_query_groups
         heads = self.num_attention_heads
         qkv = QueryKeyValue(groups, heads // groups, head_dim)
         rows = {"q": heads * head_dim, "k": groups * head_dim, "v": groups * head_dim}
-        weights = tuple(Part(f"{theirs}{name}_proj.weight", (n, hidden)) for name, n in rows.items())
-        yield Mapping(f"{ours}linear_qkv.weight", weights, qkv)
+        yield Mapping(f"{ours}linear_qkv.weight", self._qkv_parts(theirs, rows), qkv)
         if self.has_qkv_bias:
             biases = tuple(Part(f"{theirs}{name}_proj.bias", (n,)) for name, n in rows.items())
             yield Mapping(f"{ours}linear_qkv.bias", biases, qkv)
         if self.has_qk_norm:
             for name in "qk":
                 yield norm(f"{ours}{name}_layernorm", f"{theirs}{name}_norm", head_dim)
+        if self.has_wide_qk_norm:
+            for name in "qk":
+                wide = Part(f"{theirs}{name}_norm.weight", (rows[name],))
+                yield Mapping(f"{ours}{name}_layernorm.weight", (wide,), Rows())
         yield Mapping(
             f"{ours}linear_proj.weight", (Part(f"{theirs}o_proj.weight", (hidden, heads * head_dim)),), Columns()
         )
+
+    def _qkv_parts(self, theirs: str, rows: dict[str, int]) -> tuple[Part, ...]:
+        """The query, key and value projections, of so many rows each."""
+        return tuple(Part(f"{theirs}{name}_proj.weight", (n, self.hidden_size)) for name, n in rows.items())
 
     def _mlp(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
         yield from gated_mlp(ours, theirs, self.hidden_size, self.hf.intermediate_size)

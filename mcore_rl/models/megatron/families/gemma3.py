@@ -1,0 +1,76 @@
+"""Gemma 3 (text): sliding windows with a RoPE of their own, norms before and behind each block, scaled embeddings."""
+
+from functools import partial
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.families.family import Family
+from mcore_rl.models.megatron.rope import plain_frequencies
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class Gemma3(Family):
+    model_type = "gemma3_text"
+    needs_torch_layers = True
+    norms_after = True
+    norm_names = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+    activations: ClassVar = {"gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+    has_qk_norm = True
+
+    def __init__(self, hf: Any) -> None:
+        super().__init__(hf)
+        self.embedding_scale = self.hidden_size**0.5
+
+    @property
+    def activation(self) -> str:
+        return str(self.hf.hidden_activation)
+
+    @property
+    def softmax_scale(self) -> float:
+        return float(self.hf.query_pre_attn_scalar**-0.5)
+
+    def check(self, max_sequence_length: int) -> None:
+        super().check(max_sequence_length)
+        for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+            if getattr(self.hf, name, None):
+                raise UserError(f"model.path: {name} is not supported")
+        for kind in (FULL, SLIDING):
+            self._rope(kind)
+
+    def ropes(self) -> list[Tensor]:
+        return [self._rope(kind) for kind in (FULL, SLIDING)]
+
+    def rope_factor(self) -> float:
+        return 1.0
+
+    def rope_kind(self, layer: int) -> int:
+        return int(self.hf.layer_types[layer] == SLIDING)
+
+    def _rope(self, kind: str) -> Tensor:
+        parameters = self._rope_parameters(kind)
+        inverse = plain_frequencies(parameters["rope_theta"], self.head_dim)
+        if parameters["rope_type"] == "linear":
+            return inverse / parameters["factor"]
+        if parameters["rope_type"] != "default":
+            raise UserError(f"model.path: rope type {parameters['rope_type']!r} is not supported; linear is")
+        return inverse
+
+    def _rope_parameters(self, kind: str) -> dict[str, Any]:
+        """By kind of layer in transformers 5; fields of their own in 4."""
+        if hasattr(self.hf, "rope_local_base_freq"):
+            scaling = {} if kind == SLIDING else dict(self.hf.rope_scaling or {})
+            theta = self.hf.rope_local_base_freq if kind == SLIDING else self.hf.rope_theta
+            return {"rope_type": "default", **scaling, "rope_theta": theta}
+        return dict(self.hf.rope_parameters[kind])
+
+    def megatron_fields(self) -> dict[str, Any]:
+        return {**super().megatron_fields(), "layernorm_zero_centered_gamma": True}
