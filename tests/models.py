@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -124,6 +125,14 @@ FAMILIES = {
     ),
 }
 ARCHITECTURES = [family for family in FAMILIES if family != "deep"]
+
+
+def and_long(quick, long):
+    """Cases of a parametrised test, of which the second lot runs only when long tests are asked for."""
+    marked = [case if isinstance(case, tuple) else (case,) for case in long]
+    return [*quick, *(pytest.param(*case, marks=pytest.mark.long) for case in marked)]
+
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
     "{% if m['role'] == 'assistant' %}<|end|>\n{% endif %}{% endfor %}"

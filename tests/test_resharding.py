@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import and_long
 from test_layouts import make_config, make_data
 
 from mcore_rl.algorithms.objectives import loss_of
@@ -57,14 +58,18 @@ PAIRS = [
     (Layout(dp=3), Layout(cp=2)),
     (Layout(pp=2, cp=2), Layout()),
 ]
-ELSEWHERE = [
-    ("mixtral", Layout(dp=2, ep=2), Layout(tp=2, ep=2, etp=1, sp=True)),
-    ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True), Layout()),
-    ("glm4_moe", Layout(), Layout(pp=2, dp=2, ep=2)),
-    ("deep", Layout(pp=2, vpp=3), Layout(pp=2, first=1)),
-    ("olmo2", Layout(tp=2, sp=True), Layout()),
-    ("gemma3", Layout(), Layout(tp=2, sp=True)),
-]
+ELSEWHERE = and_long(
+    [
+        ("mixtral", Layout(dp=2, ep=2), Layout(tp=2, ep=2, etp=1, sp=True)),
+        ("glm4_moe", Layout(), Layout(pp=2, dp=2, ep=2)),
+        ("deep", Layout(pp=2, vpp=3), Layout(pp=2, first=1)),
+    ],
+    [
+        ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True), Layout()),
+        ("olmo2", Layout(tp=2, sp=True), Layout()),
+        ("gemma3", Layout(), Layout(tp=2, sp=True)),
+    ],
+)
 MORE = [
     (Layout(), Layout(tp=4)),
     (Layout(), Layout(dp=4)),

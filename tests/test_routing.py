@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import yaml
-from models import make_model, make_tokenizer
+from models import and_long, make_model, make_tokenizer
 from test_layouts import make_config, make_data, plain_outcome
 from test_training import run
 from transformers import AutoModelForCausalLM
@@ -146,12 +146,16 @@ def force_experts(data):
     return prepare
 
 
-REPLAYS = [
-    ("mixtral", Layout(cp=2, ep=2), False),
-    ("mixtral", Layout(tp=2, sp=True, tokens_per_pack=128), True),
-    ("qwen3_moe", Layout(pp=2, vpp=2, tokens_per_pack=128), True),
-    ("qwen3_moe", Layout(dp=2, ep=2, packing=False), False),
-]
+REPLAYS = and_long(
+    [
+        ("mixtral", Layout(tp=2, sp=True, tokens_per_pack=128), True),
+        ("qwen3_moe", Layout(pp=2, vpp=2, tokens_per_pack=128), True),
+    ],
+    [
+        ("mixtral", Layout(cp=2, ep=2), False),
+        ("qwen3_moe", Layout(dp=2, ep=2, packing=False), False),
+    ],
+)
 
 
 @pytest.fixture(scope="module")

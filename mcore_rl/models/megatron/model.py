@@ -93,21 +93,21 @@ def build_model(
     count = parallel.virtual_pipeline_model_parallel_size
     chunks = []
     for index in range(count):
+        spec = block_spec(config, family, topology.pipeline.rank, index if count > 1 else None)
         with nullcontext() if memory else torch.device("meta"):
-            chunk = _build_chunk(family, config, topology, index, count)
+            chunk = _build_chunk(family, config, spec, topology, index, count)
         chunk.rotary_pos_emb = PackedRotaryEmbedding(family.ropes(), process_groups())
         chunks.append(chunk.to(platform.device()) if memory else chunk)
     return BuiltModel(chunks, family, topology)
 
 
 def _build_chunk(
-    family: Family, config: TransformerConfig, topology: Topology, index: int, count: int
+    family: Family, config: TransformerConfig, spec: Any, topology: Topology, index: int, count: int
 ) -> HiddenStateGPTModel:
     """Chunk `index` of the `count` of this pipeline stage."""
-    vp_stage = index if count > 1 else None
     chunk = HiddenStateGPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, family, topology.pipeline.rank, vp_stage),
+        transformer_layer_spec=spec,
         vocab_size=padded_vocab_size(family.vocab_size, topology.tensor.size),
         max_sequence_length=family.hf.max_position_embeddings,
         pre_process=topology.is_first_stage and index == 0,
@@ -115,7 +115,7 @@ def _build_chunk(
         share_embeddings_and_output_weights=family.ties_embeddings,
         position_embedding_type="rope",
         pg_collection=process_groups(),
-        vp_stage=vp_stage,
+        vp_stage=index if count > 1 else None,
     )
     if chunk.post_process and family.has_reward_head:
         chunk.set_reward_head(config)
