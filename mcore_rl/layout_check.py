@@ -7,7 +7,6 @@ weights after some steps.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,75 +21,9 @@ from mcore_rl.config import DPOConfig, GRPOConfig, ModelConfig, RMConfig, Traini
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
+from mcore_rl.layouts import Layout
 
 ROUNDING = 1e-12
-SIZES = ("tp", "pp", "cp", "dp", "ep", "vpp")
-
-
-@dataclass(frozen=True, order=True)
-class Layout:
-    """Sizes of the parallel dimensions, and how microbatches are made."""
-
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    dp: int = 1
-    sp: bool = False
-    packing: bool = True
-    tokens_per_pack: int | None = None
-    ep: int = 1
-    etp: int = 0
-    """Of each expert; as `tp` if 0."""
-    vpp: int = 1
-    first: int | None = None
-    """Layers of the first pipeline stage."""
-    prefix: bool = False
-    """Common beginnings stand in a pack once."""
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.cp * self.dp
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether the sizes go together."""
-        etp = self.etp or self.tp
-        return (
-            (not self.sp or self.tp > 1)
-            and (not self.prefix or self.packing)
-            and (self.vpp == 1 or self.pp > 1)
-            and (self.ep > 1 or etp == self.tp)
-            and not self.world_size % (self.pp * self.ep * etp)
-        )
-
-    def __str__(self) -> str:
-        sizes = [f"{name}{getattr(self, name)}" for name in SIZES if getattr(self, name) > 1]
-        sizes += [f"etp{self.etp}"] * bool(self.etp) + [f"first{self.first}"] * bool(self.first)
-        extras = (
-            ["sp"] * self.sp
-            + ["prefix"] * self.prefix
-            + ["unpacked"] * (not self.packing)
-            + ["small packs"] * bool(self.tokens_per_pack)
-        )
-        return " ".join([*sizes, *extras]) or "one process"
-
-    def apply(self, config: TrainingConfig) -> TrainingConfig:
-        """`config` under this layout."""
-        values = config.model_dump()
-        values["parallel"].update(
-            tensor_model_parallel_size=self.tp,
-            pipeline_model_parallel_size=self.pp,
-            virtual_pipeline_model_parallel_size=self.vpp,
-            num_layers_in_first_pipeline_stage=self.first,
-            context_parallel_size=self.cp,
-            sequence_parallel=self.sp,
-            expert_model_parallel_size=self.ep,
-            expert_tensor_parallel_size=self.etp or None,
-        )
-        values["batch"].update(packing=self.packing, tokens_per_pack=self.tokens_per_pack, share_prefixes=self.prefix)
-        if self.packing:
-            values["batch"]["micro_batch_size"] = 1
-        return type(config).model_validate(values)
 
 
 @dataclass
@@ -232,28 +165,6 @@ def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Layou
     model.save_pretrained(destination)
     for file in companions(source.path):
         shutil.copy2(file, destination / file.name)
-
-
-def parse_layouts(choices: Sequence[str]) -> list[Layout]:
-    """`["tp=1,2", "cp=1,2"]` → every combination; keys tp, pp, vpp, cp, dp, ep, etp, sp, packing and prefix (0 or 1).
-
-    Raises:
-        UserError: not of that form.
-    """
-    known = {*SIZES, "etp", "sp", "packing", "prefix"}
-    values: dict[str, list[int]] = {}
-    for choice in choices:
-        key, _, text = choice.partition("=")
-        if key not in known or not all(part.isdecimal() for part in text.split(",")):
-            raise UserError(f"--layouts {choice!r}: write KEY=1,2 with KEY one of {', '.join(sorted(known))}")
-        values[key] = [int(part) for part in text.split(",")]
-        if key in ("sp", "packing") and not {*values[key]} <= {0, 1}:
-            raise UserError(f"--layouts {choice!r}: {key} is 0 or 1")
-        if key not in ("sp", "packing") and 0 in values[key]:
-            raise UserError(f"--layouts {choice!r}: sizes are 1 or more")
-    combinations = itertools.product(*values.values())
-    layouts = [Layout(**dict(zip(values, combination, strict=True))) for combination in combinations]  # type: ignore[arg-type]
-    return sorted({layout for layout in layouts if layout.is_possible})
 
 
 def fitting(layouts: Iterable[Layout], config: TrainingConfig) -> tuple[list[Layout], list[tuple[Layout, UserError]]]:

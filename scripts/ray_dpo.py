@@ -6,7 +6,9 @@ python scripts/ray_dpo.py CONFIG [--workers 2] [--steps 3] [section.key=value â€
 import argparse
 
 from mcore_rl.config import DPOConfig, load_config
+from mcore_rl.data.reading import check_file
 from mcore_rl.entry_point import Parser, count, told_in_one_line
+from mcore_rl.preflight import check_model_directory
 from mcore_rl.quiet import quiet_libraries
 
 
@@ -21,6 +23,8 @@ def main() -> None:
     with told_in_one_line():
         config = load_config(DPOConfig, arguments.config, arguments.overrides)
         config.parallel.data_parallel_size(arguments.workers)
+        check_model_directory(config.model.path)
+        check_file(config.data.train)
         train(config, arguments.workers, arguments.steps)
 
 

@@ -18,6 +18,7 @@ from mcore_rl.config import DPOConfig, GRPOConfig, ParallelConfig, RMConfig, SFT
 from mcore_rl.data.reading import check_file
 from mcore_rl.entry_point import Parser, count, told_in_one_line
 from mcore_rl.errors import UserError
+from mcore_rl.layouts import parse_layouts
 from mcore_rl.preflight import check_model_directory
 from mcore_rl.quiet import quiet_libraries
 
@@ -39,17 +40,17 @@ def main() -> int:
         config = load_config(ALGORITHMS[arguments.algorithm], arguments.config, arguments.overrides)
         check_model_directory(config.model.path)
         check_file(config.data.train)
-        return verify(arguments, config)
+        layouts = [x for x in parse_layouts(arguments.layouts) if x.world_size <= arguments.max_processes]
+        if not layouts:
+            raise UserError(f"--max-processes {arguments.max_processes}: leaves none of the layouts")
+        return verify(arguments, config, layouts)
 
 
-def verify(arguments, config):
+def verify(arguments, config, layouts):
     from mcore_rl.data.tokenize import load_tokenizer
-    from mcore_rl.layout_check import TABLE_HEADER, check_layouts, fitting, parse_layouts, shrink_model, table_row
+    from mcore_rl.layout_check import TABLE_HEADER, check_layouts, fitting, shrink_model, table_row
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 
-    layouts = [x for x in parse_layouts(arguments.layouts) if x.world_size <= arguments.max_processes]
-    if not layouts:
-        raise UserError(f"--max-processes {arguments.max_processes}: leaves none of the layouts")
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
     check_model_fits(hf_config, ParallelConfig(), config.data.max_sequence_length)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, config.data.read_chat_template())

@@ -29,6 +29,7 @@ FLOORS = {
     "environments": 4,
     "algorithms": 5,
     "layout_check": 5,
+    "layouts": 1,
     "entry_point": 6,
     "models": 0,  # the empty package itself
 }
