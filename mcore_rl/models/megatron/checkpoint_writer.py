@@ -66,29 +66,20 @@ class PlannedShards:
             state: shards that all ranks of `group` hold alike; they are shared out over them.
             own: parts that this rank alone holds.
         """
-        strategy = FullyParallelSaveStrategyWrapper(_PlanOnly(own), group)
-        planned: PlannedShards = strategy.async_save(state, directory)
-        return planned
-
-
-class _PlanOnly(TorchDistSaveShardedStrategy):
-    """Megatron's strategy up to the writing, which it would do in processes that it waits for for ever."""
-
-    def __init__(self, own: Iterable[tuple[WriteItem, torch.Tensor]]) -> None:
-        super().__init__("torch_dist", 1)
-        self.own = own
-
-    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> PlannedShards:
-        tensors, *_ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+        FullyParallelSaveStrategyWrapper(strategy, group).apply_saving_parallelization(state)
+        # From here on what the strategy's own saving does, up to the writing: that it would do in processes which it
+        # waits for for ever.
+        tensors, *_ = _replace_state_dict_keys_with_sharded_keys(state, strategy.keep_only_main_replica)
         planned, *_ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(tensors, False),
-            OneFileWriter(checkpoint_dir),
+            OneFileWriter(directory),
             None,
             coordinator_rank=0,
-            planner=_Planner(self.own),
+            planner=_Planner(own),
         )
         storage, metadata, _ = planned
-        return PlannedShards(storage, metadata)
+        return cls(storage, metadata)
 
 
 class _Planner(MCoreSavePlanner):

@@ -143,7 +143,7 @@ class Family:
             "kv_channels": self.head_dim,
             "normalization": "RMSNorm",
             "layernorm_epsilon": self.hf.rms_norm_eps,
-            "qk_layernorm": self.has_qk_norm,
+            "qk_layernorm": self.has_qk_norm or self.has_wide_qk_norm,
             "gated_linear_unit": True,
             "activation_func": self.activations[self.activation],
             "softmax_scale": self.softmax_scale,
