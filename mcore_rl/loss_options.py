@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, Required, Self, TypedDict, get_args, get_type_hints
@@ -30,6 +31,8 @@ class Bounds:
         """What is wrong with `value`, or None."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return "must be a number"
+        if not math.isfinite(value):
+            return "must be finite"
         if self.ge is not None and not value >= self.ge:
             return f"must be at least {self.ge:g}"
         if self.gt is not None and not value > self.gt:
@@ -40,14 +43,21 @@ class Bounds:
         """For the YAML section: pydantic would take true for 1, and infinity for a weight."""
         from pydantic_core import core_schema
 
-        def refuse_bool(value: Any) -> Any:
+        def refuse(value: Any) -> Any:
             if isinstance(value, bool):
                 raise ValueError("must be a number, not true or false")
-            if value in (float("inf"), ".inf", "inf"):
+            if isinstance(value, float | str) and _is_infinite(value):
                 raise ValueError("must be finite")
             return value
 
-        return core_schema.no_info_before_validator_function(refuse_bool, handler(source))
+        return core_schema.no_info_before_validator_function(refuse, handler(source))
+
+
+def _is_infinite(value: float | str) -> bool:
+    try:
+        return not math.isfinite(float(value))
+    except ValueError:
+        return value in (".inf", ".nan")
 
 
 NonNegative = Annotated[float, Bounds(ge=0)]
@@ -84,8 +94,18 @@ class LossOptions:
 
     @classmethod
     def translate(cls, cfg: Mapping[str, Any]) -> dict[str, Any]:
-        """A dictionary of another version of the reference, under the names of this one."""
-        return {cls.aliases.get(key, key): value for key, value in cfg.items()}
+        """A dictionary of another version of the reference, under the names of this one.
+
+        Raises:
+            ContractError: two names of one option with different values.
+        """
+        values: dict[str, Any] = {}
+        for key, value in cfg.items():
+            name = cls.aliases.get(key, key)
+            if name in values and values[name] != value:
+                raise ContractError(f"{name} has two values, {values[name]!r} and {value!r} ({key} is another name)")
+            values[name] = value
+        return values
 
     @classmethod
     def from_config(cls, cfg: Mapping[str, Any] | Self, loss: str) -> Self:
@@ -129,7 +149,8 @@ def _problem(kind: Any, value: Any) -> str | None:
         return None if value in choices else f"must be one of {', '.join(map(str, choices))}"
     bounds = next((part.__metadata__[0] for part in parts if _is_leaf_number(part)), None)
     if bounds is not None:
-        return bounds.problem(value)
+        whole = any(get_args(part)[0] is int for part in parts if _is_leaf_number(part))
+        return "must be a whole number" if whole and isinstance(value, float) else bounds.problem(value)
     return None if isinstance(value, bool) else "must be true or false"
 
 
@@ -217,7 +238,12 @@ class ClippedPGOptions(LossOptions):
     def translate(cls, cfg: Mapping[str, Any]) -> dict[str, Any]:
         values = super().translate(cfg)
         if "use_cispo" in values:
-            values["clip_type"] = "cispo" if values.pop("use_cispo") else values.get("clip_type", "ppo")
+            cispo = values.pop("use_cispo")
+            if not isinstance(cispo, bool):
+                raise ContractError(f"use_cispo: must be true or false, got {cispo!r}")
+            clip_type = "cispo" if cispo else "ppo"
+            if values.setdefault("clip_type", clip_type) != clip_type:
+                raise ContractError(f"use_cispo={cispo} and clip_type={values['clip_type']} contradict each other")
         return values
 
     def check(self) -> None:
@@ -241,6 +267,10 @@ class ClippedPGOptions(LossOptions):
         self.require(
             self.reference_policy_kl_penalty > 0 or not self.use_kl_in_reward,
             "use_kl_in_reward needs a reference_policy_kl_penalty",
+        )
+        self.require(
+            not self.use_kl_in_reward or not (self.use_on_policy_kl_approximation or self.kl_gradient == "unbiased"),
+            "use_kl_in_reward leaves no KL term in the loss for use_on_policy_kl_approximation or kl_gradient=unbiased",
         )
         self._check_importance_sampling()
 

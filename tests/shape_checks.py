@@ -9,8 +9,13 @@ TENSOR_MODULES = (
     "model_utils",
     "pack_layout",
     "parallel_logprobs",
+    "prefix_layout",
 )
 install_import_hook(
-    [*(f"mcore_rl.distributed.{name}" for name in TENSOR_MODULES), "mcore_rl.algorithms.loss_functions"],
+    [
+        *(f"mcore_rl.distributed.{name}" for name in TENSOR_MODULES),
+        "mcore_rl.algorithms.loss_functions",
+        "mcore_rl.algorithms.advantages",
+    ],
     "beartype.beartype",
 )

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from test_losses import PG, ROWS, batch, logprobs_of, mask_of
 
-from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
+from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, DistillationLossFn
+from mcore_rl.algorithms.loss_functions.importance import importance_weights, truncate_importance_weights
 from mcore_rl.distributed import linear_logprobs as fused
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.linear_logprobs import linear_logprobs
@@ -18,7 +19,7 @@ from mcore_rl.distributed.processes import run_processes
 # ------------------------------------------------------------------ log-ratios far from 0
 
 
-@pytest.mark.parametrize("distance", [-1e4, -100.0, -88.8, 88.8, 100.0, 1e4])
+@pytest.mark.parametrize("distance", [-1e4, -100.0, -88.8, -60.0, 60.0, 88.0, 88.7, 88.8, 100.0, 1e4])
 @pytest.mark.parametrize("key", ["prev_logprobs", "generation_logprobs", "reference_policy_logprobs"])
 @pytest.mark.parametrize(
     "changes",
@@ -32,8 +33,9 @@ from mcore_rl.distributed.processes import run_processes
             "use_importance_sampling_correction": True,
         },
         {"use_on_policy_kl_approximation": True, "kl_gradient": "unbiased", "use_importance_sampling_correction": True},
+        {"kl_clamp": None, "kl_output_clamp": 10.0},
     ],
-    ids=["ppo", "dual clip", "cispo", "gspo", "corrected"],
+    ids=["ppo", "dual clip", "cispo", "gspo", "corrected", "output clamp"],
 )
 def test_far_apart_logprobs(distance, key, changes):
     logits, data, seqs, toks = batch()
@@ -45,6 +47,32 @@ def test_far_apart_logprobs(distance, key, changes):
     assert loss.isfinite()
     assert gradient.isfinite().all()
     assert all(torch.as_tensor(value).isfinite() for value in metrics.values()), metrics
+
+
+def test_a_truncated_weight_is_the_bound_however_far_the_sampler_is():
+    far = torch.tensor([[0.5, 15.0, 25.0, 60.0, 88.0]])
+    zeros, ones = torch.zeros_like(far), torch.ones_like(far)
+    weights = importance_weights(far, zeros, ones, sequence_level=False)
+    bounded, inside = truncate_importance_weights(weights, far, ones, "tis", 0.0, 2.0)
+    torch.testing.assert_close(bounded, torch.tensor([[math.exp(0.5), 2.0, 2.0, 2.0, 2.0]]))
+    assert inside.tolist() == [[True, False, False, False, False]]
+
+
+@pytest.mark.parametrize("of", ["teacher", "student"])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "mixed"])
+def test_distillation_where_a_probability_is_zero(kind, of):
+    logits, data, seqs, toks = batch()
+    top = torch.randn(logits.shape, dtype=torch.float64).topk(4)
+    data["teacher_topk_logits"], data["teacher_topk_indices"] = top.values, top.indices
+    logits = logits.detach()
+    if of == "teacher":
+        data["teacher_topk_logits"][..., 3] = -torch.inf
+    else:
+        logits.scatter_(2, top.indices[..., 3:], -torch.inf)
+    logits.requires_grad_()
+    loss, _ = DistillationLossFn({"kl_type": kind, "mixed_kl_weight": 0.3})(logits, data, seqs, toks)
+    assert loss.isfinite()
+    assert torch.autograd.grad(loss, logits)[0].isfinite().all()
 
 
 def test_a_clipped_ratio_has_no_gradient():

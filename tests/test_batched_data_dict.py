@@ -209,3 +209,11 @@ PACKS = {"max_tokens_per_microbatch": 4}
 def test_bad_use(call, message, kind):
     with pytest.raises(kind, match=message):
         call(make([3, 1, 2, 5]))
+
+
+def test_a_mask_selects_the_rows_where_it_is_true():
+    data = BatchedDataDict(x=torch.arange(3), names=["a", "b", "c"])
+    chosen = data.select_indices(torch.tensor([True, False, True]))
+    assert (chosen["x"].tolist(), chosen["names"]) == ([0, 2], ["a", "c"])
+    with pytest.raises(AssertionError, match="a mask of 2 for 3 rows"):
+        data.select_indices(torch.tensor([True, False]))

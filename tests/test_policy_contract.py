@@ -37,6 +37,21 @@ class WholeMicrobatch(LossFunction):
         }
 
 
+class EveryToken(NLLLoss):
+    """Reads what the masks leave out: every real token of every row, prompts and masked samples too."""
+
+    def from_logprobs(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks, entropy=None):
+        loss = -next_token_logprobs.sum() / global_valid_toks
+        return loss, {"loss": loss.detach(), "num_valid_samples": data["sample_mask"].sum()}
+
+
+class EveryTokenOfLogits(EveryToken):
+    """The same, by way of logits."""
+
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs)
+
+
 class Vector(WholeMicrobatch):
     def __call__(self, *args):
         loss, metrics = super().__call__(*args)
@@ -49,12 +64,12 @@ def policy_of(config, **options):
     return MegatronPolicy(config, **{"total_steps": 10, "rows_per_unit": 2, **options})
 
 
-def gradients_of(config, loss_fn):
+def gradients_of(config, loss_fn, rows=12):
     from mcore_rl.models.megatron.optimizer import gather_gradients
     from mcore_rl.models.megatron.weights import export_hf_weights
 
     policy = policy_of(config)
-    metrics = policy.compute_gradients(make_data(), loss_fn)
+    metrics = policy.compute_gradients(make_data().slice(0, rows), loss_fn)
     gather_gradients(policy.chunks)
     gradients = dict(export_hf_weights(policy.model, _main_grad))
     policy.shutdown()
@@ -73,6 +88,32 @@ def test_a_subclasss_call_runs_in_the_policy(layout, model_of):
     assert twice["num_valid_samples"] == once["num_valid_samples"] == 5
     for name, gradient in gradients.items():
         torch.testing.assert_close(doubled[name], 2 * gradient, rtol=1e-4, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("rows", [12, 2])
+def test_a_subclass_may_read_every_token(rows, model_of):
+    """Also with a filler, where one pair is there for two ranks: it trains nothing, whatever the loss makes of it."""
+    plain = make_config(model_of("llama"))
+    expected, gradients = run_processes(gradients_of, plain, EveryTokenOfLogits(), rows, world_size=1)[0]
+    for loss_fn in (EveryToken(), EveryTokenOfLogits()):
+        found, same = run_processes(gradients_of, Layout(dp=2).apply(plain), loss_fn, rows, world_size=2)[0]
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(same[name], gradient, rtol=1e-4, atol=2e-5, msg=name)
+
+
+def loss_of_pairs(config, rows_per_unit):
+    policy = policy_of(config, rows_per_unit=rows_per_unit)
+    metrics = policy.evaluate(make_data(), DPOLossFn(DPO))
+    policy.shutdown()
+    return metrics
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(packing=False)], ids=str)
+def test_a_policy_that_was_not_made_for_pairs_keeps_a_losss_pairs_together(layout, model_of):
+    config = layout.apply(make_config(model_of("llama")))
+    made_for_pairs, not_made = (run_processes(loss_of_pairs, config, unit, world_size=1)[0] for unit in (2, 1))
+    assert not_made == pytest.approx(made_for_pairs, rel=1e-5)
 
 
 def metrics_of_a_loss_of_ones_own(config):
@@ -120,6 +161,10 @@ def ported_controller(config):
     assert "grad_norm" not in evaluated
     with pytest.raises(AssertionError, match="12 rows do not make whole global batches of gbs=5"):
         policy.train(data, loss_fn, gbs=5)
+    with pytest.raises(AssertionError, match="global batches of gbs=0"):
+        policy.train(data, loss_fn, gbs=0)
+    with pytest.raises(AssertionError, match="no rows"):
+        policy.train(data.slice(0, 0), loss_fn)
     two = policy.train(data, loss_fn, False, 6, 2)
     policy.shutdown()
     return evaluated, two

@@ -97,6 +97,16 @@ def check_keys(layout, index, valid, cp):
             first_query, first_key = first_query + count, first_key + visible
 
 
+def test_a_filler_is_no_wider_than_what_it_stands_beside():
+    """One group for two ranks, in packs of one width: the filler is a whole unit with what its rows share."""
+    ids = torch.tensor([[1] * 12 + [row] for row in range(4)])
+    data = BatchedDataDict(input_ids=ids, input_lengths=torch.full((4,), 13), sample_mask=torch.ones(4))
+    batching = Batching(True, 64, 1, 1, dp_size=2, one_width=True, rows_per_group=4, min_shared=4)
+    (real,), (filler,) = (batching.microbatches(data, rank) for rank in (0, 1))
+    assert sorted([real.counts, filler.counts]) == [False, True]
+    assert real.layout.total == filler.layout.total == 16
+
+
 def test_a_group_too_large_for_a_pack_is_cut():
     """Eight responses of 6 to a prompt of 10, in packs of 30: the prompt stands in each of three or more."""
     prompt = list(range(1, 11))

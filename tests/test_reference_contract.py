@@ -262,6 +262,46 @@ def test_option_names_of_other_versions(theirs, ours):
     assert loss == expected
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kl_estimator": "k3", "reference_policy_kl_type": "k1"}, "kl_estimator has two values"),
+        ({"use_cispo": "no"}, "use_cispo: must be true or false"),
+        ({"use_cispo": True, "clip_type": "ppo"}, "contradict"),
+        ({"reference_policy_kl_penalty": float("inf")}, "must be finite"),
+        ({"token_level_loss": False, "dr_grpo_max_tokens": 7.5}, "must be a whole number"),
+        ({"use_kl_in_reward": True, "kl_gradient": "unbiased"}, "use_kl_in_reward leaves no KL term"),
+    ],
+)
+def test_options_that_contradict_each_other(changes, message):
+    with pytest.raises(AssertionError, match=message):
+        ClippedPGLossFn({**PG, **changes})
+
+
+def test_options_are_attributes_under_their_other_names_too():
+    loss_fn = ClippedPGLossFn({**PG, "use_cispo": True})
+    assert loss_fn.use_cispo
+    loss_fn.use_cispo, loss_fn.reference_policy_kl_type = False, "k1"
+    assert (loss_fn.clip_type, loss_fn.kl_estimator, loss_fn.reference_policy_kl_type) == ("ppo", "k1", "k1")
+
+
+def test_data_first_without_the_count_of_sequences():
+    logits, data, seqs, toks = batch()
+    ready = logprobs_of(logits, data)
+    expected, _ = NLLLoss()(logits, data, seqs, toks)
+    torch.testing.assert_close(NLLLoss()(data, None, toks, next_token_logprobs=ready)[0], expected)
+
+
+def test_a_preference_term_that_would_never_run_is_refused():
+    with pytest.raises(AssertionError, match="override _per_pair or from_logprobs"):
+        type("Own", (DPOLossFn,), {"_dpo_loss": lambda self, *args: None})
+
+
+def test_context_parallel_shares_of_odd_lengths_are_refused():
+    with pytest.raises(AssertionError, match="6 tokens are not a multiple of 2 x 2"):
+        model_utils._get_tokens_on_this_cp_rank(torch.zeros(1, 6), 0, 2)
+
+
 def test_positive_example_nll_adds_up_over_microbatches():
     logits, data, seqs, toks = batch()
     data["rewards"] = torch.tensor([0.7, -0.1, 0.3, 0.1, 0.9, 0.0])

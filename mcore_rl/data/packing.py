@@ -128,7 +128,7 @@ class Batching:
         shards = self._assign(units)
         width = max(self._width(box) for boxes in shards for box in boxes)
         common = width if self.one_width else None
-        filler = [self._apart(list(range(self.rows_per_unit)), lengths)]
+        filler = [min(units, key=lambda unit: unit.tree.padded_size(self.multiple))]
         return [self._microbatch(data, box, filler, common) for box in shards[dp_rank]]
 
     def _microbatch(

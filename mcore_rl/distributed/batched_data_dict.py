@@ -60,8 +60,17 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     # ------------------------------------------------------------ rows
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """A copy of the rows `indices`, in that order."""
-        rows = torch.as_tensor(indices, dtype=torch.long)
+        """A copy of the rows `indices`, in that order; or of those where a boolean tensor [B] is true.
+
+        Raises:
+            ContractError: a boolean tensor of another length.
+        """
+        rows = torch.as_tensor(indices)
+        if rows.dtype == torch.bool:
+            if len(rows) != self.size:
+                raise ContractError(f"select_indices: a mask of {len(rows)} for {self.size} rows")
+            rows = rows.nonzero().flatten()
+        rows = rows.long()
         order = rows.tolist()
         selected = type(self)()
         for key, value in self.data.items():

@@ -89,6 +89,10 @@ def allgather_cp_sharded_tensor(
     """Zigzag shares of one sequence (dimension `seq_dim`) put together, the same on every rank."""
     if group_size(cp_group) == 1:
         return tensor
+    if tensor.shape[seq_dim] % 2:
+        raise ContractError(
+            f"a context-parallel share has two chunks of one length, not {tensor.shape[seq_dim]} tokens"
+        )
     shares = all_gather_forward_reduce_scatter_backward(tensor.movedim(seq_dim, 0), cp_group)
     first, second = shares.chunk(2 * group_size(cp_group))[::2], shares.chunk(2 * group_size(cp_group))[1::2]
     return torch.cat((*first, *reversed(second))).movedim(0, seq_dim)
@@ -100,6 +104,8 @@ def _get_tokens_on_this_cp_rank(
     """Chunks `cp_rank` and 2·CP − 1 − `cp_rank` of a sequence whose length is a multiple of 2·CP."""
     if cp_size == 1:
         return input_ids
+    if input_ids.shape[seq_dim] % (2 * cp_size):
+        raise ContractError(f"{input_ids.shape[seq_dim]} tokens are not a multiple of 2 x {cp_size}: pad them")
     chunks = input_ids.chunk(2 * cp_size, dim=seq_dim)
     return torch.cat((chunks[cp_rank], chunks[-1 - cp_rank]), dim=seq_dim)
 

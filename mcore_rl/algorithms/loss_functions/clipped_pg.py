@@ -67,6 +67,7 @@ class ClippedPGLossFn(Configured, LogprobLoss):
     attributes of the loss. KL and entropy are reduced as the loss is. Log-ratios are held within ±20 nats.
     """
 
+    reads_counted_tokens_only = True
     metric_reductions: ClassVar[Mapping[str, Reduction]] = {
         "probs_ratio_min": "min",
         "probs_ratio_max": "max",
@@ -88,6 +89,15 @@ class ClippedPGLossFn(Configured, LogprobLoss):
         self.required_keys = tuple(key for key in ClippedPGLossDataDict.__annotations__ if key not in left_out)
         if options.positive_example_nll_weight:
             self.required_keys += ("rewards", "num_positive_tokens")
+
+    @property
+    def use_cispo(self) -> bool:
+        """`clip_type`, under the name that other versions of the reference have for it."""
+        return self.options.clip_type == "cispo"
+
+    @use_cispo.setter
+    def use_cispo(self, value: bool) -> None:
+        self.clip_type = "cispo" if value else "ppo"
 
     def from_logprobs(
         self,
@@ -216,7 +226,7 @@ class ClippedPGLossFn(Configured, LogprobLoss):
         mixture = torch.logaddexp(prev, generation) - math.log(2)
         prev_to_mixture, generation_to_mixture = (calculate_kl(x, mixture) for x in (prev, generation))
         return {
-            "token_mult_prob_error": finite_exp((generation - prev).abs()),
+            "token_mult_prob_error": bounded_ratio((generation - prev).abs()),
             "gen_kl_error": calculate_kl(generation, prev, kind),
             "policy_kl_error": calculate_kl(prev, generation, kind),
             "js_divergence_error": (prev_to_mixture + generation_to_mixture) / 2,

@@ -21,6 +21,8 @@ from mcore_rl.loss_options import LossOptions
 
 EPSILON = 1e-8
 
+_NOT_GIVEN: Any = object()
+
 
 def masked_sum(
     values: Float[Tensor, "*shape"], mask: Float[Tensor, "*shape"], dim: int | None = None
@@ -85,6 +87,10 @@ def locate_nonfinite(
     return None if len(bad) == 0 else (int(bad[0, 0]), int(bad[0, 1]) + 1)
 
 
+def _is_batch(data: Any) -> bool:
+    return isinstance(data, Mapping)
+
+
 class LogprobLoss(LossFunction):
     """A loss of next-token log-probabilities. Subclasses write `from_logprobs`.
 
@@ -96,12 +102,17 @@ class LogprobLoss(LossFunction):
     """
 
     needs_entropy = False
+    reads_counted_tokens_only = False
+    """Declared by each class for itself: `from_logprobs` never looks at tokens that the masks leave out.
+
+    A policy then gives it 0 there and saves their part of the LM head.
+    """
     required_keys: tuple[str, ...] = ("input_ids", "token_mask", "sample_mask")
 
     def __call__(
         self,
         next_token_logits: Any = None,
-        data: Any = None,
+        data: Any = _NOT_GIVEN,
         global_valid_seqs: Tensor | None = None,
         global_valid_toks: Tensor | None = None,
         vocab_parallel_rank: int | None = None,
@@ -121,15 +132,17 @@ class LogprobLoss(LossFunction):
             ValueError: a log-probability that counts is not finite (CPU only).
         """
         if next_token_logprobs is not None:
-            if isinstance(next_token_logits, Mapping):  # positional arguments begin with the data
-                if data is not None:
+            if _is_batch(next_token_logits):  # positional arguments begin with the data
+                if data is not _NOT_GIVEN:
                     global_valid_toks = global_valid_toks if global_valid_seqs is None else global_valid_seqs
                     global_valid_seqs = data
                 data = next_token_logits
+            if not _is_batch(data):
+                raise ContractError(f"{type(self).__name__}: give data beside next_token_logprobs")
             self.refuse_nonfinite(next_token_logprobs, data)
             logprobs, entropy = next_token_logprobs, None
         else:
-            if not isinstance(next_token_logits, Tensor) or data is None:
+            if not isinstance(next_token_logits, Tensor) or not _is_batch(data):
                 raise ContractError(f"{type(self).__name__}: give next_token_logits and data, or next_token_logprobs")
             logprobs, entropy = self.next_token_logprobs(
                 next_token_logits, data, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
@@ -204,14 +217,16 @@ class Configured(LossFunction):
 
     def __getattr__(self, name: str) -> Any:
         options = self.__dict__.get("options")
-        if options is None or name not in options.__dataclass_fields__:
+        option = name if options is None else options.aliases.get(name, name)
+        if options is None or option not in options.__dataclass_fields__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(options, name)
+        return getattr(options, option)
 
     def __setattr__(self, name: str, value: Any) -> None:
         options = self.__dict__.get("options")
-        if options is not None and name in options.__dataclass_fields__:
-            self.configure(replace(options, **{name: value}))
+        option = name if options is None else options.aliases.get(name, name)
+        if options is not None and option in options.__dataclass_fields__:
+            self.configure(replace(options, **{option: value}))
         else:
             object.__setattr__(self, name, value)
 
@@ -228,6 +243,11 @@ def takes_logprobs(loss_fn: Any) -> bool:
         and kind.next_token_logprobs is LogprobLoss.next_token_logprobs
         and "next_token_logprobs" not in vars(loss_fn)
     )
+
+
+def reads_counted_tokens_only(loss_fn: Any) -> bool:
+    """True where the class of `loss_fn` says so itself: a subclass may look at more than the class it extends."""
+    return bool(vars(type(loss_fn)).get("reads_counted_tokens_only", False))
 
 
 def rows_layout(logits: Tensor, data: Mapping[str, Any], context_parallel_group: ProcessGroup | None) -> PackLayout:

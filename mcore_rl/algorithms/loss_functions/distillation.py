@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 else:
     DistillationLossConfig = typed_dict("DistillationLossConfig", DistillationOptions)
 
-# Nats: the teacher's log-probability of a token that it gives probability 0, so that reverse KL stays finite.
+# Nats: the log-probability of a token of probability 0, so that divergences stay finite.
 LOG_ZERO = -100.0
 
 
@@ -118,6 +118,7 @@ class DistillationLossFn(Configured):
         """Forward and reverse KL; `student_logprobs` and `entropy` (if needed) are of the whole vocabulary."""
         teacher = torch.log_softmax(teacher_logits, dim=-1)
         student = torch.log_softmax(student_logprobs, dim=-1) if entropy is None else student_logprobs
+        teacher, student = teacher.clamp(min=LOG_ZERO), student.clamp(min=LOG_ZERO)  # 0 · (−inf) is NaN
         forward = (teacher.exp() * (teacher - student)).sum(-1)
         reverse = (student.exp() * (student - teacher)).sum(-1)
         if entropy is not None:  # Σ p·(log p − LOG_ZERO) over the other tokens, from the sums over all and over the k

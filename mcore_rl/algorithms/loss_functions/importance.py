@@ -21,9 +21,12 @@ def bounded_ratio(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]
 
 
 def finite_exp(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """eˣ, and 0 with gradient 0 where that is not finite."""
+    """eˣ, held beyond 20 nats with gradient 0; 0 where x is NaN or eˣ is not finite in this precision.
+
+    Products of two such weights and a ratio are then finite too.
+    """
     fits = x <= math.log(torch.finfo(x.dtype).max)
-    return torch.where(fits, torch.exp(torch.where(fits, x, 0)), 0)
+    return torch.where(fits, torch.exp(torch.where(fits, x, 0).clamp(max=LOG_RATIO_LIMIT)), 0)
 
 
 def importance_weights(

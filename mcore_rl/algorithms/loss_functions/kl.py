@@ -12,6 +12,9 @@ from mcore_rl.algorithms.loss_functions.importance import finite_exp
 from mcore_rl.errors import ContractError
 from mcore_rl.loss_options import KLEstimator
 
+# Nats: eˣ of more is infinite in fp32.
+EXP_LIMIT = 80.0
+
 
 def calculate_kl(
     logprobs: Float[Tensor, "*shape"],
@@ -38,7 +41,8 @@ def calculate_kl(
     elif estimator == "k2":
         kl = x.square() / 2
     elif estimator == "k3":
-        kl = torch.expm1(x) - x
+        # An infinite estimate would, times the 0 that clipping gives as a gradient, be NaN.
+        kl = torch.expm1(x if output_clamp is None else x.clamp(max=EXP_LIMIT)) - x
     else:
         raise ContractError(f"KL estimator must be k1, k2 or k3, got {estimator!r}")
     return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)

@@ -59,6 +59,7 @@ class KTOLossFn(Configured, LogprobLoss):
     r = Σ (logprob − reference logprob); averaged over the sequences of the global batch.
     """
 
+    reads_counted_tokens_only = True
     loss_type = LossType.SEQUENCE_LEVEL
     required_keys = tuple(KTOLossDataDict.__annotations__)
 

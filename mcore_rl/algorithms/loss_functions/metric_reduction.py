@@ -42,6 +42,19 @@ def reduce_metrics(
     }
 
 
+def over_steps(steps: Sequence[Mapping[str, float]], reductions: Mapping[str, Reduction]) -> dict[str, float]:
+    """Metrics of several steps as one: the mean over the steps that have it, or what is declared min or max."""
+    values: dict[str, list[float]] = {}
+    for metrics in steps:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(value)
+    return {
+        name: min(found) if kind == "min" else max(found) if kind == "max" else sum(found) / len(found)
+        for name, found in values.items()
+        for kind in [reductions.get(name)]
+    }
+
+
 def _sum(values: list[Any], samples: list[Any]) -> Any:
     return functools.reduce(operator.add, values)
 

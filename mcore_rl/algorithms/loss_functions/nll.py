@@ -22,6 +22,7 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 class NLLLoss(LogprobLoss):
     """−Σ logprob / global_valid_toks over the tokens that carry loss."""
 
+    reads_counted_tokens_only = True
     loss_type = LossType.TOKEN_LEVEL
 
     def from_logprobs(

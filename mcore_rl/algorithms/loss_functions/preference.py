@@ -155,9 +155,15 @@ class DPOLossFn(Configured, LogprobLoss, PreferenceLoss):  # type: ignore[misc] 
     values are also attributes of the loss.
     """
 
+    reads_counted_tokens_only = True
     loss_type = LossType.SEQUENCE_LEVEL
     required_keys = ("input_ids", "token_mask", "sample_mask", "reference_policy_logprobs")
     options: DPOOptions
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_dpo_loss" in vars(cls):  # the reference's __call__ goes through it; here it would never run
+            raise ContractError(f"{cls.__name__}: override _per_pair or from_logprobs; _dpo_loss is only for callers")
 
     def __init__(self, cfg: DPOLossConfig | DPOOptions) -> None:
         self.configure(DPOOptions.from_config(cfg, type(self).__name__))

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_rl import platform
 from mcore_rl.algorithms.interfaces import LossFunction
-from mcore_rl.algorithms.loss_functions.common import takes_logprobs, token_mask_of
+from mcore_rl.algorithms.loss_functions.common import reads_counted_tokens_only, takes_logprobs, token_mask_of
 from mcore_rl.algorithms.loss_functions.packing import SequencePackingLossWrapper, accepted_groups, rows_of_width
 from mcore_rl.data.packing import Microbatch
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
@@ -46,6 +46,8 @@ def run_microbatches(
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             value, outputs = head(hidden, microbatch)
+            if not microbatch.counts:  # whatever a loss makes of masked samples, a filler trains nothing
+                value = value.masked_fill(torch.ones_like(value, dtype=torch.bool), 0)
             # Every context-parallel rank computes the whole loss, and gradients are summed over these ranks.
             value = value / model.topology.context.size
             return value, torch.ones((), dtype=torch.int, device=value.device), outputs
@@ -205,6 +207,7 @@ class LossHead:
         self.counts = global_valid_seqs.to(platform.device()), global_valid_toks.to(platform.device())
         self.rewards = RewardOfSequences(model) if model.family.has_reward_head else None
         self.fused = takes_logprobs(loss_fn)
+        self.of_counted_tokens = reads_counted_tokens_only(loss_fn)
         self.logprobs = LogprobHead(model, temperature, with_entropy=getattr(loss_fn, "needs_entropy", False))
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
@@ -214,7 +217,8 @@ class LossHead:
         if self.rewards is not None:
             loss, metrics = self.loss_fn(self.rewards(hidden, microbatch), data, *self.counts)
         elif self.fused:
-            logprobs, entropy = self.logprobs(hidden, microbatch, mask)
+            wanted = mask if self.of_counted_tokens else torch.ones_like(mask)
+            logprobs, entropy = self.logprobs(hidden, microbatch, wanted)
             loss, metrics = self.loss_fn.from_logprobs(logprobs, data, *self.counts, entropy)
             more = {"logprobs": logprobs.detach(), "mask": mask, "rows": microbatch.rows}
         else:

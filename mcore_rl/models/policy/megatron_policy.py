@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.algorithms.interfaces import LossFunction
-from mcore_rl.algorithms.loss_functions.metric_reduction import reduce_metrics, reductions_of
+from mcore_rl.algorithms.loss_functions.metric_reduction import over_steps, reduce_metrics, reductions_of
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batches import valid_counts
 from mcore_rl.data.packing import Microbatch, batching_of
@@ -204,14 +204,25 @@ class MegatronPolicy(Keeping, Generating):
         return {name: self._sum_over_replicas_and_stages(values).cpu() for name, values in rows.items()}
 
     def _microbatches(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, share: bool = True
+        self,
+        data: BatchedDataDict[Any],
+        micro_batch_size: int | None = None,
+        share: bool = True,
+        rows_per_unit: int = 1,
     ) -> list[Microbatch]:
         """This rank's microbatches; `micro_batch_size` rows each, where they are not packed by tokens.
 
         Args:
             share: common beginnings may stand in a pack once.
+            rows_per_unit: so many neighbouring rows stay together, beside those of the policy.
         """
-        batching = self.batching if share else replace(self.batching, rows_per_group=0)
+        batching = self.batching
+        if batching.rows_per_unit % rows_per_unit:
+            together = math.lcm(batching.rows_per_unit, rows_per_unit)
+            batching = batching_of(self.config, together, self.topology.data.size)
+            batching = replace(batching, attention_length=self.batching.attention_length)
+        if not share:
+            batching = replace(batching, rows_per_group=0)
         if micro_batch_size is not None:
             if micro_batch_size < 1 or micro_batch_size % batching.rows_per_unit:
                 raise ContractError(
@@ -249,15 +260,18 @@ class MegatronPolicy(Keeping, Generating):
 
         Returns:
             floats: the loss's metrics over the global batch, its `loss`, and of a step `grad_norm` (before clipping)
-            and `lr`; means over the steps where there are several. Beside them `all_mb_metrics`, with a list of each
-            metric's values in all microbatches of all ranks.
+            and `lr`. Where there are several steps: means over those that have the metric, or the smallest or
+            largest, for what the loss declares so. Beside them `all_mb_metrics`, with a list of each metric's
+            values in all microbatches of all ranks.
 
         Raises:
-            ContractError: rows that do not make whole global batches; metrics that are not numbers.
+            ContractError: no rows, or rows that do not make whole global batches; metrics that are not numbers.
             FloatingPointError: loss or gradient norm is not finite, on every rank; weights are as before.
         """
-        size = gbs or data.size
-        if data.size % size:
+        size = data.size if gbs is None else gbs
+        if data.size == 0:
+            raise ContractError("train: the batch has no rows")
+        if size < 1 or data.size % size:
             raise ContractError(f"train: {data.size} rows do not make whole global batches of gbs={size}")
         step = self._evaluate if eval_mode else self._train_step
         results: list[dict[str, float]] = []
@@ -267,8 +281,7 @@ class MegatronPolicy(Keeping, Generating):
             results.append(metrics)
             for name, values in of_microbatches.items():
                 all_mb_metrics.setdefault(name, []).extend(values)
-        means = {name: sum(metrics[name] for metrics in results) / len(results) for name in results[0]}
-        return {**means, "all_mb_metrics": all_mb_metrics}
+        return {**over_steps(results, reductions_of(loss_fn)), "all_mb_metrics": all_mb_metrics}
 
     def _train_step(
         self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float, mbs: int | None
@@ -334,7 +347,8 @@ class MegatronPolicy(Keeping, Generating):
         """Metrics over the global batch, and of each microbatch."""
         head = LossHead(self.model, loss_fn, *valid_counts(data), temperature)
         # A loss of logits gets a row's own, one at a time, so that its rows stand apart.
-        microbatches = self._microbatches(data, mbs, share=head.fused or head.rewards is not None)
+        share = head.fused or head.rewards is not None
+        microbatches = self._microbatches(data, mbs, share, getattr(loss_fn, "rows_per_unit", 1))
         outputs = self._run(microbatches, head, train)
         results = collect_results(self.topology, type(loss_fn).__name__, microbatches, outputs)
         loss, rows = sum(result.loss for result in results), sum(result.rows for result in results)
