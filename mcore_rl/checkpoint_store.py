@@ -24,6 +24,7 @@ from mcore_rl.errors import UserError
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 MANIFEST_FILE = "manifest.json"
+WEIGHTS = (".safetensors", ".distcp")
 CHECKPOINT_FILES = frozenset({"common.pt", "metadata.json", ".metadata"})
 _ITERATION = re.compile(r"iter_(\d+)")
 
@@ -191,7 +192,10 @@ def digest_problems(iteration: Path, part: int = 0, parts: int = 1) -> list[str]
 
 
 def foreign_files(directory: Path) -> list[str]:
-    """What is in a directory beside what its manifest lists, or is not as listed; [] if it does not exist."""
+    """What is in a directory beside what its manifest lists, or is not as listed; [] if it does not exist.
+
+    Of weights only the size is compared: nobody edits them by hand, and their digests take minutes.
+    """
     if not (directory.exists() or directory.is_symlink()):
         return []
     if not directory.is_dir() or directory.is_symlink():
@@ -201,8 +205,14 @@ def foreign_files(directory: Path) -> list[str]:
         listed = read_manifest(directory)
     except ValueError:
         return found
-    changed = [name for name in found if name in listed and (directory / name).stat().st_size != listed[name][0]]
+    changed = [name for name in found if name in listed and not _is_as_listed(directory / name, *listed[name])]
     return [name for name in found if name not in {*listed, MANIFEST_FILE}] + changed
+
+
+def _is_as_listed(path: Path, size: int, digest: str) -> bool:
+    if not path.is_file() or path.stat().st_size != size:
+        return False
+    return path.suffix in WEIGHTS or digests_of(path.parent, [path.name])[path.name] == (size, digest)
 
 
 def remove_listed(directory: Path) -> None:

@@ -11,7 +11,8 @@ from mcore_rl.checkpoint_store import CheckpointStore, quick_problems
 from mcore_rl.config import RMConfig, TrainingConfig
 from mcore_rl.data.reading import check_file
 from mcore_rl.errors import UserError
-from mcore_rl.run_directory import LOGS, RunDirectory
+from mcore_rl.run_directory import RunDirectory
+from mcore_rl.run_identity import launch_id
 
 
 def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path | None]) -> None:
@@ -32,7 +33,7 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
     for source in (config.data.train, config.data.validation):
         if source is not None:
             check_file(source)
-    _check_files(files)
+    _check_files(files, RunDirectory(config.output_dir))
     check_output(config)
     find_checkpoints(config)
 
@@ -54,12 +55,15 @@ def check_model_directory(path: Path) -> None:
         raise UserError(f"model.path: {path / 'config.json'} names no model_type")
 
 
-def _check_files(files: Mapping[str, Path | None]) -> None:
+def _check_files(files: Mapping[str, Path | None], directory: RunDirectory) -> None:
     record, replay = files.get("record"), files.get("replay")
     if record and replay:
         raise UserError("--record and --replay exclude each other: a replay generates nothing that could be recorded")
     if record and not record.parent.is_dir():
         raise UserError(f"--record {record}: there is no directory {record.parent}")
+    for option, file in files.items():
+        if file and directory.writes(file):
+            raise UserError(f"--{option} {file}: is a file that this run writes; name another")
     if record and record.is_dir():
         raise UserError(f"--record {record}: is a directory")
     if replay:
@@ -69,9 +73,14 @@ def _check_files(files: Mapping[str, Path | None]) -> None:
             raise UserError(f"--replay {replay}: cannot be read ({error.strerror})") from None
 
 
-def is_restart() -> bool:
-    """Whether torchrun started this process in place of one that failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+def is_restart(output_dir: Path) -> bool:
+    """Whether torchrun started this process in place of one that failed, which had begun the run in `output_dir`."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
+        return False
+    if os.environ.get("TORCHELASTIC_RUN_ID") == "none" and int(os.environ.get("GROUP_RANK", 0)) > 0:
+        return True  # another node's torchrun began it; there the first rank decides
+    identity = RunDirectory(output_dir).identity
+    return identity is not None and identity.launch == launch_id()
 
 
 def check_output(config: TrainingConfig) -> None:
@@ -81,16 +90,22 @@ def check_output(config: TrainingConfig) -> None:
         UserError: naming the key, and what is in the way.
     """
     directory, checkpoint = RunDirectory(config.output_dir), config.checkpoint
-    afresh = checkpoint.resume == "none" and not is_restart()
-    directory.check(checkpoint.export_hf, checkpoint.overwrite and afresh)
+    afresh = checkpoint.resume == "none" and not is_restart(config.output_dir)
+    overwrite = checkpoint.overwrite and afresh
+    directory.check(checkpoint.export_hf, overwrite)
     if checkpoint.export_hf and config.model.path.resolve() == directory.export.resolve():
         raise UserError(
             f"model.path: {config.model.path} is where this run exports its model; choose another output_dir, "
             "or set checkpoint.export_hf=false"
         )
+    model = (config.model.path, *config.model.path.glob("*"))
+    if overwrite and any(directory.writes(path) for path in model):
+        raise UserError(
+            f"model.path: {config.model.path} is what checkpoint.overwrite=true removes; choose another output_dir"
+        )
     for key in ("train", "validation"):
         source = getattr(config.data, key)
-        if source and Path(source).resolve().parent == config.output_dir.resolve() and Path(source).name in LOGS:
+        if source and directory.writes(Path(source)):
             raise UserError(f"data.{key}: {source} is a file that this run writes; choose another output_dir")
     if afresh and not checkpoint.overwrite and directory.holds_results():
         raise UserError(
@@ -106,7 +121,7 @@ def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
         UserError: nothing there, or everything damaged.
     """
     wanted = config.checkpoint.resume
-    if wanted == "none" and not is_restart():
+    if wanted == "none" and not is_restart(config.output_dir):
         return [], []
     own = CheckpointStore(config.output_dir / "checkpoints")
     if wanted in ("auto", "none"):

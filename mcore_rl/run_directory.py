@@ -1,6 +1,6 @@
 """The directory of a run: whose it is, who is writing to it, and what may be replaced in it.
 
-OUTPUT/run.json      marks the directory as a run's; without it nothing that is there is touched
+OUTPUT/run.json      marks the directory as a run's, and says which; without it nothing that is there is touched
 OUTPUT/run.lock      exists while a run goes on, with the pid and host of its first process
 OUTPUT/…             what the run writes (`WRITTEN`)
 """
@@ -19,12 +19,14 @@ import psutil
 
 from mcore_rl.checkpoint_store import CheckpointStore, foreign_files, remove_listed
 from mcore_rl.errors import UserError
+from mcore_rl.run_identity import RunIdentity
 
 MARKER, LOCK = "run.json", "run.lock"
 STEP_LOGS, JUDGE_LOG = ("metrics.jsonl", "samples.jsonl"), "judge.log"
 LOGS = (*STEP_LOGS, JUDGE_LOG)
 WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "stacks", "tensorboard")
 """What a run replaces or removes; judge.log only grows, and precomputed references are named by content."""
+OWN = (*WRITTEN, JUDGE_LOG, MARKER, LOCK)
 
 
 class RunDirectory:
@@ -38,8 +40,17 @@ class RunDirectory:
         self._made: list[Path] = []
 
     @property
-    def is_a_run(self) -> bool:
-        return (self.path / MARKER).is_file()
+    def identity(self) -> RunIdentity | None:
+        """Of the run that the directory is marked as; None if it is no run's."""
+        try:
+            return RunIdentity.from_json((self.path / MARKER).read_text())
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def writes(self, path: Path) -> bool:
+        """Whether a path is, or lies in, what a run writes here."""
+        own, path = self.path.resolve(), path.resolve()
+        return path.is_relative_to(own) and path.relative_to(own).parts[:1] in {(name,) for name in OWN}
 
     def check(self, export: bool, overwrite: bool = False) -> None:
         """Refuse a directory that cannot be written, or holds something that a run would destroy.
@@ -56,10 +67,13 @@ class RunDirectory:
             raise UserError(f"output_dir: {existing} is not a directory")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"output_dir: {self.path} cannot be written ({existing} is not writable)")
-        if not self.is_a_run and (foreign := [name for name in WRITTEN if _exists(self.path / name)]):
+        foreign = [] if self.identity else [name for name in (*WRITTEN, MARKER) if _exists(self.path / name)]
+        lock = self.path / LOCK
+        if lock.is_file() and (text := lock.read_bytes()) and not _holder(text):
+            foreign.append(LOCK)
+        if foreign:
             raise UserError(
-                f"output_dir: {self.path} holds {', '.join(foreign)}, which no run wrote (there is no {MARKER}); "
-                "choose another directory"
+                f"output_dir: {self.path} holds {', '.join(foreign)}, which no run wrote; choose another directory"
             )
         if export and (foreign := foreign_files(self.export)):
             raise UserError(
@@ -130,6 +144,8 @@ class RunDirectory:
 
     def clear(self) -> None:
         """Remove what an earlier run wrote, and nothing else; precomputed references stay, whose names say of what."""
+        if not self.identity:  # a judge.log may be the user's
+            return
         for iteration in self.checkpoints.iterations():
             remove_listed(iteration)
         remove_listed(self.export)
@@ -166,7 +182,7 @@ def _holder(text: bytes) -> dict[str, object]:
         holder = json.loads(text)
     except ValueError:
         return {}
-    return holder if isinstance(holder, dict) else {}
+    return holder if isinstance(holder, dict) and set(holder) == {"pid", "host"} else {}
 
 
 def _name(holder: dict[str, object]) -> str:

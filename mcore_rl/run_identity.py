@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
+import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,7 +37,8 @@ IDENTIFYING_KEYS = (
 INSIGNIFICANT = ("output_dir", "model.path", "checkpoint.", "logging.", "data.train")
 """Keys whose change is nobody's concern, or is checked by content."""
 
-WHOLE_FILE_BYTES, BLOCKS = 64 << 20, 1024
+WHOLE_FILE_BYTES, WHOLE_TENSOR_BYTES = 64 << 20, 1 << 20
+BLOCKS, BLOCK_BYTES = 16, 16 << 10
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class RunIdentity:
     base_weights: digest of the weights that training begins from (and a reference keeps).
     data: fingerprint of the tokenized training data, hence of tokenizer and chat template.
     config: every value of the configuration.
+    launch: `launch_id` of what wrote this; "" where nothing restarts it.
     """
 
     algorithm: str
@@ -52,6 +56,7 @@ class RunIdentity:
     base_weights: str
     data: str
     config: dict[str, Any]
+    launch: str = ""
 
     @classmethod
     def of(cls, config: TrainingConfig, hf_config: Any, data: str) -> RunIdentity:
@@ -61,6 +66,7 @@ class RunIdentity:
             digest_of_weights(config.model.path),
             data,
             config.model_dump(mode="json"),
+            launch_id(),
         )
 
     def to_json(self) -> str:
@@ -109,6 +115,18 @@ class RunIdentity:
         return [f"{key} {before[key]} → {now[key]}" for key in common if before[key] != now[key]]
 
 
+def launch_id() -> str:
+    """Equal on every attempt of one torchrun, and on no other's; "" without torchrun.
+
+    Where no --rdzv-id names it, this node's directory of logs does, which torchrun makes anew for each launch.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    if name != "none":
+        return name
+    logs = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent.parent  # …/attempt_0/RANK/error.json
+    return f"{socket.gethostname()}:{logs}"
+
+
 def algorithm_of(config: TrainingConfig) -> str:
     """The algorithm that a configuration is for, by its usual name."""
     names = {DPOConfig: "dpo", RMConfig: "rm", GRPOConfig: "grpo"}
@@ -149,24 +167,33 @@ def architecture_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[t
 def digest_of_weights(path: Path) -> str:
     """Hash of the safetensors files of a model directory, as lies in them, whatever they are called.
 
-    Files of more than 64 MiB are read in 1,024 evenly spaced blocks of 64 KiB beside their header: training
-    changes every tensor, and reading all of a large model takes minutes.
+    Reading all of a large model takes minutes. So of files of more than 64 MiB the header is read, tensors of up
+    to 1 MiB whole, and of each larger one 16 evenly spaced blocks of 16 KiB, its first and last among them. What
+    changes nothing in these is not seen, such as a few rows in the middle of an embedding.
     """
     digests = [_digest_of_file(file) for file in path.glob("*.safetensors")]
     return hashlib.sha256(b"".join(sorted(digests))).hexdigest()
 
 
 def _digest_of_file(file: Path) -> bytes:
-    size, digest = file.stat().st_size, hashlib.sha256()
     with open(file, "rb") as stream:
-        if size <= WHOLE_FILE_BYTES:
+        if file.stat().st_size <= WHOLE_FILE_BYTES:
             return hashlib.file_digest(stream, "sha256").digest()
-        digest.update(size.to_bytes(8, "little"))
-        block = WHOLE_FILE_BYTES // BLOCKS
-        for index in range(BLOCKS):
-            stream.seek(index * (size - block) // (BLOCKS - 1))
-            digest.update(stream.read(block))
+        header = stream.read(int.from_bytes(stream.read(8), "little"))
+        data, digest = stream.tell(), hashlib.sha256(header)
+        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        for begin, end in sorted(entry["data_offsets"] for entry in tensors):
+            for offset, size in _blocks(begin, end - begin):
+                stream.seek(data + offset)
+                digest.update(stream.read(size))
     return digest.digest()
+
+
+def _blocks(begin: int, size: int) -> list[tuple[int, int]]:
+    """(offset, size) of what is read of a tensor."""
+    if size <= WHOLE_TENSOR_BYTES:
+        return [(begin, size)]
+    return [(begin + index * (size - BLOCK_BYTES) // (BLOCKS - 1), BLOCK_BYTES) for index in range(BLOCKS)]
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from mcore_rl.checkpoint_store import CheckpointStore, digest_problems, digests_of, quick_problems
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
+from mcore_rl.run_identity import RunIdentity
 
 ROOT = Path(__file__).parent.parent
 FILES = ("common.pt", "metadata.json", ".metadata", "__0_0.distcp", "config.yaml")
@@ -284,7 +285,7 @@ def test_other_data_is_refused(files, whole_run):
 def test_a_save_that_fails(files, on_failure, status):
     out = files / f"failing_{on_failure}"
     out.mkdir()
-    (out / "run.json").write_text("{}")
+    (out / "run.json").write_text(RunIdentity("sft", {}, "", "", {}).to_json())
     (out / "checkpoints").write_text("a file where the folder should be")
     arguments = ("checkpoint.resume=none", f"checkpoint.on_failure={on_failure}", "trainer.max_steps=5")
     text = finish(start(files, out, *arguments), status)

@@ -7,6 +7,8 @@ import yaml
 from models import make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
 
+from mcore_rl.run_identity import RunIdentity
+
 
 def make_everything(root):
     make_data(root)
@@ -167,10 +169,10 @@ def make_outputs(root):
     (root / "logs").mkdir()
     (root / "logs" / "metrics.jsonl").write_text("{}\n")
     (root / "a_run" / "checkpoints" / "iter_0000003").mkdir(parents=True)
-    (root / "a_run" / "run.json").write_text("{}")
+    (root / "a_run" / "run.json").write_text(RunIdentity("sft", {}, "", "", {}).to_json())
     (root / "a_run" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")
     (root / "an_ended_run" / "hf").mkdir(parents=True)
-    (root / "an_ended_run" / "run.json").write_text("{}")
+    (root / "an_ended_run" / "run.json").write_text(RunIdentity("sft", {}, "", "", {}).to_json())
     (root / "an_ended_run" / "samples.jsonl").write_text('{"step": 1, "prompt": "a", "completion": "b"}\n')
     (root / "nothing_here").mkdir()
     (root / "recording.jsonl").write_text("{}\n")

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mcore_rl.checkpoint_store import CheckpointStore, remove_listed
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.progress import Say
@@ -61,6 +63,9 @@ class RunCheckpoints:
         """
         for note in self.notes:
             self.say(note)
+        box = [self.resume_from]
+        torch.distributed.broadcast_object_list(box, src=0)  # what goes on after a restart, only its node may know
+        (self.resume_from,) = box
         for iteration in self.resume_from:
             if problems := self.policy.verify_checkpoint(iteration):
                 self.say(f"damaged checkpoint: {iteration}: {'; '.join(problems)}")

@@ -22,6 +22,7 @@ from mcore_rl.algorithms.rollouts import (
     check_record,
     hash_of_weights,
     read_recording,
+    recorded_by,
     recorded_step,
     to_batch,
 )
@@ -96,7 +97,8 @@ def _checked_inputs(
         first = prompts[:PROBED_RECORDS]
         probe(config.environment, [prompt.message_log for prompt in first], [prompt.record for prompt in first])
     if record:
-        check_record(record, fingerprint, goes_on=bool(find_checkpoints(config)[0]) or is_restart())
+        goes_on = bool(find_checkpoints(config)[0]) or is_restart(config.output_dir)
+        check_record(record, recorded_by(config, fingerprint), goes_on)
     return claim_output(config, inputs), recorded
 
 
@@ -228,7 +230,7 @@ class GRPORun(TrainingRun[PromptDataset]):
             return
         if self.recording:
             sampling = self.config.grpo.model_dump(include=SAMPLING_OPTIONS)
-            sampling |= {"seed": self.config.seed, "data": self.fingerprint}
+            sampling |= recorded_by(self.config, self.fingerprint)
             self.recording.append(step, recorded_step(weights, sampling, rollouts))
         count = min(self.config.grpo.num_logged_samples, len(rollouts))
         logged = [rollouts[i * len(rollouts) // count] for i in range(count)]  # of as many prompts as there are

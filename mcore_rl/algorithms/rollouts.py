@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from mcore_rl.algorithms.step_log import read_step_log
+from mcore_rl.config import TrainingConfig
 from mcore_rl.data.chat import tokens_between
 from mcore_rl.data.prompts import Prompt
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
@@ -210,11 +211,16 @@ REPLAYED_OPTIONS = {"temperature", "num_generations_per_prompt", "num_prompts_pe
 """Of the `grpo` section: what a replay must share with its recording."""
 
 
-def check_record(path: Path, data: str, goes_on: bool) -> None:
+def recorded_by(config: TrainingConfig, data: str) -> dict[str, Any]:
+    """What tells a recording's run from others; `data` is the fingerprint of its prompts."""
+    return {"output_dir": str(config.output_dir.resolve()), "seed": config.seed, "data": data}
+
+
+def check_record(path: Path, run: dict[str, Any], goes_on: bool) -> None:
     """Refuse to record over a file, unless it is the recording of the run that goes on.
 
     Args:
-        data: fingerprint of the run's prompts.
+        run: `recorded_by` it.
 
     Raises:
         UserError: what is wrong with the path.
@@ -225,11 +231,12 @@ def check_record(path: Path, data: str, goes_on: bool) -> None:
         raise UserError(f"--record {path}: exists already, and is not written over; name another file")
     if path.exists():
         try:
-            others = [entry["step"] for entry in read_step_log(path) if entry["sampling"]["data"] != data]
-        except (OSError, ValueError, KeyError, TypeError):
+            found = [entry["sampling"] for entry in read_step_log(path)]
+            others = [name for name in run if any(sampling.get(name) != run[name] for sampling in found)]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"--record {path}: is not a recording, and is not written over") from None
         if others:
-            raise UserError(f"--record {path}: was recorded on other data, and is not written over")
+            raise UserError(f"--record {path}: is of another run (other {', '.join(others)}), and is not written over")
 
 
 def recorded_step(weights: str, sampling: dict[str, Any], rollouts: Sequence[Rollout]) -> dict[str, Any]:

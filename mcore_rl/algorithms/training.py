@@ -127,7 +127,7 @@ class TrainingRun(ABC, Generic[DatasetT]):
         """From now on the output directory is this run's, which is watched over."""
         if self.policy.is_writer:
             directory = RunDirectory(self.config.output_dir)
-            if self.config.checkpoint.overwrite and not is_restart():
+            if self.config.checkpoint.overwrite and not is_restart(self.config.output_dir):
                 directory.clear()
             directory.mark(self.inputs.identity, resolved_yaml(self.config))
         watchdog.start(self.config.output_dir / "stacks", self.policy.rank)
