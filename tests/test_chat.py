@@ -257,6 +257,40 @@ def test_templates_that_lose_text_are_refused(tokenizer_of):
         tokenize_messages(tokenizer, conversation("a", "b"))
 
 
+def test_a_last_thought_that_the_template_leaves_out_is_refused(tokenizer_of):
+    first, last = conversation("Hi", "one"), conversation("and?", "two")
+    first[1]["reasoning_content"] = "easy"
+    tokenizer = tokenizer_of("qwen2.5")
+    assert trained(tokenizer, tokenize_messages(tokenizer, [*first, *last])) == ["one<|im_end|>", "two<|im_end|>"]
+    with pytest.raises(ValueError, match="leaves out the reasoning_content of message 2"):
+        tokenize_messages(tokenizer, first)
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", "{{ m.reasoning_content or '' }}{{ m.content }}")
+    assert "easy" in trained(tokenizer, tokenize_messages(tokenizer, first))[0]
+
+
+def test_null_is_a_value_of_arguments_and_parameters(tokenizer_of, tmp_path):
+    call = {"id": None, "function": {"name": "f", "arguments": {"x": None}}}
+    tool = {"name": "f", "description": None, "parameters": {"x": {"default": None}}}
+    messages = [*conversation("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    path, tokenizer = tmp_path / "a.jsonl", tokenizer_of("qwen2.5")
+    path.write_text(json.dumps({"messages": messages, "tools": [tool]}))
+    dataset = load_sft_dataset(str(path), tokenizer, DataConfig(train="x", max_sequence_length=400))
+    text = tokenizer.decode(dataset.units[0][0].input_ids)
+    assert '"arguments": {"x": null}' in text and '{"x": {"default": null}}' in text and "description" not in text
+
+
+def test_marked_passages_without_an_end_token_are_told(tokenizer_of, tmp_path):
+    path, tokenizer, said = tmp_path / "a.jsonl", tokenizer_of("generation markers"), []
+    path.write_text((json.dumps({"messages": conversation("a", "b")}) + "\n") * 2)
+    settings = DataConfig(train="x", max_sequence_length=100)
+    load_sft_dataset(str(path), tokenizer, settings, said.append)
+    assert said == []
+    tokenizer.chat_template = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    load_sft_dataset(str(path), tokenizer, settings, said.append)
+    (line,) = said
+    assert "no response is trained to end" in line
+
+
 def test_only_what_the_assistant_says_in_a_completion(tokenizer_of):
     tokenizer = tokenizer_of("qwen3")
     prompt = conversation("Hi", "one", "and?")

@@ -57,6 +57,7 @@ def test_resolved_configuration_reads_back(write, tmp_path):
         (["data.overlong=cut"], "data.overlong: .*'drop' or 'truncate'.*got 'cut'"),
         (["seed.x=1"], "seed is a value, not a section"),
         (["seed"], "write it as section.key=value"),
+        (["optimizer={lr: 1e-3, lr: 0.5}"], "is not a YAML value: the key lr stands in line 1 and again in line 1"),
         (["trainer.max_steps=null"], "trainer: give max_steps, max_epochs or both"),
         (["optimizer.min_lr=1"], "min_lr: must be at most lr"),
         (["parallel.sequence_parallel=true"], "needs tensor_model_parallel_size > 1"),
@@ -71,6 +72,12 @@ def test_mistakes(write, overrides, message):
         load_config(DPOConfig, write("seed: 1" + MINIMAL), overrides)
     assert re.search(message, str(error.value)), str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_stop_string_is_not_empty(write):
+    grpo = "grpo: {num_prompts_per_step: 2, num_generations_per_prompt: 4, max_new_tokens: 8, stop_strings: ['']}"
+    with pytest.raises(UserError, match=r"grpo\.stop_strings\.0: .* at least 1 character"):
+        load_config(GRPOConfig, write(MINIMAL + grpo))
 
 
 def test_files_that_are_no_configuration(write, tmp_path):

@@ -12,6 +12,7 @@ from models import make_tokenizer
 from mcore_rl.config import DataConfig
 from mcore_rl.data.batches import SampleOrder, collate, valid_counts
 from mcore_rl.data.packing import Batching
+from mcore_rl.data.prompts import load_prompt_dataset
 from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
 from mcore_rl.data.tokenize import TokenSequence, tokenize_completion, tokenize_messages
 from mcore_rl.distributed.pack_layout import round_up
@@ -81,6 +82,17 @@ def test_preference_records(tmp_path):
     shared = load_preference_dataset(write(tmp_path / "b.jsonl", [implicit]), TOKENIZER, settings_of())
     given = load_preference_dataset(write(tmp_path / "c.jsonl", [explicit]), TOKENIZER, settings_of())
     assert shared.units == given.units
+    whole = load_preference_dataset(
+        write(tmp_path / "d.jsonl", [{**implicit, "prompt": [user("q")]}]), TOKENIZER, settings_of()
+    )
+    assert whole.units == given.units
+
+
+def test_an_answer_that_is_null_is_refused_where_it_is_needed(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "p", "answer": None}])
+    assert len(load_prompt_dataset(path, TOKENIZER, settings_of(), 40)) == 1
+    with pytest.raises(UserError, match=r"a\.jsonl, line 1: the key answer has no value \(null\)"):
+        load_prompt_dataset(path, TOKENIZER, settings_of(), 40, valued=("answer",))
 
 
 @pytest.mark.parametrize("text", ["[{0},\n {1}]", "{0}\n{1}\n", "\ufeff{0}\n\n{1}"])
@@ -104,6 +116,17 @@ def test_parquet(tmp_path):
     [
         (['{"prompt": "a", "completion": "b"}', "", '{"prompt": '], "line 3: not valid JSON"),
         (["[1, 2]"], "line 1: must be a JSON object, found a list"),
+        (['{"prompt": "a", "prompt": "c", "completion": "b"}'], "line 1: the key prompt stands twice in an object"),
+        ([r'{"prompt": "a", "completion": "\ud83d\ude00 \ud83d"}'], r"line 1: \\ud83d is half a character"),
+        (['{"prompt": "a", "completion": "b", "id": ' + "9" * 5000 + "}"], "line 1: Exceeds the limit"),
+        (
+            ['{"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}'],
+            "line 1: tools are shown by a chat template",
+        ),
+        (
+            ['{"prompt": "a", "completion": "b", "messages": [{"role": "user", "content": "a"}]}'],
+            "line 1: has both messages and a completion",
+        ),
         (
             ['{"prompt": "a", "completion": "b"}', "", '{"prompt": "a", "answer": "b"}'],
             "line 3: lacks the key completion",

@@ -28,6 +28,12 @@ def misbehave(message_log, record):
         os._exit(3)
     if response == "nan":
         return float("nan")
+    if response == "observe":
+        return Step(done=False, observation=5)
+    if response == "half":
+        return Step(done=False, observation="\ud83d")
+    if response == "done":
+        return Step(done="no")
     if response == "print":
         print("noise that is no answer")
         os.system("echo noise of a process; echo and its errors >&2")
@@ -62,6 +68,10 @@ def test_a_sample_that_fails_stops_nothing(environment_of, monkeypatch, tmp_path
     assert errors["die"] == "the process that judged it died"
     assert errors["nan"] == "ValueError: the reward is nan"
     assert errors["ab"] is None
+    wrong = environment.step([log("say", response) for response in ("observe", "half", "done")], [{}] * 3)
+    assert wrong[0].error == "TypeError: the observation must be a text, got 5"
+    assert "UnicodeEncodeError" in wrong[1].error
+    assert wrong[2].error == "TypeError: done must be true or false, got 'no'"
     again = environment.step([log("say", "abcd")], [{"scale": 4, "asked": datetime(2024, 2, 29)}])  # as Parquet has it
     assert again == [Step(reward=1.0)]
     printed = (tmp_path / "judge.log").read_text()

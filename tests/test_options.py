@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,14 +17,14 @@ from mcore_rl.algorithms import grpo
 from mcore_rl.algorithms.checkpointing import RunCheckpoints
 from mcore_rl.algorithms.metrics import Reporter
 from mcore_rl.algorithms.rollouts import Rollout
-from mcore_rl.algorithms.step_log import StepLog, read_step_log
+from mcore_rl.algorithms.step_log import read_step_log
 from mcore_rl.config import EnvironmentConfig, GRPOConfig, LoggingConfig, SFTConfig, load_config
 from mcore_rl.data.batches import SampleOrder
 from mcore_rl.data.packing import Batching
 from mcore_rl.data.prompts import Prompt, PromptDataset
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.environments.judged import JudgedEnvironment
-from mcore_rl.errors import UserError
+from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation import megatron_generation
 from mcore_rl.models.megatron.hf_config import load_hf_config
 
@@ -239,6 +240,17 @@ def test_updates_per_rollout_and_logged_samples(step, tmp_path):
     assert read_step_log(tmp_path / "samples.jsonl") == []
 
 
+def test_the_last_steps_of_a_resumed_run_may_not_all_fail(tmp_path):
+    section = {"num_prompts_per_step": 1, "num_generations_per_prompt": 2, "max_new_tokens": 8}
+    inputs = SimpleNamespace(train=range(9), validation=None)
+    run = grpo.GRPORun(load(GRPOConfig, tmp_path, grpo=section), inputs, Policy(), Worker())
+    run.steps_before = 2
+    failed = [replace(rollout, error="down") for rollout in Worker().run([(0, None)], range(1))]
+    run._check_judged(3, failed)
+    with pytest.raises(TrainingError, match="step 4: no sample could be judged in 2 steps on end"):
+        run._check_judged(4, failed)
+
+
 def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
     taken = []
     monkeypatch.setattr(
@@ -329,28 +341,6 @@ def test_wandb_that_is_not_installed_is_told_before_anything_starts(tmp_path):
 
 
 # ------------------------------------------------------------------ what stays of a run that went further
-
-
-def test_a_step_log_goes_on_from_any_of_its_steps(tmp_path):
-    path = tmp_path / "log.jsonl"
-    log = StepLog(path)
-    log.append(0, {"a": 1})
-    for step in (1, 2, 3):
-        log.append(step, {"a": step}, {"a": -step})
-    with open(path, "a") as file:
-        file.write('{"step": 4, "a"')
-    assert [entry["a"] for entry in read_step_log(path)] == [1, 1, -1, 2, -2, 3, -3]
-    again = StepLog(path)
-    again.append(3, {"a": 30})
-    again.append(4, {"a": 40})
-    assert [(entry["step"], entry["a"]) for entry in read_step_log(path)] == [
-        (0, 1), (1, 1), (1, -1), (2, 2), (2, -2), (3, 30), (4, 40)
-    ]  # fmt: skip
-    StepLog(path).append(1)
-    assert path.read_bytes() == b""
-
-
-# ------------------------------------------------------------------ model.*, deterministic
 
 
 def train_counting_layers(config):

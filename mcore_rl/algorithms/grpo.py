@@ -82,7 +82,9 @@ def _checked_inputs(
     """The run's inputs, and a recording's rollouts; the output directory is claimed last."""
 
     def load_dataset(source: str, tokenizer: Any, data: Any, say: Say) -> PromptDataset:
-        return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length, say)
+        # The judges of this package compare with a text of the answer, which null has as well.
+        valued = () if config.environment.name == "function" else ("answer",)
+        return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length, say, valued)
 
     inputs = load_inputs(config, load_dataset, rows_per_unit=1)
     prompts, fingerprint = inputs.train.prompts, inputs.train.fingerprint()
@@ -125,6 +127,8 @@ class GRPORun(TrainingRun[PromptDataset]):
     """Of each phase of the step."""
     failed_steps = 0
     """On end, in which no sample could be judged."""
+    steps_before = 0
+    """Of the run, which this process goes on with."""
 
     def __post_init__(self) -> None:
         self.samples = StepLog(self.config.output_dir / "samples.jsonl")
@@ -150,6 +154,7 @@ class GRPORun(TrainingRun[PromptDataset]):
 
     def _introduce(self, done: int, steps: int) -> None:
         super()._introduce(done, steps)
+        self.steps_before = done
         if self.on_policy and self.config.loss.force_on_policy_ratio is None:
             self.say(
                 "force_on_policy_ratio: true, since the only update is on samples of the very weights it begins from"
@@ -187,7 +192,7 @@ class GRPORun(TrainingRun[PromptDataset]):
         """Raises TrainingError after too many steps on end in which no sample could be judged."""
         failed = all(rollout.error is not None for rollout in rollouts)
         self.failed_steps = self.failed_steps + 1 if failed else 0
-        limit = min(self.config.environment.max_failed_steps, self.total_steps)
+        limit = min(self.config.environment.max_failed_steps, self.total_steps - self.steps_before)
         if self.failed_steps >= limit:
             raise TrainingError(
                 f"step {step}: no sample could be judged in {self.failed_steps} "

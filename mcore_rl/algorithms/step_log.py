@@ -47,4 +47,7 @@ def read_step_log(path: Path) -> list[dict[str, Any]]:
 def _whole_lines(lines: Any) -> Iterator[tuple[bytes, dict[str, Any]]]:
     for line in lines:
         if line.endswith(b"\n"):
-            yield line, json.loads(line)
+            entry = json.loads(line)
+            if not (isinstance(entry, dict) and isinstance(entry.get("step"), int)):
+                raise ValueError("a line of it is not an object with its step")
+            yield line, entry

@@ -70,7 +70,7 @@ class GRPOAlgorithmConfig(Section):
     top_k: Positive | None = None
     top_p: Annotated[float, BeforeValidator(refuse_bool), Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, BeforeValidator(refuse_bool), Field(ge=0, le=1)] = 0.0
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     generation_batch_size: Positive = 64
     """Sequences that a replica generates at a time."""
     advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"

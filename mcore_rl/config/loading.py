@@ -53,8 +53,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 line = key.start_mark.line + 1
-                if (first := lines.setdefault(key.value, line)) != line:
-                    raise yaml.YAMLError(f"the key {key.value} stands in line {first} and again in line {line}")
+                if key.value in lines:
+                    raise yaml.YAMLError(
+                        f"the key {key.value} stands in line {lines[key.value]} and again in line {line}"
+                    )
+                lines[key.value] = line
         return super().construct_mapping(node, deep)
 
 
@@ -88,8 +91,9 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
             raise UserError(f"override {override!r}: {'.'.join(sections[:depth])} is a value, not a section")
     try:
         values[key] = yaml.load(text, _UniqueKeyLoader)
-    except (yaml.YAMLError, RecursionError, ValueError):
-        raise UserError(f"override {override!r}: {text!r} is not a YAML value") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"override {override!r}: {text!r} is not a YAML value: {reason}") from None
 
 
 def _explain(config_type: type[Section], error: ValidationError) -> str:

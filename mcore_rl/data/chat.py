@@ -157,7 +157,7 @@ class _Marked:
     def around(self, index: int) -> tuple[str, str]:
         """What the template writes before and behind the content of message `index`."""
         mark = unused_character(self.text)
-        marked = render(self.tokenizer, [*_with_content(self.messages, index, mark)], self.tools)
+        marked = render(self.tokenizer, [*_with(self.messages, index, "content", mark)], self.tools)
         before, found, after = marked.partition(mark)
         if not found or mark in after:
             raise ValueError(f"the chat template does not write message {index + 1} exactly once")
@@ -205,8 +205,8 @@ def _span(marked: _Marked, end_tokens: Sequence[tuple[int, int]]) -> Span:
     return Span(start, content_end if end is None else end, end is not None)
 
 
-def _with_content(messages: Messages, index: int, content: str) -> Messages:
-    changed: Message = {**messages[index], "content": content}
+def _with(messages: Messages, index: int, key: str, value: str) -> Messages:
+    changed: Message = {**messages[index], key: value}
     return [*messages[:index], changed, *messages[index + 1 :]]
 
 
@@ -253,16 +253,24 @@ def _check_shown(tokenizer: Any, messages: Messages, tools: Any, text: str) -> N
     if tools and render(tokenizer, messages) == text:
         raise ValueError("the chat template does not show the record's tools")
     for index, message in enumerate(messages):
-        content = message.get("content", "")
-        long = len(content.strip()) > LONG  # and so not there by chance
-        if content.strip() and not (long and content.strip() in text):
-            mark = unused_character(text)
-            if mark not in render(tokenizer, _with_content(messages, index, mark), tools):
-                raise ValueError(f"the chat template leaves out message {index + 1} ({message['role']})")
+        if not _shows(tokenizer, messages, tools, text, index, "content"):
+            raise ValueError(f"the chat template leaves out message {index + 1} ({message['role']})")
         if message.get("tool_calls"):
             without = {key: value for key, value in message.items() if key != "tool_calls"}
             if render(tokenizer, [*messages[:index], without, *messages[index + 1 :]], tools) == text:
                 raise ValueError(f"the chat template does not show the tool calls of message {index + 1}")
+    # Templates may drop the thoughts of earlier turns; those of the last are what is to be learnt.
+    if messages and not _shows(tokenizer, messages, tools, text, len(messages) - 1, "reasoning_content"):
+        raise ValueError(f"the chat template leaves out the reasoning_content of message {len(messages)}")
+
+
+def _shows(tokenizer: Any, messages: Messages, tools: Any, text: str, index: int, key: str) -> bool:
+    """Whether what message `index` says under `key`, if anything, is in the conversation's `text`."""
+    said = messages[index].get(key, "").strip()
+    if not said or (len(said) > LONG and said in text):  # so long that it is not there by chance
+        return True
+    mark = unused_character(text)
+    return mark in render(tokenizer, _with(messages, index, key, mark), tools)
 
 
 # ------------------------------------------------------------------ conversations that go on

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+from mcore_rl.data.strict_json import parse_json
 
 Message = dict[str, Any]
 Messages = list[Message]
@@ -12,7 +13,8 @@ Messages = list[Message]
 def check_messages(value: Any, what: str) -> Messages:
     """Messages of `role` and text `content`; everything else that they have is for the template.
 
-    Parts of text become one text, tool calls' arguments objects, and keys without a value disappear.
+    Parts of text become one text, tool calls' arguments objects, and keys without a value disappear, but for
+    those of arguments, where null is a value.
 
     Raises:
         ValueError: `what` is not a list of such messages; says which message and why.
@@ -23,7 +25,7 @@ def check_messages(value: Any, what: str) -> Messages:
 
 
 def _check_message(message: Message, where: str) -> Message:
-    message = without_nulls(message)
+    message = _with_values(message)
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ValueError(f"{where}: must have a role and a content, has {', '.join(map(str, message)) or 'nothing'}")
@@ -33,6 +35,8 @@ def _check_message(message: Message, where: str) -> Message:
         message["content"] = _text(message["content"], where)
     elif not message.get("tool_calls"):
         raise ValueError(f"{where}: has no content")
+    if not isinstance(message.get("reasoning_content", ""), str):
+        raise ValueError(f"{where}: reasoning_content must be a text, found {_kind(message['reasoning_content'])}")
     weight = message.get("weight")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
         raise ValueError(f"{where}: weight must be 0 or 1, got {weight!r}")
@@ -54,15 +58,17 @@ def _text(content: Any, where: str) -> str:
 
 
 def _check_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, dict) else None
+    call = _with_values(call)
+    function = _with_values(call.get("function", call)) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where}: a tool call must have a function with a name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):  # as OpenAI writes them; templates write JSON themselves
         try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            raise ValueError(f"{where}: the arguments of the tool call {function['name']} are not JSON") from None
+            arguments = parse_json(arguments)
+        except ValueError as error:
+            name = function["name"]
+            raise ValueError(f"{where}: the arguments of the tool call {name} are not JSON: {error}") from None
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 
@@ -81,21 +87,22 @@ def check_tools(value: Any) -> list[Any] | None:
     """
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except ValueError:
-            raise ValueError("tools must be a list, or JSON of a list") from None
+            value = parse_json(value)
+        except ValueError as error:
+            raise ValueError(f"tools must be a list, or JSON of a list: {error}") from None
     if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
         raise ValueError(f"tools must be a list of descriptions, found {_kind(value)}")
-    return [without_nulls(tool) for tool in value] if value else None
+    return [_check_tool(_with_values(tool)) for tool in value] if value else None
 
 
-def without_nulls(value: Any) -> Any:
-    """Without keys whose value is null, at any depth: columnar files fill in those that other records have."""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value
+def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Without a null for a description or the like; in the schema of the parameters null is a value."""
+    return {**tool, "function": _with_values(tool["function"])} if "function" in tool else tool
+
+
+def _with_values(value: Any) -> Any:
+    """An object's keys that have one."""
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
 def _kind(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +56,12 @@ class PromptDataset:
 
 
 def load_prompt_dataset(
-    source: str, tokenizer: Any, data: DataConfig, max_prompt_length: int, say: Say = silent
+    source: str, tokenizer: Any, data: DataConfig, max_prompt_length: int, say: Say = silent, valued: Sequence[str] = ()
 ) -> PromptDataset:
     """Prompts from records `prompt` (a string or messages, with `tools` if there are any), with all else they have.
+
+    Args:
+        valued: other keys that must not be null where a record has them.
 
     Raises:
         UserError: names the file and line of a bad record, or says that no prompt is short enough.
@@ -65,7 +69,7 @@ def load_prompt_dataset(
     prompts, dropped = [], 0
     for index, record in enumerate(with_progress(read_records(source), f"tokenizing {source}", say)):
         try:
-            require(record, "prompt")
+            require(record, "prompt", *[key for key in valued if key in record])
             prompt = _prompt_of(tokenizer, record)
         except ValueError as error:
             raise UserError(f"{record_place(source, index)}: {error}") from None

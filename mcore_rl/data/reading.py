@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from mcore_rl.data.messages import without_nulls
+from mcore_rl.data.strict_json import parse_json
 from mcore_rl.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -68,7 +68,7 @@ def _read_lines(source: str) -> list[dict[str, Any]]:
                 record = _parse(line.rstrip(), f"{source}, line {number}")
                 if not isinstance(record, dict):
                     raise UserError(f"{source}, line {number}: must be a JSON object, found a {type(record).__name__}")
-                records.append(_clean(record))
+                records.append(record)
     return records
 
 
@@ -80,12 +80,12 @@ def _read_json(source: str) -> list[dict[str, Any]]:
     records = _parse(text, source)
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise UserError(f"{source}: must be a JSON list of objects, or an object a line")
-    return [_clean(record) for record in records]
+    return records
 
 
 def _parse(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text.decode("utf-8-sig"))
+        return parse_json(text.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise UserError(f"{where}: is not UTF-8 text") from None
     except json.JSONDecodeError as error:
@@ -93,6 +93,8 @@ def _parse(text: bytes, where: str) -> Any:
         raise UserError(f"{where}: not valid JSON: {error.msg} at {line}column {error.colno}") from None
     except RecursionError:
         raise UserError(f"{where}: not valid JSON: nested too deeply") from None
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 def _read_parquet(source: str) -> list[dict[str, Any]]:
@@ -137,8 +139,19 @@ def _read_hub(source: str) -> Sequence[dict[str, Any]]:
 
 
 def _clean(record: dict[str, Any]) -> dict[str, Any]:
-    """Without nulls inside its values; its own keys stay, to tell one without a value from one that is not there."""
-    return {str(key): without_nulls(value) for key, value in record.items()}
+    """A columnar file's record without the nulls that it fills in for keys that other records have.
+
+    The record's own keys stay, to tell one without a value from one that is not there.
+    """
+    return {str(key): _without_nulls(value) for key, value in record.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def record_place(source: str, index: int) -> str:

@@ -28,6 +28,11 @@ class TokenSequence:
         return TokenSequence(self.input_ids[:length], self.token_mask[:length])
 
     @property
+    def trained_ids(self) -> set[int]:
+        """The tokens that carry loss."""
+        return {token for token, trained in zip(self.input_ids, self.token_mask, strict=True) if trained}
+
+    @property
     def is_trainable(self) -> bool:
         """True if some token after the first, which nothing predicts, carries loss."""
         return any(self.token_mask[1:])
@@ -84,7 +89,7 @@ def tokenize_completion(
         ValueError: mixed kinds, messages that are none, or a chat template that fails or cannot be followed.
     """
     if isinstance(prompt, str) and isinstance(completion, str):
-        context = tokenize_prompt(tokenizer, prompt)
+        context = tokenize_prompt(tokenizer, prompt, tools)
         response = tokenizer(completion, add_special_tokens=False)["input_ids"]
         end = [tokenizer.eos_token_id] if response and response[-1] != tokenizer.eos_token_id else []
         return TokenSequence((*context, *response, *end), (False,) * len(context) + (True,) * len([*response, *end]))
@@ -121,12 +126,15 @@ def tokenize_prompt(tokenizer: Any, prompt: str | Messages, tools: Any = None) -
     """A prompt that awaits its response.
 
     Raises:
-        ValueError: messages that are none, or a chat template that fails.
+        ValueError: messages that are none, tools beside a plain text, or a chat template that fails.
     """
+    tools = check_tools(tools)
     if isinstance(prompt, str):
+        if tools:
+            raise ValueError("tools are shown by a chat template: write the prompt as messages, or leave out tools")
         return (*_leading_special_tokens(tokenizer), *tokenizer(prompt, add_special_tokens=False)["input_ids"])
     messages = check_messages(prompt, "prompt")
-    text = render_prompt(tokenizer, messages, check_tools(tools))
+    text = render_prompt(tokenizer, messages, tools)
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -38,11 +38,22 @@ def main() -> None:
         try:
             step = judge(sample["message_log"], sample["record"])
             step = step if isinstance(step, Step) else Step(float(step))
-            if not math.isfinite(step.reward):
-                raise ValueError(f"the reward is {step.reward}")
+            _check(step)
             answer(asdict(step))
         except Exception as error:
             answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def _check(step: Step) -> None:
+    """Raises TypeError or ValueError for a step that the conversation cannot go on with."""
+    if not math.isfinite(step.reward):
+        raise ValueError(f"the reward is {step.reward}")
+    if not isinstance(step.done, bool):
+        raise TypeError(f"done must be true or false, got {step.done!r}")
+    if step.observation is not None:
+        if not isinstance(step.observation, str):
+            raise TypeError(f"the observation must be a text, got {step.observation!r}")
+        step.observation.encode()  # tokenizers refuse what is no Unicode
 
 
 if __name__ == "__main__":
