@@ -98,6 +98,9 @@ def build_model(
             chunk = _build_chunk(family, config, spec, topology, index, count)
         chunk.rotary_pos_emb = PackedRotaryEmbedding(family.ropes(), process_groups())
         chunks.append(chunk.to(platform.device()) if memory else chunk)
+    # Megatron 0.19 builds norms of queries and keys only with this; with this it also sums their gradients over
+    # tensor-parallel ranks, which is wrong where each holds a part of the weight.
+    config.qk_layernorm = family.has_qk_norm
     return BuiltModel(chunks, family, topology)
 
 
