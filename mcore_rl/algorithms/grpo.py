@@ -96,7 +96,8 @@ def _checked_inputs(
         recorded = read_recording(replay, steps, required)
     elif int(os.environ.get("RANK", 0)) == 0:
         first = prompts[:PROBED_RECORDS]
-        probe(config.environment, [prompt.message_log for prompt in first], [prompt.record for prompt in first])
+        logs, records = [prompt.message_log for prompt in first], [prompt.record for prompt in first]
+        probe(config.environment, logs, records, config.parallel.timeout_seconds / 2)
     if record:
         check_record(record, fingerprint, goes_on=bool(find_checkpoints(config)[0]) or is_restart())
     return claim_output(config, inputs), recorded
