@@ -93,6 +93,19 @@ def test_a_judge_is_tried_on_real_records_first(monkeypatch):
         probe(config, logs, [{"scale": 1, "answer": "hang"}] * 2)
 
 
+def test_the_trial_of_a_judge_ends_with_the_first_success_and_in_time(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+    config = EnvironmentConfig(name="function", function="test_environments:misbehave", time_limit_seconds=100)
+    hang, good = {"scale": 1, "answer": "hang"}, {"scale": 1, "answer": "x"}
+    started = time.monotonic()
+    probe(config, [log("say")] * 4, [hang, good, hang, hang])
+    with pytest.raises(
+        UserError, match=r"time_limit_seconds=0\.5 .*; shortened for this trial, while other ranks wait"
+    ):
+        probe(config, [log("say")] * 4, [hang] * 4, seconds=1)
+    assert time.monotonic() - started < 50
+
+
 class Slow:
     """An environment whose batch takes longer than the ranks' collectives may."""
 

@@ -343,6 +343,9 @@ def test_wandb_that_is_not_installed_is_told_before_anything_starts(tmp_path):
 # ------------------------------------------------------------------ what stays of a run that went further
 
 
+# ------------------------------------------------------------------ model.*, deterministic
+
+
 def train_counting_layers(config):
     from mcore_rl.algorithms.loss_functions import NLLLoss
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy

@@ -29,6 +29,3 @@ def test_a_step_log_goes_on_from_any_of_its_steps(tmp_path):
     ]  # fmt: skip
     StepLog(path).append(1)
     assert path.read_bytes() == b""
-
-
-# ------------------------------------------------------------------ model.*, deterministic

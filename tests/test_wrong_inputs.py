@@ -53,7 +53,7 @@ COMMANDS = [
     ("grpo", ["{root}/grpo.yaml", "--replay", "{root}/recording.jsonl"], "recording.jsonl: is not a recording of"),
     ("grpo", ["{root}/grpo.yaml", "--replay"], "argument --replay: expected one argument"),
     ("plot_metrics", ["{root}/nowhere"], "nowhere/metrics.jsonl: cannot be read"),
-    ("plot_metrics", ["{root}/logs", "loss"], "cannot be read ('step')|no step has the metric loss"),
+    ("plot_metrics", ["{root}/logs", "loss"], "cannot be read (a line of it is not an object with its step)"),
     ("convert_checkpoint", [], "the following arguments are required: command"),
     ("convert_checkpoint", ["hf-to-torch", "a", "b"], "invalid choice: 'hf-to-torch'"),
     ("convert_checkpoint", ["inspect", "{root}/nowhere"], "nowhere is not a directory"),

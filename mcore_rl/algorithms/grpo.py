@@ -97,7 +97,8 @@ def _checked_inputs(
         recorded = read_recording(replay, steps, required)
     elif int(os.environ.get("RANK", 0)) == 0:
         first = prompts[:PROBED_RECORDS]
-        probe(config.environment, [prompt.message_log for prompt in first], [prompt.record for prompt in first])
+        logs, records = [prompt.message_log for prompt in first], [prompt.record for prompt in first]
+        probe(config.environment, logs, records, config.parallel.timeout_seconds / 2)
     if record:
         goes_on = bool(find_checkpoints(config)[0]) or is_restart(config.output_dir)
         check_record(record, recorded_by(config, fingerprint), goes_on)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,13 @@ class JudgedEnvironment:
             undo.pop_all()
 
     def step(self, message_logs: Sequence[MessageLog], records: Sequence[dict[str, Any]]) -> list[Step]:
-        steps: list[Step | None] = [None] * len(message_logs)
+        steps = dict(self.judged(message_logs, records))
+        return [steps[index] for index in range(len(message_logs))]
+
+    def judged(
+        self, message_logs: Sequence[MessageLog], records: Sequence[dict[str, Any]]
+    ) -> Iterator[tuple[int, Step]]:
+        """Each sample's number and step, as they come."""
         samples = enumerate(zip(message_logs, records, strict=True))
         waiting = deque((i, {"message_log": log, "record": record}) for i, (log, record) in samples)
         idle, busy = list(self.workers), dict[_Worker, int]()
@@ -49,6 +56,7 @@ class JudgedEnvironment:
         while waiting or busy:
             while waiting and idle:
                 worker, (index, sample) = idle.pop(), waiting.popleft()
+                worker.restart_if_gone()
                 worker.send(sample, self.config.time_limit_seconds)
                 busy[worker] = index
                 selector.register(worker.answers, selectors.EVENT_READ, worker)
@@ -57,35 +65,45 @@ class JudgedEnvironment:
             for worker in list(busy):
                 step = worker.poll()
                 if step is not None:
-                    steps[busy.pop(worker)] = step
                     selector.unregister(worker.answers)
-                    worker.restart_if_gone()
                     idle.append(worker)
-        return [step or Step() for step in steps]
+                    yield busy.pop(worker), step
 
     def close(self) -> None:
         for worker in self.workers:
             worker.kill()
 
 
-def probe(config: EnvironmentConfig, message_logs: Sequence[MessageLog], records: Sequence[dict[str, Any]]) -> None:
-    """Judge an answer to each of some real prompts: the record's own `answer`, if it has one.
+def probe(
+    config: EnvironmentConfig,
+    message_logs: Sequence[MessageLog],
+    records: Sequence[dict[str, Any]],
+    seconds: float = math.inf,
+) -> None:
+    """Judge answers to real prompts, the record's own `answer` if it has one, until one could be judged.
+
+    Args:
+        seconds: that all judgements may take together.
 
     Raises:
         UserError: the judge cannot be made, or fails on all of them.
     """
-    environment = JudgedEnvironment(config.model_copy(update={"num_workers": 1}))
-    try:
-        answers = [{"role": "assistant", "content": str(record.get("answer", ""))} for record in records]
-        steps = environment.step([[*log, answer] for log, answer in zip(message_logs, answers, strict=True)], records)
-    finally:
-        environment.close()
-    if all(step.error is not None for step in steps):
-        fields = ", ".join(sorted(records[0])) or "no field beside prompt"
-        raise UserError(
-            f"environment.name={config.name}: an answer to a record of data.train cannot be judged: {steps[0].error} "
-            f"(the record has {fields})"
-        )
+    workers = min(config.num_workers, len(records))
+    limit = min(config.time_limit_seconds, seconds / math.ceil(len(records) / workers))
+    environment = JudgedEnvironment(config.model_copy(update={"num_workers": workers, "time_limit_seconds": limit}))
+    answers = [{"role": "assistant", "content": str(record.get("answer", ""))} for record in records]
+    asked, errors = [[*log, answer] for log, answer in zip(message_logs, answers, strict=True)], dict[int, str]()
+    with contextlib.closing(environment):
+        for index, step in environment.judged(asked, records):
+            if step.error is None:
+                return
+            errors[index] = step.error
+    fields = ", ".join(sorted(records[0])) or "no field beside prompt"
+    shortened = "; shortened for this trial, while other ranks wait" if limit < config.time_limit_seconds else ""
+    raise UserError(
+        f"environment.name={config.name}: an answer to a record of data.train cannot be judged: {errors[0]} "
+        f"(the record has {fields}{shortened})"
+    )
 
 
 class _Worker:
