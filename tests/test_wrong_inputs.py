@@ -201,7 +201,6 @@ MODELS = [
     ("text_size", "text_size/config.json cannot be read"),
     ("no_heads", "no_heads"),
     ("narrow_vocabulary", "narrow_vocabulary"),
-    ("window", "a sliding window of 8 tokens is not supported beyond it"),
     ("strange_rope", "longrope"),
     ("truncated_weights", "model.safetensors: is not a whole safetensors file"),
     ("lacks_a_tensor", "model.norm.weight"),

@@ -97,7 +97,6 @@ def make_models(root):
     changed("text_size", hidden_size="large")
     changed("no_heads", num_attention_heads=0, head_dim=None)
     changed("narrow_vocabulary", vocab_size=40)
-    changed("window", model_type="mistral", sliding_window=8)
     changed("strange_rope", rope_parameters={"rope_type": "longrope", "rope_theta": 1e4})
     for name, kept in (("no_tokenizer", ()), ("no_weights", ("tokenizer",)), ("lora", ()), ("pickles", ("tokenizer",))):
         (root / name).mkdir()
