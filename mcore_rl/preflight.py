@@ -115,7 +115,7 @@ def check_output(config: TrainingConfig) -> None:
 
 
 def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
-    """What `checkpoint.resume` asks for: checkpoints to try, the best first, and what is wrong with others.
+    """What `checkpoint.resume` asks for: checkpoints to try, the best first, and what to say of others.
 
     Raises:
         UserError: nothing there, or everything damaged.
@@ -131,7 +131,8 @@ def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
         raise UserError(f"checkpoint.resume: {path} is not a directory (nor auto, nor none)")
     is_own = own.directory.resolve() in (path.resolve(), path.resolve().parent)
     if own.iterations() and not is_own:  # it began there and has gone further since
-        return own.candidates()
+        found, notes = own.candidates()
+        return found, [*notes, f"checkpoint.resume: {path} is not read: the run has checkpoints of its own"]
     if path.name.startswith("iter_"):
         if problems := quick_problems(path):
             raise UserError(f"checkpoint.resume: {path} is not whole: {'; '.join(problems)}")
