@@ -40,24 +40,15 @@ class Bounds:
         return f"must be less than {self.lt:g}" if self.lt is not None and not value < self.lt else None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        """For the YAML section: pydantic would take true for 1, and infinity for a weight."""
+        """For the YAML section: pydantic would take true for 1."""
         from pydantic_core import core_schema
 
-        def refuse(value: Any) -> Any:
+        def refuse_bool(value: Any) -> Any:
             if isinstance(value, bool):
                 raise ValueError("must be a number, not true or false")
-            if isinstance(value, float | str) and _is_infinite(value):
-                raise ValueError("must be finite")
             return value
 
-        return core_schema.no_info_before_validator_function(refuse, handler(source))
-
-
-def _is_infinite(value: float | str) -> bool:
-    try:
-        return not math.isfinite(float(value))
-    except ValueError:
-        return value in (".inf", ".nan")
+        return core_schema.no_info_before_validator_function(refuse_bool, handler(source))
 
 
 NonNegative = Annotated[float, Bounds(ge=0)]

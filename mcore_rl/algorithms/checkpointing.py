@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mcore_rl.checkpoint_store import CheckpointStore, remove_listed
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.progress import Say
+from mcore_rl.distributed.collectives import broadcast_object
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.megatron.checkpoint import SaveError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -63,9 +62,7 @@ class RunCheckpoints:
         """
         for note in self.notes:
             self.say(note)
-        box = [self.resume_from]
-        torch.distributed.broadcast_object_list(box, src=0)  # what goes on after a restart, only its node may know
-        (self.resume_from,) = box
+        self.resume_from = broadcast_object(self.resume_from)  # what goes on after a restart, only its node may know
         for iteration in self.resume_from:
             if problems := self.policy.verify_checkpoint(iteration):
                 self.say(f"damaged checkpoint: {iteration}: {'; '.join(problems)}")

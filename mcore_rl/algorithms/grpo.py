@@ -87,13 +87,13 @@ def _checked_inputs(
         return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length, say, valued)
 
     inputs = load_inputs(config, load_dataset, rows_per_unit=1)
-    prompts, fingerprint = inputs.train.prompts, inputs.train.fingerprint()
+    prompts = inputs.train.prompts
     if config.environment.max_turns > 1 and any(not isinstance(prompt.content, str) for prompt in prompts):
         check_keeps_turns(inputs.tokenizer)
     recorded = None
     if replay:
         steps = total_steps(config.trainer, len(prompts), config.grpo.num_prompts_per_step)
-        required = {**config.grpo.model_dump(include=REPLAYED_OPTIONS), "data": fingerprint}
+        required = {**config.grpo.model_dump(include=REPLAYED_OPTIONS), "data": inputs.train.fingerprint}
         recorded = read_recording(replay, steps, required)
     elif int(os.environ.get("RANK", 0)) == 0:
         first = prompts[:PROBED_RECORDS]
@@ -101,7 +101,7 @@ def _checked_inputs(
         probe(config.environment, logs, records, config.parallel.timeout_seconds / 2)
     if record:
         goes_on = bool(find_checkpoints(config)[0]) or is_restart(config.output_dir)
-        check_record(record, recorded_by(config, fingerprint), goes_on)
+        check_record(record, recorded_by(config, inputs.train.fingerprint), goes_on)
     return claim_output(config, inputs), recorded
 
 
@@ -133,7 +133,6 @@ class GRPORun(TrainingRun[PromptDataset]):
 
     def __post_init__(self) -> None:
         self.samples = StepLog(self.config.output_dir / "samples.jsonl")
-        self.fingerprint = self.inputs.train.fingerprint() if self.recording else ""
         # The sampler's log-probabilities are the policy's own where one precision computes both; then the
         # only update on them is on-policy and needs no others.
         exact = self.config.model.dtype == "float32" and self.recorded is None
@@ -236,7 +235,7 @@ class GRPORun(TrainingRun[PromptDataset]):
             return
         if self.recording:
             sampling = self.config.grpo.model_dump(include=SAMPLING_OPTIONS)
-            sampling |= recorded_by(self.config, self.fingerprint)
+            sampling |= recorded_by(self.config, self.inputs.train.fingerprint)
             self.recording.append(step, recorded_step(weights, sampling, rollouts))
         count = min(self.config.grpo.num_logged_samples, len(rollouts))
         logged = [rollouts[i * len(rollouts) // count] for i in range(count)]  # of as many prompts as there are

@@ -30,6 +30,7 @@ class RunDataset(Protocol):
 
     def describe(self, name: str, limit: int) -> str: ...
 
+    @property
     def fingerprint(self) -> str: ...
 
 
@@ -114,7 +115,7 @@ def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[Dat
     if int(os.environ.get("RANK", 0)) > 0:
         return replace(inputs, checkpoints=checkpoints)
     check_output(config)
-    identity = RunIdentity.of(config, inputs.hf_config, inputs.train.fingerprint())
+    identity = RunIdentity.of(config, inputs.hf_config, inputs.train.fingerprint)
     notes = checkpoints[1] + check_identity(identity, checkpoints[0])
     if note := RunDirectory(config.output_dir).claim():
         notes = [note, *notes]

@@ -17,6 +17,7 @@ from mcore_rl.config import TrainingConfig
 from mcore_rl.data.chat import tokens_between
 from mcore_rl.data.prompts import Prompt
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.collectives import broadcast_object
 from mcore_rl.environments.interfaces import Environment, MessageLog, Step
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.interfaces import GenerationDatumSpec
@@ -143,12 +144,11 @@ class RolloutWorker:
         if self.environment is not None:
             judging = self._beside.submit(self.environment.step, logs, records)
         while True:
-            box: list[Any] = [None if judging is None else _outcome(judging, self.meeting_seconds)]
-            torch.distributed.broadcast_object_list(box, src=0)
-            if isinstance(box[0], Exception):
-                raise box[0]
-            if box[0] is not None:
-                steps: list[Step] = box[0]
+            outcome = broadcast_object(None if judging is None else _outcome(judging, self.meeting_seconds))
+            if isinstance(outcome, Exception):
+                raise outcome
+            if outcome is not None:
+                steps: list[Step] = outcome
                 return steps
 
     def _goes_on(self, rollout: Rollout, step: Step, plain: bool) -> bool:

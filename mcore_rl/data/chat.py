@@ -45,7 +45,7 @@ def render(tokenizer: Any, messages: Messages, tools: Any = None, add_generation
 
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template for messages; give one as data.chat_template")
-    messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+    messages = [_without(message, "weight") for message in messages]
     try:
         return str(
             tokenizer.apply_chat_template(
@@ -98,7 +98,7 @@ def _template(tokenizer: Any, tools: Any) -> str:
 
 def _by_markers(tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any) -> tuple[list[int], list[bool]]:
     """By the template's own markers, a run of marked tokens a response."""
-    messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+    messages = [_without(message, "weight") for message in messages]
     out = tokenizer.apply_chat_template(
         messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -210,6 +210,10 @@ def _with(messages: Messages, index: int, key: str, value: str) -> Messages:
     return [*messages[:index], changed, *messages[index + 1 :]]
 
 
+def _without(message: Message, key: str) -> Message:
+    return {name: value for name, value in message.items() if name != key}
+
+
 def unused_character(text: str) -> str:
     """A character of Unicode's private area that is not in `text`."""
     return next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in text)
@@ -256,7 +260,7 @@ def _check_shown(tokenizer: Any, messages: Messages, tools: Any, text: str) -> N
         if not _shows(tokenizer, messages, tools, text, index, "content"):
             raise ValueError(f"the chat template leaves out message {index + 1} ({message['role']})")
         if message.get("tool_calls"):
-            without = {key: value for key, value in message.items() if key != "tool_calls"}
+            without = _without(message, "tool_calls")
             if render(tokenizer, [*messages[:index], without, *messages[index + 1 :]], tools) == text:
                 raise ValueError(f"the chat template does not show the tool calls of message {index + 1}")
     # Templates may drop the thoughts of earlier turns; those of the last are what is to be learnt.

@@ -7,6 +7,7 @@ import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from mcore_rl.config import DataConfig
@@ -46,6 +47,7 @@ class PromptDataset:
         text = f"{name}: {len(self):,} prompts, {sum(len(p.input_ids) for p in self.prompts):,} tokens"
         return text + (f", {self.num_dropped:,} dropped (longer than {limit} tokens)" if self.num_dropped else "")
 
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of token ids and records."""
         digest = hashlib.sha256()

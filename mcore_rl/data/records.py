@@ -6,6 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from mcore_rl.config import DataConfig
@@ -30,6 +31,7 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.units)
 
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of token ids and masks."""
         return fingerprint(self.units)

@@ -32,6 +32,13 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     return values
 
 
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's `value` (small, picklable), on every process."""
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
 def all_gather(x: Shaped[Tensor, "*shape"], group: ProcessGroup | None) -> Shaped[Tensor, ranks * shape]:
     """[n, …] on each of P ranks → [P, n, …] in rank order on all of them. No gradient."""
     if group_size(group) == 1:

@@ -216,19 +216,23 @@ class Configured(LossFunction):
         object.__setattr__(self, "options", options)
 
     def __getattr__(self, name: str) -> Any:
-        options = self.__dict__.get("options")
-        option = name if options is None else options.aliases.get(name, name)
-        if options is None or option not in options.__dataclass_fields__:
+        if (option := self._option(name)) is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(options, option)
+        return getattr(self.options, option)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        options = self.__dict__.get("options")
-        option = name if options is None else options.aliases.get(name, name)
-        if options is not None and option in options.__dataclass_fields__:
-            self.configure(replace(options, **{option: value}))
+        if (option := self._option(name)) is not None:
+            self.configure(replace(self.options, **{option: value}))
         else:
             object.__setattr__(self, name, value)
+
+    def _option(self, name: str) -> str | None:
+        """The option that is meant by `name`, which may be another version's; None if there is none."""
+        options = vars(self).get("options")  # not there before `configure`, nor while a copy is unpickled
+        if options is None:
+            return None
+        name = options.aliases.get(name, name)
+        return name if name in options.__dataclass_fields__ else None
 
 
 def takes_logprobs(loss_fn: Any) -> bool:

@@ -64,19 +64,22 @@ class PreferenceLoss(LossFunction):
         logits: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """From rewards [2n] or [2n, 1], chosen and rejected interleaved (`logits` in the reference's present form)."""
-        rewards, mask, seqs = self._checked(rewards if logits is None else logits, data, global_valid_seqs)
-        loss, accuracy, chosen, rejected = self._preference_loss(rewards, mask, seqs)
-        return loss, _pair_metrics(loss, accuracy, chosen, rejected, mask)
-
-    def _checked(self, rewards: Tensor | None, data: Any, seqs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Rewards [2n] in fp32 (fp64 if they are), the sample mask alike, and the number of valid rows."""
+        rewards = rewards if logits is None else logits
         if rewards is None or data is None:
             raise ContractError(f"{type(self).__name__}: give rewards [2n] and data")
         require_keys(data, ("sample_mask",), self)
         rewards = rewards.squeeze(-1) if rewards.ndim == 2 else rewards
         rewards = rewards if rewards.dtype == torch.float64 else rewards.float()
         require_shape("sample_mask", data["sample_mask"], tuple(rewards.shape), self)
-        return rewards, sample_mask_of(data, rewards), require_count("global_valid_seqs", seqs, self)
+        mask, seqs = sample_mask_of(data, rewards), require_count("global_valid_seqs", global_valid_seqs, self)
+        loss, accuracy, chosen, rejected = self._loss_of_rewards(rewards, data, mask, seqs)
+        return loss, _pair_metrics(loss, accuracy, chosen, rejected, mask)
+
+    def _loss_of_rewards(
+        self, rewards: Tensor, data: Any, mask: Tensor, seqs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `_preference_loss`, of rewards [2n] in fp32 (fp64 if they are) and the sample mask alike."""
+        return self._preference_loss(rewards, mask, seqs)
 
     def split_output_tensor(
         self, tensor: Shaped[Tensor, rows * rest]
@@ -128,23 +131,16 @@ class BradleyTerryLoss(PreferenceLoss):
     def __init__(self, center_rewards_coefficient: float = 0.0) -> None:
         self.center_rewards_coefficient = center_rewards_coefficient
 
-    def __call__(
-        self,
-        rewards: Tensor | None = None,
-        data: Any = None,
-        global_valid_seqs: Tensor | None = None,
-        global_valid_toks: Tensor | None = None,
-        *,
-        logits: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        rewards, mask, seqs = self._checked(rewards if logits is None else logits, data, global_valid_seqs)
+    def _loss_of_rewards(
+        self, rewards: Tensor, data: Any, mask: Tensor, seqs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         margin = data["margin"].to(rewards)[::2] if "margin" in data else 0.0
         loss, accuracy, chosen_mean, rejected_mean = self._preference_loss(rewards, mask, seqs, margin=margin)
         if self.center_rewards_coefficient:
             chosen, rejected = self.split_output_tensor(rewards)
             center = masked_mean((chosen + rejected) ** 2, mask[::2], global_normalization_factor=seqs / 2)
             loss = loss + self.center_rewards_coefficient * center
-        return loss, _pair_metrics(loss, accuracy, chosen_mean, rejected_mean, mask)
+        return loss, accuracy, chosen_mean, rejected_mean
 
 
 class DPOLossFn(Configured, LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called with logits, not rewards

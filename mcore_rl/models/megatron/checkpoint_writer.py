@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from mcore_rl.checkpoint_store import FileDigests, digests_of
-from mcore_rl.distributed.collectives import gather_objects
+from mcore_rl.distributed.collectives import broadcast_object, gather_objects
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict  # isort: skip
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # isort: skip
@@ -236,9 +236,7 @@ def on_every_rank(action: Callable[[], Any]) -> Any:
 
 def on_first_rank(action: Callable[[], Any]) -> Any:
     """`action()` on rank 0; its result, or SaveError, on all ranks."""
-    box = [on_every_rank(action if torch.distributed.get_rank() == 0 else lambda: None)]
-    torch.distributed.broadcast_object_list(box, src=0)
-    return box[0]
+    return broadcast_object(on_every_rank(action if torch.distributed.get_rank() == 0 else lambda: None))
 
 
 def raise_together(error: str | None) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcore_rl.data.batches import collate
 from mcore_rl.data.records import Unit, fingerprint
+from mcore_rl.distributed.collectives import broadcast_object
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
 
@@ -31,12 +32,9 @@ class PrecomputedReference:
     ) -> PrecomputedReference:
         """From disk if there; else by `policy`, whose weights must be the reference's. Collective."""
         lengths = [len(sequence) for unit in units for sequence in unit]
-        key = [reference_key(policy.config.model.path, policy.config.model.dtype, units) if policy.is_writer else ""]
-        torch.distributed.broadcast_object_list(key, src=0)
-        path = directory / f"{key[0]}.safetensors"
-        exists = [path.is_file()]
-        torch.distributed.broadcast_object_list(exists, src=0)
-        if exists[0]:
+        key = reference_key(policy.config.model.path, policy.config.model.dtype, units) if policy.is_writer else ""
+        path = directory / f"{broadcast_object(key)}.safetensors"
+        if broadcast_object(path.is_file()):
             return cls(load_file(path)["logprobs"], lengths)
         parts = []
         for start in range(0, len(units), batch_size):
