@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 from mcore_rl import run_directory, watchdog
 from mcore_rl.config import TrainingConfig, load_config
 from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.launch_environment import error_file, is_launched, is_under_torchrun, rank, world_size
 from mcore_rl.preflight import preflight
 from mcore_rl.quiet import quiet_libraries
 
@@ -40,30 +41,38 @@ class Parser(argparse.ArgumentParser):
         leave(2, f"{message} ({self.prog} --help says more)")
 
 
-def run_script(config_type: type[ConfigT], train: Callable[..., Any], description: str, **file_options: str) -> None:
+def run_script(
+    config_type: type[ConfigT],
+    train: Callable[..., Any],
+    description: str,
+    file_options: Mapping[str, str] = {},
+    arguments: Sequence[str] | None = None,
+    prog: str | None = None,
+) -> None:
     """Parse `CONFIG [--option FILE] [section.key=value …]`, train, and exit.
 
     Args:
         train: called with the configuration, and each option's path (None if it was not given) by its name.
         file_options: the names of options that take a path, and what they are for.
+        arguments: of the command line; this process's own if left out.
+        prog: how the program is called, if not by its file's name.
 
     Exit status: 0; 1 for a failure, with its traceback; 2 for a user's error and 3 for training that
     cannot go on, with one line; 130 for Ctrl-C before training. torchrun itself exits with 1 for all of them.
     """
-    parser = Parser(description=description)
+    parser = Parser(prog=prog, description=description)
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file's values")
     for name, purpose in file_options.items():
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=purpose)
-    arguments = parser.parse_intermixed_args()
-    paths = {name: getattr(arguments, name) for name in file_options}
+    parsed = parser.parse_intermixed_args(arguments)
+    paths = {name: getattr(parsed, name) for name in file_options}
     with told_in_one_line():
-        config = load_config(config_type, arguments.config, arguments.overrides)
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        preflight(config, world_size, paths)
-        if _rank() == 0:
-            processes = "1 process" if world_size == 1 else f"{world_size} processes"
-            print(f"{arguments.config}: {processes}; importing PyTorch and Megatron …", flush=True)
+        config = load_config(config_type, parsed.config, parsed.overrides)
+        preflight(config, world_size(), paths)
+        if rank() == 0:
+            processes = "1 process" if world_size() == 1 else f"{world_size()} processes"
+            print(f"{parsed.config}: {processes}; importing PyTorch and Megatron …", flush=True)
         quiet_libraries()
         train(config, **paths)
 
@@ -100,27 +109,23 @@ def leave(status: int, message: str, lost_peer: bool = False) -> NoReturn:
     run_directory.release()
     line = message if status == 1 else f"error: {' '.join(message.split())}"
     sys.stdout.flush()
-    if lost_peer or (_rank() > 0 and status != 1):
+    if lost_peer or (rank() > 0 and status != 1):
         _wait_to_be_ended()
     _write_error_file(line)
-    named = _rank() > 0 or (status == 1 and "RANK" in os.environ)
-    print(f"[rank {_rank()}] {line}" if named else line, file=sys.stderr, flush=True)
+    named = rank() > 0 or (status == 1 and is_launched())
+    print(f"[rank {rank()}] {line}" if named else line, file=sys.stderr, flush=True)
     os._exit(status)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", 0))
 
 
 def _wait_to_be_ended() -> None:
     """torchrun ends all ranks once one has failed; then this one has nothing to say."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if is_under_torchrun():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(PEER_SECONDS)
 
 
 def _write_error_file(line: str) -> None:
     """What torchrun shows at the end of its report, in the form of `torch.distributed.elastic`'s own."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if path := error_file():
         told = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
-        Path(path).write_text(json.dumps({"message": told}))
+        path.write_text(json.dumps({"message": told}))

@@ -76,6 +76,8 @@ class Layout:
         values["batch"].update(packing=self.packing, tokens_per_pack=self.tokens_per_pack, share_prefixes=self.prefix)
         if self.packing:
             values["batch"]["micro_batch_size"] = 1
+        if not self.prefix:
+            del values["batch"]["min_shared_tokens"]
         return type(config).model_validate(values)
 
 

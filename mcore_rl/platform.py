@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
+from mcore_rl import launch_environment
+
 _installed = False
 
 
@@ -65,9 +67,9 @@ def initialize_process_group(timeout: timedelta) -> None:
     kwargs: dict[str, Any] = {"backend": backend(), "timeout": timeout}
     if has_gpu():
         kwargs["device_id"] = device()
-    if "RANK" not in os.environ:
+    if not launch_environment.is_launched():
         kwargs.update(rank=0, world_size=1, store=torch.distributed.HashStore())
-    elif attempt := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+    elif attempt := launch_environment.restarts():
         # torchrun keeps its store when it starts the ranks again: without a prefix of their own they would
         # find the addresses of those that died.
         store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))

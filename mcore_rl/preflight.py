@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,8 +10,8 @@ from mcore_rl.checkpoint_store import CheckpointStore, quick_problems
 from mcore_rl.config import RMConfig, TrainingConfig
 from mcore_rl.data.reading import check_file
 from mcore_rl.errors import UserError
+from mcore_rl.launch_environment import has_name, launch_id, node, restarts
 from mcore_rl.run_directory import RunDirectory
-from mcore_rl.run_identity import launch_id
 
 
 def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path | None]) -> None:
@@ -75,9 +74,9 @@ def _check_files(files: Mapping[str, Path | None], directory: RunDirectory) -> N
 
 def is_restart(output_dir: Path) -> bool:
     """Whether torchrun started this process in place of one that failed, which had begun the run in `output_dir`."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
+    if restarts() == 0:
         return False
-    if os.environ.get("TORCHELASTIC_RUN_ID") == "none" and int(os.environ.get("GROUP_RANK", 0)) > 0:
+    if not has_name() and node() > 0:
         return True  # another node's torchrun began it; there the first rank decides
     identity = RunDirectory(output_dir).identity
     return identity is not None and identity.launch == launch_id()
@@ -103,9 +102,9 @@ def check_output(config: TrainingConfig) -> None:
         raise UserError(
             f"model.path: {config.model.path} is what checkpoint.overwrite=true removes; choose another output_dir"
         )
-    for key in ("train", "validation"):
+    for key in ("train", "validation", "chat_template"):
         source = getattr(config.data, key)
-        if source and directory.writes(Path(source)):
+        if source and "{" not in source and directory.writes(Path(source)):
             raise UserError(f"data.{key}: {source} is a file that this run writes; choose another output_dir")
     if afresh and not checkpoint.overwrite and directory.holds_results():
         raise UserError(

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
-import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 from mcore_rl.config import DPOConfig, GRPOConfig, RMConfig, TrainingConfig, read_yaml
 from mcore_rl.errors import UserError
+from mcore_rl.launch_environment import launch_id
 
 # Of a config.json: where it came from and how it is used, not what the model computes.
 NOT_ARCHITECTURE = {
@@ -113,18 +112,6 @@ class RunIdentity:
         before, now = _flat(earlier.config), _flat(self.config)
         common = [key for key in now if key in before and not key.startswith(INSIGNIFICANT)]
         return [f"{key} {before[key]} → {now[key]}" for key in common if before[key] != now[key]]
-
-
-def launch_id() -> str:
-    """Equal on every attempt of one torchrun, and on no other's; "" without torchrun.
-
-    Where no --rdzv-id names it, this node's directory of logs does, which torchrun makes anew for each launch.
-    """
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    if name != "none":
-        return name
-    logs = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent.parent  # …/attempt_0/RANK/error.json
-    return f"{socket.gethostname()}:{logs}"
 
 
 def algorithm_of(config: TrainingConfig) -> str:

@@ -1,14 +1,6 @@
 """Reward models from preferences: [torchrun --nproc-per-node N] scripts/train_rm.py CONFIG [key=value …]"""
 
-from mcore_rl.config import RMConfig
-from mcore_rl.entry_point import run_script
-
-
-def train(config: RMConfig) -> None:
-    from mcore_rl.algorithms.rm import train_rm
-
-    train_rm(config)
-
+from mcore_rl.programs.training import train
 
 if __name__ == "__main__":
-    run_script(RMConfig, train, __doc__)
+    train("rm")

@@ -189,7 +189,7 @@ def grpo_config(path):
     return GRPOConfig.model_validate(
         {
             **pairs,
-            "batch": {"tokens_per_pack": 256, "min_shared_tokens": 8},
+            "batch": {"tokens_per_pack": 256, "share_prefixes": True, "min_shared_tokens": 8},
             "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_new_tokens": 30},
             "loss": {"reference_policy_kl_penalty": 0.3, "entropy_bonus": 0.1, "ratio_clip_max": 0.28},
         }
@@ -198,7 +198,9 @@ def grpo_config(path):
 
 def dpo_config(path):
     config = make_config(path)
-    return config.model_copy(update={"batch": config.batch.model_copy(update={"min_shared_tokens": 8})})
+    return config.model_copy(
+        update={"batch": config.batch.model_copy(update={"share_prefixes": True, "min_shared_tokens": 8})}
+    )
 
 
 LAYOUTS = [

@@ -8,9 +8,10 @@ from mcore_rl.algorithms.rollouts import check_record
 from mcore_rl.checkpoint_store import digests_of, write_manifest
 from mcore_rl.config import SFTConfig
 from mcore_rl.errors import UserError
+from mcore_rl.launch_environment import launch_id
 from mcore_rl.preflight import check_output, find_checkpoints, is_restart, preflight
 from mcore_rl.run_directory import RunDirectory
-from mcore_rl.run_identity import RunIdentity, digest_of_weights, launch_id
+from mcore_rl.run_identity import RunIdentity, digest_of_weights
 
 
 @pytest.fixture

@@ -189,6 +189,20 @@ def test_the_logs_of_a_run_are_not_its_data(files, out):
     refused(files, out, "is a file that this run writes", *arguments, f"data.train={out / 'samples.jsonl'}")
 
 
+def test_overwriting_keeps_what_the_run_reads(files, out):
+    (out / "hf" / "mine.jinja").write_text("{{ messages }}")
+    arguments = (
+        f"output_dir={out}",
+        "checkpoint.resume=none",
+        "checkpoint.overwrite=true",
+        "checkpoint.export_hf=false",
+    )
+    template = out / "hf" / "mine.jinja"
+    refused(
+        files, out, "data.chat_template: .*is a file that this run writes", *arguments, f"data.chat_template={template}"
+    )
+
+
 # ------------------------------------------------------------------ nothing is continued by another
 
 

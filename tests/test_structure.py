@@ -13,6 +13,7 @@ FLOORS = {
     "loss_options": 0,
     "platform": 0,
     "quiet": 0,
+    "launch_environment": 0,
     "watchdog": 0,
     "checkpoint_store": 1,
     "run_directory": 1,
@@ -31,6 +32,8 @@ FLOORS = {
     "layout_check": 5,
     "layouts": 1,
     "entry_point": 6,
+    "programs": 6,
+    "__main__": 6,
     "models": 0,  # the empty package itself
 }
 LIGHT = {"distributed", "algorithms.loss_functions", "algorithms.interfaces"}

@@ -104,6 +104,7 @@ KEYS = [
     ("sft", "batch.global_batch_size=0", "batch.global_batch_size: .*got 0"),
     ("sft", "batch.global_batch_size=2.5", "batch.global_batch_size: .*got 2.5"),
     ("sft", "batch.global_batch_size=many", "batch.global_batch_size: .*got 'many'"),
+    ("sft", "batch.min_shared_tokens=8", "batch.min_shared_tokens: nothing is shared with share_prefixes=false"),
     ("sft", "batch.micro_batch_size=2", "batch.micro_batch_size: packs are filled to tokens_per_pack"),
     ("sft", "batch={global_batch_size: 2, packing: false, tokens_per_pack: 99}", "batch.tokens_per_pack: nothing is packed"),
     ("sft", "batch.tokens_per_pack=40", "batch.tokens_per_pack=40: must hold the longest record, 48 tokens"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl import watchdog
+from mcore_rl import launch_environment, watchdog
 from mcore_rl.algorithms.advantages import advantages_of, has_signal
 from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, calculate_kl
@@ -95,7 +94,7 @@ def _checked_inputs(
         steps = total_steps(config.trainer, len(prompts), config.grpo.num_prompts_per_step)
         required = {**config.grpo.model_dump(include=REPLAYED_OPTIONS), "data": inputs.train.fingerprint}
         recorded = read_recording(replay, steps, required)
-    elif int(os.environ.get("RANK", 0)) == 0:
+    elif launch_environment.rank() == 0:
         first = prompts[:PROBED_RECORDS]
         logs, records = [prompt.message_log for prompt in first], [prompt.record for prompt in first]
         probe(config.environment, logs, records, config.parallel.timeout_seconds / 2)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from mcore_rl import launch_environment
 from mcore_rl.algorithms.checkpointing import check_identity
 from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.config import DataConfig, TrainerConfig, TrainingConfig
@@ -65,14 +65,14 @@ def load_inputs(
     Raises:
         UserError: naming the key or the file and line.
     """
-    world_size = world_size or int(os.environ.get("WORLD_SIZE", 1))
+    world_size = world_size or launch_environment.world_size()
     config.parallel.data_parallel_size(world_size)
     config.pack_width(rows_per_unit)
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
     check_model_fits(hf_config, config.parallel, config.data.max_sequence_length, config.model)
     check_hf_tensors(hf_config, SafetensorsDirectory(config.model.path))
     check_positions(hf_config, config.data.max_sequence_length)
-    say = speaker(int(os.environ.get("RANK", 0)) == 0)
+    say = speaker(launch_environment.rank() == 0)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, config.data.read_chat_template(), say)
     if len(tokenizer) > hf_config.vocab_size:
         raise UserError(
@@ -112,7 +112,7 @@ def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[Dat
         UserError: something there would be destroyed or continued that is not this run's.
     """
     checkpoints = find_checkpoints(config)
-    if int(os.environ.get("RANK", 0)) > 0:
+    if launch_environment.rank() > 0:
         return replace(inputs, checkpoints=checkpoints)
     check_output(config)
     identity = RunIdentity.of(config, inputs.hf_config, inputs.train.fingerprint)

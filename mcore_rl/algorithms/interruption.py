@@ -12,6 +12,7 @@ from types import FrameType
 import torch
 
 from mcore_rl import platform
+from mcore_rl.launch_environment import is_under_torchrun, rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -29,7 +30,7 @@ class Interruption:
     def __init__(self, save_seconds: float | None = None) -> None:
         self._received, self._pid, self._parent = 0, os.getpid(), os.getppid()
         self.save_seconds, self._saved = save_seconds, time.monotonic()
-        self._clock_is_mine = int(os.environ.get("RANK", 0)) == 0
+        self._clock_is_mine = rank() == 0
         self.save_is_due = False
         for number in SIGNALS:
             signal.signal(number, self._receive)
@@ -43,7 +44,7 @@ class Interruption:
         if self._clock_is_mine:
             name = signal.Signals(number).name
             sys.stderr.write(f"{name}: finishing the step and saving; once more ends at once\n")
-        if number == signal.SIGINT and "TORCHELASTIC_RUN_ID" in os.environ:
+        if number == signal.SIGINT and is_under_torchrun():
             threading.Thread(target=self._end_with_parent, daemon=True).start()
 
     def _end_with_parent(self) -> None:

@@ -224,6 +224,8 @@ class BatchConfig(Section):
     def _used(self) -> BatchConfig:
         if self.share_prefixes and not self.packing:
             raise ValueError("share_prefixes: needs packing=true")
+        if not self.share_prefixes and self.min_shared_tokens != type(self).model_fields["min_shared_tokens"].default:
+            raise ValueError("min_shared_tokens: nothing is shared with share_prefixes=false; leave it out")
         if self.packing and self.micro_batch_size != 1:
             raise ValueError("micro_batch_size: packs are filled to tokens_per_pack; it goes with packing=false alone")
         if not self.packing and self.tokens_per_pack is not None:

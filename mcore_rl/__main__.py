@@ -1,0 +1,6 @@
+"""`python -m mcore_rl` is `mcore-rl`."""
+
+from mcore_rl.programs.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""What torchrun tells each process that it starts, read from the environment in one place."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+
+def is_launched() -> bool:
+    """Whether something has made this process one rank of several (torchrun, a Ray actor, a test)."""
+    return "RANK" in os.environ
+
+
+def is_under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def node() -> int:
+    """Which of torchrun's nodes this is."""
+    return int(os.environ.get("GROUP_RANK", 0))
+
+
+def restarts() -> int:
+    """How often torchrun has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def has_name() -> bool:
+    """Whether --rdzv-id names the launch, equally on all nodes."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none"
+
+
+def launch_id() -> str:
+    """Equal on every attempt of one torchrun, and on no other's; "" without torchrun.
+
+    Where no --rdzv-id names it, this node's directory of logs does, which torchrun makes anew for each launch.
+    """
+    if not is_under_torchrun() or has_name():
+        return os.environ.get("TORCHELASTIC_RUN_ID", "")
+    logs = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent.parent  # …/attempt_0/RANK/error.json
+    return f"{socket.gethostname()}:{logs}"
+
+
+def error_file() -> Path | None:
+    """Where torchrun looks for what a rank says of its failure."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(path) if path else None

@@ -1,0 +1,84 @@
+"""torchrun's launcher with quiet ends: the ranks' own last line, and their exit status.
+
+torchrun itself answers a signal with a traceback of some forty lines and status 1, kills ranks that take longer than
+its grace period to save, and exits with 1 whatever status a rank gave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+import psutil
+
+from mcore_rl.entry_point import leave
+
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def names_launch(arguments: Sequence[str]) -> bool:
+    """Whether the first argument is an option of torchrun's."""
+    if not arguments or not arguments[0].startswith("-") or arguments[0] in ("-h", "--help"):
+        return False
+    return arguments[0].partition("=")[0] in _parser()._option_string_actions
+
+
+def launch(arguments: Sequence[str], command: Sequence[str]) -> int:
+    """Run `mcore-rl COMMAND CONFIG …` as every rank.
+
+    Args:
+        arguments: torchrun's options (`--nproc-per-node 4 …`), then the configuration and all that is the program's.
+        command: the words of `mcore-rl` before them.
+
+    Returns:
+        0; of a failure the status of the first rank that ended with one, 128 + its number for a signal.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import run
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its warning
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have told what it reports
+    options = _parser().parse_args(arguments)
+    options.training_script_args = [*command, options.training_script, *options.training_script_args]
+    options.module, options.training_script = True, "mcore_rl"
+    # Ranks answer signals by themselves: they save and end. For those that are torchrun's own it ends them after its
+    # grace period; one has to be left to it.
+    options.signals_to_handle = "SIGQUIT"
+    for number in HANDED_ON:
+        signal.signal(number, _hand_on)
+    try:
+        run(options)
+    except ChildFailedError as error:
+        failed, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            return int(failure.exitcode)
+        name = signal.Signals(-failure.exitcode).name
+        print(f"error: rank {failed} was ended by {name}", file=sys.stderr)
+        return 128 - int(failure.exitcode)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except ValueError as error:
+        leave(2, f"{error} (torchrun --help tells the launch's options)")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.prog = "mcore-rl train ALGORITHM"
+    parser.error = lambda message: leave(2, f"{message} (torchrun --help tells the launch's options)")  # type: ignore[method-assign]
+    return parser
+
+
+def _hand_on(number: int, frame: FrameType | None) -> None:
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(number)

@@ -1,0 +1,36 @@
+"""The `mcore-rl` command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from mcore_rl import launch_environment
+from mcore_rl.entry_point import leave
+from mcore_rl.programs.launch import launch, names_launch
+from mcore_rl.programs.training import PROGRAMS, train
+
+USAGE = f"""\
+mcore-rl train {{{",".join(PROGRAMS)}}} [torchrun's options] CONFIG [section.key=value …]
+
+    mcore-rl train dpo configs/dpo_cpu.yaml                          one process
+    mcore-rl train dpo --nproc-per-node 8 dpo.yaml optimizer.lr=1e-6 eight, as by torchrun
+    mcore-rl train grpo --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 grpo.yaml
+
+`mcore-rl train dpo --help` tells the program's own options, `torchrun --help` those of the launch."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(USAGE)
+        sys.exit(0 if words else 2)
+    if words[0] != "train":
+        leave(2, f"mcore-rl {words[0]}: there is no such command; write mcore-rl train …")
+    if len(words) < 2 or words[1] not in PROGRAMS:
+        leave(2, f"mcore-rl {' '.join(words[:2])}: name one of {', '.join(PROGRAMS)}")
+    algorithm, rest = words[1], words[2:]
+    if launch_environment.is_launched() or not names_launch(rest):
+        train(algorithm, rest, f"mcore-rl train {algorithm}")
+    else:
+        sys.exit(launch(rest, ["train", algorithm]))

@@ -1,0 +1,132 @@
+"""The `mcore-rl` command: one line and the ranks' own status, whatever ends the run."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import yaml
+from models import make_model
+
+from mcore_rl.checkpoint_store import CheckpointStore
+
+COMMAND = [sys.executable, "-m", "mcore_rl"]
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    root = tmp_path_factory.mktemp("command")
+    make_model("llama", root / "model")
+    records = [{"prompt": f"say {i} ", "completion": "ab" * (1 + i % 5)} for i in range(7)]
+    (root / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = {
+        "output_dir": str(root / "out"),
+        "model": {"path": str(root / "model")},
+        "data": {"train": str(root / "data.jsonl"), "max_sequence_length": 48},
+        "batch": {"global_batch_size": 2},
+        "optimizer": {"lr": 1e-3},
+        "trainer": {"max_steps": 2000, "log_interval": 1},
+        "checkpoint": {"save_interval": None, "export_hf": False},
+    }
+    (root / "config.yaml").write_text(yaml.safe_dump(config))
+    return root / "config.yaml"
+
+
+def call(*arguments):
+    command = [*COMMAND, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=ENVIRONMENT)
+
+
+LAUNCH = ("train", "sft", "--nproc-per-node", "2")
+WRONG = [
+    ([], r"mcore-rl train \{sft,dpo"),
+    (["trian"], "error: mcore-rl trian: there is no such command; write mcore-rl train …"),
+    (["train"], "error: mcore-rl train: name one of sft, dpo, rm, grpo"),
+    (["train", "ppo2", "x"], "error: mcore-rl train ppo2: name one of sft"),
+    (["train", "sft"], "error: the following arguments are required: config"),
+    (["train", "sft", "nowhere.yaml"], "error: nowhere.yaml: cannot be read"),
+    (["train", "sft", "--nproc-per-node", "two", "c.yaml"], "error: Unsupported nproc_per_node value: two"),
+    (["train", "sft", "--nproc-per-node", "2"], "error: the following arguments are required: training_script"),
+    (["train", "sft", "--nodes", "2", "c.yaml"], "error: unrecognized arguments: --nodes"),
+    ([*LAUNCH, "nowhere.yaml"], "error: nowhere.yaml: cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_what_is_wrong_is_told_in_one_line(arguments, message):
+    done = call(*arguments)
+    assert done.returncode == 2
+    text = (done.stderr or done.stdout).strip()
+    assert re.match(message, text), text
+    assert not arguments or len(text.splitlines()) == 1
+
+
+def test_help():
+    assert call("--help").stdout.startswith("mcore-rl train {")
+    text = call("train", "grpo", "--help").stdout
+    assert text.startswith("usage: mcore-rl train grpo ") and "--replay FILE" in text
+
+
+@pytest.mark.long
+def test_several_processes_train(config, tmp_path):
+    arguments = ["parallel.tensor_model_parallel_size=2", f"output_dir={tmp_path / 'out'}", "trainer.max_steps=1"]
+    done = call(*LAUNCH, config, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "2 processes" in done.stdout and "step 1/1" in done.stdout
+    assert not done.stderr
+
+
+ENDS = [
+    pytest.param("launcher", signal.SIGTERM, 0, id="Slurm ends the job"),
+    pytest.param("group", signal.SIGINT, 0, id="Ctrl-C", marks=pytest.mark.long),
+    pytest.param("rank", signal.SIGKILL, 137, id="a rank is killed", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("who", "number", "status"), ENDS)
+def test_a_signal_ends_in_a_few_lines(who, number, status, config, tmp_path):
+    out = tmp_path / "out"
+    command = [*COMMAND, *LAUNCH, str(config), f"output_dir={out}"]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    ) as process:
+        try:
+            for line in process.stdout:
+                if line.startswith("step "):
+                    break
+            ranks = psutil.Process(process.pid).children()
+            assert len(ranks) == 2
+            {
+                "launcher": lambda: process.send_signal(number),
+                "group": lambda: os.killpg(process.pid, number),
+                "rank": lambda: ranks[1].send_signal(number),
+            }[who]()
+            text, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == status, text
+    lines = [line for line in text.splitlines() if not line.startswith("step ")]
+    saved = [path.name for path in CheckpointStore(out / "checkpoints").iterations()]
+    if status:
+        assert lines[-1] == "error: rank 1 was ended by SIGKILL", text
+        assert not saved
+    else:
+        asked, checkpoint, stopped = lines
+        assert asked.startswith(f"{number.name}: finishing the step and saving")
+        assert checkpoint == f"checkpoint: {out / 'checkpoints' / saved[0]}"
+        assert stopped.startswith(f"stopped by {number.name} after step ")
+    deadline = time.monotonic() + 10
+    while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
+        assert time.monotonic() < deadline, "ranks are left"
+        time.sleep(0.1)
