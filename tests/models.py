@@ -145,6 +145,9 @@ def make_config(family: str, **changes):
     values = {**SMALL, **own, **changes}
     if transformers.__version__.startswith("4."):  # one dictionary in 5, two keys before
         rope = dict(values.pop("rope_parameters"))
+        if "full_attention" in rope:  # Gemma 3
+            values["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            rope = dict(rope["full_attention"])
         values["rope_theta"] = rope.pop("rope_theta")
         values["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     return AutoConfig.for_model(model_type, **values)
