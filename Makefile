@@ -53,6 +53,7 @@ layouts: outputs/demo/model/config.json
 
 bench: install
 	$(BIN)/python scripts/bench_packing.py
+	$(BIN)/python scripts/bench_data.py
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_prefix.py
 	$(BIN)/python scripts/bench_logprobs.py
 	$(BIN)/python scripts/bench_checkpoints.py

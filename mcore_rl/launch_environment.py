@@ -20,6 +20,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def local_rank() -> int:
+    """This process's number on its node."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 

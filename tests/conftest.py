@@ -1,9 +1,12 @@
 """Fixtures: small models of each family."""
 
 import os
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+CACHE = tempfile.TemporaryDirectory()  # of tokenized data: for this run of the tests, and the processes that it starts
+os.environ["MCORE_RL_CACHE"] = CACHE.name
 
 from pathlib import Path
 

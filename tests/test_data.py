@@ -111,6 +111,33 @@ def test_parquet(tmp_path):
     assert text_of(load_sft_dataset(path, TOKENIZER, settings_of()).units[0][0]) == "pc<|end|>"
 
 
+def test_a_directory_of_shards(tmp_path):
+    records = [{"prompt": "p", "completion": "c" * (i + 1)} for i in range(9)]
+    (tmp_path / "shards").mkdir()
+    write(tmp_path / "shards" / "b.jsonl", records[2:])
+    (tmp_path / "shards" / "a.json").write_text(json.dumps(records[:2]))
+    (tmp_path / "shards" / "README.md").write_text("none of it")
+    source = str(tmp_path / "shards")
+    assert [len(unit[0]) for unit in load_sft_dataset(source, TOKENIZER, settings_of()).units] == list(range(3, 12))
+    few = load_sft_dataset(source, TOKENIZER, settings_of(max_samples=3))
+    assert [len(unit[0]) for unit in few.units] == [3, 4, 5]
+    write(tmp_path / "shards" / "c.jsonl", [{"prompt": "p"}])
+    with pytest.raises(UserError, match=r"shards/c.jsonl, line 1: lacks the key completion"):
+        load_sft_dataset(source, TOKENIZER, settings_of())
+
+
+def test_columns_of_other_names(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"question": "p", "prompt": "other", "answer": "c", "answer_text": "d"}])
+    columns = {"prompt": "question", "completion": "answer"}
+    unit = load_sft_dataset(path, TOKENIZER, settings_of(columns=columns)).units[0]
+    assert text_of(unit[0]) == "pc<|end|>"
+    swapped = settings_of(columns={"prompt": "answer", "answer": "question"})
+    (prompt,) = load_prompt_dataset(path, TOKENIZER, swapped, 40).prompts
+    assert (prompt.content, prompt.record) == ("c", {"answer": "p", "answer_text": "d"})
+    with pytest.raises(UserError, match=r"line 1: lacks the key text, which data.columns names; it has answer, "):
+        load_sft_dataset(path, TOKENIZER, settings_of(columns={"prompt": "text"}))
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

@@ -21,7 +21,9 @@ from mcore_rl.algorithms.step_log import read_step_log
 from mcore_rl.config import EnvironmentConfig, GRPOConfig, LoggingConfig, SFTConfig, load_config
 from mcore_rl.data.batches import SampleOrder
 from mcore_rl.data.packing import Batching
-from mcore_rl.data.prompts import Prompt, PromptDataset
+from mcore_rl.data.prompts import PromptDataset, StoredPrompts
+from mcore_rl.data.token_store import TokenizedChunk, collect
+from mcore_rl.data.tokenize import TokenSequence
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.environments.judged import JudgedEnvironment
 from mcore_rl.errors import TrainingError, UserError
@@ -102,7 +104,10 @@ def step(tmp_path):
     def run(worker=None, loss=(), **options):
         section = {"num_prompts_per_step": NUM_PROMPTS, "num_generations_per_prompt": GROUP, "max_new_tokens": 8}
         config = load(GRPOConfig, tmp_path, grpo={**section, **options}, loss=dict(loss))
-        prompts = PromptDataset([Prompt((1, 2), "", {}) for _ in range(DATASET_SIZE)])
+        chunk = TokenizedChunk()
+        for _ in range(DATASET_SIZE):
+            chunk.add((TokenSequence((1, 2), (False, False)),), b'{"prompt": ""}')
+        prompts = PromptDataset(StoredPrompts(collect([chunk], 1)))
         inputs = SimpleNamespace(train=prompts, validation=None, tokenizer=SimpleNamespace(pad_token_id=0))
         run = grpo.GRPORun(config, inputs, Policy(), worker or Worker())
         run.metrics = run.step(1)

@@ -27,11 +27,12 @@ from mcore_rl.algorithms.rollouts import (
 )
 from mcore_rl.algorithms.step_log import StepLog
 from mcore_rl.algorithms.training import TrainingRun
-from mcore_rl.config import GRPOConfig
+from mcore_rl.config import DataConfig, GRPOConfig
 from mcore_rl.data.batches import SampleOrder
 from mcore_rl.data.chat import check_keeps_turns
 from mcore_rl.data.progress import Say
 from mcore_rl.data.prompts import PromptDataset, load_prompt_dataset
+from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.environments.judged import JudgedEnvironment, probe
 from mcore_rl.errors import TrainingError
@@ -80,14 +81,14 @@ def _checked_inputs(
 ) -> tuple[Inputs[PromptDataset], dict[int, list[Rollout]] | None]:
     """The run's inputs, and a recording's rollouts; the output directory is claimed last."""
 
-    def load_dataset(source: str, tokenizer: Any, data: Any, say: Say) -> PromptDataset:
+    def load_dataset(source: str, tokenizer: Any, data: DataConfig, say: Say, cache: TokenCache) -> PromptDataset:
         # The judges of this package compare with a text of the answer, which null has as well.
         valued = () if config.environment.name == "function" else ("answer",)
-        return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length, say, valued)
+        return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length, say, valued, cache)
 
     inputs = load_inputs(config, load_dataset, rows_per_unit=1)
     prompts = inputs.train.prompts
-    if config.environment.max_turns > 1 and any(not isinstance(prompt.content, str) for prompt in prompts):
+    if config.environment.max_turns > 1 and inputs.train.has_messages:
         check_keeps_turns(inputs.tokenizer)
     recorded = None
     if replay:

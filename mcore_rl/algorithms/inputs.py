@@ -13,6 +13,8 @@ from mcore_rl.algorithms.checkpointing import check_identity
 from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.config import DataConfig, TrainerConfig, TrainingConfig
 from mcore_rl.data.progress import Say
+from mcore_rl.data.token_cache import TokenCache, default_directory
+from mcore_rl.data.tokenization import TokenizerSource
 from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
@@ -53,7 +55,7 @@ class Inputs(Generic[DatasetT]):
 
 def load_inputs(
     config: TrainingConfig,
-    load_dataset: Callable[[str, Any, DataConfig, Say], DatasetT],
+    load_dataset: Callable[[str, Any, DataConfig, Say, TokenCache], DatasetT],
     rows_per_unit: int,
     world_size: int | None = None,
 ) -> Inputs[DatasetT]:
@@ -73,17 +75,21 @@ def load_inputs(
     check_hf_tensors(hf_config, SafetensorsDirectory(config.model.path))
     check_positions(hf_config, config.data.max_sequence_length)
     say = speaker(launch_environment.rank() == 0)
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, config.data.read_chat_template(), say)
+    made_from = TokenizerSource(config.model.path, config.model.trust_remote_code, config.data.read_chat_template())
+    tokenizer = load_tokenizer(made_from.path, made_from.trust_remote_code, made_from.chat_template, say)
     if len(tokenizer) > hf_config.vocab_size:
         raise UserError(
             f"model.path: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {hf_config.vocab_size}"
         )
+    cache = TokenCache(config.data.cache_dir or default_directory(), made_from)
     validation = config.data.validation
     return Inputs(
         tokenizer,
         hf_config,
-        load_dataset(config.data.train, tokenizer, config.data, say),
-        None if validation is None else load_dataset(validation, tokenizer, config.data, say),
+        load_dataset(config.data.train, tokenizer, config.data, say, cache),
+        None
+        if validation is None
+        else load_dataset(validation, tokenizer, config.data.model_copy(update={"max_samples": None}), say, cache),
     )
 
 

@@ -181,6 +181,12 @@ class DataConfig(Section):
     overlong: Literal["drop", "truncate"] = "drop"
     chat_template: str | None = None
     """A Jinja template in place of the tokenizer's, or the path of a file with one; the exported model has it too."""
+    columns: dict[Name, Name] = {}
+    """Names of the source's columns by those that are wanted: `{prompt: question, completion: answer}`."""
+    max_samples: Positive | None = None
+    """Only the first records of `train` are read."""
+    cache_dir: Path | None = None
+    """Where tokenized data is kept for later runs; `$MCORE_RL_CACHE` or ~/.cache/mcore_rl if not given."""
 
     @model_validator(mode="after")
     def _template_is_there(self) -> DataConfig:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import partial
+from typing import Any, overload
 
 from mcore_rl.config import DataConfig
 from mcore_rl.data.messages import Messages, check_messages
-from mcore_rl.data.progress import Say, silent, with_progress
-from mcore_rl.data.reading import read_records, record_place, require
-from mcore_rl.data.tokenize import tokenize_prompt
+from mcore_rl.data.progress import Say, silent
+from mcore_rl.data.reading import require
+from mcore_rl.data.records import load_store, tokenization_of
+from mcore_rl.data.token_cache import TokenCache
+from mcore_rl.data.token_store import TokenStore, Unit
+from mcore_rl.data.tokenize import TokenSequence, tokenize_prompt
 from mcore_rl.errors import UserError
 
 
@@ -32,35 +33,65 @@ class Prompt:
         return [{"role": "user", "content": self.content}] if isinstance(self.content, str) else list(self.content)
 
 
+class StoredPrompts(Sequence[Prompt]):
+    """The prompts of a store, each made when it is asked for."""
+
+    def __init__(self, store: TokenStore) -> None:
+        self.store = store
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        ((sequence,), record) = self.store[index], json.loads(self.store.extra(index % len(self)))
+        return Prompt(sequence.input_ids, record.pop("prompt"), record)
+
+
 @dataclass(frozen=True)
 class PromptDataset:
     """Prompts, and how many were left out for their length."""
 
-    prompts: list[Prompt]
-    num_dropped: int = 0
+    prompts: StoredPrompts
 
     def __len__(self) -> int:
         return len(self.prompts)
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether any prompt is a conversation."""
+        return self.prompts.store.counts["messages"] > 0
+
     def describe(self, name: str, limit: int) -> str:
         """One line for the user."""
-        text = f"{name}: {len(self):,} prompts, {sum(len(p.input_ids) for p in self.prompts):,} tokens"
-        return text + (f", {self.num_dropped:,} dropped (longer than {limit} tokens)" if self.num_dropped else "")
+        store = self.prompts.store
+        dropped = store.counts["dropped"]
+        text = f"{name}: {len(self):,} prompts, {store.num_tokens:,} tokens"
+        return text + (f", {dropped:,} dropped (longer than {limit} tokens)" if dropped else "")
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Hash of token ids and records."""
-        digest = hashlib.sha256()
-        for prompt in self.prompts:
-            digest.update(array("q", [len(prompt.input_ids), *prompt.input_ids]).tobytes())
-            digest.update(json.dumps(prompt.record, sort_keys=True, default=str).encode())
-        return digest.hexdigest()
+        return self.prompts.store.fingerprint
 
 
 def load_prompt_dataset(
-    source: str, tokenizer: Any, data: DataConfig, max_prompt_length: int, say: Say = silent, valued: Sequence[str] = ()
+    source: str,
+    tokenizer: Any,
+    data: DataConfig,
+    max_prompt_length: int,
+    say: Say = silent,
+    valued: Sequence[str] = (),
+    cache: TokenCache | None = None,
 ) -> PromptDataset:
     """Prompts from records `prompt` (a string or messages, with `tools` if there are any), with all else they have.
+
+    What JSON has no form for (a table's dates) is text from here on.
 
     Args:
         valued: other keys that must not be null where a record has them.
@@ -68,30 +99,42 @@ def load_prompt_dataset(
     Raises:
         UserError: names the file and line of a bad record, or says that no prompt is short enough.
     """
-    prompts, dropped = [], 0
-    for index, record in enumerate(with_progress(read_records(source), f"tokenizing {source}", say)):
-        try:
-            require(record, "prompt", *[key for key in valued if key in record])
-            prompt = _prompt_of(tokenizer, record)
-        except ValueError as error:
-            raise UserError(f"{record_place(source, index)}: {error}") from None
-        if len(prompt.input_ids) > max_prompt_length:
-            dropped += 1
-        else:
-            prompts.append(prompt)
-    if not prompts:
+    what = tokenization_of(
+        data,
+        f"prompts {sorted(valued)}",
+        partial(_unit_of, valued=tuple(valued)),
+        1,
+        max_length=max_prompt_length,
+        overlong="drop",
+        needs_response=False,
+        extra_of=_checked_record,
+        seen_in=_kind_of,
+    )
+    store = load_store(source, tokenizer, what, say, cache)
+    if not len(store):
         raise UserError(
-            f"{source}: no prompt is left ({dropped} longer than {max_prompt_length} tokens, which is "
+            f"{source}: no prompt is left ({store.counts['dropped']} longer than {max_prompt_length} tokens, which is "
             "data.max_sequence_length - grpo.max_new_tokens)"
         )
-    return PromptDataset(prompts, dropped)
+    return PromptDataset(StoredPrompts(store))
 
 
-def _prompt_of(tokenizer: Any, record: dict[str, Any]) -> Prompt:
-    content = record["prompt"]
-    if not isinstance(content, str):
-        content = check_messages(content, "prompt")
-    input_ids = tokenize_prompt(tokenizer, content, record.get("tools"))
+def _unit_of(tokenizer: Any, record: dict[str, Any], valued: Sequence[str]) -> Unit:
+    require(record, "prompt", *[key for key in valued if key in record])
+    input_ids = tokenize_prompt(tokenizer, _content_of(record), record.get("tools"))
     if not input_ids:
         raise ValueError("the prompt has no tokens")
-    return Prompt(input_ids, content, {key: value for key, value in record.items() if key != "prompt"})
+    return (TokenSequence(input_ids, (False,) * len(input_ids)),)
+
+
+def _content_of(record: dict[str, Any]) -> str | Messages:
+    content = record["prompt"]
+    return content if isinstance(content, str) else check_messages(content, "prompt")
+
+
+def _checked_record(record: dict[str, Any]) -> dict[str, Any]:
+    return {**record, "prompt": _content_of(record)}
+
+
+def _kind_of(unit: Unit, record: dict[str, Any]) -> list[str]:
+    return [] if isinstance(record["prompt"], str) else ["messages"]

@@ -2,54 +2,101 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from mcore_rl.data.strict_json import parse_json
 from mcore_rl.errors import UserError
+
+ItemT = TypeVar("ItemT")
+
+RECORDS_AT_ONCE = 256
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 FOREIGN_COLUMNS = {
     "conversations": "conversations is ShareGPT's; write it as messages of role and content",
     "instruction": "instruction is Alpaca's; write it (and input) as prompt, output as completion",
-    "question": "write question as prompt",
+    "question": "write question as prompt, or set data.columns",
     "text": "in a text no prompt can be told from its response; write prompt and completion",
 }
 """Columns of other formats, and what to do with them."""
 
 
-def read_records(source: str) -> Sequence[dict[str, Any]]:
-    """A local file, or `NAME` / `NAME:SPLIT` of a dataset on the hub.
+@dataclass(frozen=True)
+class Records:
+    """Some consecutive records of a source: lines that are not parsed yet, or rows of a table.
+
+    place: what tells where a record is ("line", or "record" of a table). numbers: where each is, from 1.
+    """
+
+    source: str
+    place: str
+    numbers: list[int]
+    raw: list[bytes] | list[dict[str, Any]]
+
+    def first(self, count: int) -> Records:
+        return Records(self.source, self.place, self.numbers[:count], self.raw[:count])
+
+    def parsed(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Where each is, and what it says.
+
+        Raises:
+            UserError: one is not a JSON object.
+        """
+        for number, item in zip(self.numbers, self.raw, strict=True):
+            where = f"{self.source}, {self.place} {number}"
+            record = _parse(item, where) if isinstance(item, bytes) else item
+            if not isinstance(record, dict):
+                raise UserError(f"{where}: must be a JSON object, found a {type(record).__name__}")
+            yield where, record
+
+
+def read_records(source: str) -> Iterator[tuple[Records, float]]:
+    """Of a local file, a directory of files, or `NAME` / `NAME:SPLIT` on the hub; with the part of all then read.
 
     Raises:
         UserError: naming the file, and the line where it has any.
     """
-    path = Path(source)
     check_file(source)
-    if path.suffix in SUFFIXES:
-        readers = {".jsonl": _read_lines, ".json": _read_json, ".parquet": _read_parquet}
-        records = readers[path.suffix](source)
-        if not records:
-            raise UserError(f"{source}: holds no records")
-        return records
-    return _read_hub(source)
+    files = files_of(source)
+    readers = {".jsonl": _read_lines, ".json": _read_json, ".parquet": _read_parquet}
+    for number, file in enumerate(files):
+        is_empty = True
+        for records, part in readers.get(Path(file).suffix, _read_hub)(file):
+            is_empty = False
+            yield records, (number + part) / len(files)
+        if is_empty:
+            raise UserError(f"{file}: holds no records")
+
+
+def files_of(source: str) -> list[str]:
+    """The data files of a directory, in the order of their names; `source` itself if it is none."""
+    if not Path(source).is_dir():
+        return [source]
+    return sorted(str(path) for path in Path(source).iterdir() if path.suffix in SUFFIXES)
 
 
 def check_file(source: str) -> None:
-    """Raises UserError if `source` is named like a data file and is none, or is a file of another kind."""
+    """Raises UserError if `source` is named like a data file and is none, or is a file or directory of another kind."""
     path = Path(source)
+    if path.is_dir():
+        if not (files := files_of(source)):
+            raise UserError(f"data: {source} is a directory without a .jsonl, .json or .parquet file")
+        for name in files:
+            check_file(name)
+        return
     if path.suffix not in SUFFIXES:
         if path.exists():
             raise UserError(f"data: {source} must be a .jsonl, .json or .parquet file")
         return
-    if path.is_dir():
-        raise UserError(f"data: {source} is a directory, not a file")
     try:
         with open(path, "rb") as file:
             if not file.read(1):
@@ -60,27 +107,39 @@ def check_file(source: str) -> None:
         raise UserError(f"data: {source} cannot be read ({error.strerror})") from None
 
 
-def _read_lines(source: str) -> list[dict[str, Any]]:
-    records = []
+def _read_lines(source: str) -> Iterator[tuple[Records, float]]:
+    size, read = os.path.getsize(source), 0
     with open(source, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                record = _parse(line.rstrip(), f"{source}, line {number}")
-                if not isinstance(record, dict):
-                    raise UserError(f"{source}, line {number}: must be a JSON object, found a {type(record).__name__}")
-                records.append(record)
-    return records
+        numbered = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+        for lines in _batched(numbered, RECORDS_AT_ONCE):
+            read += sum(len(line) for _, line in lines)
+            numbers, texts = [number for number, _ in lines], [line.rstrip() for _, line in lines]
+            yield Records(source, "line", numbers, texts), read / size
 
 
-def _read_json(source: str) -> list[dict[str, Any]]:
+def _read_json(source: str) -> Iterator[tuple[Records, float]]:
     """A list of objects, or an object a line, which goes by that name as well."""
     text = Path(source).read_bytes()
     if text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") and text.strip().count(b"\n"):
-        return _read_lines(source)
+        yield from _read_lines(source)
+        return
     records = _parse(text, source)
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise UserError(f"{source}: must be a JSON list of objects, or an object a line")
-    return records
+    yield from _rows(source, records, len(records))
+
+
+def _rows(source: str, rows: Iterable[dict[str, Any]], total: int) -> Iterator[tuple[Records, float]]:
+    for some in _batched(enumerate(rows, start=1), RECORDS_AT_ONCE):
+        numbers = [number for number, _ in some]
+        yield Records(source, "record", numbers, [row for _, row in some]), numbers[-1] / total
+
+
+def _batched(items: Iterable[ItemT], count: int) -> Iterator[list[ItemT]]:
+    """itertools.batched is of Python 3.12."""
+    iterator = iter(items)
+    while some := list(itertools.islice(iterator, count)):
+        yield some
 
 
 def _parse(text: bytes, where: str) -> Any:
@@ -97,15 +156,17 @@ def _parse(text: bytes, where: str) -> Any:
         raise UserError(f"{where}: {error}") from None
 
 
-def _read_parquet(source: str) -> list[dict[str, Any]]:
+def _read_parquet(source: str) -> Iterator[tuple[Records, float]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        rows = pyarrow.parquet.read_table(source).to_pylist()
+        with pyarrow.parquet.ParquetFile(source) as file:
+            batches = file.iter_batches(batch_size=RECORDS_AT_ONCE)
+            rows = (_clean(row) for batch in batches for row in batch.to_pylist())
+            yield from _rows(source, rows, file.metadata.num_rows)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{source}: is not a whole Parquet file: {' '.join(str(error).split())}") from None
-    return [_clean(row) for row in rows]
 
 
 def _hub_is_reachable() -> bool:
@@ -120,7 +181,12 @@ def _hub_is_reachable() -> bool:
     return True
 
 
-def _read_hub(source: str) -> Sequence[dict[str, Any]]:
+def load_hub_dataset(source: str) -> Any:
+    """`NAME` or `NAME:SPLIT` on the hub, or in its cache.
+
+    Raises:
+        UserError: neither has it.
+    """
     import datasets
     import huggingface_hub
 
@@ -129,13 +195,17 @@ def _read_hub(source: str) -> Sequence[dict[str, Any]]:
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     name, _, split = source.partition(":")
     try:
-        records = datasets.load_dataset(name, split=split or "train")
+        return datasets.load_dataset(name, split=split or "train")
     except (OSError, ValueError, ConnectionError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"data: {source} is neither a .jsonl, .json or .parquet file nor a dataset that can be reached: "
             f"{' '.join(str(error).split())}"
         ) from None
-    return [_clean(record) for record in records]
+
+
+def _read_hub(source: str) -> Iterator[tuple[Records, float]]:
+    dataset = load_hub_dataset(source)
+    yield from _rows(source, (_clean(record) for record in dataset), len(dataset))
 
 
 def _clean(record: dict[str, Any]) -> dict[str, Any]:
@@ -152,15 +222,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     return value
-
-
-def record_place(source: str, index: int) -> str:
-    """Where record `index` is, for an error: its line in a .jsonl file."""
-    if Path(source).suffix != ".jsonl":
-        return f"{source}, record {index + 1}"
-    with open(source, "rb") as file:
-        lines = [number for number, line in enumerate(file, start=1) if line.strip()]
-    return f"{source}, line {lines[index]}"
 
 
 def require(record: dict[str, Any], *keys: str) -> None:

@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from mcore_rl.config import DataConfig
-from mcore_rl.data.chat import end_token_ids
-from mcore_rl.data.progress import Say, silent, with_progress
-from mcore_rl.data.reading import read_records, record_place, require
-from mcore_rl.data.tokenize import TokenSequence, tokenize_completion, tokenize_messages
+from mcore_rl.data.progress import Say, silent
+from mcore_rl.data.reading import require
+from mcore_rl.data.token_cache import TokenCache
+from mcore_rl.data.token_store import TokenStore, Unit, collect
+from mcore_rl.data.tokenization import Tokenization, tokenize_source
+from mcore_rl.data.tokenize import tokenize_completion, tokenize_messages
 from mcore_rl.errors import UserError
-
-Unit = tuple[TokenSequence, ...]
-"""Sequences that must stay together: one for SFT, (chosen, rejected) for pairs."""
 
 
 @dataclass(frozen=True)
 class Dataset:
     """Tokenized units, and how many records were left out or shortened for their length."""
 
-    units: list[Unit]
-    num_dropped: int = 0
-    num_truncated: int = 0
+    units: TokenStore
 
     def __len__(self) -> int:
         return len(self.units)
 
-    @cached_property
+    @property
+    def num_dropped(self) -> int:
+        return self.units.counts["dropped"]
+
+    @property
+    def num_truncated(self) -> int:
+        return self.units.counts["truncated"]
+
+    @property
     def fingerprint(self) -> str:
         """Hash of token ids and masks."""
-        return fingerprint(self.units)
+        return self.units.fingerprint
 
     def describe(self, name: str, limit: int) -> str:
         """One line for the user: what is there and what was done to it."""
-        tokens = sum(len(sequence) for unit in self.units for sequence in unit)
-        parts = [f"{name}: {len(self.units):,} records, {tokens:,} tokens"]
+        parts = [f"{name}: {len(self.units):,} records, {self.units.num_tokens:,} tokens"]
         if self.num_dropped:
             parts.append(f"{self.num_dropped:,} dropped (longer than {limit} tokens)")
         if self.num_truncated:
@@ -47,19 +47,37 @@ class Dataset:
         return ", ".join(parts)
 
 
-def fingerprint(units: Sequence[Unit]) -> str:
-    """Hash of token ids and masks: of the data, the tokenizer and the chat template together."""
-    digest = hashlib.sha256()
-    for unit in units:
-        for sequence in unit:
-            digest.update(array("q", [len(sequence), *sequence.input_ids]).tobytes() + bytes(sequence.token_mask))
-    return digest.hexdigest()
+def load_store(
+    source: str, tokenizer: Any, what: Tokenization, say: Say = silent, cache: TokenCache | None = None
+) -> TokenStore:
+    """A source's records, tokenized: from the cache, or else in memory.
+
+    Raises:
+        UserError: names the file and line of a record that is wrong.
+    """
+    if cache is not None:
+        return cache.store(source, tokenizer, what, say)
+    return collect(tokenize_source(source, tokenizer, what, say), what.sequences_per_unit)
 
 
-def load_preference_dataset(source: str, tokenizer: Any, data: DataConfig, say: Say = silent) -> Dataset:
+def tokenization_of(data: DataConfig, name: str, *functions: Any, **options: Any) -> Tokenization:
+    """What a configuration asks for, of a kind of records."""
+    common = {
+        "max_length": data.max_sequence_length,
+        "overlong": data.overlong,
+        "columns": data.columns,
+        "max_records": data.max_samples,
+    }
+    return Tokenization(name, *functions, **{**common, **options})
+
+
+def load_preference_dataset(
+    source: str, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
+) -> Dataset:
     """Pairs from records `prompt, chosen, rejected` (strings or messages; the prompt may be implicit)."""
-    dataset = _load(source, tokenizer, _tokenize_preference, data, say)
-    equal = sum(chosen == rejected for chosen, rejected in dataset.units)
+    what = tokenization_of(data, "preference", _tokenize_preference, 2, seen_in=_same)
+    dataset = _load(source, tokenizer, what, say, cache)
+    equal = dataset.units.counts["equal"]
     if equal == len(dataset):
         raise UserError(f"{source}: chosen and rejected are the same in every record; there is nothing to prefer")
     if equal:
@@ -67,40 +85,29 @@ def load_preference_dataset(source: str, tokenizer: Any, data: DataConfig, say: 
     return dataset
 
 
-def load_sft_dataset(source: str, tokenizer: Any, data: DataConfig, say: Say = silent) -> Dataset:
-    """Sequences from records `prompt, completion` or `messages`, with `tools` if there are any."""
-    return _load(source, tokenizer, _tokenize_sft, data, say)
-
-
-def _load(
-    source: str, tokenizer: Any, tokenize: Callable[[Any, dict[str, Any]], Unit], data: DataConfig, say: Say
+def load_sft_dataset(
+    source: str, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
 ) -> Dataset:
-    units, dropped, truncated = [], 0, 0
-    ends, teaches_end = end_token_ids(tokenizer), False
-    records = read_records(source)
-    for index, record in enumerate(with_progress(records, f"tokenizing {source}", say)):
-        try:
-            unit = tokenize(tokenizer, record)
-            if not all(sequence.is_trainable for sequence in unit):
-                raise ValueError("the record has no response tokens")
-        except ValueError as error:
-            raise UserError(f"{record_place(source, index)}: {error}") from None
-        teaches_end = teaches_end or any(not ends.isdisjoint(sequence.trained_ids) for sequence in unit)
-        if max(map(len, unit)) > data.max_sequence_length:
-            unit = tuple(sequence.truncate(data.max_sequence_length) for sequence in unit)
-            if data.overlong == "drop" or not all(sequence.is_trainable for sequence in unit):
-                dropped += 1
-                continue
-            truncated += 1
-        units.append(unit)
-    if not units:
-        raise UserError(f"{source}: no record is left ({dropped} longer than data.max_sequence_length)")
-    if not teaches_end:
+    """Sequences from records `prompt, completion` or `messages`, with `tools` if there are any."""
+    what = tokenization_of(data, "sft", _tokenize_sft, 1)
+    return _load(source, tokenizer, what, say, cache)
+
+
+def _load(source: str, tokenizer: Any, what: Tokenization, say: Say, cache: TokenCache | None) -> Dataset:
+    store = load_store(source, tokenizer, what, say, cache)
+    counts = store.counts
+    if not len(store):
+        raise UserError(f"{source}: no record is left ({counts['dropped']} longer than data.max_sequence_length)")
+    if not counts["teach_end"]:
         say(
             f"{source}: no response is trained to end: the chat template writes no end token inside what it marks by "
             "{% generation %}; close the block behind the end token"
         )
-    return Dataset(units, dropped, truncated)
+    return Dataset(store)
+
+
+def _same(unit: Unit, record: dict[str, Any]) -> list[str]:
+    return ["equal"] if unit[0] == unit[1] else []
 
 
 def _tokenize_preference(tokenizer: Any, record: dict[str, Any]) -> Unit:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mcore_rl.data.batches import collate
-from mcore_rl.data.records import Unit, fingerprint
+from mcore_rl.data.token_store import TokenStore
 from mcore_rl.distributed.collectives import broadcast_object
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -28,10 +28,10 @@ class PrecomputedReference:
 
     @classmethod
     def load_or_compute(
-        cls, directory: Path, policy: MegatronPolicy, units: Sequence[Unit], pad_token_id: int, batch_size: int
+        cls, directory: Path, policy: MegatronPolicy, units: TokenStore, pad_token_id: int, batch_size: int
     ) -> PrecomputedReference:
         """From disk if there; else by `policy`, whose weights must be the reference's. Collective."""
-        lengths = [len(sequence) for unit in units for sequence in unit]
+        lengths = units.lengths().tolist()
         key = reference_key(policy.config.model.path, policy.config.model.dtype, units) if policy.is_writer else ""
         path = directory / f"{broadcast_object(key)}.safetensors"
         if broadcast_object(path.is_file()):
@@ -58,11 +58,11 @@ class PrecomputedReference:
         return out
 
 
-def reference_key(model_path: Path, dtype: str, units: Sequence[Unit]) -> str:
+def reference_key(model_path: Path, dtype: str, units: TokenStore) -> str:
     """Hash of the reference model's files, its precision, and the token ids of the data."""
     digest = hashlib.sha256(dtype.encode())
     for file in sorted([model_path / "config.json", *model_path.glob("*.safetensors")]):
         with open(file, "rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
-    digest.update(fingerprint(units).encode())
+    digest.update(units.fingerprint.encode())
     return digest.hexdigest()[:24]

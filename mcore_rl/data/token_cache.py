@@ -1,0 +1,164 @@
+"""Tokenized sources kept on disk: one process of a node makes them, all ranks and later runs read them.
+
+A store's name is a digest of everything that its tokens depend on: the source's bytes, the tokenizer's files, the chat
+template, the options, and the code that tokenizes. A store is whole or not there; who wants the space back removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from mcore_rl import launch_environment
+from mcore_rl.data.progress import Say
+from mcore_rl.data.reading import SUFFIXES, files_of, load_hub_dataset
+from mcore_rl.data.token_store import TokenStore, collect
+from mcore_rl.data.tokenization import Tokenization, TokenizerSource, available_workers, tokenize_source
+from mcore_rl.errors import UserError
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+"""Of a model directory: files that are not the tokenizer's. All others may be."""
+
+SOURCE_BYTES_TO_REMEMBER = 64 << 20
+"""The digests of smaller files are taken anew each time."""
+
+POLL_SECONDS, LOST_SECONDS = 0.1, 60.0
+
+
+def default_directory() -> Path:
+    """`$MCORE_RL_CACHE`, or mcore_rl in the user's cache."""
+    if own := os.environ.get("MCORE_RL_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mcore_rl"
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """Tokenized sources under `directory`, for the tokenizer that `remake` makes."""
+
+    directory: Path
+    remake: TokenizerSource
+
+    def store(self, source: str, tokenizer: Any, what: Tokenization, say: Say) -> TokenStore:
+        """The tokenized source; made by one process of the node if it is not there.
+
+        Raises:
+            UserError: a record that is wrong, or a directory that cannot be written.
+        """
+        try:
+            (self.directory / "tokens").mkdir(parents=True, exist_ok=True)
+            path = self.directory / "tokens" / self._key(source, tokenizer, what)
+            if launch_environment.local_rank() > 0:
+                return self._wait_for(path)
+            with _locked(path.with_suffix(".lock")):
+                if not path.is_dir():
+                    self._make(path, source, tokenizer, what, say)
+                return TokenStore.open(path)
+        except OSError as error:
+            raise UserError(
+                f"data.cache_dir: {self.directory} cannot be written ({error.strerror}); name another directory"
+            ) from None
+        except ValueError as error:
+            raise UserError(f"data.cache_dir: {error}; remove it") from None
+
+    def _make(self, path: Path, source: str, tokenizer: Any, what: Tokenization, say: Say) -> None:
+        temporary = path.with_suffix(".partial")  # of the one that holds the lock
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        try:
+            chunks = tokenize_source(source, tokenizer, what, say, self.remake, available_workers())
+            collect(chunks, what.sequences_per_unit, temporary)
+            temporary.rename(path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def _wait_for(self, path: Path) -> TokenStore:
+        """What another process of this node makes; if it cannot, it says why and ends this one as well."""
+        lost_since = None
+        while not path.is_dir():
+            time.sleep(POLL_SECONDS)
+            if _is_locked(path.with_suffix(".lock")):
+                lost_since = None
+            elif time.monotonic() - (lost_since := lost_since or time.monotonic()) > LOST_SECONDS:
+                raise UserError(f"data.cache_dir: the process that makes {path} is gone, or sees another directory")
+        return TokenStore.open(path)
+
+    def _key(self, source: str, tokenizer: Any, what: Tokenization) -> str:
+        parts = {
+            "source": self._source_digest(source),
+            "tokenizer": [
+                [path.name, _file_digest(path)]
+                for path in sorted(self.remake.path.iterdir())
+                if path.is_file() and path.suffix not in WEIGHTS
+            ],
+            "template": self.remake.chat_template,
+            "day": str(date.today()) if "strftime_now" in str(tokenizer.chat_template) else "",
+            "what": [what.name, what.max_length, what.overlong, what.needs_response, what.max_records, what.columns],
+            "code": _code_digest(),
+        }
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+    def _source_digest(self, source: str) -> str:
+        """Of a source's bytes. A large file's is kept, and holds as long as the file is not written to."""
+        if Path(source).is_dir():
+            return hashlib.sha256("".join(map(self._source_digest, files_of(source))).encode()).hexdigest()
+        if Path(source).suffix not in SUFFIXES:
+            return str(load_hub_dataset(source)._fingerprint)
+        state = os.stat(source)
+        known = [os.path.realpath(source), state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+        note = self.directory / "digests" / hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
+        with contextlib.suppress(OSError):
+            return note.read_text()
+        digest = _file_digest(Path(source))
+        if state.st_size > SOURCE_BYTES_TO_REMEMBER:
+            note.parent.mkdir(exist_ok=True)
+            temporary = note.with_suffix(f".{os.getpid()}")
+            temporary.write_text(digest)
+            temporary.replace(note)
+        return digest
+
+
+def _file_digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _code_digest() -> str:
+    """Of this package's own code for data, and the versions of what it tokenizes with."""
+    import tokenizers
+    import transformers
+
+    digest = hashlib.sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """While this process, and no other, holds the lock."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False

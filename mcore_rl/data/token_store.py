@@ -1,0 +1,198 @@
+"""Tokenized records as flat arrays, in memory or in files: nothing of it is a Python object until it is used.
+
+A directory holds `ids.bin` (int32), `mask.bin` (a byte a token: whether it carries loss), `ends.bin` (int64: where each
+sequence ends), `extra.bin` and `extra_ends.bin` (a JSON text a record, for what is no token), and `meta.json`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from mcore_rl.data.tokenize import TokenSequence
+
+Unit = tuple[TokenSequence, ...]
+"""Sequences that must stay together: one for SFT, (chosen, rejected) for pairs."""
+
+KINDS = {"ids": np.int32, "mask": np.uint8, "ends": np.int64, "extra": np.uint8, "extra_ends": np.int64}
+"""The arrays by name, and what they hold."""
+
+
+@dataclass
+class TokenizedChunk:
+    """Some consecutive records, tokenized.
+
+    ids, mask: of all their sequences. lengths: of each sequence. extra: a text a record, or none at all.
+    counts: what was met on the way, by name.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    mask: bytearray = field(default_factory=bytearray)
+    lengths: list[int] = field(default_factory=list)
+    extra: list[bytes] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, unit: Unit, extra: bytes | None = None) -> None:
+        for sequence in unit:
+            self.ids += sequence.input_ids
+            self.mask += bytes(sequence.token_mask)
+            self.lengths.append(len(sequence))
+        if extra is not None:
+            self.extra.append(extra)
+
+
+class TokenStore(Sequence[Unit]):
+    """Units by number. Two are equal if their units are, wherever they lie."""
+
+    def __init__(self, arrays: Mapping[str, Any], meta: dict[str, Any]) -> None:
+        self._arrays, self.meta = arrays, meta
+        self._rows: int = meta["sequences_per_unit"]
+
+    @classmethod
+    def open(cls, directory: Path) -> TokenStore:
+        """What `collect` has left there; tokens are read when they are used.
+
+        Raises:
+            ValueError: it is not whole.
+        """
+        try:
+            meta = json.loads((directory / "meta.json").read_bytes())
+            sizes = meta["sizes"]
+            files = {name: _FileArray(directory / f"{name}.bin", kind, sizes[name]) for name, kind in KINDS.items()}
+            return cls({**files, **{name: files[name][:] for name in ("ends", "extra_ends")}}, meta)
+        except (OSError, KeyError, ValueError) as error:
+            raise ValueError(f"{directory} is not whole: {error}") from None
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of token ids, masks and texts: of the data, the tokenizer and the chat template together."""
+        return str(self.meta["fingerprint"])
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._arrays["ids"])
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(self.meta["counts"])
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of every sequence, int64 [units × sequences a unit]."""
+        return np.diff(self._arrays["ends"], prepend=0)
+
+    def extra(self, index: int) -> bytes:
+        """The text of a record."""
+        ends = self._arrays["extra_ends"]
+        return self._arrays["extra"][ends[index - 1] if index else 0 : ends[index]].tobytes()
+
+    def __len__(self) -> int:
+        return len(self._arrays["ends"]) // self._rows
+
+    @overload
+    def __getitem__(self, index: int) -> Unit: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Unit]: ...
+    def __getitem__(self, index: int | slice) -> Unit | list[Unit]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"unit {index} of {len(self)}")
+        first = index % len(self) * self._rows
+        return tuple(self._sequence(first + row) for row in range(self._rows))
+
+    def _sequence(self, index: int) -> TokenSequence:
+        ends = self._arrays["ends"]
+        place = slice(int(ends[index - 1]) if index else 0, int(ends[index]))
+        ids, mask = self._arrays["ids"][place], self._arrays["mask"][place]
+        return TokenSequence(tuple(ids.tolist()), tuple(mask.astype(bool).tolist()))
+
+    def __iter__(self) -> Iterator[Unit]:
+        return (self[i] for i in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or len(self) != len(other):
+            return False
+        return all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _FileArray:
+    """An array in a file, of which slices are read. Mapped, each access would bring in 64 KiB around it."""
+
+    def __init__(self, path: Path, kind: type, size: int) -> None:
+        self._kind, self._size = np.dtype(kind), size
+        if path.stat().st_size != size * self._kind.itemsize:
+            raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not {size} of {self._kind}")
+        self._file = open(path, "rb")  # noqa: SIM115
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, place: slice) -> np.ndarray:
+        start, stop, _ = place.indices(self._size)
+        width = self._kind.itemsize
+        return np.frombuffer(os.pread(self._file.fileno(), (stop - start) * width, start * width), self._kind)
+
+
+def collect(chunks: Iterable[TokenizedChunk], sequences_per_unit: int, directory: Path | None = None) -> TokenStore:
+    """All chunks as one store: in the files of a new `directory`, or in memory without one.
+
+    Beside what is in the files a chunk at a time is in memory.
+    """
+    digest, counts = hashlib.sha256(), Counter[str]()
+    sizes, ends = Counter[str](), Counter[str]()
+    kept: dict[str, list[np.ndarray]] = {name: [] for name in KINDS}
+    files = {name: open(directory / f"{name}.bin", "wb") for name in KINDS} if directory else {}  # noqa: SIM115
+
+    def put(name: str, values: np.ndarray) -> None:
+        sizes[name] += len(values)
+        if directory:
+            files[name].write(values.tobytes())
+        else:
+            kept[name].append(values)
+
+    def put_ends(name: str, lengths: Sequence[int]) -> None:
+        if lengths:
+            values = np.cumsum(lengths, dtype=np.int64) + ends[name]
+            ends[name] = int(values[-1])
+            put(name, values)
+
+    try:
+        for chunk in chunks:
+            start = 0
+            ids, mask = np.array(chunk.ids, np.int32), np.frombuffer(bytes(chunk.mask), np.uint8)
+            for length in chunk.lengths:
+                head = np.array([length], np.int64).tobytes()
+                digest.update(head + ids[start : start + length].astype(np.int64).tobytes())
+                digest.update(mask[start : start + length].tobytes())
+                start += length
+            texts = b"".join(chunk.extra)
+            digest.update(texts)
+            for name, values in (("ids", ids), ("mask", mask), ("extra", np.frombuffer(texts, np.uint8))):
+                put(name, values)
+            put_ends("ends", chunk.lengths)
+            put_ends("extra_ends", [len(text) for text in chunk.extra])
+            counts += chunk.counts
+    finally:
+        for file in files.values():
+            file.close()
+    meta = {
+        "sequences_per_unit": sequences_per_unit,
+        "fingerprint": digest.hexdigest(),
+        "counts": dict(counts),
+        "sizes": {name: sizes[name] for name in KINDS},
+    }
+    if directory:
+        (directory / "meta.json").write_text(json.dumps(meta))
+        return TokenStore.open(directory)
+    arrays = {name: np.concatenate([np.empty(0, kind), *kept[name]]).astype(kind) for name, kind in KINDS.items()}
+    return TokenStore(arrays, meta)

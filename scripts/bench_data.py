@@ -1,0 +1,90 @@
+"""A million tokenized records: what a rank holds of them in memory, and how soon its first batch is there.
+
+    python scripts/bench_data.py [--records 1000000] [--tokens 512]
+
+Bounds: at most 1 GB resident in a process, and 10 s from its start to a first batch of 512 records; an order of samples
+that costs the same at any size. Exits with 1 if one is missed. Needs 5 bytes of disk a token.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from mcore_rl.data.batches import SampleOrder
+from mcore_rl.data.token_store import TokenizedChunk, collect
+from mcore_rl.entry_point import Parser, count
+
+MAX_RESIDENT_BYTES, MAX_SECONDS = 1 << 30, 10.0
+MAX_SLOWDOWN = 5.0
+"""A position is enciphered at most 4 times on average, and once where the size is just below a power of 4."""
+BATCH = 512
+
+RANK = """
+import json, resource, sys, time
+started = time.perf_counter()
+from pathlib import Path
+from mcore_rl.data.batches import SampleOrder, collate
+from mcore_rl.data.token_store import TokenStore
+
+store = TokenStore.open(Path(sys.argv[1]))
+order = SampleOrder(len(store), 0)
+first = collate([store[i] for i in order.indices(0, int(sys.argv[2]))], 0)
+seconds = time.perf_counter() - started
+for step in range(1, 20):
+    collate([store[i] for i in order.indices(step * int(sys.argv[2]), int(sys.argv[2]))], 0)
+private = sum(int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if line.startswith("Private"))
+print(json.dumps([seconds, private * 1024]))
+"""
+
+
+def main() -> int:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=count, default=1_000_000)
+    parser.add_argument("--tokens", type=count, default=512, help="of a record, on average")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        started = time.perf_counter()
+        store = collect(invented(arguments.records, arguments.tokens), 1, Path(directory))
+        print(f"{len(store):,} records, {store.num_tokens:,} tokens, written in {time.perf_counter() - started:.0f} s")
+        rank = [sys.executable, "-c", RANK, directory, str(BATCH)]
+        done = subprocess.run(rank, check=True, capture_output=True, text=True, timeout=300)
+        seconds, resident = json.loads(done.stdout)
+        slowdown = order_seconds(arguments.records) / order_seconds(arguments.records // 100)
+        rows = [
+            ("first batch, from the start of the process, s", seconds, MAX_SECONDS),
+            ("resident after 20 batches, GB", resident / 1e9, MAX_RESIDENT_BYTES / 1e9),
+            ("order of a sample, beside a hundredth of the records", slowdown, MAX_SLOWDOWN),
+        ]
+        for name, value, bound in rows:
+            print(f"{name:<60}{value:>8.2f}   at most {bound:.2f}")
+        return int(any(value > bound for _, value, bound in rows))
+
+
+def invented(records: int, tokens: int) -> Iterator[TokenizedChunk]:
+    generator = np.random.default_rng(0)
+    for start in range(0, records, 1000):
+        lengths = generator.integers(tokens // 2, tokens * 3 // 2, min(1000, records - start)).tolist()
+        total = sum(lengths)
+        ids = generator.integers(0, 150_000, total).tolist()
+        yield TokenizedChunk(ids, bytearray(generator.integers(0, 2, total, np.uint8).tobytes()), lengths)
+
+
+def order_seconds(records: int) -> float:
+    order = SampleOrder(records, 1)
+    times = []
+    for part in range(5):
+        started = time.perf_counter()
+        order.indices(part * records // 5, 2000)
+        times.append(time.perf_counter() - started)
+    return sorted(times)[2]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Tokenized data on disk: made once, the same as in memory, and never that of something else."""
+
+import json
+import os
+import shutil
+
+import pytest
+from models import make_tokenizer
+
+from mcore_rl.config import DataConfig
+from mcore_rl.data import token_cache, tokenization
+from mcore_rl.data.progress import silent
+from mcore_rl.data.prompts import load_prompt_dataset
+from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
+from mcore_rl.data.token_cache import TokenCache
+from mcore_rl.data.token_store import TokenStore
+from mcore_rl.data.tokenization import TokenizerSource
+from mcore_rl.data.tokenize import load_tokenizer
+from mcore_rl.distributed.processes import run_processes
+from mcore_rl.errors import UserError
+
+SETTINGS = DataConfig(train="x", max_sequence_length=40)
+RECORDS = [
+    {"prompt": "p" * (1 + i % 7), "completion": "cd" * (1 + i % 5), "chosen": "a" * (1 + i % 3), "rejected": "b"}
+    for i in range(700)
+]
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "model").mkdir()
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    write(tmp_path / "data.jsonl", RECORDS)
+    return tmp_path
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def cache_of(files, template=None):
+    return TokenCache(files / "cache", TokenizerSource(files / "model", False, template))
+
+
+def load(files, load_dataset=load_sft_dataset, settings=SETTINGS, template=None, say=silent):
+    tokenizer = load_tokenizer(files / "model", chat_template=template)
+    return load_dataset(str(files / "data.jsonl"), tokenizer, settings, say, cache=cache_of(files, template))
+
+
+def stores(files):
+    return sorted(path for path in (files / "cache" / "tokens").iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("load_dataset", [load_sft_dataset, load_preference_dataset])
+def test_a_store_holds_what_memory_would(load_dataset, files, monkeypatch):
+    plain = load_dataset(str(files / "data.jsonl"), load_tokenizer(files / "model"), SETTINGS)
+    first = load(files, load_dataset)
+    assert len(first) == 700 and first.units == plain.units
+    assert first.units[-3:] == plain.units[697:] == list(plain.units)[697:]
+    monkeypatch.setattr(token_cache, "tokenize_source", None)  # the second time nothing is tokenized
+    again = load(files, load_dataset)
+    assert again.units == plain.units
+    assert again.fingerprint == first.fingerprint == plain.fingerprint
+    assert again.describe("train", 40) == plain.describe("train", 40)
+    assert again.units.lengths().tolist() == [len(sequence) for unit in plain.units for sequence in unit]
+    with pytest.raises(IndexError):
+        again.units[700]
+
+
+def test_prompts_keep_their_records(files):
+    records = [
+        {"prompt": "plain", "answer": 0.1, "more": {"é": [None, 2**60]}},
+        {"prompt": [{"role": "user", "content": "häh?"}], "answer": "x" * 3000},
+        {"prompt": "p" * 50, "answer": "dropped"},
+        {"prompt": "last"},
+    ]
+    write(files / "data.jsonl", records)
+
+    def load_dataset(*arguments, cache):
+        return load_prompt_dataset(*arguments[:3], 40, arguments[3], cache=cache)
+
+    dataset = load(files, load_dataset)
+    assert [prompt.record for prompt in dataset.prompts] == [
+        {key: value for key, value in record.items() if key != "prompt"} for record in (*records[:2], records[3])
+    ]
+    assert [prompt.content for prompt in dataset.prompts] == ["plain", records[1]["prompt"], "last"]
+    assert dataset.prompts[-1] == dataset.prompts[2] and dataset.has_messages
+    records[0]["answer"] = 0.2
+    write(files / "data.jsonl", records)
+    assert load(files, load_dataset).fingerprint != dataset.fingerprint
+
+
+def test_what_tokens_depend_on_makes_another_store(files, monkeypatch):
+    load(files)
+    for count, change in enumerate([
+        lambda: load(files, settings=SETTINGS.model_copy(update={"max_sequence_length": 9})),
+        lambda: load(files, settings=SETTINGS.model_copy(update={"max_sequence_length": 9, "overlong": "truncate"})),
+        lambda: load(files, load_preference_dataset),
+        lambda: load(files, template="{{ messages }}"),
+        lambda: (write(files / "data.jsonl", RECORDS[1:]), load(files)),
+        lambda: ((files / "model" / "generation_config.json").write_text('{"eos_token_id": 3}'), load(files)),
+        lambda: (monkeypatch.setattr(token_cache, "_code_digest", lambda: "other code"), load(files)),
+    ], start=2):  # fmt: skip
+        change()
+        assert len(stores(files)) == count
+    (files / "model" / "model.safetensors").write_bytes(b"weights")
+    load(files)
+    assert len(stores(files)) == count, "weights are no part of a tokenizer"
+
+
+def test_an_edit_that_keeps_size_and_time_is_noticed(files, monkeypatch):
+    """As a tool does that sets a file's time back: the inode's own time tells."""
+    monkeypatch.setattr(token_cache, "SOURCE_BYTES_TO_REMEMBER", 0)
+    data = files / "data.jsonl"
+    first, state = load(files), os.stat(data)
+    digests = list((files / "cache" / "digests").iterdir())
+    assert len(digests) == 1
+    load(files)
+    assert list((files / "cache" / "digests").iterdir()) == digests
+    data.write_text(data.read_text().replace("cd", "dc"))
+    os.utime(data, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert os.stat(data).st_size == state.st_size
+    assert load(files).fingerprint != first.fingerprint
+
+
+def test_what_was_stopped_is_made_again(files):
+    whole = list(load(files).units)
+    (store,) = stores(files)
+    store.rename(store.with_suffix(".partial"))
+    (store.with_suffix(".partial") / "ids.bin").write_bytes(b"abc")
+    assert load(files).units == whole
+    assert stores(files) == [store]
+
+
+def test_a_damaged_store_is_named(files):
+    load(files)
+    (store,) = stores(files)
+    (store / "ids.bin").write_bytes(b"\0" * 12)
+    with pytest.raises(UserError, match=rf"data.cache_dir: {store} is not whole: ids.bin has 12 bytes.*; remove it"):
+        load(files)
+
+
+def test_a_wrong_record_leaves_nothing(files):
+    write(files / "data.jsonl", [*RECORDS, {"prompt": "p"}])
+    with pytest.raises(UserError, match=r"data.jsonl, line 701: lacks the key completion"):
+        load(files)
+    assert [path.suffix for path in (files / "cache" / "tokens").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("where", ["a_file", "a_file/below"])
+def test_a_directory_that_cannot_be(where, files):
+    (files / "a_file").write_text("")
+    cache = TokenCache(files / where, TokenizerSource(files / "model", False, None))
+    with pytest.raises(UserError, match=r"data.cache_dir: .* cannot be written"):
+        load_sft_dataset(str(files / "data.jsonl"), load_tokenizer(files / "model"), SETTINGS, cache=cache)
+
+
+def test_several_processes_tokenize_the_same(files, monkeypatch):
+    monkeypatch.setattr(tokenization, "SOURCE_BYTES_FOR_PROCESSES", 0)
+    source, said = TokenizerSource(files / "model", False, None), []
+    tokenizer = load_tokenizer(files / "model")
+    plain = load_sft_dataset(str(files / "data.jsonl"), tokenizer, SETTINGS)
+    monkeypatch.setattr(token_cache, "available_workers", lambda: 2)
+    cache = TokenCache(files / "cache", source)
+    assert load_sft_dataset(str(files / "data.jsonl"), tokenizer, SETTINGS, said.append, cache).units == plain.units
+    assert said == [f"tokenizing {files / 'data.jsonl'} by 2 processes"]
+    bad = list(RECORDS)
+    bad[300], bad[600] = {"prompt": "p"}, {"prompt": 3, "completion": 4}
+    write(files / "data.jsonl", bad)
+    with pytest.raises(UserError, match=r"line 301: lacks the key completion"):  # the first in the file
+        load_sft_dataset(str(files / "data.jsonl"), tokenizer, SETTINGS, said.append, cache)
+
+
+def load_and_count(files):
+    """A rank's fingerprint, and how often it has tokenized."""
+    made = []
+    plain = TokenCache._make
+
+    def make(self, path, *arguments):
+        made.append(path)
+        plain(self, path, *arguments)
+
+    TokenCache._make = make
+    return load(files).fingerprint, len(made)
+
+
+def test_one_process_of_a_node_makes_it(files):
+    results = run_processes(load_and_count, files, world_size=3)
+    assert [count for _, count in results] == [1, 0, 0]
+    assert len({fingerprint for fingerprint, _ in results}) == 1
+
+
+def test_who_waits_for_nobody_says_so(files, monkeypatch):
+    monkeypatch.setattr(token_cache, "LOST_SECONDS", 0.3)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UserError, match=r"the process that makes .* is gone, or sees another directory"):
+        load(files)
+
+
+def test_nothing_of_a_store_is_read_before_it_is_used(files):
+    load(files)
+    (store,) = stores(files)
+    units = TokenStore.open(store)
+    shutil.rmtree(store)  # what is mapped stays
+    assert len(units) == 700 and units[699] == units[-1]
