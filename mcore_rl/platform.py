@@ -1,4 +1,4 @@
-"""The device under Megatron: CUDA with NCCL, or the CPU with gloo.
+"""The device under Megatron: CUDA with NCCL, the CPU with gloo, or neither: shapes without memory, in a simulation.
 
 Megatron-Core asks `torch.cuda` for devices, streams and random states, and spells `device="cuda"`
 in a few places. `initialize_platform()` must run before `megatron` is imported. With a GPU it only
@@ -21,38 +21,49 @@ from torch.utils._device import _device_constructors
 from mcore_rl import launch_environment
 
 _installed = False
+_simulates = False
 
 
 def has_gpu() -> bool:
     """True where a CUDA device is used."""
-    return torch.cuda.is_available()
+    return torch.cuda.is_available() and not _simulates
+
+
+def simulates() -> bool:
+    """True where tensors have shapes alone, and collectives nobody to talk to."""
+    return _simulates
 
 
 def device() -> torch.device:
     """The device that holds model and data."""
+    if _simulates:
+        return torch.device("meta")
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
 
 
 def backend() -> str:
     """The torch.distributed backend for `device()`."""
+    if _simulates:
+        return "fake"
     return "nccl" if has_gpu() else "gloo"
 
 
-def initialize_platform() -> None:
-    """Select the GPU of this process, or install the CPU stand-ins. Idempotent.
+def initialize_platform(simulate: bool = False) -> None:
+    """Select the GPU of this process, or install the stand-ins: of the CPU, or of a simulated device. Idempotent.
 
     Raises:
         RuntimeError: `megatron.core` was imported first (it binds some names at import).
     """
-    global _installed
+    global _installed, _simulates
     if _installed:
         return
+    _simulates = simulate
     if has_gpu():
         torch.cuda.set_device(launch_environment.local_rank())
     else:
         if "megatron.core" in sys.modules:
             raise RuntimeError("initialize_platform() must be called before megatron.core is imported")
-        _install_cpu_stand_ins()
+        _install_stand_ins(device())
     _installed = True
 
 
@@ -66,7 +77,12 @@ def initialize_process_group(timeout: timedelta) -> None:
     kwargs: dict[str, Any] = {"backend": backend(), "timeout": timeout}
     if has_gpu():
         kwargs["device_id"] = device()
-    if not launch_environment.is_launched():
+    if _simulates:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        rank, world_size = launch_environment.rank(), launch_environment.world_size()
+        kwargs.update(rank=rank, world_size=world_size, store=FakeStore())
+    elif not launch_environment.is_launched():
         kwargs.update(rank=0, world_size=1, store=torch.distributed.HashStore())
     elif attempt := launch_environment.restarts():
         # torchrun keeps its store when it starts the ranks again: without a prefix of their own they would
@@ -111,14 +127,14 @@ def _is_cuda(value: object) -> bool:
     )
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`factory` with device="cuda" read as the CPU and page-locking left out."""
+def _on(device: torch.device, factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`factory` with device="cuda" read as `device` and page-locking left out."""
 
     @functools.wraps(factory)
     def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs:
             if _is_cuda(kwargs.get("device")):
-                kwargs["device"] = "cpu"
+                kwargs["device"] = device
             kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
@@ -167,13 +183,12 @@ def _all_to_all_of_lists(all_to_all_single: Callable[..., Any]) -> Callable[...,
     return wrapper
 
 
-def _install_cpu_stand_ins() -> None:
-    """Answer on the CPU what Megatron-Core asks of CUDA. One reason beside each group."""
-    cpu = torch.device("cpu")
+def _install_stand_ins(device: torch.device) -> None:
+    """Answer on `device` what Megatron-Core asks of CUDA. One reason beside each group."""
     cuda: Any = torch.cuda
 
     # Tensors are created with device=torch.cuda.current_device(), which takes a torch.device as well.
-    cuda.current_device = lambda: cpu
+    cuda.current_device = lambda: device
     cuda.device_count = lambda: 1
     cuda.set_device = lambda *_: None
 
@@ -199,9 +214,10 @@ def _install_cpu_stand_ins() -> None:
     # `with torch.device("meta")` recognises factories by identity: let it remember the real ones first.
     _device_constructors()
     for name in ("tensor", "zeros", "ones", "empty", "full", "empty_like", "zeros_like"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+        setattr(torch, name, _on(device, getattr(torch, name)))
     tensor_class: Any = torch.Tensor
-    tensor_class.cuda = tensor_class.pin_memory = lambda self, *_, **__: self
+    tensor_class.cuda = lambda self, *_, **__: self.to(device)
+    tensor_class.pin_memory = lambda self, *_, **__: self
 
     # The optimizers accept parameters only by the type names of CUDA tensors.
     type_of = tensor_class.type
@@ -209,7 +225,7 @@ def _install_cpu_stand_ins() -> None:
     def type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
             return type_of(self, dtype, *args, **kwargs)
-        return type_of(self).replace("torch.", "torch.cuda.", 1)
+        return type_of(self).replace("torch.", "torch.cuda.", 1).replace("cuda.meta.", "cuda.")
 
     tensor_class.type = type_name
 

@@ -33,6 +33,7 @@ FLOORS = {
     "layouts": 1,
     "entry_point": 6,
     "programs": 6,
+    "simulation": 5,
     "__main__": 6,
     "models": 0,  # the empty package itself
 }

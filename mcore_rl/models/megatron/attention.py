@@ -7,6 +7,7 @@ each rank's two zigzag chunks of a segment attend to the keys up to their own en
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,8 +113,9 @@ def packed_attention(
     """
     if window is not None and window >= max(key_lengths):
         window = None
-    use_flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    attend = _flash_attention if use_flash else _sdpa_by_segment
+    attend = KERNELS[query.device.type]
+    if attend is _flash_attention and query.dtype not in (torch.float16, torch.bfloat16):
+        attend = _sdpa_by_segment
     return attend(query, key, value, query_lengths, key_lengths, scale, window)
 
 
@@ -186,3 +188,7 @@ def _flash_attention(
     )
     assert isinstance(out, Tensor)
     return out
+
+
+KERNELS: dict[str, Callable[..., Tensor]] = {"cpu": _sdpa_by_segment, "cuda": _flash_attention}
+"""By kind of device; the flash kernel takes half precision alone."""

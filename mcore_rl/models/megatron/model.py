@@ -86,8 +86,10 @@ def build_model(
 ) -> BuiltModel:
     """This rank's part of the model, its weights not yet set, on the run's device.
 
-    Without `memory` its parameters have shapes alone (torch's meta device).
+    Without `memory` its parameters have shapes alone (torch's meta device), as on a simulated device. Made elsewhere
+    and moved there they would lose the marks that Megatron sets on them.
     """
+    memory = memory and not platform.simulates()
     family = family_of(hf)
     config = transformer_config(family, model, parallel)
     count = parallel.virtual_pipeline_model_parallel_size

@@ -1,0 +1,142 @@
+"""What a simulated rank has in place of weights, a flash kernel and a host that waits for its device."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ShapesOnly:
+    """The tensors of a model directory without a file: `SafetensorsDirectory` by its configuration alone."""
+
+    def __init__(self, path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.path, self._shapes = path, shapes
+
+    def names(self) -> set[str]:
+        return set(self._shapes)
+
+    def shape(self, name: str) -> list[int]:
+        return list(self._shapes[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32
+
+    def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
+        whole = torch.empty(self._shapes[name], device="meta")
+        return whole[rows] if columns is None else whole[rows, columns]
+
+
+@dataclass
+class HostReads:
+    """Where the host has asked the device for a value, which stops it until the device is done."""
+
+    phase: str = ""
+    places: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(phase, file:line of this package) → how often."""
+
+    def note(self) -> None:
+        frames = [f for f in traceback.extract_stack() if "mcore_rl" in f.filename and "simulation" not in f.filename]
+        where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "elsewhere"
+        self.places[self.phase, where] += 1
+
+
+def note_host_reads() -> HostReads:
+    """From now on a value of a simulated tensor is 1 wherever the host asks for it, and the place is noted."""
+    reads = HostReads()
+    tensor_class: Any = Tensor
+
+    def replaced(name: str, value: Any) -> None:
+        plain = getattr(tensor_class, name)
+
+        def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.device.type != "meta":
+                return plain(self, *args, **kwargs)
+            reads.note()
+            return value(self)
+
+        setattr(tensor_class, name, read)
+
+    def ones(tensor: Tensor) -> Tensor:
+        return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    def number(tensor: Tensor) -> Any:
+        return 1.0 if tensor.dtype.is_floating_point else 1
+
+    replaced("item", number)
+    replaced("__float__", lambda tensor: 1.0)
+    replaced("__int__", lambda tensor: 1)
+    replaced("__bool__", lambda tensor: True)
+    replaced("tolist", lambda tensor: ones(tensor).tolist())
+    replaced("cpu", ones)
+    return reads
+
+
+class AttentionFlops:
+    """Multiplications of attention, which the stand-in kernel does not do: `total`, forward and backward."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    @staticmethod
+    def forward(query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], window: int | None, width: int) -> int:
+        """Two products over every visible pair of a query and a key; `width` is heads × head_dim."""
+        pairs = 0
+        for queries, keys in zip(query_lengths, key_lengths, strict=True):
+            seen = range(keys - queries + 1, keys + 1)  # by each query, without a window
+            pairs += sum(min(n, window) for n in seen) if window else (seen[0] + seen[-1]) * queries // 2
+        return 4 * pairs * width
+
+
+def flash_stand_in(flops: AttentionFlops) -> Any:
+    """`packed_attention` on a device without memory: a flash kernel's output and saved tensors, and its operations."""
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, count: int) -> Tensor:
+            out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+            logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+            ctx.save_for_backward(query, key, value, out, logsumexp)
+            ctx.count = count
+            flops.total += count
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+            query, key, value, _, _ = ctx.saved_tensors
+            flops.total += ctx.count * 5 // 2  # five products, the first of which is done again
+            return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_lengths: tuple[int, ...],
+        key_lengths: tuple[int, ...],
+        scale: float | None,
+        window: int | None = None,
+    ) -> Tensor:
+        width = math.prod(query.shape[1:])
+        count = AttentionFlops.forward(query_lengths, key_lengths, window, width)
+        return Attention.apply(query, key, value, count)
+
+    return attend
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` meanwhile."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,67 @@
+"""What a simulated step takes, as a person reads it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from mcore_rl.config import TrainingConfig
+from mcore_rl.simulation.hardware import Hardware
+from mcore_rl.simulation.run import Candidate
+from mcore_rl.simulation.step import RankReport
+
+
+def describe(config: TrainingConfig, world_size: int, reports: Sequence[RankReport], gpu: Hardware) -> Iterator[str]:
+    """The lines of a report."""
+    for report in reports:
+        yield from _rank(report, gpu)
+    dtype, parallel = config.model.dtype, config.parallel
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    seconds = gpu.step_seconds(reports, dtype, stages, chunks)
+    flops = reports[0].model_flops
+    yield (
+        f"estimate: {seconds:.3g} s a step, MFU {gpu.utilization(flops, seconds, world_size, dtype):.1%}, "
+        f"communication {max(map(gpu.communication_seconds, reports)):.3g} s of it, none hidden"
+        + (f", pipeline bubble {(stages - 1) / (reports[0].packs * chunks):.0%}" if stages > 1 else "")
+    )
+
+
+def _rank(report: RankReport, gpu: Hardware) -> Iterator[str]:
+    real, padded = report.tokens
+    yield f"rank {report.rank} (pipeline stage {report.stage}): {report.parameters:,} parameters"
+    if report.packs:
+        yield f"  packs: {report.packs}, of {padded // report.packs:,} tokens, {real / padded:.1%} filled"
+    fits = "fits" if report.peak <= gpu.memory_bytes else "DOES NOT FIT"
+    peak, whole = report.peak / 1e9, gpu.memory_bytes / 1e9
+    yield f"  memory: {peak:.2f} GB at the peak, in {report.peak_phase}; {fits} {whole:.0f} GB"
+    for kind, size in report.memory.items():
+        yield f"    {kind:<24}{size / 1e9:>10.2f} GB"
+    for phase in report.products | report.attention:
+        products, attention = report.products.get(phase, 0), report.attention.get(phase, 0)
+        if products or attention:
+            yield f"  {phase}: {products / 1e12:,.2f} TFLOP in matrix products, {attention / 1e12:,.2f} in attention"
+    for (operation, size, crosses), amount in _traffic_rows(report, gpu):
+        where = ", across nodes" if crosses else ""
+        yield f"    {operation:<16}over {size:>4} ranks{where:<14}{amount / 1e9:>12.3f} GB"
+    waits = Counter[str]()
+    for (phase, _), times in report.host_reads.items():
+        waits[phase] += times
+    text = ", ".join(f"{times} in {phase}" for phase, times in waits.items()) or "never"
+    yield f"  the host waits for the device: {text}"
+
+
+def _traffic_rows(report: RankReport, gpu: Hardware) -> list[tuple[tuple[str, int, bool], int]]:
+    rows = Counter[tuple[str, int, bool]]()
+    for transfer, size in report.traffic.items():
+        rows[transfer.operation, len(transfer.ranks), gpu.crosses_nodes(transfer)] += size
+    return rows.most_common()
+
+
+def table(found: Sequence[Candidate]) -> Iterator[str]:
+    """Layouts: those that fit, the fastest first, then the others with the reason."""
+    yield f"{'layout':<32}{'peak GB':>9}{'s a step':>10}{'MFU':>8}"
+    for one in found:
+        if one.reason:
+            yield f"{one.text:<32}{f'{one.peak / 1e9:.1f}' if one.peak else '':>9}  {one.reason}"
+        else:
+            yield f"{one.text:<32}{one.peak / 1e9:>9.1f}{one.seconds:>10.3g}{one.utilization:>8.1%}"

@@ -1,0 +1,126 @@
+"""The chosen ranks of a run, each simulated in a process of its own; and the search for a layout."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+
+from mcore_rl.config import TrainingConfig
+from mcore_rl.errors import UserError
+from mcore_rl.simulation.hardware import Hardware
+from mcore_rl.simulation.step import RankReport, Sequences, simulate_rank
+
+
+def chosen_ranks(config: TrainingConfig, world_size: int, wanted: str) -> list[int]:
+    """`first,last` (of the pipeline's stages), `stages` for one rank of each, or numbers.
+
+    Raises:
+        UserError: something else, or no rank of this run.
+    """
+    stages = config.parallel.pipeline_model_parallel_size
+    of_stage = world_size // stages  # Megatron numbers stages outermost
+    named = {"first": [0], "last": [(stages - 1) * of_stage], "stages": [s * of_stage for s in range(stages)]}
+    ranks: list[int] = []
+    for word in wanted.split(","):
+        if word not in named and not (word.isdecimal() and int(word) < world_size):
+            raise UserError(f"--ranks {wanted}: write first, last, stages, or numbers below {world_size}")
+        ranks += named[word] if word in named else [int(word)]
+    return sorted(set(ranks))
+
+
+def simulate(
+    config: TrainingConfig, world_size: int, ranks: Sequence[int], sequences: Sequences, workers: int = 1
+) -> list[RankReport]:
+    """Reports of these ranks, in their order.
+
+    Raises:
+        UserError: what the run itself would refuse.
+    """
+    with _pool(workers) as pool:
+        waiting = [pool.submit(simulate_rank, config, rank, world_size, sequences) for rank in ranks]
+        return [future.result() for future in waiting]
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    # A simulated device is installed before Megatron is imported, once in a process.
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), max_tasks_per_child=1)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, and what it takes; `reason` if it cannot be or does not fit."""
+
+    text: str
+    peak: int = 0
+    seconds: float = float("inf")
+    utilization: float = 0.0
+    reason: str = ""
+
+
+def layouts_to_try(config: TrainingConfig, world_size: int, gpu: Hardware) -> Iterator[tuple[str, TrainingConfig]]:
+    """Powers of 2: tensor parallelism inside a node, pipelines and context parallelism of up to 16 ranks."""
+
+    def powers(largest: int) -> list[int]:
+        return [2**n for n in range(largest.bit_length()) if 2**n <= largest]
+
+    for tp, pp, cp, recompute in itertools.product(
+        powers(gpu.gpus_per_node), powers(min(16, world_size)), powers(min(16, world_size)), (False, True)
+    ):
+        if world_size % (tp * pp * cp):
+            continue
+        values = config.model_dump()
+        values["parallel"].update(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            context_parallel_size=cp,
+            sequence_parallel=tp > 1,
+            virtual_pipeline_model_parallel_size=1,
+        )
+        values["model"]["recompute_activations"] = recompute
+        dp = world_size // (tp * pp * cp)
+        text = f"tp{tp} pp{pp} cp{cp} dp{dp}" + (" recompute" if recompute else "")
+        yield text, type(config).model_validate(values)
+
+
+def search(
+    config: TrainingConfig,
+    world_size: int,
+    sequences: Sequences,
+    gpu: Hardware,
+    workers: int,
+    say: Callable[[str], None],
+) -> list[Candidate]:
+    """All layouts: those that fit by their estimated time, then the others with the reason."""
+    found: list[Candidate] = []
+    with _pool(workers) as pool:
+        waiting: list[tuple[str, TrainingConfig, list[Future[RankReport]]]] = []
+        for text, layout in layouts_to_try(config, world_size, gpu):
+            try:
+                layout.pack_width(layout.rows_per_unit)
+                ranks = chosen_ranks(layout, world_size, "first,last")
+            except UserError as error:
+                found.append(Candidate(text, reason=str(error)))
+                continue
+            jobs = [pool.submit(simulate_rank, layout, rank, world_size, sequences) for rank in ranks]
+            waiting.append((text, layout, jobs))
+        for done, (text, layout, jobs) in enumerate(waiting, start=1):
+            found.append(_candidate(text, layout, jobs, world_size, gpu))
+            say(f"{done} of {len(waiting)} layouts: {text}: {found[-1].reason or f'{found[-1].seconds:.3g} s'}")
+    return sorted(found, key=lambda candidate: (candidate.seconds, candidate.peak))
+
+
+def _candidate(
+    text: str, config: TrainingConfig, jobs: Sequence[Future[RankReport]], world_size: int, gpu: Hardware
+) -> Candidate:
+    try:
+        reports = [job.result() for job in jobs]
+    except UserError as error:
+        return Candidate(text, reason=str(error))
+    peak, dtype = max(report.peak for report in reports), config.model.dtype
+    if peak > gpu.memory_bytes:
+        return Candidate(text, peak, reason=f"needs {peak / 1e9:.0f} GB")
+    seconds = gpu.step_seconds(reports, dtype, config.parallel.pipeline_model_parallel_size, 1)
+    return Candidate(text, peak, seconds, gpu.utilization(reports[0].model_flops, seconds, world_size, dtype))

@@ -1,0 +1,244 @@
+"""One training step of one rank, simulated in a process of its own."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl import launch_environment, platform
+from mcore_rl.config import DPOConfig, GRPOConfig, RMConfig, TrainingConfig
+from mcore_rl.distributed.pack_layout import PackLayout
+from mcore_rl.errors import UserError
+from mcore_rl.simulation.memory import LiveBytes, bytes_of
+from mcore_rl.simulation.rank import AttentionFlops, HostReads, ShapesOnly, flash_stand_in, note_host_reads, replaced
+from mcore_rl.simulation.traffic import Traffic, Transfer, count_traffic
+
+BUILDING, SCORING, TRAINING, UPDATE = "building", "scoring", "training", "update"
+RESULTS = "results"
+"""What ranks tell each other of the loss: some bytes, which are not simulated."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Lengths of a global batch's sequences, and how many tokens of each, the last ones, are trained on."""
+
+    lengths: tuple[int, ...]
+    responses: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank's step takes.
+
+    parameters: on this rank. memory: bytes by kind at the peak of a step, which is in `peak_phase`: weights, gradients
+    and optimizer state, which stay from step to step, and all else (activations, workspace). products: floating-point
+    operations of matrix products, and of attention, by phase. traffic, calls: of every kind of transfer. host_reads:
+    (phase, place) → how often the host waits for the device. packs: microbatches of the step. tokens: real ones, and
+    those of the packs with their padding. seconds: that the simulation took.
+    """
+
+    rank: int
+    stage: int
+    parameters: int
+    memory: dict[str, int]
+    peak_phase: str
+    products: dict[str, int]
+    attention: dict[str, int]
+    traffic: dict[Transfer, int]
+    calls: dict[Transfer, int]
+    host_reads: dict[tuple[str, str], int]
+    packs: int
+    tokens: tuple[int, int]
+    model_flops: float
+    seconds: float
+
+    @property
+    def peak(self) -> int:
+        return sum(self.memory.values())
+
+
+def simulate_rank(
+    config: TrainingConfig, rank: int, world_size: int, sequences: Sequences, tiles_of: str = "cuda"
+) -> RankReport:
+    """Simulate in this process, which can do nothing else afterwards.
+
+    Args:
+        tiles_of: kind of device whose tile sizes are taken.
+
+    Raises:
+        UserError: what the run itself would refuse, and mixtures of experts, whose sizes depend on what is routed.
+    """
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
+    traffic = count_traffic()
+    platform.initialize_platform(simulate=True)
+    reads = note_host_reads()
+
+    import torch
+
+    from mcore_rl.distributed import linear_logprobs, parallel_logprobs
+    from mcore_rl.models.megatron import attention, weights
+    from mcore_rl.models.megatron.families import family_of
+    from mcore_rl.models.megatron.families.mixture import Mixture
+    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+    from mcore_rl.models.policy import megatron_policy
+    from mcore_rl.models.policy.step_results import MicrobatchResult
+
+    hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
+    check_model_fits(hf_config, config.parallel, config.data.max_sequence_length, config.model)
+    family = family_of(hf_config)
+    if isinstance(family, Mixture):
+        raise UserError("model.path: mixtures of experts cannot be simulated: sizes depend on what is routed where")
+    linear_logprobs.TILE_SHAPE["meta"] = linear_logprobs.TILE_SHAPE[tiles_of]
+    parallel_logprobs.CHUNK_BYTES["meta"] = parallel_logprobs.CHUNK_BYTES[tiles_of]
+    flops = AttentionFlops()
+    attention.KERNELS["meta"] = flash_stand_in(flops)
+    # What all ranks would have told of the step's loss, in as many microbatches as need not be known.
+    told = MicrobatchResult(1.0, len(sequences.lengths), float(len(sequences.lengths)), {})
+    with (
+        replaced(megatron_policy, "SafetensorsDirectory", lambda path: ShapesOnly(path, family.shapes())),
+        replaced(weights, "read_shard", lambda *_: torch.empty((), device="meta")),
+        replaced(megatron_policy, "collect_results", lambda *_: [told]),
+    ):
+        return measure_step(config, sequences, traffic, reads, flops)
+
+
+def measure_step(
+    config: TrainingConfig, sequences: Sequences, traffic: Traffic, reads: HostReads, attention: AttentionFlops
+) -> RankReport:
+    """This rank's step, real or simulated: the policy is built, scores and trains once."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.models.policy import megatron_policy
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    started = time.perf_counter()
+    live, counter = LiveBytes(platform.device().type), FlopCounterMode(display=False)
+    products, attention_by_phase = Counter[str](), Counter[str]()
+    before_update = 0
+    layouts: list[PackLayout] = []
+
+    def enter(phase: str) -> None:
+        nonlocal before_update
+        products[live.phase] += counter.get_total_flops() - sum(products.values())
+        attention_by_phase[live.phase] += attention.total - sum(attention_by_phase.values())
+        live.phase = traffic.phase = reads.phase = phase
+        if phase == UPDATE:
+            before_update = live.live
+
+    def run(model: Any, wrapped: Any, microbatches: Any, head: Any, train: bool) -> Any:
+        layouts[:] = [microbatch.layout for microbatch in microbatches]
+        return run_microbatches(model, wrapped, microbatches, head, train)
+
+    def collect(*arguments: Any) -> Any:
+        traffic.phase = RESULTS
+        try:
+            return collect_results(*arguments)
+        finally:
+            traffic.phase = live.phase
+
+    def update(*arguments: Any) -> Any:
+        enter(UPDATE)
+        return optimizer_step(*arguments)
+
+    run_microbatches, collect_results = megatron_policy.run_microbatches, megatron_policy.collect_results
+    optimizer_step = megatron_policy.optimizer_step
+    with (
+        replaced(megatron_policy, "run_microbatches", run),
+        replaced(megatron_policy, "collect_results", collect),
+        replaced(megatron_policy, "optimizer_step", update),
+        live,
+        counter,
+    ):
+        enter(BUILDING)
+        policy = MegatronPolicy(config, 2, rows_per_unit=config.rows_per_unit)
+        data = invented_batch(config, sequences)
+        for _ in range(scoring_passes(config)):
+            enter(SCORING)
+            policy.get_logprobs(data)
+        enter(TRAINING)
+        policy.train(data, loss_of(config))
+        enter("")
+    parameters = [p for chunk in policy.model.chunks for p in chunk.parameters()]
+    memory, peak_phase = memory_of(parameters, live, live.live - before_update)
+    return RankReport(
+        rank=launch_environment.rank(),
+        stage=policy.topology.pipeline.rank,
+        parameters=sum(p.numel() for p in parameters),
+        memory=memory,
+        peak_phase=peak_phase,
+        products=dict(products),
+        attention=dict(attention_by_phase),
+        traffic=dict(traffic.bytes),
+        calls=dict(traffic.calls),
+        host_reads=dict(reads.places),
+        packs=len(layouts),
+        tokens=(sum(sum(layout.lengths) for layout in layouts), sum(layout.total for layout in layouts)),
+        model_flops=policy.training_flops(sequences.lengths),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def memory_of(parameters: Sequence[Any], live: LiveBytes, made_by_update: int) -> tuple[dict[str, int], str]:
+    """Bytes by kind at the peak of any step but the first, which alone begins without the optimizer's state."""
+    weights, gradients = bytes_of(parameters), bytes_of(p.main_grad for p in parameters)
+    state = live.live - weights - gradients
+    peaks = {phase: live.peaks.get(phase, 0) + made_by_update for phase in (SCORING, TRAINING)}
+    peaks[UPDATE] = live.peaks[UPDATE]
+    phase = max(peaks, key=lambda phase: peaks[phase])
+    rest = peaks[phase] - weights - gradients - state
+    return {"weights": weights, "gradients": gradients, "optimizer": state, "activations, workspace": rest}, phase
+
+
+def scoring_passes(config: TrainingConfig) -> int:
+    """Forward passes of a step beside the one that trains: of the reference, and of the weights before an update."""
+    if isinstance(config, DPOConfig):
+        return int(config.dpo.reference == "swap")
+    if isinstance(config, GRPOConfig):
+        forced = config.loss.force_on_policy_ratio
+        before = int(not (config.grpo.num_updates_per_rollout == 1 if forced is None else forced))
+        return before + int(config.loss.reference_policy_kl_penalty > 0)
+    return 0
+
+
+def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
+    """A global batch of these lengths, on the host, with what the algorithm's loss reads."""
+    import torch
+
+    from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+
+    lengths, responses = torch.tensor(sequences.lengths), torch.tensor(sequences.responses)
+    shape = (len(lengths), int(lengths.max()))
+    places = torch.arange(shape[1])
+    trained = (places < lengths[:, None]) & (places >= (lengths - responses)[:, None])
+    data: dict[str, Any] = {
+        "input_ids": torch.zeros(shape, dtype=torch.long),
+        "input_lengths": lengths,
+        "token_mask": trained.float(),
+        "sample_mask": torch.ones(shape[0]),
+    }
+    columns: tuple[str, ...] = ()
+    if isinstance(config, DPOConfig) and not isinstance(config, RMConfig):
+        columns = ("reference_policy_logprobs",)
+    if isinstance(config, GRPOConfig):
+        columns = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages")
+    return BatchedDataDict(data | {name: torch.zeros(shape) for name in columns})
+
+
+def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: float = 0.5) -> Sequences:
+    """A global batch whose sequences have these lengths in turn."""
+    rows = rows_of_batch(config)
+    chosen = [min(lengths[i % len(lengths)], config.data.max_sequence_length) for i in range(rows)]
+    return Sequences(tuple(chosen), tuple(max(1, math.ceil(n * response_part)) for n in chosen))
+
+
+def rows_of_batch(config: TrainingConfig) -> int:
+    """Sequences of a step."""
+    if isinstance(config, GRPOConfig):
+        return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    return config.batch.global_batch_size * config.rows_per_unit

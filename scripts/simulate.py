@@ -1,0 +1,97 @@
+"""A training step of any size on this machine: memory, operations, transfers and an estimate of its time.
+
+    python scripts/simulate.py CONFIG --world-size 256 [--algorithm dpo] [--hardware h100] [key=value …]
+    python scripts/simulate.py CONFIG --world-size 64 --lengths 4096 --search
+
+The code that trains runs for one rank of the first and of the last pipeline stage, on tensors without memory and
+groups without peers; of the model its config.json is all that is needed. Lengths are the data's, or those of --lengths.
+"""
+
+import argparse
+import sys
+
+from mcore_rl.config import DPOConfig, GRPOConfig, RMConfig, SFTConfig, load_config
+from mcore_rl.entry_point import Parser, count, told_in_one_line
+from mcore_rl.errors import UserError
+from mcore_rl.preflight import check_model_directory
+from mcore_rl.quiet import quiet_libraries
+
+ALGORITHMS = {"dpo": DPOConfig, "sft": SFTConfig, "rm": RMConfig, "grpo": GRPOConfig}
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="YAML file of the algorithm's training script")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--world-size", type=count, required=True, help="processes of the run")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, default="dpo")
+    parser.add_argument("--hardware", default="h100", help="h100, h200, a100, or FILE:NAME")
+    parser.add_argument("--lengths", help="tokens of the sequences, one after the other: 2048,512,…")
+    parser.add_argument("--response-part", type=float, default=0.5, help="of a sequence, with --lengths")
+    parser.add_argument("--ranks", default="first,last", help="first, last, stages, or numbers")
+    parser.add_argument("--search", action="store_true", help="try layouts instead of the configuration's")
+    parser.add_argument("--workers", type=count, default=1, help="processes that simulate")
+    arguments = parser.parse_intermixed_args()
+    quiet_libraries()
+    with told_in_one_line():
+        from mcore_rl.simulation.hardware import Hardware
+        from mcore_rl.simulation.report import describe, table
+        from mcore_rl.simulation.run import chosen_ranks, search, simulate
+
+        config = load_config(ALGORITHMS[arguments.algorithm], arguments.config, arguments.overrides)
+        gpu, size = Hardware.load(arguments.hardware), arguments.world_size
+        check_model_directory(config.model.path)
+        if config.model.dtype not in gpu.flops_per_second:
+            raise UserError(f"--hardware {arguments.hardware}: tells no peak for model.dtype={config.model.dtype}")
+        sequences = sequences_of(config, arguments)
+        if arguments.search:
+            found = search(config, size, sequences, gpu, arguments.workers, lambda line: print(line, file=sys.stderr))
+            print("\n".join(table(found)))
+            return
+        config.parallel.data_parallel_size(size)
+        config.pack_width(config.rows_per_unit)
+        ranks = chosen_ranks(config, size, arguments.ranks)
+        reports = simulate(config, size, ranks, sequences, arguments.workers)
+        print("\n".join(describe(config, size, reports, gpu)))
+
+
+def sequences_of(config, arguments):
+    from mcore_rl.simulation.step import rows_of_batch, sequences_of
+
+    if not arguments.lengths:
+        return data_lengths(config)
+    if not 0 < arguments.response_part <= 1:
+        raise UserError(f"--response-part {arguments.response_part}: is a part of a sequence, above 0 and at most 1")
+    words = arguments.lengths.split(",")
+    if not all(word.isdecimal() and int(word) > 1 for word in words):
+        raise UserError(f"--lengths {arguments.lengths}: write numbers of tokens, at least 2, with commas between")
+    if max(map(int, words)) > config.data.max_sequence_length:
+        raise UserError(f"--lengths: longer than data.max_sequence_length={config.data.max_sequence_length}")
+    assert rows_of_batch(config) > 0
+    return sequences_of(config, list(map(int, words)), arguments.response_part)
+
+
+def data_lengths(config):
+    """Of the data's first global batch; the answers of GRPO are as long as they may be."""
+    from mcore_rl.data.batches import SampleOrder
+    from mcore_rl.data.prompts import load_prompt_dataset
+    from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
+    from mcore_rl.data.tokenize import load_tokenizer
+    from mcore_rl.simulation.step import Sequences
+
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, config.data.read_chat_template())
+    if isinstance(config, GRPOConfig):
+        prompts = load_prompt_dataset(config.data.train, tokenizer, config.data, config.max_prompt_length).prompts
+        chosen = SampleOrder(len(prompts), config.seed).indices(0, config.grpo.num_prompts_per_step)
+        answer, group = config.grpo.max_new_tokens, config.grpo.num_generations_per_prompt
+        lengths = [len(prompts[i].input_ids) + answer for i in chosen for _ in range(group)]
+        return Sequences(tuple(lengths), (answer,) * len(lengths))
+    load_dataset = load_sft_dataset if isinstance(config, SFTConfig) else load_preference_dataset
+    units = load_dataset(config.data.train, tokenizer, config.data).units
+    chosen = SampleOrder(len(units), config.seed).indices(0, config.batch.global_batch_size)
+    sequences = [sequence for i in chosen for sequence in units[i]]
+    return Sequences(tuple(map(len, sequences)), tuple(sum(sequence.token_mask) for sequence in sequences))
+
+
+if __name__ == "__main__":
+    main()

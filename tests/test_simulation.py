@@ -1,0 +1,263 @@
+"""A simulated rank takes what a real one takes: operations and transfers exactly, memory within 2 %."""
+
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+from models import make_model
+
+from mcore_rl.config import DPOConfig, GRPOConfig, SFTConfig
+from mcore_rl.errors import UserError
+from mcore_rl.layouts import Layout
+from mcore_rl.simulation.hardware import Hardware
+from mcore_rl.simulation.run import chosen_ranks, layouts_to_try
+from mcore_rl.simulation.step import RankReport, Sequences, measure_step, simulate_rank
+
+LENGTHS = (90, 33, 128, 2, 77, 64, 101, 15)
+SEQUENCES = Sequences(LENGTHS, tuple(max(1, n // 2) for n in LENGTHS))
+SECONDS = 120
+
+
+def config_of(model, algorithm=SFTConfig, **sections):
+    batch = {} if algorithm is GRPOConfig else {"batch": {"global_batch_size": 8, "tokens_per_pack": 256}}
+    values = {
+        "output_dir": "unused",
+        "model": {"path": str(model)},
+        "data": {"train": "unused.jsonl", "max_sequence_length": 128},
+        "optimizer": {"lr": 1e-3},
+        "trainer": {"max_steps": 2},
+        **batch,
+        **sections,
+    }
+    return algorithm.model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """As many key-value heads as query heads: torch's CPU kernel repeats them otherwise, which no GPU's does. So wide
+    that index tensors, which on a CPU count as well, are below 2 %."""
+    directory = tmp_path_factory.mktemp("simulated")
+    return make_model(
+        "llama", directory, hidden_size=256, intermediate_size=640, num_attention_heads=8, num_key_value_heads=8,
+        num_hidden_layers=4, head_dim=32,
+    )  # fmt: skip
+
+
+def in_processes(function, *argument_lists):
+    """Each call in a process of its own, which has imported nothing yet."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(argument_lists), context, max_tasks_per_child=1) as pool:
+        waiting = [pool.submit(function, *arguments) for arguments in argument_lists]
+        return [future.result(timeout=SECONDS) for future in waiting]
+
+
+def real_rank(config, rank, world_size, port) -> RankReport:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    from mcore_rl.simulation.rank import AttentionFlops, HostReads
+    from mcore_rl.simulation.traffic import count_traffic
+
+    traffic = count_traffic(perform=True)
+    return measure_step(config, SEQUENCES, traffic, HostReads(), AttentionFlops())
+
+
+def by_kind(report):
+    """Bytes and calls of the step's transfers."""
+    assert report.traffic.keys() == report.calls.keys()
+    kinds = [kind for kind in report.traffic if kind.phase in ("training", "update")]
+    return {kind: (report.traffic[kind], report.calls[kind]) for kind in kinds}
+
+
+def layouts(*quick):
+    more = [
+        Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(dp=2), Layout(tp=2), Layout(tp=2, cp=2, sp=True),
+        Layout(tp=2, pp=2),
+        Layout(pp=2, vpp=2), Layout(packing=False),
+    ]  # fmt: skip
+    return [*quick, *(pytest.param(layout, marks=pytest.mark.long, id=str(layout)) for layout in more)]
+
+
+@pytest.mark.parametrize("layout", layouts(Layout()), ids=str)
+def test_as_a_real_run(layout, model):
+    config = layout.apply(config_of(model))
+    size = layout.world_size
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    real = in_processes(real_rank, *[(config, rank, size, port) for rank in range(size)])
+    simulated = in_processes(simulate_rank, *[(config, rank, size, SEQUENCES, "cpu") for rank in range(size)])
+    for one, other in zip(real, simulated, strict=True):
+        assert other.products["training"] == one.products["training"] > 0
+        assert (other.packs, other.tokens, other.parameters) == (one.packs, one.tokens, one.parameters)
+        assert by_kind(other) == by_kind(one)
+        for kind in ("weights", "gradients"):
+            assert other.memory[kind] == one.memory[kind]
+        assert other.peak == pytest.approx(one.peak, rel=0.02), (one.memory, other.memory)
+
+
+ALGORITHMS = [
+    pytest.param(SFTConfig, {}, id="sft", marks=pytest.mark.long),
+    pytest.param(DPOConfig, {"dpo": {}}, id="dpo"),
+    pytest.param(
+        GRPOConfig,
+        {
+            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_new_tokens": 8},
+            "loss": {"reference_policy_kl_penalty": 0.1, "force_on_policy_ratio": False},
+            "batch": {"tokens_per_pack": 256},
+        },
+        id="grpo",
+        marks=pytest.mark.long,
+    ),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "sections"), ALGORITHMS)
+def test_the_host_never_waits_among_the_microbatches(algorithm, sections, model):
+    """Only where results of the whole batch are read: a score's rows, and the gradient's norm."""
+    config = config_of(model, algorithm, **sections)
+    layout = Layout(tp=2, cp=2, pp=2, dp=2, sp=True).apply(config)
+    (report,) = in_processes(simulate_rank, (layout, 9, 16, SEQUENCES))
+    places = {(phase, place.partition(":")[0]) for phase, place in report.host_reads}
+    assert not [place for place in report.host_reads if place[0] == "training"]
+    assert {place for place in places if place[0] == "scoring"} <= {("scoring", "megatron_policy.py")}
+    assert report.parameters and report.packs > 1
+
+
+def read_in_loss(config):
+    from mcore_rl.algorithms.loss_functions import NLLLoss
+
+    plain = NLLLoss.from_logprobs
+
+    def curious(self, logprobs, *args, **kwargs):
+        float(logprobs.sum())
+        return plain(self, logprobs, *args, **kwargs)
+
+    NLLLoss.from_logprobs = curious
+    return simulate_rank(config, 0, 2, SEQUENCES)
+
+
+@pytest.mark.long
+def test_a_loss_that_waits_is_seen(model):
+    config = Layout(dp=2).apply(config_of(model))
+    (report,) = in_processes(read_in_loss, (config,))
+    assert sum(count for (phase, _), count in report.host_reads.items() if phase == "training") == report.packs
+
+
+def llama(directory, **sizes):
+    values = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "hidden_act": "silu", "eos_token_id": 2,
+        "max_position_embeddings": 131072, "tie_word_embeddings": False, **sizes,
+    }  # fmt: skip
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(values))
+    return directory
+
+
+SEVENTY = {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+
+
+@pytest.mark.long
+def test_public_figures(tmp_path):
+    """A 70B shape on 128 GPUs: its published parameters; 6 + 12 / d bytes a parameter (Megatron Core's documentation of
+    its distributed optimizer: bf16 weights, fp32 gradients, d data- and context-parallel ranks); and 6 FLOPs a
+    parameter and token, 8 with a scoring pass (Kaplan et al. 2020), but for the embedding, which multiplies nothing."""
+    path = llama(tmp_path / "70b", **SEVENTY)
+    sequences = Sequences((4096,) * 32, (2048,) * 32)
+    config = DPOConfig.model_validate({
+        "output_dir": "unused", "model": {"path": str(path), "dtype": "bfloat16", "recompute_activations": False},
+        "data": {"train": "x.jsonl", "max_sequence_length": 4096},
+        "batch": {"global_batch_size": 16, "tokens_per_pack": 8192}, "optimizer": {"lr": 1e-6},
+        "trainer": {"max_steps": 2}, "dpo": {},
+        "parallel": {"tensor_model_parallel_size": 8, "sequence_parallel": True, "pipeline_model_parallel_size": 2},
+    })  # fmt: skip
+    first, last = in_processes(simulate_rank, (config, 0, 128, sequences), (config, 64, 128, sequences))
+    assert 8 * (first.parameters + last.parameters) == pytest.approx(70.55e9, rel=0.001)
+    for rank in (first, last):
+        state = sum(rank.memory[kind] for kind in ("weights", "gradients", "optimizer"))
+        assert state == pytest.approx((6 + 12 / 8) * rank.parameters, rel=0.01)
+    tokens, embedding = 32 * 4096 / 8, 128256 * 8192
+    counted = sum(rank.products["training"] + rank.products["scoring"] for rank in (first, last)) * 8
+    logits_spared = 0.5 * embedding * 8 * tokens  # the LM head multiplies the trained half of the tokens, and once more
+    expected = 8 * (70.55e9 - embedding) * tokens - logits_spared
+    assert counted == pytest.approx(expected, rel=0.02)
+
+
+def call(*arguments):
+    command = [sys.executable, Path(__file__).parent.parent / "scripts" / "simulate.py", *map(str, arguments)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
+
+
+@pytest.fixture(scope="module")
+def file(model, tmp_path_factory):
+    import yaml
+
+    path = tmp_path_factory.mktemp("config") / "dpo.yaml"
+    values = config_of(model, DPOConfig, dpo={}).model_dump(mode="json", exclude_unset=True)
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.mark.long
+def test_the_script(file):
+    done = call(file, "--world-size", 8, "--lengths", "128,60", "parallel.tensor_model_parallel_size=2")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("rank 0 (pipeline stage 0): ")
+    assert lines[-1].startswith("estimate: ") and "MFU" in lines[-1]
+    assert any(line.startswith("  memory: ") and line.endswith("fits 80 GB") for line in lines)
+
+
+@pytest.mark.long
+def test_the_search(file, model):
+    done = call(file, "--world-size", 4, "--lengths", "128,60", "--search", "--workers", 2)
+    assert done.returncode == 0, done.stderr
+    header, *rows = done.stdout.splitlines()
+    assert header.split() == ["layout", "peak", "GB", "s", "a", "step", "MFU"]
+    assert {"tp1 pp1 cp1 dp4", "tp4 pp1 cp1 dp1", "tp1 pp4 cp1 dp1 recompute"} <= {row[:32].strip() for row in rows}
+
+
+WRONG = [
+    (["--lengths", "9,x"], "error: --lengths 9,x: write numbers of tokens, at least 2, with commas between"),
+    (["--lengths", "999"], "error: --lengths: longer than data.max_sequence_length=128"),
+    (["--lengths", "99", "--hardware", "tpu"], "error: --hardware tpu: there are a100, h100, h200; or write FILE:NAME"),
+    (["--lengths", "99", "--ranks", "8"], "error: --ranks 8: write first, last, stages, or numbers below 8"),
+    (["--lengths", "99", "parallel.tensor_model_parallel_size=3"], "error: parallel: tensor 3 x pipeline 1 x context"),
+    pytest.param(
+        ["--lengths", "99", "parallel.pipeline_model_parallel_size=8"],
+        "error: parallel.pipeline_model_parallel_size=8",
+        marks=pytest.mark.long,
+    ),
+    (["--lengths", "99", "--response-part", "0"], "error: --response-part 0.0: is a part of a sequence"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_what_is_wrong_is_told_in_one_line(arguments, message, file):
+    done = call(file, "--world-size", 8, *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_experts_are_refused(tmp_path):
+    config = config_of(make_model("mixtral", tmp_path))
+    with pytest.raises(UserError, match="mixtures of experts cannot be simulated"):
+        in_processes(simulate_rank, (config, 0, 2, SEQUENCES))
+
+
+def test_ranks_and_layouts(model):
+    config = Layout(pp=2).apply(config_of(model))
+    assert chosen_ranks(config, 8, "first,last") == [0, 4]
+    assert chosen_ranks(config, 8, "stages,3") == [0, 3, 4]
+    texts = [text for text, _ in layouts_to_try(config, 6, Hardware.load("h100"))]
+    assert "tp2 pp1 cp1 dp3" in texts and not [text for text in texts if text.startswith("tp4")]
