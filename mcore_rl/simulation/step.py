@@ -217,7 +217,7 @@ def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
     places = torch.arange(shape[1])
     trained = (places < lengths[:, None]) & (places >= (lengths - responses)[:, None])
     data: dict[str, Any] = {
-        "input_ids": torch.zeros(shape, dtype=torch.long),
+        "input_ids": (1 + places % 50).expand(shape).contiguous(),  # no padding: its embedding is 0
         "input_lengths": lengths,
         "token_mask": trained.float(),
         "sample_mask": torch.ones(shape[0]),
