@@ -31,7 +31,7 @@ class Outcome:
     """What one layout computed.
 
     metrics: of the first step, `grad_norm` included. scores: log-probabilities [B, S] or rewards [B, 1].
-    gradients: of the first step. weights: after the last.
+    gradients: of the first step, of adapters alone where there are some. weights: after the last.
     """
 
     metrics: dict[str, float]
@@ -59,6 +59,7 @@ def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: T
 
 def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: int) -> Outcome | None:
     """`steps` optimizer steps on one global batch; runs on every rank, rank 0 returns the outcome."""
+    from mcore_rl.models.megatron.adapters import export_adapters
     from mcore_rl.models.megatron.optimizer import gather_gradients
     from mcore_rl.models.megatron.weights import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -73,7 +74,8 @@ def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: i
         add_earlier_logprobs(data, scores, config)
     policy.compute_gradients(data, loss_fn)
     gather_gradients(policy.chunks)
-    gradients = {name: g.cpu() for name, g in export_hf_weights(policy.model, _main_grad)}
+    export = export_adapters if policy.model.lora else export_hf_weights
+    gradients = {name: g.cpu() for name, g in export(policy.model, _main_grad)}
     metrics, *_ = [policy.train(data, loss_fn) for _ in range(steps)]
     metrics.pop("all_mb_metrics")
     weights = {name: w.cpu() for name, w in export_hf_weights(policy.model)}
