@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.objectives import loss_of
-from mcore_rl.config import DPOConfig, GRPOConfig, ModelConfig, RMConfig, TrainingConfig
+from mcore_rl.config import DPOConfig, GRPOConfig, LoRAConfig, ModelConfig, RMConfig, TrainingConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
@@ -167,6 +167,28 @@ def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Layou
     model.save_pretrained(destination)
     for file in companions(source.path):
         shutil.copy2(file, destination / file.name)
+
+
+def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:
+    """`model` with random adapters of the configured shapes to begin from, none of them zero, and without dropout.
+
+    Of a B of zeros no A has a gradient that could be wrong.
+    """
+    from mcore_rl.models.megatron.families import family_of
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.lora import lora_of, shapes_of
+    from mcore_rl.models.megatron.peft_directory import PEFTDirectory, write_peft_directory
+
+    assert model.lora is not None, "there is nothing to invent"
+    config, family = model.lora, family_of(load_hf_config(model.path, model.trust_remote_code, model.head))
+    if config.path is not None:  # of another size
+        given = PEFTDirectory(config.path)
+        config = LoRAConfig(rank=given.rank, alpha=given.alpha, target_modules=given.target_modules)
+    lora = lora_of(config, family)
+    generator = torch.Generator().manual_seed(0)
+    tensors = ((name, torch.randn(shape, generator=generator) * 0.1) for name, shape in shapes_of(lora.table).items())
+    write_peft_directory(tensors, destination, model.path, lora.settings, is_writer=True)
+    return model.model_copy(update={"lora": LoRAConfig(path=destination)})
 
 
 def fitting(layouts: Iterable[Layout], config: TrainingConfig) -> tuple[list[Layout], list[tuple[Layout, UserError]]]:

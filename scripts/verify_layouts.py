@@ -48,7 +48,14 @@ def main() -> int:
 
 def verify(arguments, config, layouts):
     from mcore_rl.data.tokenize import load_tokenizer
-    from mcore_rl.layout_check import TABLE_HEADER, check_layouts, fitting, shrink_model, table_row
+    from mcore_rl.layout_check import (
+        TABLE_HEADER,
+        check_layouts,
+        fitting,
+        invent_adapter,
+        shrink_model,
+        table_row,
+    )
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
@@ -59,6 +66,8 @@ def verify(arguments, config, layouts):
         small = Path(directory) / "model"
         shrink_model(config.model, small, layouts)
         model = config.model.model_copy(update={"path": small, "dtype": "float32"})
+        if model.lora is not None:
+            model = invent_adapter(model, Path(directory) / "adapter")
         config = config.model_copy(update={"model": model})
         print(f"{data.size} sequences of {config.data.train}, relative differences from one process")
         layouts, refused = fitting(layouts, config)

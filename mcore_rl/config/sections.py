@@ -317,7 +317,7 @@ class CheckpointConfig(Section):
     overwrite: bool = False
     """With resume=none: whether what an earlier run left in output_dir is removed; without it, that is refused."""
     export_hf: bool = True
-    """Whether the trained model is written to output_dir/hf at the end."""
+    """Whether the trained model is written to output_dir/hf at the end, and adapters, if any, to output_dir/adapter."""
 
     @model_validator(mode="after")
     def _consistent(self) -> CheckpointConfig:

@@ -59,6 +59,10 @@ class LoRA:
         """Of B · A."""
         return self.alpha / self.rank
 
+    def __str__(self) -> str:
+        targets = ", ".join(self.target_modules)
+        return f"rank {self.rank}, alpha {self.alpha:g}, on {targets}; {self.num_parameters():,} parameters are trained"
+
     @property
     def settings(self) -> dict[str, Any]:
         """What PEFT's configuration says of them."""
@@ -87,13 +91,13 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
             if given is not None and given != found:
                 raise UserError(f"model.lora.{key}={given}: model.lora.path={config.path} has {found}; leave it out")
         rank, alpha, targets = directory.rank, directory.alpha, directory.target_modules
+    key = "target_modules" if directory is None else f"path={config.path}"
     rank, known = rank or DEFAULT_RANK, adaptable_modules(family)
     for target in targets:
         if target not in known:
             experts = "; experts have no adapters" if isinstance(family, Mixture) else ""
             raise UserError(
-                f"model.lora.target_modules: {family.model_type} has no {target} to adapt; there are "
-                f"{', '.join(known)}{experts}"
+                f"model.lora.{key}: {family.model_type} has no {target} to adapt; there are {', '.join(known)}{experts}"
             )
     targets = tuple(name for name in known if name in targets or not targets)
     table = {
