@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mcore_rl.config.sections import Count, NonNegative, Positive, Section, TrainingConfig, refuse_bool
+from mcore_rl.config.sections import Count, Directory, NonNegative, Positive, Section, TrainingConfig, refuse_bool
 from mcore_rl.loss_options import ClippedPGOptions, DPOOptions
 
 
@@ -28,13 +28,20 @@ class DPOConfig(TrainingConfig):
 
 
 class EnvironmentConfig(Section):
-    """Who judges responses: see `mcore_rl.environments.judges`."""
+    """Who judges responses: see `mcore_rl.environments.judges`, and `reward_model` there."""
 
-    name: Literal["exact_match", "math", "try_again", "function"] = "exact_match"
+    name: Literal["exact_match", "math", "try_again", "function", "reward_model"] = "exact_match"
     pattern: str | None = None
     """exact_match, try_again: a regular expression whose first group, in its last match, is the answer."""
     function: str | None = None
     """function: `module:function`, called with (message_log, record); returns a reward or a Step."""
+    path: Directory | None = None
+    """reward_model: a directory that train_rm.py exported, or any sequence classifier of one label."""
+    format: Literal["chat", "text"] = "chat"
+    """reward_model: chat: it sees the conversation as its own chat template renders it; text: the texts, one after
+    the other, and an end token, as of plain prompts and completions."""
+    max_sequence_length: Positive | None = None
+    """reward_model: a conversation of more tokens of its own fails; twice data.max_sequence_length if not given."""
     max_turns: Positive = 1
     """Responses in a conversation at most."""
     time_limit_seconds: Annotated[float, BeforeValidator(refuse_bool), Field(gt=0)] = 10.0
@@ -55,7 +62,11 @@ class EnvironmentConfig(Section):
                 re.compile(self.pattern)
             except re.error as error:
                 raise ValueError(f"pattern: {self.pattern!r} is not a regular expression ({error})") from None
-        if self.max_turns > 1 and self.name in ("exact_match", "math"):
+        if (self.name == "reward_model") != (self.path is not None):
+            raise ValueError(f"path: goes with name=reward_model, which needs it (name={self.name}, path={self.path})")
+        if self.name != "reward_model" and (self.max_sequence_length is not None or self.format != "chat"):
+            raise ValueError(f"max_sequence_length, format: go with name=reward_model alone, not with {self.name}")
+        if self.max_turns > 1 and self.name in ("exact_match", "math", "reward_model"):
             raise ValueError(f"max_turns: {self.name} ends every conversation after one response")
         return self
 

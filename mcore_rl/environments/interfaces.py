@@ -28,7 +28,12 @@ class Step:
 
 
 class Environment(Protocol):
-    """Judges a batch of responses."""
+    """Judges a batch of responses.
+
+    on_every_rank: every rank has it, and all step together with the same samples; otherwise it is the first rank's.
+    """
+
+    on_every_rank: bool
 
     def step(self, message_logs: Sequence[MessageLog], records: Sequence[dict[str, Any]]) -> list[Step]:
         """One step a sample.
