@@ -142,7 +142,7 @@ class RolloutWorker:
         """All ranks judge together; or rank 0 beside, however long it takes, and the ranks meet often enough for no
         collective to time out."""
         judging = None
-        if self.environment is not None and self.environment.on_every_rank:
+        if self.environment is not None and getattr(self.environment, "on_every_rank", False):
             return self.environment.step(logs, records)
         if self.environment is not None:
             judging = self._beside.submit(self.environment.step, logs, records)

@@ -17,6 +17,17 @@ class DPOAlgorithmConfig(DPOOptions):
     """The options of the loss, and where the reference log-probabilities come from."""
 
     reference: Literal["swap", "precompute"] = "swap"
+    """swap: for each batch, by the initial weights in the policy's place (with LoRA: without the adapters),
+    or by `reference_model`; precompute: all before training, kept in output_dir."""
+    reference_model: str | None = None
+    """A model directory that is the reference in place of the initial policy; of any size, with the same tokenizer."""
+
+    def check(self) -> None:
+        super().check()
+        self.require(
+            self.needs_reference or (self.reference == "swap" and self.reference_model is None),
+            f"preference_loss={self.preference_loss} has no reference; leave out reference and reference_model",
+        )
 
 
 class DPOConfig(TrainingConfig):

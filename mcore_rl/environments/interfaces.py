@@ -30,10 +30,9 @@ class Step:
 class Environment(Protocol):
     """Judges a batch of responses.
 
-    on_every_rank: every rank has it, and all step together with the same samples; otherwise it is the first rank's.
+    One with an attribute `on_every_rank` that is true is made on every rank, and all step together with the same
+    samples; any other is the first rank's.
     """
-
-    on_every_rank: bool
 
     def step(self, message_logs: Sequence[MessageLog], records: Sequence[dict[str, Any]]) -> list[Step]:
         """One step a sample.

@@ -32,8 +32,6 @@ class JudgedEnvironment:
         UserError: the judge cannot be made (a module that cannot be imported, a missing extra, …).
     """
 
-    on_every_rank = False
-
     def __init__(self, config: EnvironmentConfig, log: Path | None = None) -> None:
         self.config = config
         self.workers: list[_Worker] = []
