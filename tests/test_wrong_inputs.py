@@ -201,7 +201,7 @@ KEYS = [
 MODELS = [
     ("nowhere", "nowhere must be a Hugging Face model directory with a config.json"),
     ("a_file", "a_file must be a Hugging Face model directory"),
-    ("lora", "lora is an adapter (LoRA), not a model; merge it"),
+    ("lora", "lora is an adapter (LoRA), not a model; give its base model"),
     ("no_tokenizer", "model.path: there is no tokenizer in"),
     ("no_weights", "must hold its weights as safetensors; found none"),
     ("pickles", "found only pickle files (pytorch_model.bin), which are never loaded"),
