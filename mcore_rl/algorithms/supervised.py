@@ -21,11 +21,13 @@ class SupervisedRun(TrainingRun[Dataset]):
 
     add_columns: adds what the loss needs to a batch, given its dataset indices (or None for validation).
     check_first_step: raises TrainingError if what must hold before the first update does not.
+    add_current_columns: as `add_columns`, what depends on the policy's present weights: before each use of a batch.
     """
 
     loss_fn: LossFunction
     add_columns: Callable[[BatchedDataDict[Any], list[int] | None], None] = lambda data, indices: None
     check_first_step: Callable[[dict[str, Any], BatchedDataDict[Any]], None] = lambda metrics, data: None
+    add_current_columns: Callable[[BatchedDataDict[Any], list[int] | None], None] = lambda data, indices: None
 
     @property
     def samples_per_step(self) -> int:
@@ -49,6 +51,7 @@ class SupervisedRun(TrainingRun[Dataset]):
         self.consumed_samples += count
         data = collate([train.units[i] for i in indices], self.inputs.tokenizer.pad_token_id)
         self.add_columns(data, indices)
+        self.add_current_columns(data, indices)
         return data
 
     def validate(self, step: int) -> dict[str, float]:
@@ -59,6 +62,7 @@ class SupervisedRun(TrainingRun[Dataset]):
         if not hasattr(self, "_validation_batch"):
             self._validation_batch = collate(self.inputs.validation.units, self.inputs.tokenizer.pad_token_id)
             self.add_columns(self._validation_batch, None)
+        self.add_current_columns(self._validation_batch, None)
         metrics = self.policy.evaluate(self._validation_batch, self.loss_fn)
         shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in ("loss", "accuracy") if name in metrics)
         self.say(f"step {step}  validation: {shown}")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from mcore_rl.config.sections import Count, Directory, NonNegative, Positive, Section, TrainingConfig, refuse_bool
-from mcore_rl.loss_options import ClippedPGOptions, DPOOptions
+from mcore_rl.loss_options import ClippedPGOptions, DPOOptions, KTOOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +196,10 @@ class GRPOConfig(TrainingConfig):
         if self.data.overlong != "drop":
             raise ValueError("data.overlong: prompts are never truncated, only dropped; leave it out")
         return self
+
+
+class KTOConfig(TrainingConfig):
+    kto: KTOOptions = KTOOptions()
 
 
 class RewardAlgorithmConfig(Section):
