@@ -98,12 +98,12 @@ def plain(model_of, adapter_of):
 
 CASES = and_long(
     [
-        ("llama", "all", Layout()),
         ("llama", "some", Layout(tp=2, sp=True)),
-        ("phi3", "phi3", Layout(tp=2)),
         ("deep", "all", Layout(pp=2, cp=2)),
     ],
     [
+        ("llama", "all", Layout()),
+        ("phi3", "phi3", Layout(tp=2)),
         ("llama", "all", Layout(tp=4)),  # more ranks than key-value heads
         ("llama", "some", Layout(tp=4, sp=True, dp=2)),
         ("gemma3", "all", Layout(tp=2, sp=True)),
@@ -118,8 +118,9 @@ TARGETS["attention"] = ALL[:4]
 
 
 @pytest.mark.parametrize(("family", "targets", "layout"), CASES, ids=str)
-@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "recompute"])
-def test_gradients_are_pefts(family, targets, layout, recompute, model_of, adapter_of, plain):
+def test_gradients_are_pefts(family, targets, layout, model_of, adapter_of, plain):
+    """Recomputing where layers are on several stages, whose first has no input with a gradient."""
+    recompute = layout.pp > 1
     config = layout.apply(lora_config(model_of(family), path=adapter_of(family, targets)))
     model = config.model.model_copy(update={"recompute_activations": recompute})
     outcome = run_processes(
@@ -196,9 +197,8 @@ def plain_run(path, adapter, config):
     return losses, peft.get_peft_model_state_dict(model)
 
 
-@pytest.mark.parametrize(
-    "layout", and_long([Layout(tp=2, sp=True)], [Layout(), Layout(pp=2, cp=2), Layout(dp=2)]), ids=str
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(pp=2, cp=2), Layout(dp=2)], ids=str)
 def test_a_run_equals_pefts_and_its_files_are_pefts(layout, model_of, tmp_path):
     path = model_of("llama")
     config = layout.apply(lora_config(path, rank=RANK, alpha=ALPHA, target_modules=["q_proj", "k_proj", "down_proj"]))
@@ -290,7 +290,7 @@ def with_dropout(config):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sp=True), Layout()], ids=str)
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sp=True)], ids=str)
 def test_dropout_is_for_training_alone(layout, model_of, adapter_of):
     path, adapter = model_of("llama"), adapter_of("llama", "all")
     (wet, dry) = (
@@ -374,3 +374,24 @@ def test_scripts_train_stop_convert_and_export(model_of, tmp_path):
     assert error.returncode == 2
     assert "model.lora.rank: " in error.stderr_text
     assert "is of another run (4 → 5)" in error.stderr_text
+
+
+def reference_of_an_adapter(config):
+    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2, keep_reference=True)
+    before = policy.get_logprobs(make_data())["logprobs"]
+    policy.train(make_data(), loss_of(config))
+    found = policy.get_reference_policy_logprobs(make_data())["reference_logprobs"]
+    after = policy.get_logprobs(make_data())["logprobs"]
+    policy.shutdown()
+    return before, found, after
+
+
+@pytest.mark.long
+def test_the_reference_of_training_that_begins_from_an_adapter_has_it(model_of, adapter_of):
+    config = Layout(tp=2).apply(lora_config(model_of("llama"), path=adapter_of("llama", "some")))
+    before, found, after = run_processes(reference_of_an_adapter, config, world_size=2)[0]
+    assert torch.equal(before, found)
+    assert not torch.equal(before, after)

@@ -43,7 +43,7 @@ def beside(config, teacher_path):
     return expected, found, before, after, freed
 
 
-LAYOUTS = and_long([Layout(), Layout(tp=2, sp=True)], [Layout(pp=2), Layout(cp=2, dp=2), Layout(tp=2, pp=2, cp=2)])
+LAYOUTS = and_long([Layout(tp=2, sp=True)], [Layout(pp=2), Layout(cp=2, dp=2)])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

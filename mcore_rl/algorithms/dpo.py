@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
+from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import DPOConfig, ModelConfig
@@ -67,6 +68,7 @@ def _reference(config: DPOConfig, inputs: Inputs[Dataset], policy: MegatronPolic
     model: ScoringModel = policy
     if config.dpo.reference_model is not None:
         model = ScoringModel(_reference_config(config), rows_per_unit=2)
+        speaker(model.is_writer)(f"reference: {model.describe()}")
     if config.dpo.reference == "precompute":
         return _precompute(config, inputs, model)
     return SwappedReference(policy) if model is policy else OtherModel(model)

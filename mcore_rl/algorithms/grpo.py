@@ -14,6 +14,7 @@ from mcore_rl.algorithms.advantages import advantages_of, has_signal
 from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, calculate_kl
 from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
+from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.algorithms.rollouts import (
     REPLAYED_OPTIONS,
     Rollout,
@@ -111,7 +112,9 @@ def _checked_inputs(
 def environment_of(config: GRPOConfig, is_writer: bool) -> Environment | None:
     """Who judges, on the ranks that have a part in it."""
     if config.environment.name == "reward_model":
-        return RewardModelEnvironment(config)
+        judge = RewardModelEnvironment(config)
+        speaker(is_writer)(f"reward model: {judge.model.describe()}")
+        return judge
     return JudgedEnvironment(config.environment, config.output_dir / JUDGE_LOG) if is_writer else None
 
 

@@ -139,7 +139,7 @@ class TrainingRun(ABC, Generic[DatasetT]):
     def _introduce(self, done: int, steps: int) -> None:
         """Say what is trained on what."""
         policy = self.policy
-        self.say(f"model: {self.config.model.path}, {policy.num_parameters:,} parameters, {policy.describe_layout()}")
+        self.say(f"model: {policy.describe()}, {policy.describe_layout()}")
         if lora := policy.model.lora:
             self.say(f"LoRA: {lora}")
         self.say(self.inputs.train.describe("train", self.max_record_length))

@@ -48,6 +48,14 @@ class ScoringModel:
         self.config = config
         self.hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
         self.topology = initialize_parallel(config.parallel)
+        try:
+            self._build(rows_per_unit)
+        except BaseException:
+            destroy_parallel()  # not used after all
+            raise
+
+    def _build(self, rows_per_unit: int) -> None:
+        config = self.config
         self.model = build_model(self.hf_config, config.model, config.parallel, self.topology)
         load_hf_weights(self.model, SafetensorsDirectory(config.model.path))
         if config.model.lora is not None:
@@ -74,6 +82,12 @@ class ScoringModel:
     def parameters(self) -> Iterator[Tensor]:
         """This rank's shards, and the routers' biases."""
         return (tensor for chunk in self.model.chunks for _, tensor in weights_of(chunk))
+
+    def describe(self) -> str:
+        """One line: what it is, how large, and what of it is in this rank's memory."""
+        held = sum(tensor.nbytes for tensor in self.parameters()) / 2**30
+        path, dtype = self.config.model.path, self.config.model.dtype
+        return f"{path}, {self.num_parameters:,} parameters, weights of {held:.2f} GiB a rank in {dtype}"
 
     def offload(self) -> int:
         """Move the weights to the host until they are needed; returns the device bytes freed."""
