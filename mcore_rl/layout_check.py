@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.objectives import loss_of
-from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, LoRAConfig, ModelConfig, RMConfig, TrainingConfig
+from mcore_rl.config import (
+    DistillationConfig,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    LoRAConfig,
+    ModelConfig,
+    RMConfig,
+    TrainingConfig,
+)
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
@@ -55,6 +64,11 @@ def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: T
     if isinstance(config, KTOConfig):
         data["reference_policy_logprobs"] = nearly_the_same().roll(-1, dims=1)
         data["kl_reference_point"] = torch.full((data.size,), 0.3)
+    if isinstance(config, DistillationConfig):
+        shape, k = data["input_ids"].shape, config.distillation.topk
+        tokens = max(k, int(data["input_ids"].max()) + 1)
+        data["teacher_topk_logits"] = torch.randn(*shape, k, generator=generator)
+        data["teacher_topk_indices"] = torch.rand(*shape, tokens, generator=generator).topk(k).indices
     if isinstance(config, GRPOConfig):
         for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
             data[name] = nearly_the_same()

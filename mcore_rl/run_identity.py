@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, RMConfig, TrainingConfig, read_yaml
+from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RMConfig, TrainingConfig, read_yaml
 from mcore_rl.errors import UserError
 from mcore_rl.launch_environment import launch_id
 
@@ -122,7 +122,7 @@ class RunIdentity:
 
 def algorithm_of(config: TrainingConfig) -> str:
     """The algorithm that a configuration is for, by its usual name."""
-    names = {DPOConfig: "dpo", RMConfig: "rm", KTOConfig: "kto", GRPOConfig: "grpo"}
+    names = {DPOConfig: "dpo", RMConfig: "rm", KTOConfig: "kto", DistillationConfig: "distill", GRPOConfig: "grpo"}
     return next((name for kind, name in names.items() if isinstance(config, kind)), "sft")
 
 

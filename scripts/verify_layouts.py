@@ -14,7 +14,16 @@ from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, ParallelConfig, RMConfig, SFTConfig, load_config
+from mcore_rl.config import (
+    DistillationConfig,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    ParallelConfig,
+    RMConfig,
+    SFTConfig,
+    load_config,
+)
 from mcore_rl.data.reading import check_file
 from mcore_rl.entry_point import Parser, count, told_in_one_line
 from mcore_rl.errors import UserError
@@ -22,7 +31,14 @@ from mcore_rl.layouts import parse_layouts
 from mcore_rl.preflight import check_model_directory
 from mcore_rl.quiet import quiet_libraries
 
-ALGORITHMS = {"dpo": DPOConfig, "sft": SFTConfig, "rm": RMConfig, "kto": KTOConfig, "grpo": GRPOConfig}
+ALGORITHMS = {
+    "dpo": DPOConfig,
+    "sft": SFTConfig,
+    "rm": RMConfig,
+    "kto": KTOConfig,
+    "distill": DistillationConfig,
+    "grpo": GRPOConfig,
+}
 DEFAULT_LAYOUTS = ["tp=1,2", "pp=1,2", "cp=1,2"]
 
 
@@ -85,7 +101,7 @@ def first_batch(config, tokenizer):
     from mcore_rl.data.batches import SampleOrder, collate
     from mcore_rl.data.records import load_preference_dataset, load_sft_dataset, load_unpaired_dataset
 
-    loaders = {SFTConfig: load_sft_dataset, KTOConfig: load_unpaired_dataset}
+    loaders = {SFTConfig: load_sft_dataset, DistillationConfig: load_sft_dataset, KTOConfig: load_unpaired_dataset}
     load_dataset = loaders.get(type(config), load_preference_dataset)
     dataset = load_dataset(config.data.train, tokenizer, config.data)
     count = min(config.batch.global_batch_size, len(dataset))

@@ -11,7 +11,7 @@ from mcore_rl import watchdog
 from mcore_rl.algorithms.interfaces import LossFunction
 from mcore_rl.algorithms.training import TrainingRun
 from mcore_rl.data.batches import SampleOrder, collate
-from mcore_rl.data.records import Dataset
+from mcore_rl.data.records import Dataset, Unit
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 
 
@@ -49,10 +49,14 @@ class SupervisedRun(TrainingRun[Dataset]):
         count = size if epochs is None else min(size, epochs * len(train) - self.consumed_samples)
         indices = SampleOrder(len(train), self.config.seed).indices(self.consumed_samples, count)
         self.consumed_samples += count
-        data = collate([train.units[i] for i in indices], self.inputs.tokenizer.pad_token_id)
+        data = self.collate([train.units[i] for i in indices], self.consumed_samples - count)
         self.add_columns(data, indices)
         self.add_current_columns(data, indices)
         return data
+
+    def collate(self, units: list[Unit], first_sample: int) -> BatchedDataDict[Any]:
+        """The batch of these records, whose first is the run's sample of this number."""
+        return collate(units, self.inputs.tokenizer.pad_token_id)
 
     def validate(self, step: int) -> dict[str, float]:
         """Metrics over the whole validation set, as one batch, so that they are exact means."""

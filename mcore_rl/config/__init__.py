@@ -5,6 +5,8 @@
 """
 
 from mcore_rl.config.algorithms import (
+    DistillationAlgorithmConfig,
+    DistillationConfig,
     DPOAlgorithmConfig,
     DPOConfig,
     EnvironmentConfig,
@@ -39,6 +41,8 @@ from mcore_rl.config.sections import (
 __all__ = [
     "DPOAlgorithmConfig",
     "DPOConfig",
+    "DistillationAlgorithmConfig",
+    "DistillationConfig",
     "EnvironmentConfig",
     "GRPOAlgorithmConfig",
     "GRPOConfig",

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from mcore_rl.config.sections import Count, Directory, NonNegative, Positive, Section, TrainingConfig, refuse_bool
-from mcore_rl.loss_options import ClippedPGOptions, DPOOptions, KTOOptions
+from mcore_rl.loss_options import Bounds, ClippedPGOptions, DistillationOptions, DPOOptions, KTOOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +200,33 @@ class GRPOConfig(TrainingConfig):
 
 class KTOConfig(TrainingConfig):
     kto: KTOOptions = KTOOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationAlgorithmConfig(DistillationOptions):
+    """The options of the loss, who teaches, and on whose responses."""
+
+    teacher: str
+    """A model directory, of any size, with the student's vocabulary."""
+    topk: Annotated[int, Bounds(ge=1)] = 64
+    """The teacher's likeliest tokens, over which it is compared."""
+    on_policy: bool = False
+    """Train on the student's answers to the records' prompts; otherwise on the records' responses."""
+    max_new_tokens: Annotated[int, Bounds(ge=1)] = 256
+    """on_policy: of an answer."""
+    temperature: Annotated[float, Bounds(gt=0)] = 1.0
+    """on_policy: that answers are drawn with."""
+
+    def check(self) -> None:
+        super().check()
+        self.require(
+            self.on_policy or (self.max_new_tokens, self.temperature) == (256, 1.0),
+            "max_new_tokens and temperature are of the student's own answers: set on_policy=true",
+        )
+
+
+class DistillationConfig(TrainingConfig):
+    distillation: DistillationAlgorithmConfig
 
 
 class RewardAlgorithmConfig(Section):
