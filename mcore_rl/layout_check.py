@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.objectives import loss_of
-from mcore_rl.config import DPOConfig, GRPOConfig, ModelConfig, RMConfig, TrainingConfig
+from mcore_rl.config import (
+    DistillationConfig,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    LoRAConfig,
+    ModelConfig,
+    RMConfig,
+    TrainingConfig,
+)
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
@@ -31,7 +40,7 @@ class Outcome:
     """What one layout computed.
 
     metrics: of the first step, `grad_norm` included. scores: log-probabilities [B, S] or rewards [B, 1].
-    gradients: of the first step. weights: after the last.
+    gradients: of the first step, of adapters alone where there are some. weights: after the last.
     """
 
     metrics: dict[str, float]
@@ -52,6 +61,14 @@ def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: T
 
     if isinstance(config, DPOConfig):
         data.setdefault("reference_policy_logprobs", nearly_the_same().roll(-1, dims=1))
+    if isinstance(config, KTOConfig):
+        data["reference_policy_logprobs"] = nearly_the_same().roll(-1, dims=1)
+        data["kl_reference_point"] = torch.full((data.size,), 0.3)
+    if isinstance(config, DistillationConfig):
+        shape, k = data["input_ids"].shape, config.distillation.topk
+        tokens = max(k, int(data["input_ids"].max()) + 1)
+        data["teacher_topk_logits"] = torch.randn(*shape, k, generator=generator)
+        data["teacher_topk_indices"] = torch.rand(*shape, tokens, generator=generator).topk(k).indices
     if isinstance(config, GRPOConfig):
         for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
             data[name] = nearly_the_same()
@@ -59,6 +76,7 @@ def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: T
 
 def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: int) -> Outcome | None:
     """`steps` optimizer steps on one global batch; runs on every rank, rank 0 returns the outcome."""
+    from mcore_rl.models.megatron.adapters import export_adapters
     from mcore_rl.models.megatron.optimizer import gather_gradients
     from mcore_rl.models.megatron.weights import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -73,7 +91,8 @@ def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: i
         add_earlier_logprobs(data, scores, config)
     policy.compute_gradients(data, loss_fn)
     gather_gradients(policy.chunks)
-    gradients = {name: g.cpu() for name, g in export_hf_weights(policy.model, _main_grad)}
+    export = export_adapters if policy.model.lora else export_hf_weights
+    gradients = {name: g.cpu() for name, g in export(policy.model, _main_grad)}
     metrics, *_ = [policy.train(data, loss_fn) for _ in range(steps)]
     metrics.pop("all_mb_metrics")
     weights = {name: w.cpu() for name, w in export_hf_weights(policy.model)}
@@ -165,6 +184,28 @@ def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Layou
     model.save_pretrained(destination)
     for file in companions(source.path):
         shutil.copy2(file, destination / file.name)
+
+
+def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:
+    """`model` with random adapters of the configured shapes to begin from, none of them zero, and without dropout.
+
+    Of a B of zeros no A has a gradient that could be wrong.
+    """
+    from mcore_rl.models.megatron.families import family_of
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.lora import lora_of, shapes_of
+    from mcore_rl.models.megatron.peft_directory import PEFTDirectory, write_peft_directory
+
+    assert model.lora is not None, "there is nothing to invent"
+    config, family = model.lora, family_of(load_hf_config(model.path, model.trust_remote_code, model.head))
+    if config.path is not None:  # of another size
+        given = PEFTDirectory(config.path)
+        config = LoRAConfig(rank=given.rank, alpha=given.alpha, target_modules=given.target_modules)
+    lora = lora_of(config, family)
+    generator = torch.Generator().manual_seed(0)
+    tensors = ((name, torch.randn(shape, generator=generator) * 0.1) for name, shape in shapes_of(lora.table).items())
+    write_peft_directory(tensors, destination, model.path, lora.settings, is_writer=True)
+    return model.model_copy(update={"lora": LoRAConfig(path=destination)})
 
 
 def fitting(layouts: Iterable[Layout], config: TrainingConfig) -> tuple[list[Layout], list[tuple[Layout, UserError]]]:

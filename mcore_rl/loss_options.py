@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired, Required, Sel
 from mcore_rl.errors import ContractError
 
 KLEstimator = Literal["k1", "k2", "k3"]
+PreferenceLossType = Literal["sigmoid", "ipo", "hinge", "robust", "apo_zero", "apo_down", "simpo", "orpo"]
 TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 
 
@@ -142,6 +143,8 @@ def _problem(kind: Any, value: Any) -> str | None:
     if bounds is not None:
         whole = any(get_args(part)[0] is int for part in parts if _is_leaf_number(part))
         return "must be a whole number" if whole and isinstance(value, float) else bounds.problem(value)
+    if str in parts:
+        return None if isinstance(value, str) and value.strip() else "must be a text that is not empty"
     return None if isinstance(value, bool) else "must be true or false"
 
 
@@ -150,7 +153,7 @@ def _is_leaf_number(kind: Any) -> bool:
 
 
 def _is_leaf(kind: Any) -> bool:
-    return _is_leaf_number(kind) or kind is bool or getattr(kind, "__origin__", None) is Literal
+    return _is_leaf_number(kind) or kind in (bool, str) or getattr(kind, "__origin__", None) is Literal
 
 
 def typed_dict(name: str, options: type[LossOptions]) -> Any:
@@ -334,17 +337,49 @@ class DPOOptions(LossOptions):
     """Rewards are means over a response's tokens, not sums."""
     sft_average_log_probs: bool = option(False)
     """The likelihood too is a mean over each response's tokens."""
-    preference_loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    """ipo: (Δr − 1 / 2β)² (arXiv:2310.12036, eq. 17)."""
+    preference_loss: PreferenceLossType = "sigmoid"
+    """Of Δr, what the chosen reward is ahead by, or of both rewards (c, r):
+
+    sigmoid: L(Δr) = −log σ(β·Δr). ipo: (Δr − 1 / 2β)² (arXiv:2310.12036, eq. 17).
+    hinge: max(0, 1 − β·Δr) (SLiC-HF, arXiv:2305.10425).
+    robust: ((1 − ε)·L(Δr) − ε·L(−Δr)) / (1 − 2ε), unbiased where a share ε of the pairs is the wrong way round
+    (arXiv:2403.00409).
+    apo_zero: 1 − σ(β·c) + σ(β·r); apo_down: σ(β·c) + 1 − σ(β·Δr) (arXiv:2408.06266, eq. 7 and 8).
+    simpo: −log σ(β·Δr − γ) (arXiv:2405.14734), and orpo: −β·log σ(log odds(c) − log odds(r)) (arXiv:2403.07691), whose
+    rewards are mean log-probabilities of the policy alone: there is no reference."""
     label_smoothing: Annotated[float, Bounds(ge=0, lt=0.5)] = 0.0
-    """ε of the conservative loss (1 − ε)·L(Δr) + ε·L(−Δr) (cDPO, https://ericmitchell.ai/cdpo.pdf)."""
+    """ε: of robust; of sigmoid and simpo the conservative loss (1 − ε)·L(Δr) + ε·L(−Δr)
+    (cDPO, https://ericmitchell.ai/cdpo.pdf)."""
+    simpo_gamma: NonNegative = 0.5
+    """γ of simpo."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether rewards are differences from a reference's log-probabilities."""
+        return self.preference_loss not in ("simpo", "orpo")
+
+    @property
+    def averages(self) -> bool:
+        """Whether rewards are means over a response's tokens."""
+        return self.preference_average_log_probs or not self.needs_reference
 
     def check(self) -> None:
-        ipo = self.preference_loss == "ipo"
-        self.require(not (ipo and self.label_smoothing), "label_smoothing applies to preference_loss=sigmoid only")
+        kind = self.preference_loss
         self.require(
-            not ipo or self.reference_policy_kl_penalty > 0,
+            kind in ("sigmoid", "robust", "simpo") or not self.label_smoothing,
+            "label_smoothing applies to preference_loss=sigmoid, robust and simpo only",
+        )
+        self.require(kind != "robust" or self.label_smoothing > 0, "preference_loss=robust needs a label_smoothing")
+        self.require(
+            kind != "ipo" or self.reference_policy_kl_penalty > 0,
             "preference_loss=ipo divides by reference_policy_kl_penalty, which is 0",
+        )
+        self.require(
+            kind != "orpo" or self.sft_loss_weight > 0,
+            "preference_loss=orpo is an addition to the likelihood of the chosen: set sft_loss_weight (1 in the paper)",
+        )
+        self.require(
+            kind == "simpo" or self.simpo_gamma == 0.5, f"simpo_gamma applies to preference_loss=simpo, not to {kind}"
         )
         self.require(
             self.preference_loss_weight > 0 or self.sft_loss_weight > 0,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mcore_rl.checkpoint_store import CheckpointStore, quick_problems
-from mcore_rl.config import RMConfig, TrainingConfig
+from mcore_rl.config import GRPOConfig, RMConfig, TrainingConfig
 from mcore_rl.data.reading import check_file
 from mcore_rl.errors import UserError
 from mcore_rl.launch_environment import has_name, launch_id, node, restarts
@@ -29,6 +29,8 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
     config.parallel.data_parallel_size(world_size)
     config.pack_width(config.rows_per_unit)
     check_model_directory(config.model.path)
+    if isinstance(config, GRPOConfig) and config.environment.path is not None:
+        check_model_directory(config.environment.path, "environment.path")
     for source in (config.data.train, config.data.validation):
         if source is not None:
             check_file(source)
@@ -37,21 +39,23 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
     find_checkpoints(config)
 
 
-def check_model_directory(path: Path) -> None:
+def check_model_directory(path: Path, key: str = "model.path") -> None:
     """Raises UserError if a path is no Hugging Face model directory, saying what it is instead."""
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        raise UserError(f"model.path: {path} is an adapter (LoRA), not a model; merge it into its base model first")
+        raise UserError(
+            f"{key}: {path} is an adapter (LoRA), not a model; give its base model, and it as model.lora.path"
+        )
     if not (path / "config.json").is_file():
         hint = ""
         if not path.exists() and not path.is_absolute() and len(path.parts) == 2:
             hint = f"; if {path} is a name on the hub, download it first (hf download {path} --local-dir DIRECTORY)"
-        raise UserError(f"model.path: {path} must be a Hugging Face model directory with a config.json{hint}")
+        raise UserError(f"{key}: {path} must be a Hugging Face model directory with a config.json{hint}")
     try:
         config = json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError(f"model.path: {path / 'config.json'} is not JSON ({error})") from None
+        raise UserError(f"{key}: {path / 'config.json'} is not JSON ({error})") from None
     if not isinstance(config, dict) or "model_type" not in config:
-        raise UserError(f"model.path: {path / 'config.json'} names no model_type")
+        raise UserError(f"{key}: {path / 'config.json'} names no model_type")
 
 
 def _check_files(files: Mapping[str, Path | None], directory: RunDirectory) -> None:

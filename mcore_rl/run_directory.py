@@ -24,7 +24,7 @@ from mcore_rl.run_identity import RunIdentity
 MARKER, LOCK = "run.json", "run.lock"
 STEP_LOGS, JUDGE_LOG = ("metrics.jsonl", "samples.jsonl"), "judge.log"
 LOGS = (*STEP_LOGS, JUDGE_LOG)
-WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "stacks", "tensorboard")
+WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "stacks", "tensorboard")
 """What a run replaces or removes; judge.log only grows, and precomputed references are named by content."""
 OWN = (*WRITTEN, JUDGE_LOG, MARKER, LOCK)
 
@@ -35,7 +35,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = CheckpointStore(path / "checkpoints")
-        self.export = path / "hf"
+        self.export, self.adapter = path / "hf", path / "adapter"
         self._lock = -1
         self._made: list[Path] = []
 
@@ -56,7 +56,7 @@ class RunDirectory:
         """Refuse a directory that cannot be written, or holds something that a run would destroy.
 
         Args:
-            export: whether the run will write a model to `hf/`.
+            export: whether the run will write a model to `hf/`, or adapters to `adapter/`.
             overwrite: whether the user wants an earlier run's files gone.
 
         Raises:
@@ -75,11 +75,12 @@ class RunDirectory:
             raise UserError(
                 f"output_dir: {self.path} holds {', '.join(foreign)}, which no run wrote; choose another directory"
             )
-        if export and (foreign := foreign_files(self.export)):
-            raise UserError(
-                f"output_dir: {self.export} holds {', '.join(foreign[:3])}, not as a run exported it; "
-                "move it away, or set checkpoint.export_hf=false"
-            )
+        for exported in (self.export, self.adapter) if export else ():
+            if foreign := foreign_files(exported):
+                raise UserError(
+                    f"output_dir: {exported} holds {', '.join(foreign[:3])}, not as a run exported it; "
+                    "move it away, or set checkpoint.export_hf=false"
+                )
         if overwrite:
             for iteration in self.checkpoints.iterations():
                 if foreign := foreign_files(iteration):
@@ -88,7 +89,7 @@ class RunDirectory:
     def holds_results(self) -> bool:
         """Whether a run has left anything here that another run would mix with."""
         logs = any((self.path / name).is_file() and (self.path / name).stat().st_size for name in LOGS)
-        return bool(self.checkpoints.iterations()) or _exists(self.export) or logs
+        return bool(self.checkpoints.iterations()) or _exists(self.export) or _exists(self.adapter) or logs
 
     def claim(self) -> str | None:
         """Make the directory and lock it until `release`, or until this process ends however it ends.
@@ -148,7 +149,8 @@ class RunDirectory:
             return
         for iteration in self.checkpoints.iterations():
             remove_listed(iteration)
-        remove_listed(self.export)
+        for exported in (self.export, self.adapter):
+            remove_listed(exported)
         self.checkpoints.forget()
         events = (self.path / "tensorboard").glob("events.out.tfevents.*")
         for file in (*(self.path / name for name in (*STEP_LOGS, "config.yaml", MARKER)), *events):

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config import DPOConfig, GRPOConfig, RMConfig, TrainingConfig, read_yaml
+from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RMConfig, TrainingConfig, read_yaml
 from mcore_rl.errors import UserError
 from mcore_rl.launch_environment import launch_id
 
@@ -33,6 +33,9 @@ IDENTIFYING_KEYS = (
     "seed",
 )
 """Keys of a configuration whose change makes another run."""
+ADAPTER_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
+"""The same, and without adapters there are none of these."""
+NO_ADAPTER = "no adapter"
 INSIGNIFICANT = ("output_dir", "model.path", "checkpoint.", "logging.", "data.train")
 """Keys whose change is nobody's concern, or is checked by content."""
 
@@ -44,7 +47,7 @@ BLOCKS, BLOCK_BYTES = 16, 16 << 10
 class RunIdentity:
     """
     architecture: of the model's config.json.
-    base_weights: digest of the weights that training begins from (and a reference keeps).
+    base_weights: digest of the weights that training begins from (and a reference keeps), and of the adapter's.
     data: fingerprint of the tokenized training data, hence of tokenizer and chat template.
     config: every value of the configuration.
     launch: `launch_id` of what wrote this; "" where nothing restarts it.
@@ -62,7 +65,7 @@ class RunIdentity:
         return cls(
             algorithm_of(config),
             architecture_of(hf_config),
-            digest_of_weights(config.model.path),
+            digest_of_weights(config.model.path) + _digest_of_adapter(config),
             data,
             config.model_dump(mode="json"),
             launch_id(),
@@ -100,6 +103,9 @@ class RunIdentity:
         for key in IDENTIFYING_KEYS:
             if key in before and key in now and before[key] != now[key]:
                 yield key, str(before[key]), str(now[key])
+        for key in ADAPTER_KEYS:
+            if before.get(key, NO_ADAPTER) != now.get(key, NO_ADAPTER):
+                yield key, str(before.get(key, NO_ADAPTER)), str(now.get(key, NO_ADAPTER))
         for key, was, value in architecture_changes(earlier.architecture, self.architecture):
             yield "model.path", f"{key} {was}", str(value)
         if earlier.base_weights != self.base_weights:
@@ -116,7 +122,7 @@ class RunIdentity:
 
 def algorithm_of(config: TrainingConfig) -> str:
     """The algorithm that a configuration is for, by its usual name."""
-    names = {DPOConfig: "dpo", RMConfig: "rm", GRPOConfig: "grpo"}
+    names = {DPOConfig: "dpo", RMConfig: "rm", KTOConfig: "kto", DistillationConfig: "distill", GRPOConfig: "grpo"}
     return next((name for kind, name in names.items() if isinstance(config, kind)), "sft")
 
 
@@ -160,6 +166,12 @@ def digest_of_weights(path: Path) -> str:
     """
     digests = [_digest_of_file(file) for file in path.glob("*.safetensors")]
     return hashlib.sha256(b"".join(sorted(digests))).hexdigest()
+
+
+def _digest_of_adapter(config: TrainingConfig) -> str:
+    """ "" where training does not begin from an adapter."""
+    lora = config.model.lora
+    return "" if lora is None or lora.path is None else f" with adapter {digest_of_weights(lora.path)}"
 
 
 def _digest_of_file(file: Path) -> bytes:

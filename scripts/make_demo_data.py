@@ -1,4 +1,4 @@
-"""Write a small model and preference, SFT and validation files made of real English text.
+"""Write a small model and preference, SFT, unpaired and validation files made of real English text.
 
     python scripts/make_demo_data.py DIRECTORY
 
@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import re
+from itertools import count
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -37,6 +38,7 @@ def main(directory: Path) -> None:
     for name, part in (("train", pairs[held_out:]), ("validation", pairs[:held_out])):
         write_jsonl(directory / f"preference_{name}.jsonl", map(preference_record, part))
         write_jsonl(directory / f"sft_{name}.jsonl", map(sft_record, part))
+        write_jsonl(directory / f"unpaired_{name}.jsonl", map(unpaired_record, map(preference_record, part), count()))
     make_model(directory / "model", [" ".join(pair) for pair in pairs])
     print(f"{directory}: model, {len(pairs) - held_out} training and {held_out} validation records")
 
@@ -57,6 +59,12 @@ def preference_record(pair):
         "chosen": [{"role": "assistant", "content": chosen}],
         "rejected": [{"role": "assistant", "content": " ".join(words)}],
     }
+
+
+def unpaired_record(pair, index):
+    """The better response of every other pair, the worse of the others."""
+    label = index % 2 == 0
+    return {"prompt": pair["prompt"], "completion": pair["chosen" if label else "rejected"], "label": label}
 
 
 def sft_record(pair):

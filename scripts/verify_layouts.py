@@ -14,7 +14,16 @@ from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from mcore_rl.config import DPOConfig, GRPOConfig, ParallelConfig, RMConfig, SFTConfig, load_config
+from mcore_rl.config import (
+    DistillationConfig,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    ParallelConfig,
+    RMConfig,
+    SFTConfig,
+    load_config,
+)
 from mcore_rl.data.reading import check_file
 from mcore_rl.entry_point import Parser, count, told_in_one_line
 from mcore_rl.errors import UserError
@@ -22,7 +31,14 @@ from mcore_rl.layouts import parse_layouts
 from mcore_rl.preflight import check_model_directory
 from mcore_rl.quiet import quiet_libraries
 
-ALGORITHMS = {"dpo": DPOConfig, "sft": SFTConfig, "rm": RMConfig, "grpo": GRPOConfig}
+ALGORITHMS = {
+    "dpo": DPOConfig,
+    "sft": SFTConfig,
+    "rm": RMConfig,
+    "kto": KTOConfig,
+    "distill": DistillationConfig,
+    "grpo": GRPOConfig,
+}
 DEFAULT_LAYOUTS = ["tp=1,2", "pp=1,2", "cp=1,2"]
 
 
@@ -48,7 +64,14 @@ def main() -> int:
 
 def verify(arguments, config, layouts):
     from mcore_rl.data.tokenize import load_tokenizer
-    from mcore_rl.layout_check import TABLE_HEADER, check_layouts, fitting, shrink_model, table_row
+    from mcore_rl.layout_check import (
+        TABLE_HEADER,
+        check_layouts,
+        fitting,
+        invent_adapter,
+        shrink_model,
+        table_row,
+    )
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
@@ -59,6 +82,8 @@ def verify(arguments, config, layouts):
         small = Path(directory) / "model"
         shrink_model(config.model, small, layouts)
         model = config.model.model_copy(update={"path": small, "dtype": "float32"})
+        if model.lora is not None:
+            model = invent_adapter(model, Path(directory) / "adapter")
         config = config.model_copy(update={"model": model})
         print(f"{data.size} sequences of {config.data.train}, relative differences from one process")
         layouts, refused = fitting(layouts, config)
@@ -74,13 +99,19 @@ def verify(arguments, config, layouts):
 
 def first_batch(config, tokenizer):
     from mcore_rl.data.batches import SampleOrder, collate
-    from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
+    from mcore_rl.data.records import load_preference_dataset, load_sft_dataset, load_unpaired_dataset
 
-    load_dataset = load_sft_dataset if isinstance(config, SFTConfig) else load_preference_dataset
+    loaders = {SFTConfig: load_sft_dataset, DistillationConfig: load_sft_dataset, KTOConfig: load_unpaired_dataset}
+    load_dataset = loaders.get(type(config), load_preference_dataset)
     dataset = load_dataset(config.data.train, tokenizer, config.data)
     count = min(config.batch.global_batch_size, len(dataset))
-    units = [dataset.units[i] for i in SampleOrder(len(dataset), config.seed).indices(0, count)]
-    return collate(units, tokenizer.pad_token_id)
+    indices = SampleOrder(len(dataset), config.seed).indices(0, count)
+    data = collate([dataset.units[i] for i in indices], tokenizer.pad_token_id)
+    if isinstance(config, KTOConfig):
+        import torch
+
+        data["desirable"] = torch.tensor([dataset.is_desirable(i) for i in indices])
+    return data
 
 
 def invent_rollouts(config, tokenizer):

@@ -47,7 +47,7 @@ LAUNCH = ("train", "sft", "--nproc-per-node", "2")
 WRONG = [
     ([], r"mcore-rl train \{sft,dpo"),
     (["trian"], "error: mcore-rl trian: there is no such command; write mcore-rl train …"),
-    (["train"], "error: mcore-rl train: name one of sft, dpo, rm, grpo"),
+    (["train"], "error: mcore-rl train: name one of sft, dpo, rm, kto, distill, grpo"),
     (["train", "ppo2", "x"], "error: mcore-rl train ppo2: name one of sft"),
     (["train", "sft"], "error: the following arguments are required: config"),
     (["train", "sft", "nowhere.yaml"], "error: nowhere.yaml: cannot be read"),

@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import DPOConfig, GRPOConfig, ParallelConfig, RMConfig, SFTConfig, load_config, resolved_yaml
+from mcore_rl.config import (
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    ParallelConfig,
+    RMConfig,
+    SFTConfig,
+    load_config,
+    resolved_yaml,
+)
 from mcore_rl.errors import UserError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -30,7 +39,7 @@ def write(tmp_path):
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_configurations_load(path):
-    kinds = {"dpo": DPOConfig, "sft": SFTConfig, "grpo": GRPOConfig, "rm": RMConfig}
+    kinds = {"dpo": DPOConfig, "sft": SFTConfig, "grpo": GRPOConfig, "rm": RMConfig, "kto": KTOConfig}
     config = load_config(kinds[path.name.split("_")[0]], path)
     assert config.optimizer.lr > 0
 

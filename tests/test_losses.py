@@ -151,8 +151,11 @@ def test_dpo(preference_average, sft_average):
     torch.testing.assert_close((preference, accuracy), (metrics["preference_loss"], metrics["accuracy"]))
     assert set(metrics) == {
         "loss", "sft_loss", "preference_loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean",
-        "num_valid_samples",
+        "num_valid_samples", "logprobs_chosen_mean", "logprobs_rejected_mean",
     }  # fmt: skip
+    sums = (logprobs_of(logits, data) * mask).sum(1)
+    torch.testing.assert_close(metrics["logprobs_chosen_mean"], (sums[::2] * pairs).sum() / pairs.sum())
+    torch.testing.assert_close(metrics["logprobs_rejected_mean"], (sums[1::2] * pairs).sum() / pairs.sum())
 
 
 def test_preference_variants():

@@ -128,7 +128,7 @@ def test_the_host_never_waits_among_the_microbatches(algorithm, sections, model)
     (report,) = in_processes(simulate_rank, (layout, 9, 16, SEQUENCES))
     places = {(phase, place.partition(":")[0]) for phase, place in report.host_reads}
     assert not [place for place in report.host_reads if place[0] == "training"]
-    assert {place for place in places if place[0] == "scoring"} <= {("scoring", "megatron_policy.py")}
+    assert {place for place in places if place[0] == "scoring"} <= {("scoring", "scoring.py")}
     assert report.parameters and report.packs > 1
 
 

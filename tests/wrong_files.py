@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import torch
 import yaml
 from models import make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
@@ -107,6 +108,16 @@ def make_models(root):
                 shutil.copy2(file, root / name)
     shutil.copy2(root / "model" / "model.safetensors", root / "no_tokenizer")
     (root / "lora" / "adapter_config.json").write_text("{}")
+    adapter = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    for name, more in (("dora", {"use_dora": True}), ("no_tensors", {}), ("other_tensors", {})):
+        (root / name).mkdir()
+        (root / name / "adapter_config.json").write_text(json.dumps({**adapter, **more}))
+    module = "base_model.model.{}.lora_{}.weight"
+    tensors = {module.format("lm_head", matrix): torch.zeros(2, 2) for matrix in "AB"}
+    for layer in range(2):
+        for matrix, shape in (("A", (2, 64)), ("B", (64, 2))):
+            tensors[module.format(f"model.layers.{layer}.self_attn.q_proj", matrix)] = torch.zeros(shape)
+    save_file(tensors, root / "other_tensors" / "adapter_model.safetensors")
     (root / "pickles" / "pytorch_model.bin").write_bytes(b"")
     (changed("broken_config") / "config.json").write_text('{"model_type": ')
     (changed("nameless_config") / "config.json").write_text('{"hidden_size": 3}')

@@ -14,6 +14,7 @@ from mcore_rl.algorithms.advantages import advantages_of, has_signal
 from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, calculate_kl
 from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
+from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.algorithms.rollouts import (
     REPLAYED_OPTIONS,
     Rollout,
@@ -34,7 +35,9 @@ from mcore_rl.data.progress import Say
 from mcore_rl.data.prompts import PromptDataset, load_prompt_dataset
 from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.environments.interfaces import Environment
 from mcore_rl.environments.judged import JudgedEnvironment, probe
+from mcore_rl.environments.reward_model import RewardModelEnvironment, check_reward_model
 from mcore_rl.errors import TrainingError
 from mcore_rl.models.generation.megatron_generation import generation_of
 from mcore_rl.models.megatron.weights import export_hf_weights
@@ -65,8 +68,7 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
     steps = total_steps(config.trainer, len(inputs.train), config.grpo.num_prompts_per_step)
     updates = steps * config.grpo.num_updates_per_rollout
     policy = MegatronPolicy(config, updates, keep_reference=config.loss.reference_policy_kl_penalty > 0)
-    log = config.output_dir / JUDGE_LOG
-    environment = JudgedEnvironment(config.environment, log) if policy.is_writer else None
+    environment = environment_of(config, policy.is_writer)
     try:
         worker, recording = rollout_worker(config, inputs, policy, environment), StepLog(record) if record else None
         GRPORun(config, inputs, policy, worker, recording, recorded).run()
@@ -83,7 +85,7 @@ def _checked_inputs(
 
     def load_dataset(source: str, tokenizer: Any, data: DataConfig, say: Say, cache: TokenCache) -> PromptDataset:
         # The judges of this package compare with a text of the answer, which null has as well.
-        valued = () if config.environment.name == "function" else ("answer",)
+        valued = () if config.environment.name in ("function", "reward_model") else ("answer",)
         return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length, say, valued, cache)
 
     inputs = load_inputs(config, load_dataset, rows_per_unit=1)
@@ -95,6 +97,8 @@ def _checked_inputs(
         steps = total_steps(config.trainer, len(prompts), config.grpo.num_prompts_per_step)
         required = {**config.grpo.model_dump(include=REPLAYED_OPTIONS), "data": inputs.train.fingerprint}
         recorded = read_recording(replay, steps, required)
+    elif config.environment.name == "reward_model":
+        check_reward_model(config)
     elif launch_environment.rank() == 0:
         first = prompts[:PROBED_RECORDS]
         logs, records = [prompt.message_log for prompt in first], [prompt.record for prompt in first]
@@ -105,8 +109,17 @@ def _checked_inputs(
     return claim_output(config, inputs), recorded
 
 
+def environment_of(config: GRPOConfig, is_writer: bool) -> Environment | None:
+    """Who judges, on the ranks that have a part in it."""
+    if config.environment.name == "reward_model":
+        judge = RewardModelEnvironment(config)
+        speaker(is_writer)(f"reward model: {judge.model.describe()}")
+        return judge
+    return JudgedEnvironment(config.environment, config.output_dir / JUDGE_LOG) if is_writer else None
+
+
 def rollout_worker(
-    config: GRPOConfig, inputs: Inputs[PromptDataset], policy: MegatronPolicy, environment: JudgedEnvironment | None
+    config: GRPOConfig, inputs: Inputs[PromptDataset], policy: MegatronPolicy, environment: Environment | None
 ) -> RolloutWorker:
     """Generation with the policy's weights, as the configuration says."""
     generation, tokenizer = generation_of(config, policy.model, inputs.tokenizer), inputs.tokenizer

@@ -82,7 +82,7 @@ class Rollout:
 
 
 class RolloutWorker:
-    """Lets the policy answer prompts in an environment, which rank 0 alone runs. Every call is collective.
+    """Lets the policy answer prompts in an environment, which all ranks run, or rank 0 alone. Every call is collective.
 
     Args:
         meeting_seconds: how often ranks meet while rank 0 judges: well below the timeout of collectives.
@@ -139,8 +139,11 @@ class RolloutWorker:
             rollout.message_log = [*rollout.message_log, {"role": "assistant", "content": text}]
 
     def _judge(self, logs: list[MessageLog], records: list[dict[str, Any]]) -> list[Step]:
-        """Rank 0 judges beside, however long it takes; the ranks meet often enough for no collective to time out."""
+        """All ranks judge together; or rank 0 beside, however long it takes, and the ranks meet often enough for no
+        collective to time out."""
         judging = None
+        if self.environment is not None and getattr(self.environment, "on_every_rank", False):
+            return self.environment.step(logs, records)
         if self.environment is not None:
             judging = self._beside.submit(self.environment.step, logs, records)
         while True:

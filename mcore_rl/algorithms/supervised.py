@@ -11,7 +11,7 @@ from mcore_rl import watchdog
 from mcore_rl.algorithms.interfaces import LossFunction
 from mcore_rl.algorithms.training import TrainingRun
 from mcore_rl.data.batches import SampleOrder, collate
-from mcore_rl.data.records import Dataset
+from mcore_rl.data.records import Dataset, Unit
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 
 
@@ -21,11 +21,13 @@ class SupervisedRun(TrainingRun[Dataset]):
 
     add_columns: adds what the loss needs to a batch, given its dataset indices (or None for validation).
     check_first_step: raises TrainingError if what must hold before the first update does not.
+    add_current_columns: as `add_columns`, what depends on the policy's present weights: before each use of a batch.
     """
 
     loss_fn: LossFunction
     add_columns: Callable[[BatchedDataDict[Any], list[int] | None], None] = lambda data, indices: None
     check_first_step: Callable[[dict[str, Any], BatchedDataDict[Any]], None] = lambda metrics, data: None
+    add_current_columns: Callable[[BatchedDataDict[Any], list[int] | None], None] = lambda data, indices: None
 
     @property
     def samples_per_step(self) -> int:
@@ -47,9 +49,14 @@ class SupervisedRun(TrainingRun[Dataset]):
         count = size if epochs is None else min(size, epochs * len(train) - self.consumed_samples)
         indices = SampleOrder(len(train), self.config.seed).indices(self.consumed_samples, count)
         self.consumed_samples += count
-        data = collate([train.units[i] for i in indices], self.inputs.tokenizer.pad_token_id)
+        data = self.collate([train.units[i] for i in indices], self.consumed_samples - count)
         self.add_columns(data, indices)
+        self.add_current_columns(data, indices)
         return data
+
+    def collate(self, units: list[Unit], first_sample: int) -> BatchedDataDict[Any]:
+        """The batch of these records, whose first is the run's sample of this number."""
+        return collate(units, self.inputs.tokenizer.pad_token_id)
 
     def validate(self, step: int) -> dict[str, float]:
         """Metrics over the whole validation set, as one batch, so that they are exact means."""
@@ -59,6 +66,7 @@ class SupervisedRun(TrainingRun[Dataset]):
         if not hasattr(self, "_validation_batch"):
             self._validation_batch = collate(self.inputs.validation.units, self.inputs.tokenizer.pad_token_id)
             self.add_columns(self._validation_batch, None)
+        self.add_current_columns(self._validation_batch, None)
         metrics = self.policy.evaluate(self._validation_batch, self.loss_fn)
         shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in ("loss", "accuracy") if name in metrics)
         self.say(f"step {step}  validation: {shown}")

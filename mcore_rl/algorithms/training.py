@@ -139,7 +139,9 @@ class TrainingRun(ABC, Generic[DatasetT]):
     def _introduce(self, done: int, steps: int) -> None:
         """Say what is trained on what."""
         policy = self.policy
-        self.say(f"model: {self.config.model.path}, {policy.num_parameters:,} parameters, {policy.describe_layout()}")
+        self.say(f"model: {policy.describe()}, {policy.describe_layout()}")
+        if lora := policy.model.lora:
+            self.say(f"LoRA: {lora}")
         self.say(self.inputs.train.describe("train", self.max_record_length))
         if self.inputs.validation is not None:
             self.say(self.inputs.validation.describe("validation", self.max_record_length))
@@ -148,9 +150,13 @@ class TrainingRun(ABC, Generic[DatasetT]):
             self.say(f"nothing left to train: the checkpoint is at step {done} of {steps}")
 
     def _export(self) -> None:
-        """The trained model as a Hugging Face directory, if the configuration asks for it."""
-        if self.config.checkpoint.export_hf:
-            watchdog.enter("export")
-            destination = self.config.output_dir / "hf"
-            self.policy.export_hf(destination)
-            self.say(f"Hugging Face model: {destination}")
+        """The trained model as Hugging Face has it, and its adapters as PEFT does, if the configuration asks for it."""
+        if not self.config.checkpoint.export_hf:
+            return
+        watchdog.enter("export")
+        directory = RunDirectory(self.config.output_dir)
+        if self.config.model.lora is not None:
+            self.policy.export_adapters(directory.adapter)
+            self.say(f"PEFT adapter: {directory.adapter}")
+        self.policy.export_hf(directory.export)
+        self.say(f"Hugging Face model: {directory.export}")

@@ -5,11 +5,14 @@
 """
 
 from mcore_rl.config.algorithms import (
+    DistillationAlgorithmConfig,
+    DistillationConfig,
     DPOAlgorithmConfig,
     DPOConfig,
     EnvironmentConfig,
     GRPOAlgorithmConfig,
     GRPOConfig,
+    KTOConfig,
     RewardAlgorithmConfig,
     RMConfig,
     SFTConfig,
@@ -25,6 +28,7 @@ from mcore_rl.config.sections import (
     CheckpointConfig,
     DataConfig,
     LoggingConfig,
+    LoRAConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -37,9 +41,12 @@ from mcore_rl.config.sections import (
 __all__ = [
     "DPOAlgorithmConfig",
     "DPOConfig",
+    "DistillationAlgorithmConfig",
+    "DistillationConfig",
     "EnvironmentConfig",
     "GRPOAlgorithmConfig",
     "GRPOConfig",
+    "KTOConfig",
     "RewardAlgorithmConfig",
     "RMConfig",
     "SFTConfig",
@@ -52,6 +59,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "LoggingConfig",
+    "LoRAConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mcore_rl.config.sections import Count, NonNegative, Positive, Section, TrainingConfig, refuse_bool
-from mcore_rl.loss_options import ClippedPGOptions, DPOOptions
+from mcore_rl.config.sections import Count, Directory, NonNegative, Positive, Section, TrainingConfig, refuse_bool
+from mcore_rl.loss_options import Bounds, ClippedPGOptions, DistillationOptions, DPOOptions, KTOOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,17 @@ class DPOAlgorithmConfig(DPOOptions):
     """The options of the loss, and where the reference log-probabilities come from."""
 
     reference: Literal["swap", "precompute"] = "swap"
+    """swap: for each batch, by the initial weights in the policy's place (with LoRA: without the adapters),
+    or by `reference_model`; precompute: all before training, kept in output_dir."""
+    reference_model: str | None = None
+    """A model directory that is the reference in place of the initial policy; of any size, with the same tokenizer."""
+
+    def check(self) -> None:
+        super().check()
+        self.require(
+            self.needs_reference or (self.reference == "swap" and self.reference_model is None),
+            f"preference_loss={self.preference_loss} has no reference; leave out reference and reference_model",
+        )
 
 
 class DPOConfig(TrainingConfig):
@@ -28,13 +39,20 @@ class DPOConfig(TrainingConfig):
 
 
 class EnvironmentConfig(Section):
-    """Who judges responses: see `mcore_rl.environments.judges`."""
+    """Who judges responses: see `mcore_rl.environments.judges`, and `reward_model` there."""
 
-    name: Literal["exact_match", "math", "try_again", "function"] = "exact_match"
+    name: Literal["exact_match", "math", "try_again", "function", "reward_model"] = "exact_match"
     pattern: str | None = None
     """exact_match, try_again: a regular expression whose first group, in its last match, is the answer."""
     function: str | None = None
     """function: `module:function`, called with (message_log, record); returns a reward or a Step."""
+    path: Directory | None = None
+    """reward_model: a directory that train_rm.py exported, or any sequence classifier of one label."""
+    format: Literal["chat", "text"] = "chat"
+    """reward_model: chat: it sees the conversation as its own chat template renders it; text: the texts, one after
+    the other, and an end token, as of plain prompts and completions."""
+    max_sequence_length: Positive | None = None
+    """reward_model: a conversation of more tokens of its own fails; twice data.max_sequence_length if not given."""
     max_turns: Positive = 1
     """Responses in a conversation at most."""
     time_limit_seconds: Annotated[float, BeforeValidator(refuse_bool), Field(gt=0)] = 10.0
@@ -55,7 +73,11 @@ class EnvironmentConfig(Section):
                 re.compile(self.pattern)
             except re.error as error:
                 raise ValueError(f"pattern: {self.pattern!r} is not a regular expression ({error})") from None
-        if self.max_turns > 1 and self.name in ("exact_match", "math"):
+        if (self.name == "reward_model") != (self.path is not None):
+            raise ValueError(f"path: goes with name=reward_model, which needs it (name={self.name}, path={self.path})")
+        if self.name != "reward_model" and (self.max_sequence_length is not None or self.format != "chat"):
+            raise ValueError(f"max_sequence_length, format: go with name=reward_model alone, not with {self.name}")
+        if self.max_turns > 1 and self.name in ("exact_match", "math", "reward_model"):
             raise ValueError(f"max_turns: {self.name} ends every conversation after one response")
         return self
 
@@ -174,6 +196,37 @@ class GRPOConfig(TrainingConfig):
         if self.data.overlong != "drop":
             raise ValueError("data.overlong: prompts are never truncated, only dropped; leave it out")
         return self
+
+
+class KTOConfig(TrainingConfig):
+    kto: KTOOptions = KTOOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationAlgorithmConfig(DistillationOptions):
+    """The options of the loss, who teaches, and on whose responses."""
+
+    teacher: str
+    """A model directory, of any size, with the student's vocabulary."""
+    topk: Annotated[int, Bounds(ge=1)] = 64
+    """The teacher's likeliest tokens, over which it is compared."""
+    on_policy: bool = False
+    """Train on the student's answers to the records' prompts; otherwise on the records' responses."""
+    max_new_tokens: Annotated[int, Bounds(ge=1)] = 256
+    """on_policy: of an answer."""
+    temperature: Annotated[float, Bounds(gt=0)] = 1.0
+    """on_policy: that answers are drawn with."""
+
+    def check(self) -> None:
+        super().check()
+        self.require(
+            self.on_policy or (self.max_new_tokens, self.temperature) == (256, 1.0),
+            "max_new_tokens and temperature are of the student's own answers: set on_policy=true",
+        )
+
+
+class DistillationConfig(TrainingConfig):
+    distillation: DistillationAlgorithmConfig
 
 
 class RewardAlgorithmConfig(Section):

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -129,4 +129,6 @@ def _fields_at(config_type: type[Section], sections: Sequence[str]) -> list[str]
     kind: Any = config_type
     for section in sections:
         kind = kind.model_fields[section].annotation
+        if type(None) in get_args(kind):  # a section that may be left out
+            kind = next(part for part in get_args(kind) if part is not type(None))
     return list(kind.model_fields) if hasattr(kind, "model_fields") else [f.name for f in dataclasses.fields(kind)]

@@ -39,6 +39,22 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
+class LoRAConfig(Section):
+    """Low-rank adapters (arXiv:2106.09685) on linear layers, in fp32; they alone are trained."""
+
+    rank: Positive | None = None
+    """16 if not given, or that of `path`."""
+    alpha: AboveZero | None = None
+    """The adapters' product is multiplied with alpha / rank; 32 if not given, or that of `path`."""
+    dropout: BelowOne = 0.0
+    """Share of an adapter's inputs that are left out while training."""
+    target_modules: tuple[Name, ...] = ()
+    """Projections by their names in the Hugging Face model (`q_proj`, …); if none is given, those of `path`, or all
+    of attention and MLP, but for experts."""
+    path: Directory | None = None
+    """A PEFT adapter to begin from."""
+
+
 class ModelConfig(Section):
     """The model directory and how it is held."""
 
@@ -47,6 +63,8 @@ class ModelConfig(Section):
     head: Literal["lm", "reward"] = "lm"
     """reward: one number a sequence, from its last token, in place of the vocabulary."""
     trust_remote_code: bool = False
+    lora: LoRAConfig | None = None
+    """Train adapters; the model's own weights stay as they are."""
     recompute_activations: bool = False
     """Keep only each layer's input for the backward pass and compute the layer again."""
     moe_aux_loss_coeff: NonNegative = 0.0
@@ -299,7 +317,7 @@ class CheckpointConfig(Section):
     overwrite: bool = False
     """With resume=none: whether what an earlier run left in output_dir is removed; without it, that is refused."""
     export_hf: bool = True
-    """Whether the trained model is written to output_dir/hf at the end."""
+    """Whether the trained model is written to output_dir/hf at the end, and adapters, if any, to output_dir/adapter."""
 
     @model_validator(mode="after")
     def _consistent(self) -> CheckpointConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from mcore_rl.data.reading import require
 from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.data.token_store import TokenStore, Unit, collect
 from mcore_rl.data.tokenization import Tokenization, tokenize_source
-from mcore_rl.data.tokenize import tokenize_completion, tokenize_messages
+from mcore_rl.data.tokenize import TokenSequence, tokenize_completion, tokenize_messages
 from mcore_rl.errors import UserError
 
 
@@ -45,6 +46,25 @@ class Dataset:
         if self.num_truncated:
             parts.append(f"{self.num_truncated:,} truncated to {limit} tokens")
         return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class UnpairedDataset(Dataset):
+    """Single responses, each desirable or not."""
+
+    def is_desirable(self, index: int) -> bool:
+        return bool(json.loads(self.units.extra(index)))
+
+    def mismatched(self, index: int) -> TokenSequence:
+        """A record's prompt with the response of one half a dataset away: neighbours often share their prompts."""
+        (own,), (other,) = self.units[index], self.units[(index + len(self) // 2) % len(self)]
+        end, start = own.token_mask.index(True), other.token_mask.index(True)
+        return TokenSequence(
+            own.input_ids[:end] + other.input_ids[start:], own.token_mask[:end] + other.token_mask[start:]
+        )
+
+    def describe(self, name: str, limit: int) -> str:
+        return f"{super().describe(name, limit)}, {self.units.counts['desirable']:,} desirable"
 
 
 def load_store(
@@ -91,6 +111,34 @@ def load_sft_dataset(
     """Sequences from records `prompt, completion` or `messages`, with `tools` if there are any."""
     what = tokenization_of(data, "sft", _tokenize_sft, 1)
     return _load(source, tokenizer, what, say, cache)
+
+
+def load_unpaired_dataset(
+    source: str, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
+) -> UnpairedDataset:
+    """Sequences from records as for SFT, with a `label`: true where the response is desirable."""
+    what = tokenization_of(data, "unpaired", _tokenize_unpaired, 1, extra_of=_label_of, seen_in=_kind_of)
+    dataset = UnpairedDataset(_load(source, tokenizer, what, say, cache).units)
+    if len(dataset) < 2:
+        raise UserError(f"{source}: KTO compares with other records' responses, and there is only one record")
+    if (desirable := dataset.units.counts["desirable"]) in (0, len(dataset)):
+        say(f"{source}: all responses are {'desirable' if desirable else 'undesirable'}")
+    return dataset
+
+
+def _tokenize_unpaired(tokenizer: Any, record: dict[str, Any]) -> Unit:
+    require(record, "label")
+    if not isinstance(record["label"], bool):
+        raise ValueError(f"label must be true or false, got {record['label']!r}")
+    return _tokenize_sft(tokenizer, record)
+
+
+def _label_of(record: dict[str, Any]) -> bool:
+    return bool(record["label"])
+
+
+def _kind_of(unit: Unit, record: dict[str, Any]) -> tuple[str, ...]:
+    return ("desirable",) if record["label"] else ()
 
 
 def _load(source: str, tokenizer: Any, what: Tokenization, say: Say, cache: TokenCache | None) -> Dataset:

@@ -28,7 +28,11 @@ class Step:
 
 
 class Environment(Protocol):
-    """Judges a batch of responses."""
+    """Judges a batch of responses.
+
+    One with an attribute `on_every_rank` that is true is made on every rank, and all step together with the same
+    samples; any other is the first rank's.
+    """
 
     def step(self, message_logs: Sequence[MessageLog], records: Sequence[dict[str, Any]]) -> list[Step]:
         """One step a sample.

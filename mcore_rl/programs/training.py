@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mcore_rl.config import DPOConfig, GRPOConfig, RMConfig, SFTConfig, TrainingConfig
+from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RMConfig, SFTConfig, TrainingConfig
 from mcore_rl.entry_point import run_script
 
 # Algorithms import PyTorch and Megatron: only once the configuration has been found right.
@@ -28,6 +28,18 @@ def _rm(config: RMConfig) -> None:
     from mcore_rl.algorithms.rm import train_rm
 
     train_rm(config)
+
+
+def _kto(config: KTOConfig) -> None:
+    from mcore_rl.algorithms.kto import train_kto
+
+    train_kto(config)
+
+
+def _distill(config: DistillationConfig) -> None:
+    from mcore_rl.algorithms.distill import train_distill
+
+    train_distill(config)
 
 
 def _grpo(config: GRPOConfig, record: Path | None, replay: Path | None) -> None:
@@ -52,6 +64,8 @@ PROGRAMS = {
     "sft": Program("Supervised fine-tuning.", SFTConfig, _sft),
     "dpo": Program("Direct preference optimization.", DPOConfig, _dpo),
     "rm": Program("A reward model from preferences (Bradley–Terry).", RMConfig, _rm),
+    "kto": Program("Kahneman–Tversky optimization of unpaired responses.", KTOConfig, _kto),
+    "distill": Program("Distillation from a teacher beside the student.", DistillationConfig, _distill),
     "grpo": Program(
         "Group relative policy optimization, and its kin.",
         GRPOConfig,

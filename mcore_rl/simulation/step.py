@@ -85,7 +85,7 @@ def simulate_rank(
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.families.mixture import Mixture
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
-    from mcore_rl.models.policy import megatron_policy
+    from mcore_rl.models.policy import megatron_policy, scoring
     from mcore_rl.models.policy.step_results import MicrobatchResult
 
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
@@ -100,7 +100,7 @@ def simulate_rank(
     # What all ranks would have told of the step's loss, in as many microbatches as need not be known.
     told = MicrobatchResult(1.0, len(sequences.lengths), float(len(sequences.lengths)), {})
     with (
-        replaced(megatron_policy, "SafetensorsDirectory", lambda path: ShapesOnly(path, family.shapes())),
+        replaced(scoring, "SafetensorsDirectory", lambda path: ShapesOnly(path, family.shapes())),
         replaced(weights, "read_shard", lambda *_: torch.empty((), device="meta")),
         replaced(megatron_policy, "collect_results", lambda *_: [told]),
     ):
@@ -114,7 +114,7 @@ def measure_step(
     from torch.utils.flop_counter import FlopCounterMode
 
     from mcore_rl.algorithms.objectives import loss_of
-    from mcore_rl.models.policy import megatron_policy
+    from mcore_rl.models.policy import megatron_policy, scoring
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     started = time.perf_counter()
@@ -146,10 +146,10 @@ def measure_step(
         enter(UPDATE)
         return optimizer_step(*arguments)
 
-    run_microbatches, collect_results = megatron_policy.run_microbatches, megatron_policy.collect_results
+    run_microbatches, collect_results = scoring.run_microbatches, megatron_policy.collect_results
     optimizer_step = megatron_policy.optimizer_step
     with (
-        replaced(megatron_policy, "run_microbatches", run),
+        replaced(scoring, "run_microbatches", run),
         replaced(megatron_policy, "collect_results", collect),
         replaced(megatron_policy, "optimizer_step", update),
         live,
@@ -186,7 +186,7 @@ def measure_step(
 
 def memory_of(parameters: Sequence[Any], live: LiveBytes, made_by_update: int) -> tuple[dict[str, int], str]:
     """Bytes by kind at the peak of any step but the first, which alone begins without the optimizer's state."""
-    weights, gradients = bytes_of(parameters), bytes_of(p.main_grad for p in parameters)
+    weights, gradients = bytes_of(parameters), bytes_of(p.main_grad for p in parameters if p.requires_grad)
     state = live.live - weights - gradients
     peaks = {phase: live.peaks.get(phase, 0) + made_by_update for phase in (SCORING, TRAINING)}
     peaks[UPDATE] = live.peaks[UPDATE]
@@ -198,7 +198,7 @@ def memory_of(parameters: Sequence[Any], live: LiveBytes, made_by_update: int) -
 def scoring_passes(config: TrainingConfig) -> int:
     """Forward passes of a step beside the one that trains: of the reference, and of the weights before an update."""
     if isinstance(config, DPOConfig):
-        return int(config.dpo.reference == "swap")
+        return int(config.dpo.needs_reference and config.dpo.reference == "swap")
     if isinstance(config, GRPOConfig):
         forced = config.loss.force_on_policy_ratio
         before = int(not (config.grpo.num_updates_per_rollout == 1 if forced is None else forced))

@@ -100,6 +100,9 @@ class KTOLossFn(Configured, LogprobLoss):
         return loss, {
             "loss": loss.detach(),
             "rewards_desirable_sum": masked_sum(rewards.detach(), desirable_mask),
+            "kl_reference_point": masked_mean(
+                data["kl_reference_point"].to(rewards), sample_mask, global_normalization_factor=seqs
+            ),
             "rewards_undesirable_sum": masked_sum(rewards.detach(), undesirable_mask),
             "num_desirable_samples": desirable_mask.sum(),
             "num_valid_samples": sample_mask.sum(),

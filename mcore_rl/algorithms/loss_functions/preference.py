@@ -105,13 +105,22 @@ class PreferenceLoss(LossFunction):
         chosen, rejected = self.split_output_tensor(rewards)
         mask, _ = self.split_output_tensor(sample_mask)
         pairs = global_valid_seqs / 2
-        per_pair = self._per_pair(chosen - rejected - margin, beta)
+        per_pair = self._of_rewards(chosen, rejected, margin, beta)
         return (
             masked_mean(per_pair, mask, global_normalization_factor=pairs),
             masked_mean((chosen > rejected).to(mask), mask, global_normalization_factor=pairs),
             masked_mean(chosen, mask, global_normalization_factor=pairs),
             masked_mean(rejected, mask, global_normalization_factor=pairs),
         )
+
+    def _of_rewards(
+        self,
+        chosen: Float[Tensor, " pairs"],
+        rejected: Float[Tensor, " pairs"],
+        margin: Float[Tensor, " pairs"] | float,
+        beta: float,
+    ) -> Float[Tensor, " pairs"]:
+        return self._per_pair(chosen - rejected - margin, beta)
 
     def _per_pair(self, margin: Float[Tensor, " pairs"], beta: float) -> Float[Tensor, " pairs"]:
         return -F.logsigmoid(beta * margin)
@@ -144,16 +153,16 @@ class BradleyTerryLoss(PreferenceLoss):
 
 
 class DPOLossFn(Configured, LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called with logits, not rewards
-    """Direct preference optimization (arXiv:2305.18290), with an optional SFT term on the chosen rows.
+    """Direct preference optimization (arXiv:2305.18290) and its kin, with an optional SFT term on the chosen rows.
 
     w_p · L_pref(r) + w_s · NLL(chosen), with r = Σ (logprob − reference logprob) over a row's tokens, or
     their mean with `preference_average_log_probs`. Normalised by global_valid_seqs / 2. See `DPOOptions`, whose
-    values are also attributes of the loss.
+    values are also attributes of the loss. Losses without a reference read no `reference_policy_logprobs`.
     """
 
     reads_counted_tokens_only = True
     loss_type = LossType.SEQUENCE_LEVEL
-    required_keys = ("input_ids", "token_mask", "sample_mask", "reference_policy_logprobs")
+    required_keys: tuple[str, ...] = ("input_ids", "token_mask", "sample_mask", "reference_policy_logprobs")
     options: DPOOptions
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -164,6 +173,8 @@ class DPOLossFn(Configured, LogprobLoss, PreferenceLoss):  # type: ignore[misc] 
     def __init__(self, cfg: DPOLossConfig | DPOOptions) -> None:
         self.configure(DPOOptions.from_config(cfg, type(self).__name__))
         self.sft_loss = NLLLoss()
+        if not self.options.needs_reference:
+            self.required_keys = tuple(key for key in self.required_keys if key != "reference_policy_logprobs")
 
     def from_logprobs(
         self,
@@ -191,6 +202,7 @@ class DPOLossFn(Configured, LogprobLoss, PreferenceLoss):  # type: ignore[misc] 
             sft = masked_mean(per_row[::2], sample_mask[::2], global_normalization_factor=seqs / 2)
         loss = options.preference_loss_weight * preference + options.sft_loss_weight * sft
         metrics = _pair_metrics(loss, accuracy, chosen, rejected, sample_mask)
+        metrics |= self._logprobs_of_sides(next_token_logprobs.detach(), data, seqs)
         return loss, {**metrics, "sft_loss": sft.detach(), "preference_loss": preference.detach()}
 
     def _dpo_loss(
@@ -218,19 +230,57 @@ class DPOLossFn(Configured, LogprobLoss, PreferenceLoss):  # type: ignore[misc] 
             self.options.reference_policy_kl_penalty,
         )
 
+    def _logprobs_of_sides(self, logprobs: Tensor, data: BatchedDataDict[Any], seqs: Tensor) -> dict[str, Tensor]:
+        """Mean log-probabilities of whole responses, in nats."""
+        sums = masked_sum(logprobs, token_mask_of(data, logprobs), dim=-1)
+        mask = sample_mask_of(data, logprobs)
+        means = (masked_mean(side, m, global_normalization_factor=seqs / 2) for side, m in zip(
+            self.split_output_tensor(sums), self.split_output_tensor(mask), strict=True))  # fmt: skip
+        return dict(zip(("logprobs_chosen_mean", "logprobs_rejected_mean"), means, strict=True))
+
+    def _of_rewards(
+        self,
+        chosen: Float[Tensor, " pairs"],
+        rejected: Float[Tensor, " pairs"],
+        margin: Float[Tensor, " pairs"] | float,
+        beta: float,
+    ) -> Float[Tensor, " pairs"]:
+        kind = self.options.preference_loss
+        if kind == "apo_zero":
+            return 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
+        if kind == "apo_down":
+            return torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(beta * (chosen - rejected))
+        if kind == "orpo":
+            return -beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+        return super()._of_rewards(chosen, rejected, margin, beta)
+
     def _per_pair(self, margin: Float[Tensor, " pairs"], beta: float) -> Float[Tensor, " pairs"]:
-        if self.options.preference_loss == "ipo":
+        kind, smoothing = self.options.preference_loss, self.options.label_smoothing
+        if kind == "ipo":
             return (margin - 1 / (2 * beta)) ** 2
-        right, smoothing = super()._per_pair(margin, beta), self.options.label_smoothing
-        return right if smoothing == 0 else (1 - smoothing) * right + smoothing * super()._per_pair(-margin, beta)
+        if kind == "hinge":
+            return F.relu(1 - beta * margin)
+        logit = beta * margin - (self.options.simpo_gamma if kind == "simpo" else 0)
+        right, wrong = super()._per_pair(logit, 1.0), super()._per_pair(-logit, 1.0)
+        if kind == "robust":
+            return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
+        return right if smoothing == 0 else (1 - smoothing) * right + smoothing * wrong
 
     def _rewards(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> Float[Tensor, " rows"]:
-        """How much likelier each row became than under the reference, in nats."""
-        reference = data["reference_policy_logprobs"]
-        require_shape("reference_policy_logprobs", reference, tuple(data["token_mask"].shape), self)
+        """How much likelier each row became than under the reference, or how likely it is without one, in nats."""
+        if self.options.needs_reference:
+            reference = data["reference_policy_logprobs"]
+            require_shape("reference_policy_logprobs", reference, tuple(data["token_mask"].shape), self)
+            logprobs = logprobs - reference[:, :-1].to(logprobs)
         mask = token_mask_of(data, logprobs)
-        rewards = masked_sum(logprobs - reference[:, :-1].to(logprobs), mask, dim=-1)
-        return rewards / mask.sum(-1).clamp(min=1) if self.options.preference_average_log_probs else rewards
+        rewards = masked_sum(logprobs, mask, dim=-1)
+        return rewards / mask.sum(-1).clamp(min=1) if self.options.averages else rewards
+
+
+def _log_odds(logprob: Tensor) -> Tensor:
+    """log(p / (1 − p)) of log p < 0; of 0, as of a response without tokens, that of the largest p below 1."""
+    logprob = logprob.clamp(max=-torch.finfo(logprob.dtype).eps)
+    return logprob - torch.log(-torch.expm1(logprob))
 
 
 def _pair_metrics(loss: Tensor, accuracy: Tensor, chosen: Tensor, rejected: Tensor, mask: Tensor) -> dict[str, Any]:

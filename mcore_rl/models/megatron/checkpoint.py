@@ -19,6 +19,7 @@ from mcore_rl.checkpoint_store import CheckpointStore, digest_problems, digests_
 from mcore_rl.config import TrainingConfig, resolved_yaml
 from mcore_rl.distributed.collectives import gather_objects
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.adapters import adapter_state
 from mcore_rl.models.megatron.checkpoint_trust import check_trusted
 from mcore_rl.models.megatron.checkpoint_writer import (
     POLL_SECONDS,
@@ -162,7 +163,7 @@ class Restored:
     """
 
     state: dict[str, Any]
-    pieces: list[str] = field(default_factory=lambda: ["weights"])
+    pieces: list[str]
     missing: list[str] = field(default_factory=list)
 
 
@@ -175,7 +176,7 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
     index = check_trusted(iteration)
     common = dist_checkpointing.load_common_state_dict(str(iteration))
     has_optimizer = any(key.startswith("optimizer.state.") for key in index.state_dict_metadata)
-    restored = Restored(common.get("state", {}))
+    restored = Restored(common.get("state", {}), ["weights" if run.model.lora is None else "adapters"])
     present = {
         "optimizer": has_optimizer and "optimizer" in common,
         "schedule": "scheduler" in common,
@@ -267,13 +268,24 @@ def _model_key(model: BuiltModel, index: int) -> str:
 
 
 def model_state(model: BuiltModel) -> dict[str, Any]:
-    """Megatron's description of the model's part of a checkpoint, by chunk."""
-    return {_model_key(model, i): chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(model.chunks)}
+    """Megatron's description of the model's part of a checkpoint, by chunk: of the adapters alone, where there are."""
+    return {
+        _model_key(model, index): adapter_state(model, chunk)
+        if model.lora
+        else chunk.sharded_state_dict(metadata=METADATA)
+        for index, chunk in enumerate(model.chunks)
+    }
 
 
 def _set_model_state(model: BuiltModel, loaded: dict[str, Any]) -> None:
     for index, chunk in enumerate(model.chunks):
-        chunk.load_state_dict(loaded[_model_key(model, index)])
+        state = loaded[_model_key(model, index)]
+        if model.lora is None:
+            chunk.load_state_dict(state)
+            continue
+        with torch.no_grad():
+            for name, value in state.items():
+                chunk.get_parameter(name).copy_(value)
 
 
 def _load_optimizer(inner: Any, step: Any, moments: dict[Any, Any]) -> None:

@@ -23,18 +23,21 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from mcore_rl.checkpoint_store import CheckpointStore, digests_of
-from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig, read_yaml
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.checkpoint import METADATA, model_state, write_common
+from mcore_rl.models.megatron.adapters import add_adapters, export_adapters
+from mcore_rl.models.megatron.checkpoint import METADATA, load_weights, model_state, write_common
 from mcore_rl.models.megatron.checkpoint_trust import check_trusted
 from mcore_rl.models.megatron.checkpoint_writer import PlannedShards
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.hf_checkpoint import MAX_SHARD_BYTES, SafetensorsDirectory, write_hf_directory
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+from mcore_rl.models.megatron.lora import lora_of
 from mcore_rl.models.megatron.mapping import Mapping, Shape, Vocabulary
 from mcore_rl.models.megatron.model import BuiltModel, build_model
 from mcore_rl.models.megatron.optimizer_shards import parts_of
 from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel, process_groups
+from mcore_rl.models.megatron.peft_directory import write_peft_directory
 from mcore_rl.models.megatron.weights import FLOAT32_BUFFER, check_hf_tensors, chunk_mappings, read_shard
 from mcore_rl.run_identity import architecture_changes, architecture_of, architecture_of_checkpoint
 
@@ -84,7 +87,7 @@ def megatron_to_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     chat_template: str | None = None,
 ) -> None:
-    """Write the weights of a checkpoint as a Hugging Face directory.
+    """Write the weights of a checkpoint as a Hugging Face directory; of adapters, as a PEFT directory.
 
     Args:
         source: a Hugging Face directory of the same architecture, for config and tokenizer.
@@ -99,6 +102,9 @@ def megatron_to_hf(
     check_model_fits(hf_config, ParallelConfig(), max_sequence_length=1)
     for key, was, now in architecture_changes(architecture_of_checkpoint(iteration), architecture_of(hf_config)):
         raise UserError(f"{source} is another architecture than {iteration}: {key} {was} → {now}")
+    if adapters := (read_yaml(iteration / "config.yaml").get("model") or {}).get("lora"):
+        lora = LoRAConfig.model_validate(adapters)
+        return _adapters_to_peft(iteration, lora, source, destination, hf_config, chat_template)
     stored = index.state_dict_metadata
     weights = [
         entry
@@ -113,6 +119,16 @@ def megatron_to_hf(
     with _memoryless_model(hf_config, source, dtypes.pop()) as model:
         tensors = _load_all(iteration, index, model, progress)
         write_hf_directory(tensors, destination, source, hf_config, True, max_shard_bytes, chat_template)
+
+
+def _adapters_to_peft(
+    iteration: Path, config: LoRAConfig, source: Path, destination: Path, hf_config: Any, chat_template: str | None
+) -> None:
+    with _memoryless_model(hf_config, source, torch.float32) as model:
+        lora = lora_of(config, model.family)
+        model = add_adapters(model, lora)
+        load_weights(iteration, model)
+        write_peft_directory(export_adapters(model), destination, source, lora.settings, True, chat_template)
 
 
 @contextmanager

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.families.family import REWARD_ARCHITECTURE, has_reward_head
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
+from mcore_rl.models.megatron.lora import lora_of
 from mcore_rl.models.megatron.rope import concentration_scale
 from mcore_rl.preflight import check_model_directory
 
@@ -101,6 +102,8 @@ def _check_experts(family: Family, parallel: ParallelConfig) -> None:
 
 
 def _check_options(family: Family, model: ModelConfig) -> None:
+    if model.lora is not None:
+        _check_adapters(family, model, model.lora)
     is_mixture = isinstance(family, Mixture)
     has_bias = isinstance(family, Mixture) and family.experts.selection_bias
     for name, possible, what in (
@@ -111,6 +114,16 @@ def _check_options(family: Family, model: ModelConfig) -> None:
     ):
         if getattr(model, name) and not possible:
             raise UserError(f"model.{name}: {family.model_type} has no {what}; leave it out")
+
+
+def _check_adapters(family: Family, model: ModelConfig, lora: LoRAConfig) -> None:
+    lora_of(lora, family)
+    if model.head == "reward":
+        raise UserError("model.lora: a reward model's head has no adapter and must be trained whole; leave it out")
+    if model.moe_router_bias_update_rate:
+        raise UserError("model.moe_router_bias_update_rate: changes the model's own weights, which model.lora freezes")
+    if uses_transformer_engine():
+        raise UserError("model.lora: adapters are not supported where Transformer Engine is installed")
 
 
 def transformer_config(family: Family, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:

@@ -1,4 +1,4 @@
-"""Megatron's linear layers, faster on the CPU while sequences are generated."""
+"""Megatron's linear layers, with an adapter where there is one, and faster on the CPU while sequences are generated."""
 
 from __future__ import annotations
 
@@ -35,10 +35,29 @@ class FasterInGeneration:
     in_generation = False
 
 
-class ColumnLinear(FasterInGeneration, ColumnParallelLinear):
+class Adapted(FasterInGeneration):
+    """A linear layer that may have an adapter, whose output is added to its own."""
+
+    weight: Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adapter: Any = None
+
+    def _with_adapter(self, input_: Tensor, output: Tensor) -> Tensor:
+        if self.adapter is None or not self.adapter.enabled:
+            return output
+        return (output + self.adapter(input_)).to(output.dtype)
+
+
+class ColumnLinear(Adapted, ColumnParallelLinear):
     """Rows of the weight are cut over tensor-parallel ranks."""
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        output, bias = self._plain(input_, *args, **kwargs)
+        return self._with_adapter(input_, output), bias
+
+    def _plain(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if not self.in_generation:
             output: tuple[Tensor, Tensor | None] = super().forward(input_, *args, **kwargs)
             return output
@@ -47,10 +66,14 @@ class ColumnLinear(FasterInGeneration, ColumnParallelLinear):
         return linear(input_, self.weight, self.bias), None
 
 
-class RowLinear(FasterInGeneration, RowParallelLinear):
+class RowLinear(Adapted, RowParallelLinear):
     """Columns of the weight are cut over tensor-parallel ranks; the output is summed over them."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = self._plain(input_)
+        return self._with_adapter(input_, output), bias
+
+    def _plain(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.in_generation:
             output: tuple[Tensor, Tensor | None] = super().forward(input_)
             return output

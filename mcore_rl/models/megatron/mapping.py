@@ -5,13 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-
 Shape = tuple[int, ...]
+
+
+class TensorSource(Protocol):
+    """Named tensors, of which parts can be read."""
+
+    def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
+        """`tensor[rows]`, or `tensor[rows, columns]`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,7 @@ class Part:
     shape: Shape
     first: int = 0
 
-    def read(self, source: SafetensorsDirectory, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
+    def read(self, source: TensorSource, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
         """`part[rows, columns]`, without reading the rest."""
         start, stop, _ = rows.indices(self.shape[0])
         return source.read(self.name, slice(self.first + start, self.first + stop), columns)
@@ -37,7 +44,7 @@ class Kind(ABC):
     partition_dim: int | None = 0
 
     @abstractmethod
-    def read(self, parts: Sequence[Part], source: SafetensorsDirectory, rank: int, size: int) -> Tensor:
+    def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         """The shard of rank `rank` of `size`, of which no more than that is read."""
 
     @abstractmethod
@@ -54,17 +61,31 @@ class Replicated(Kind):
 
     partition_dim = None
 
-    def read(self, parts: Sequence[Part], source: SafetensorsDirectory, rank: int, size: int) -> Tensor:
+    def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         return parts[0].read(source)
 
     def split(self, stacked: Tensor) -> list[Tensor]:
         return [stacked[0]]
 
 
+@dataclass(frozen=True)
+class Stacked(Kind):
+    """Parts of so many rows, one above the other, the same on every rank."""
+
+    rows: tuple[int, ...]
+    partition_dim = None
+
+    def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
+        return torch.cat([part.read(source) for part in parts])
+
+    def split(self, stacked: Tensor) -> list[Tensor]:
+        return list(stacked[0].split(self.rows))
+
+
 class Rows(Kind):
     """Rows are cut."""
 
-    def read(self, parts: Sequence[Part], source: SafetensorsDirectory, rank: int, size: int) -> Tensor:
+    def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         return parts[0].read(source, _share(parts[0].shape[0], rank, size))
 
     def split(self, stacked: Tensor) -> list[Tensor]:
@@ -76,7 +97,7 @@ class Columns(Kind):
 
     partition_dim = 1
 
-    def read(self, parts: Sequence[Part], source: SafetensorsDirectory, rank: int, size: int) -> Tensor:
+    def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         return parts[0].read(source, columns=_share(parts[0].shape[1], rank, size))
 
     def split(self, stacked: Tensor) -> list[Tensor]:
@@ -100,7 +121,7 @@ class Vocabulary(Kind):
 
     vocab_size: int
 
-    def read(self, parts: Sequence[Part], source: SafetensorsDirectory, rank: int, size: int) -> Tensor:
+    def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         (part,) = parts
         wanted = _share(padded_vocab_size(self.vocab_size, size), rank, size)
         start, stop = (min(edge, self.vocab_size) for edge in (wanted.start, wanted.stop))
@@ -116,7 +137,7 @@ class Vocabulary(Kind):
 class GateUp(Kind):
     """Gate and up projections, each cut by rows, one above the other on every rank."""
 
-    def read(self, parts: Sequence[Part], source: SafetensorsDirectory, rank: int, size: int) -> Tensor:
+    def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         return torch.cat([part.read(source, _share(part.shape[0], rank, size)) for part in parts])
 
     def split(self, stacked: Tensor) -> list[Tensor]:
@@ -134,7 +155,7 @@ class QueryKeyValue(Kind):
     heads: int
     head_dim: int
 
-    def read(self, parts: Sequence[Part], source: SafetensorsDirectory, rank: int, size: int) -> Tensor:
+    def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         """With more ranks than key-value groups, a rank reads its group whole and keeps its rows."""
         rows_per_group = (self.heads + 2) * self.head_dim
         wanted = _share(self.groups * rows_per_group, rank, size)

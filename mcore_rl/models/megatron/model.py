@@ -20,6 +20,7 @@ from mcore_rl.distributed.topology import Topology
 from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.hf_config import transformer_config
 from mcore_rl.models.megatron.layer_spec import block_spec
+from mcore_rl.models.megatron.lora import LoRA
 from mcore_rl.models.megatron.mapping import padded_vocab_size
 from mcore_rl.models.megatron.parallel import process_groups
 from mcore_rl.models.megatron.rope import PackedRotaryEmbedding
@@ -65,6 +66,8 @@ class BuiltModel:
     chunks: list[HiddenStateGPTModel]
     family: Family
     topology: Topology
+    lora: LoRA | None = None
+    """The adapters, which alone are trained where there are some."""
 
     @property
     def vocab_size(self) -> int:

@@ -1,7 +1,8 @@
-"""The process groups of a run: Megatron's parallel state, and the `Topology` made from it once."""
+"""The process groups of a run: Megatron's parallel state, and the `Topology` made from it once, for all models."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -14,8 +15,55 @@ from megatron.core import parallel_state  # isort: skip
 from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
 
 
+@dataclass
+class _Layout:
+    """Megatron's groups are the process's: the layout that they have, and how many models use them."""
+
+    config: ParallelConfig
+    topology: Topology
+    users: int = 0
+
+
+_layout: _Layout | None = None
+
+OF_A_MODEL = {"num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "timeout_seconds"}
+"""Keys of `parallel` that make no other groups."""
+
+
 def initialize_parallel(config: ParallelConfig) -> Topology:
-    """Join the processes of this run and build the groups of `config`. Collective."""
+    """Join the processes of this run and build the groups of `config`, if that was not done yet. Collective.
+
+    Each call goes with one of `destroy_parallel`.
+
+    Raises:
+        RuntimeError: there are groups of another layout.
+    """
+    global _layout
+    if _layout is None:
+        _layout = _Layout(config, _build_groups(config))
+    there, wanted = (layout.model_dump(exclude=OF_A_MODEL) for layout in (_layout.config, config))
+    if different := [key for key in there if there[key] != wanted[key]]:
+        key = different[0]
+        raise RuntimeError(
+            f"parallel.{key}={wanted[key]}: all models of a process share one layout, which has {there[key]}"
+        )
+    _layout.users += 1
+    return _layout.topology
+
+
+def destroy_parallel() -> None:
+    """Leave all process groups, when the last of those who asked for them does."""
+    global _layout
+    if _layout is not None and _layout.users > 1:
+        _layout.users -= 1
+        return
+    _layout = None
+    parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _build_groups(config: ParallelConfig) -> Topology:
     timeout = timedelta(seconds=config.timeout_seconds)
     platform.initialize_process_group(timeout)
     config.data_parallel_size(torch.distributed.get_world_size())
@@ -39,13 +87,6 @@ def initialize_parallel(config: ParallelConfig) -> Topology:
         expert=ParallelDimension.of(groups.ep),
         expert_tensor=ParallelDimension.of(groups.expt_tp),
     )
-
-
-def destroy_parallel() -> None:
-    """Leave all process groups."""
-    parallel_state.destroy_model_parallel()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def process_groups() -> ProcessGroupCollection:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
+from collections.abc import Mapping as Dictionary
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.families.family import REWARD_HEAD
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-from mcore_rl.models.megatron.mapping import Mapping, Shape
+from mcore_rl.models.megatron.linear import Adapted
+from mcore_rl.models.megatron.mapping import Mapping, Shape, TensorSource
 from mcore_rl.models.megatron.model import BuiltModel, HiddenStateGPTModel
 
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes  # isort: skip
@@ -37,6 +40,7 @@ _FUSED = {
 }
 
 FLOAT32_BUFFER = ".router.expert_bias"
+ADAPTER = ".adapter."
 
 
 def name_in_model(name: str, first_layer: int = 0, first_expert: int = 0) -> str:
@@ -66,7 +70,7 @@ def named_mappings(model: BuiltModel) -> Iterator[tuple[Mapping, Tensor]]:
 def chunk_mappings(model: BuiltModel, chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Mapping, Tensor]]:
     """`named_mappings` of one chunk, with the names that its tensors have there."""
     for name, tensor in weights_of(chunk):
-        if name == "output_layer.weight" and model.family.ties_embeddings:
+        if (name == "output_layer.weight" and model.family.ties_embeddings) or ADAPTER in name:
             continue
         whole = name_in_model(name, first_layer(chunk), model.first_expert)
         if whole not in model.family.table:
@@ -75,7 +79,7 @@ def chunk_mappings(model: BuiltModel, chunk: HiddenStateGPTModel) -> Iterator[tu
 
 
 def weights_of(chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Tensor]]:
-    """What makes up the model: its parameters, and the routers' biases, which are trained by no gradient."""
+    """What makes up the model: its parameters, adapters among them, and routers' biases, which no gradient trains."""
     yield from chunk.named_parameters()
     yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(FLOAT32_BUFFER))
 
@@ -109,7 +113,7 @@ def load_hf_weights(model: BuiltModel, source: SafetensorsDirectory) -> None:
             model.chunks[-1].lm_head_weight().copy_(embedding)
 
 
-def read_shard(mapping: Mapping, source: SafetensorsDirectory, topology: Topology) -> Tensor:
+def read_shard(mapping: Mapping, source: TensorSource, topology: Topology) -> Tensor:
     """This rank's shard of a parameter."""
     ranks = _cut_over(mapping, topology)
     return mapping.kind.read(mapping.parts, source, ranks.rank, ranks.size)
@@ -150,19 +154,48 @@ def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
 
 def export_hf_weights(
     model: BuiltModel,
-    value_of: Callable[[Tensor], Tensor] = lambda tensor: tensor.detach(),
+    value_of: Callable[[Tensor], Tensor] | None = None,
     names: Collection[str] | None = None,
     copies: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor, whole, on every rank, one at a time. Collective over EP, TP and PP.
 
     Args:
-        value_of: what is exported of a parameter: its value, or for example its gradient.
+        value_of: what is exported of a parameter, for example its gradient; its value, with its adapter merged into
+            it, if left out.
         names: only these tensors, the same on every rank; all if left out.
         copies: give each tensor memory of its own; otherwise it is valid until the next one only.
     """
-    topology = model.topology
+    adapters = adapters_of(model) if value_of is None else {}
+    value_of = value_of or torch.Tensor.detach
     own = {mapping.megatron: value_of(tensor) for mapping, tensor in named_mappings(model)}
+    yield from gather_tensors(model.family.table, own, model.topology, names, copies, adapters)
+
+
+def adapters_of(model: BuiltModel) -> dict[str, Any]:
+    """This rank's adapters, by the names of the weights that they are on."""
+    owners = {
+        id(module.weight): module.adapter
+        for chunk in model.chunks
+        for module in chunk.modules()
+        if isinstance(module, Adapted) and module.adapter is not None
+    }
+    return {mapping.megatron: owners[id(tensor)] for mapping, tensor in named_mappings(model) if id(tensor) in owners}
+
+
+def gather_tensors(
+    table: Dictionary[str, Mapping],
+    own: dict[str, Tensor],
+    topology: Topology,
+    names: Collection[str] | None = None,
+    copies: bool = True,
+    adapters: Dictionary[str, Any] = MappingProxyType({}),
+) -> Iterator[tuple[str, Tensor]]:
+    """As `export_hf_weights`, of any table, from this rank's tensors `own` by their names in it.
+
+    Args:
+        adapters: by the same names, to be merged into them.
+    """
     described = {name: (tuple(value.shape), value.dtype) for name, value in own.items()}
     by_expert_rank = gather_objects(described, topology.expert.group)
     by_stage = gather_objects(by_expert_rank, topology.pipeline.group)
@@ -172,11 +205,13 @@ def export_hf_weights(
         for rank, held in reversed(list(enumerate(ranks)))
         for name, what in held.items()
     }
-    for name, mapping in model.family.table.items():
+    for name, mapping in table.items():
         if names is not None and not set(mapping.hf_names) & set(names):
             continue
         stage, expert_rank, shape, dtype = holders[name]
         shard = own.get(name)
+        if name in adapters and shard is not None:
+            shard = adapters[name].merged(shard)
         if stage == topology.pipeline.rank and mapping.is_expert and topology.expert.size > 1:
             shard = _received(shard, shape, dtype, topology.expert, expert_rank)
         whole = _gather_whole(

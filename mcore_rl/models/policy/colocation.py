@@ -2,52 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from mcore_rl.config import TrainingConfig
-from mcore_rl.models.megatron.model import BuiltModel
 from mcore_rl.models.megatron.offload import Offload, gradient_buffers, optimizer_tensors
-from mcore_rl.models.megatron.weights import export_hf_weights, weights_of
+from mcore_rl.models.megatron.weights import export_hf_weights
 from mcore_rl.models.policy.interfaces import ColocatablePolicyInterface
 from mcore_rl.models.policy.refit import RefitGroup, RefitInfo, SharedBucket, plan_buckets, send_weights
+from mcore_rl.models.policy.scoring import ScoringModel
 
 BUCKET_BYTES = 512 * 1024**2
 
 
-class Colocation(ColocatablePolicyInterface):
+class Colocation(ScoringModel, ColocatablePolicyInterface):
     """The part of the Megatron policy that an inference engine beside it needs."""
 
-    config: TrainingConfig
-    model: BuiltModel
-    hf_config: Any
-    chunks: list[Any]
     optimizer: Any
     is_trained: bool
 
     def init_colocation(self) -> None:
         """Nothing is away, nobody is connected."""
-        self.weights_away, self.optimizer_away = Offload(keep=True), Offload(keep=True)
-        self.gradients_away = Offload(keep=False)
+        self.optimizer_away, self.gradients_away = Offload(keep=True), Offload(keep=False)
         self._has_collective = False
         self._refit_group: RefitGroup | None = None
         self._shared_bucket: SharedBucket | None = None
-
-    @property
-    def rank(self) -> int:
-        """Of this process among all of the run."""
-        return torch.distributed.get_rank()
-
-    @property
-    def is_writer(self) -> bool:
-        """True on the one rank that writes files and speaks."""
-        return self.rank == 0
-
-    def parameters(self) -> Iterator[torch.Tensor]:
-        """This rank's shards, and the routers' biases."""
-        return (tensor for chunk in self.model.chunks for _, tensor in weights_of(chunk))
 
     # ------------------------------------------------------------ memory
 
@@ -57,12 +36,6 @@ class Colocation(ColocatablePolicyInterface):
             offload.restore()
         for chunk in self.chunks:
             chunk.train()
-
-    def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Bring back what scoring needs: the weights."""
-        self.weights_away.restore()
-        for chunk in self.chunks:
-            chunk.eval()
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
         """Release gradient buffers and optimizer state until `prepare_for_training`."""
@@ -81,11 +54,6 @@ class Colocation(ColocatablePolicyInterface):
         """Move the weights to the host too; returns the device bytes freed."""
         self.release_shared_bucket()
         return self.offload_before_refit() + self.weights_away.offload(self.parameters())
-
-    def require(self, purpose: str, *offloads: Offload) -> None:
-        """Raise RuntimeError if any of them is away."""
-        if any(offload.is_away for offload in offloads):
-            raise RuntimeError(f"{purpose}: what it needs is offloaded; call prepare_for_training first")
 
     # ------------------------------------------------------------ refit
 

@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from mcore_rl import platform
 from mcore_rl.checkpoint_store import CheckpointStore
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron import checkpoint
+from mcore_rl.models.megatron.adapters import adapters_in, export_adapters
 from mcore_rl.models.megatron.hf_checkpoint import write_hf_directory
-from mcore_rl.models.megatron.weights import export_hf_weights
+from mcore_rl.models.megatron.peft_directory import write_peft_directory
+from mcore_rl.models.megatron.weights import adapters_of, export_hf_weights
 from mcore_rl.models.policy.colocation import Colocation
+from mcore_rl.models.policy.reference_weights import AdaptersOff, KeptWeights, Reference
 
 
 class Keeping(Colocation):
     """The part of the Megatron policy that keeps weights and training state."""
 
-    reference: list[Tensor] | None
+    reference: Reference | None
     scheduler: Any
     _saving: checkpoint.PendingSave | None = None
 
@@ -31,28 +32,31 @@ class Keeping(Colocation):
         """The reference weights in place of the current ones; the current ones return whatever happens."""
         if self.reference is None:
             raise UserError("the policy was built without reference weights (keep_reference=True)")
-        current = self._weights_on_host()
-        try:
-            self._set_weights(self.reference)
+        with self.reference.in_place():
             yield
-        finally:
-            self._set_weights(current)
 
-    @torch.no_grad()
-    def _weights_on_host(self) -> list[Tensor]:
-        """Copies of this rank's parameters in host memory, page-locked where there is a GPU."""
-        copies = [torch.empty(p.shape, dtype=p.dtype, pin_memory=platform.has_gpu()) for p in self.parameters()]
-        for copy, parameter in zip(copies, self.parameters(), strict=True):
-            copy.copy_(parameter)
-        return copies
+    def _new_reference(self, begun: bool) -> Reference:
+        """The weights as they are now; `begun`: whether adapters, if there are some, do anything yet."""
+        if self.model.lora is None:
+            return KeptWeights(self.parameters())
+        return KeptWeights(adapters_in(self.model)) if begun else AdaptersOff(adapters_of(self.model).values())
 
-    @torch.no_grad()
-    def _set_weights(self, values: list[Tensor]) -> None:
-        for parameter, value in zip(self.parameters(), values, strict=True):
-            parameter.copy_(value, non_blocking=True)
+    def export_adapters(self, destination: Path) -> None:
+        """Write the current adapters as a PEFT directory. Collective."""
+        lora = self.model.lora
+        assert lora is not None, "the model has no adapters"
+        write_peft_directory(
+            export_adapters(self.model),
+            destination,
+            self.config.model.path,
+            lora.settings,
+            is_writer=self.is_writer,
+            chat_template=self.config.data.read_chat_template(),
+        )
+        torch.distributed.barrier()
 
     def export_hf(self, destination: Path) -> None:
-        """Write the current weights as a Hugging Face model directory. Collective."""
+        """Write the current weights, adapters merged into them, as a Hugging Face model directory. Collective."""
         write_hf_directory(
             export_hf_weights(self.model),
             destination,
@@ -105,7 +109,7 @@ class Keeping(Colocation):
         """
         restored = checkpoint.load(iteration, self._training_state(), allow_partial)
         if self.reference is not None and not restored.state:  # training begins from these weights
-            self.reference = self._weights_on_host()
+            self.reference = self._new_reference(begun=True)
         return restored
 
     def _training_state(self) -> checkpoint.TrainingState:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_rl.data.batches import collate
 from mcore_rl.data.token_store import TokenStore
 from mcore_rl.distributed.collectives import broadcast_object
-from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+from mcore_rl.models.policy.scoring import ScoringModel
 
 
 class PrecomputedReference:
@@ -28,21 +28,21 @@ class PrecomputedReference:
 
     @classmethod
     def load_or_compute(
-        cls, directory: Path, policy: MegatronPolicy, units: TokenStore, pad_token_id: int, batch_size: int
+        cls, directory: Path, model: ScoringModel, units: TokenStore, pad_token_id: int, batch_size: int
     ) -> PrecomputedReference:
-        """From disk if there; else by `policy`, whose weights must be the reference's. Collective."""
+        """From disk if there; else by `model`, whose weights must be the reference's. Collective."""
         lengths = units.lengths().tolist()
-        key = reference_key(policy.config.model.path, policy.config.model.dtype, units) if policy.is_writer else ""
+        key = reference_key(model.config.model.path, model.config.model.dtype, units) if model.is_writer else ""
         path = directory / f"{broadcast_object(key)}.safetensors"
         if broadcast_object(path.is_file()):
             return cls(load_file(path)["logprobs"], lengths)
         parts = []
         for start in range(0, len(units), batch_size):
             data = collate(units[start : start + batch_size], pad_token_id)
-            scores = policy.get_logprobs(data)["logprobs"]
+            scores = model.get_logprobs(data)["logprobs"]
             parts += [row[:length] for row, length in zip(scores, data["input_lengths"].tolist(), strict=True)]
         logprobs = torch.cat(parts)
-        if policy.is_writer:
+        if model.is_writer:
             directory.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".partial")
             save_file({"logprobs": logprobs}, temporary)

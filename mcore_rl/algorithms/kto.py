@@ -1,0 +1,78 @@
+"""Kahneman–Tversky optimization: responses that are desirable or not, no pairs (arXiv:2402.01306)."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.dpo import FIRST_MARGIN_TOLERANCE
+from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
+from mcore_rl.algorithms.loss_functions import kto_reference_point
+from mcore_rl.algorithms.objectives import loss_of
+from mcore_rl.algorithms.supervised import SupervisedRun
+from mcore_rl.config import KTOConfig
+from mcore_rl.data.batches import collate
+from mcore_rl.data.records import Dataset, UnpairedDataset, load_unpaired_dataset
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.errors import TrainingError
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+
+def train_kto(config: KTOConfig) -> None:
+    """Make desirable responses likelier, undesirable ones less likely, relative to the reference."""
+    inputs = claim_output(config, load_inputs(config, load_unpaired_dataset, rows_per_unit=1))
+    steps = total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size)
+    policy = MegatronPolicy(config, steps, keep_reference=True)
+
+    def dataset_of(indices: list[int] | None) -> tuple[UnpairedDataset, list[int]]:
+        if indices is not None:
+            return inputs.train, indices
+        assert inputs.validation is not None, "there is no validation set"
+        return inputs.validation, list(range(len(inputs.validation)))
+
+    def mismatched(indices: list[int] | None) -> BatchedDataDict[Any]:
+        """Each record's prompt with another's response."""
+        dataset, rows = dataset_of(indices)
+        limit = config.data.max_sequence_length
+        return collate([(dataset.mismatched(i).truncate(limit),) for i in rows], inputs.tokenizer.pad_token_id)
+
+    def add_reference(data: BatchedDataDict[Any], indices: list[int] | None) -> None:
+        dataset, rows = dataset_of(indices)
+        data["desirable"] = torch.tensor([dataset.is_desirable(i) for i in rows])
+        reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+        data["reference_policy_logprobs"] = reference.roll(-1, dims=1)  # column t scores token t + 1
+        other = mismatched(indices)
+        data["mismatched_reference"] = _sums(policy.get_reference_policy_logprobs(other)["reference_logprobs"], other)
+
+    def add_reference_point(data: BatchedDataDict[Any], indices: list[int] | None) -> None:
+        other = mismatched(indices)
+        sums = _sums(policy.get_logprobs(other)["logprobs"], other)
+        data["kl_reference_point"] = kto_reference_point(sums, data["mismatched_reference"]).expand(data.size).clone()
+
+    def check_rewards(metrics: dict[str, Any], data: BatchedDataDict[Any]) -> None:
+        reward = max(abs(metrics[f"rewards_{kind}_sum"]) for kind in ("desirable", "undesirable"))
+        tokens = float(data["token_mask"][:, 1:].sum())
+        if reward > FIRST_MARGIN_TOLERANCE[config.model.dtype] * tokens:
+            raise TrainingError(
+                f"step 1: before any update the policy must equal the reference, but rewards add up to {reward:.3g} "
+                f"nats over {tokens:.0f} tokens"
+            )
+
+    run = SupervisedRun(
+        config,
+        cast("Inputs[Dataset]", inputs),
+        policy,
+        loss_of(config),
+        add_reference,
+        check_rewards,
+        add_reference_point,
+    )
+    run.run()
+    policy.shutdown()
+
+
+def _sums(logprobs: Tensor, data: BatchedDataDict[Any]) -> Tensor:
+    """[B] log-probabilities of whole responses; column t of `logprobs` scores token t."""
+    return (logprobs * data["token_mask"])[:, 1:].sum(1)

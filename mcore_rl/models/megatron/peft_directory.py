@@ -1,0 +1,132 @@
+"""Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mcore_rl.checkpoint_store import digests_of, flush_directory, replace_listed, write_manifest
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.hf_checkpoint import companions
+
+CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+NAME = "base_model.model.{module}.lora_{matrix}.weight"
+"""Of a tensor: `module` as the Hugging Face model names it, `matrix` A or B."""
+
+ONLY: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "use_rslora": (False,),
+    "fan_in_fan_out": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "modules_to_save": ((), []),
+    "layers_to_transform": ((), []),
+    "target_parameters": ((), []),
+    "lora_bias": (False,),
+}
+"""Values of keys of the configuration that change what an adapter computes; null is any of them."""
+
+
+class PEFTDirectory:
+    """An adapter on disk.
+
+    Raises:
+        UserError: it is none, or of a kind that is not supported.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            config = json.loads((path / CONFIG_FILE).read_bytes())
+            self.rank, self.alpha = int(config["r"]), float(config["lora_alpha"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"model.lora.path: {path} must be a PEFT adapter with {CONFIG_FILE} ({type(error).__name__}: {error})"
+            ) from None
+        for key, values in ONLY.items():
+            if config.get(key) is not None and config[key] not in values:
+                raise UserError(f"model.lora.path: {path / CONFIG_FILE}: {key}={config[key]!r} is not supported")
+        try:
+            self._file = safe_open(path / TENSORS_FILE, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"model.lora.path: {path / TENSORS_FILE} cannot be read ({error})") from None
+        self.names = set(self._file.keys())
+
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """Last components of the names of the modules that have an adapter."""
+        return tuple(sorted({name.split(".lora_")[0].rpartition(".")[2] for name in self.names}))
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse tensors that are missing, unknown or misshapen.
+
+        Raises:
+            UserError: naming the first of them.
+        """
+        for what, names in (("lacks", set(shapes) - self.names), ("has unknown", self.names - set(shapes))):
+            if names:
+                raise UserError(f"model.lora.path: {self.path} {what} tensors: {', '.join(sorted(names)[:3])}")
+        for name, shape in shapes.items():
+            found = tuple(self._file.get_slice(name).get_shape())
+            if found != shape:
+                raise UserError(f"model.lora.path: {self.path}: {name} is {found}; for model.path it must be {shape}")
+
+    def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
+        """`tensor[rows, columns]`, in fp32."""
+        view = self._file.get_slice(name)
+        return (view[rows] if columns is None else view[rows, columns]).float()
+
+
+def write_peft_directory(
+    tensors: Iterable[tuple[str, Tensor]],
+    destination: Path,
+    base: Path,
+    settings: Mapping[str, Any],
+    is_writer: bool,
+    chat_template: str | None = None,
+) -> None:
+    """Write an adapter, its configuration and the base model's tokenizer; every rank calls, `is_writer` writes.
+
+    The directory appears under its name when it is whole, and replaces what an earlier call wrote.
+
+    Args:
+        base: the model that it is for.
+        settings: `r`, `lora_alpha`, `lora_dropout`, `target_modules`.
+
+    Raises:
+        UserError: `destination` holds what no export wrote.
+    """
+    whole = {name: tensor.cpu().contiguous() for name, tensor in tensors}
+    if not is_writer:
+        return
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in destination.parent.glob(f".{destination.name}.*.partial"):
+        shutil.rmtree(leftover)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=destination.parent))
+    save_file(whole, temporary / TENSORS_FILE, metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "bias": "none",
+        "inference_mode": True,
+        **settings,
+    }
+    (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    for file in companions(base):
+        shutil.copy2(file, temporary / file.name)
+    if chat_template is not None:
+        (temporary / "chat_template.jinja").write_text(chat_template)
+    write_manifest(temporary, digests_of(temporary, sorted(file.name for file in temporary.iterdir())))
+    flush_directory(temporary)
+    replace_listed(temporary, destination)

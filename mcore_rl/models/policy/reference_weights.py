@@ -1,0 +1,69 @@
+"""The reference in the policy's place: its weights, kept or the model without its adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mcore_rl import platform
+
+
+class Reference(Protocol):
+    """What the policy is compared with."""
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Inside, the model computes what the reference does; afterwards what it did, whatever happens."""
+        ...
+
+
+class KeptWeights:
+    """Copies in host memory, page-locked where there is a GPU, of this rank's tensors as they are now."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self.kept = _on_host(self.tensors)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        current = _on_host(self.tensors)
+        try:
+            self._set(self.kept)
+            yield
+        finally:
+            self._set(current)
+
+    @torch.no_grad()
+    def _set(self, values: list[Tensor]) -> None:
+        for tensor, value in zip(self.tensors, values, strict=True):
+            tensor.copy_(value, non_blocking=True)
+
+
+@torch.no_grad()
+def _on_host(tensors: list[Tensor]) -> list[Tensor]:
+    copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=platform.has_gpu()) for t in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor)
+    return copies
+
+
+class AdaptersOff:
+    """The model without its adapters, which began from nothing."""
+
+    def __init__(self, adapters: Iterable[Any]) -> None:
+        self.adapters = list(adapters)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        try:
+            self._enable(False)
+            yield
+        finally:
+            self._enable(True)
+
+    def _enable(self, enabled: bool) -> None:
+        for adapter in self.adapters:
+            adapter.enabled = enabled

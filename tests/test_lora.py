@@ -1,0 +1,397 @@
+"""Adapters: PEFT's numbers and files, the same under every layout."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from models import and_long, make_model
+from safetensors.torch import load_file
+from test_layouts import make_config, make_data, plain_logprobs
+from test_training import metrics_of, run
+from transformers import AutoModelForCausalLM
+
+from mcore_rl.distributed.processes import run_processes
+from mcore_rl.layout_check import Layout, compute_outcome
+from mcore_rl.models.megatron.checkpoint_trust import read_index
+
+peft = pytest.importorskip("peft")
+
+RANK, ALPHA = 3, 5.0
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS = {
+    "some": ["q_proj", "v_proj", "up_proj"],
+    "all": ALL,
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+}
+
+
+def make_adapter(path, directory, targets):
+    """A PEFT directory whose B is not zero, so that A has gradients too."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    adapted.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def adapter_of(model_of, tmp_path_factory):
+    made = {}
+
+    def get(family, targets):
+        if (family, targets) not in made:
+            directory = tmp_path_factory.mktemp(f"{family}_{targets}")
+            made[family, targets] = make_adapter(model_of(family), directory, TARGETS[targets])
+        return made[family, targets]
+
+    return get
+
+
+def lora_config(model_path, **lora):
+    config = make_config(model_path)
+    values = config.model_dump()
+    values["model"]["lora"] = lora
+    return type(config).model_validate(values)
+
+
+def plain_outcome(path, adapter):
+    """Log-probabilities, loss and the gradients of A and B by PEFT and plain PyTorch."""
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    data = make_data()
+    logprobs = plain_logprobs(model, data)
+    loss = plain_loss(logprobs)
+    loss.backward()
+    gradients = {name.replace(".default", ""): p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return logprobs.detach(), loss.item(), gradients
+
+
+def plain_loss(logprobs):
+    data = make_data()
+    mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
+    difference = ((logprobs[:, 1:] - data["reference_policy_logprobs"][:, :-1]) * mask).sum(1)
+    pairs = data["sample_mask"][::2]
+    nll = -(logprobs[:, 1:] * mask).sum(1) / mask.sum(1).clamp(min=1)
+    per_pair = -F.logsigmoid(0.05 * (difference[::2] - difference[1::2])) + 0.5 * nll[::2]
+    return (per_pair * pairs).sum() / pairs.sum()
+
+
+@pytest.fixture(scope="module")
+def plain(model_of, adapter_of):
+    made = {}
+
+    def get(family, targets):
+        if (family, targets) not in made:
+            made[family, targets] = plain_outcome(model_of(family), adapter_of(family, targets))
+        return made[family, targets]
+
+    return get
+
+
+CASES = and_long(
+    [
+        ("llama", "some", Layout(tp=2, sp=True)),
+        ("deep", "all", Layout(pp=2, cp=2)),
+    ],
+    [
+        ("llama", "all", Layout()),
+        ("phi3", "phi3", Layout(tp=2)),
+        ("llama", "all", Layout(tp=4)),  # more ranks than key-value heads
+        ("llama", "some", Layout(tp=4, sp=True, dp=2)),
+        ("gemma3", "all", Layout(tp=2, sp=True)),
+        ("olmo2", "all", Layout(tp=2)),
+        ("qwen3", "some", Layout(tp=2, pp=2, cp=2, sp=True)),
+        ("deep", "some", Layout(pp=2, vpp=3, dp=2)),
+        ("qwen2", "all", Layout(dp=4, packing=False)),
+        ("qwen3_moe", "attention", Layout(tp=2, dp=2, ep=2, sp=True)),
+    ],
+)
+TARGETS["attention"] = ALL[:4]
+
+
+@pytest.mark.parametrize(("family", "targets", "layout"), CASES, ids=str)
+def test_gradients_are_pefts(family, targets, layout, model_of, adapter_of, plain):
+    """Recomputing where layers are on several stages, whose first has no input with a gradient."""
+    recompute = layout.pp > 1
+    config = layout.apply(lora_config(model_of(family), path=adapter_of(family, targets)))
+    model = config.model.model_copy(update={"recompute_activations": recompute})
+    outcome = run_processes(
+        compute_outcome, config.model_copy(update={"model": model}), make_data(), 1, world_size=layout.world_size
+    )[0]
+    logprobs, loss, gradients = plain(family, targets)
+    assert outcome.metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(outcome.scores, logprobs.float(), rtol=1e-5, atol=1e-4)
+    assert set(outcome.gradients) == set(gradients)
+    whole = sum(float(g.square().sum()) for g in gradients.values()) ** 0.5
+    for name, expected in gradients.items():
+        error = (outcome.gradients[name] - expected).norm()
+        assert error <= 2e-5 * max(expected.norm(), 1e-3 * whole), name
+    assert outcome.metrics["grad_norm"] == pytest.approx(whole, rel=1e-5)
+
+
+# ------------------------------------------------------------------ a run
+
+
+STEPS, DIRECTORIES = 3, ("initial", "adapter", "merged")
+
+
+def a_run(config, directory):
+    """Initial adapters, a few steps, and what can be asked of the policy afterwards; rank 0's."""
+    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.models.generation.sampling import SamplingParams
+    from mcore_rl.models.megatron.adapters import adapters_in
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2, keep_reference=True)
+    frozen = [p.clone() for p in policy.parameters() if not p.requires_grad]
+    first, second, merged = (directory / name for name in DIRECTORIES)
+    policy.export_adapters(first)
+    before = policy.get_logprobs(make_data())["logprobs"]
+    metrics = [policy.train(make_data(), loss_of(config)) for _ in range(STEPS)]
+    after = policy.get_logprobs(make_data())["logprobs"]
+    reference = policy.get_reference_policy_logprobs(make_data())["reference_logprobs"]
+    assert torch.equal(policy.get_logprobs(make_data())["logprobs"], after)
+    assert torch.equal(reference, before)
+    policy.export_adapters(second)
+    policy.export_hf(merged)
+    policy.prepare_for_generation(SamplingParams(max_new_tokens=9, temperature=0.7), 60)
+    prompts = make_data().select_indices([0, 3, 5, 9])
+    sampled = policy.generate(prompts)
+    ids, lengths = sampled["output_ids"], sampled["unpadded_sequence_lengths"]
+    scored = policy.get_logprobs(type(prompts)(input_ids=ids, input_lengths=lengths), temperature=0.7)["logprobs"]
+    responses = sampled["logprobs"] != 0
+    torch.testing.assert_close(sampled["logprobs"][responses], scored[responses], rtol=1e-4, atol=1e-4)
+    assert responses.any()
+    assert all(
+        torch.equal(a, b) for a, b in zip(frozen, (p for p in policy.parameters() if not p.requires_grad), strict=True)
+    )
+    assert {p.dtype for p in adapters_in(policy.model)} == {torch.float32}
+    moments = [t for state in policy.optimizer.chained_optimizers[0].optimizer.state.values() for t in state.values()]
+    numbers = sum(p.numel() for p in adapters_in(policy.model))
+    policy.shutdown()
+    return metrics, before, after, sum(t.numel() for t in moments if t.ndim) / numbers
+
+
+def plain_run(path, adapter, config):
+    """The same by PEFT and torch.optim, from the same adapter."""
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=config.optimizer.lr, eps=config.optimizer.adam_eps, weight_decay=0)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = plain_loss(plain_logprobs(model, make_data()))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, config.optimizer.clip_grad)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, peft.get_peft_model_state_dict(model)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(pp=2, cp=2), Layout(dp=2)], ids=str)
+def test_a_run_equals_pefts_and_its_files_are_pefts(layout, model_of, tmp_path):
+    path = model_of("llama")
+    config = layout.apply(lora_config(path, rank=RANK, alpha=ALPHA, target_modules=["q_proj", "k_proj", "down_proj"]))
+    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 1e-2})})
+    metrics, before, after, moments = run_processes(a_run, config, tmp_path, world_size=layout.world_size)[0]
+    assert moments <= 2  # two numbers for each of the adapters', and none for the model's
+    initial, adapter, merged = (tmp_path / name for name in DIRECTORIES)
+    losses, weights = plain_run(path, initial, config)
+    assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
+    assert abs(losses[-1] - losses[0]) > 1e-3
+    ours = load_file(adapter / "adapter_model.safetensors")
+    assert set(ours) == set(weights)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(ours[name], tensor.detach(), rtol=1e-4, atol=1e-5, msg=name)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(before, plain_logprobs(base, make_data()).float(), rtol=1e-5, atol=1e-4)
+        for model in (
+            AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32),
+            peft.PeftModel.from_pretrained(base, adapter),
+        ):
+            torch.testing.assert_close(after, plain_logprobs(model, make_data()).float(), rtol=1e-5, atol=1e-4)
+    initial_a = {n: t for n, t in load_file(initial / "adapter_model.safetensors").items() if "lora_A" in n}
+    for name, tensor in initial_a.items():  # PEFT's own range
+        bound = tensor.shape[1] ** -0.5
+        assert 0.9 * bound < tensor.abs().max() <= bound, name
+
+
+def run_steps(config, directory, load, steps):
+    """Losses, adapters and the checkpoint after `steps` more steps."""
+    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.models.megatron.adapters import export_adapters
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    done = policy.load_checkpoint(load).state["step"] if load else 0
+    losses = [policy.train(make_data(), loss_of(config))["loss"] for _ in range(steps)]
+    saved = policy.save_checkpoint(directory, done + steps, {})
+    adapters = dict(export_adapters(policy.model))
+    policy.shutdown()
+    return losses, adapters, saved
+
+
+ELSEWHERE = [
+    ("deep", Layout(tp=2, sp=True), Layout(pp=2)),
+    ("llama", Layout(dp=3), Layout(tp=4)),
+    ("deep", Layout(pp=2, vpp=3), Layout(cp=2, dp=2)),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "first", "second"), ELSEWHERE, ids=str)
+def test_going_on_under_another_layout(family, first, second, model_of, tmp_path):
+    config = lora_config(model_of(family), rank=RANK)
+    expected, adapters, _ = run_processes(run_steps, config, tmp_path / "whole", None, 4, world_size=1)[0]
+    losses, load = [], None
+    for layout in (first, second):
+        arguments = (layout.apply(config), tmp_path / "parts", load, 2)
+        more, found, load = run_processes(run_steps, *arguments, world_size=layout.world_size)[0]
+        losses += more
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for name, tensor in adapters.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+    stored = read_index(load).state_dict_metadata
+    assert all(".adapter.lora_" in name for name in stored)
+    numbers = sum(t.numel() for t in adapters.values())  # of each: value, the optimizer's own, two moments
+    assert sum(math.prod(entry.size) for entry in stored.values()) == 4 * numbers
+
+
+def with_dropout(config):
+    """Scores and losses; whether tensor-parallel ranks still agree on what they all hold."""
+    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.distributed.collectives import all_gather
+    from mcore_rl.models.megatron.adapters import adapter_mappings
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    scores = [policy.get_logprobs(make_data())["logprobs"] for _ in range(2)]
+    losses = [policy.train(make_data(), loss_of(config))["loss"] for _ in range(STEPS)]
+    agree = [
+        bool((copies == copies[0]).all())
+        for chunk in policy.model.chunks
+        for _, mapping, parameter in adapter_mappings(policy.model, chunk)
+        if mapping.kind.partition_dim is None
+        for copies in [all_gather(parameter.detach(), policy.topology.tensor.group)]
+    ]
+    policy.shutdown()
+    return scores, losses, all(agree)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sp=True)], ids=str)
+def test_dropout_is_for_training_alone(layout, model_of, adapter_of):
+    path, adapter = model_of("llama"), adapter_of("llama", "all")
+    (wet, dry) = (
+        run_processes(
+            with_dropout, layout.apply(lora_config(path, path=adapter, **options)), world_size=layout.world_size
+        )[0]
+        for options in ({"dropout": 0.4}, {})
+    )
+    assert torch.equal(wet[0][0], wet[0][1])
+    assert torch.equal(wet[0][0], dry[0][0])
+    assert all(abs(a - b) > 1e-3 for a, b in zip(wet[1], dry[1], strict=True))
+    assert wet[2]
+    assert dry[2]
+
+
+def drop_out(config, tokens):
+    from mcore_rl.models.megatron.adapters import ColumnAdapter, RowAdapter
+    from mcore_rl.models.policy.scoring import ScoringModel
+
+    model, found = ScoringModel(config).model.chunks[0], {}
+    with torch.no_grad():
+        for kind in (ColumnAdapter, RowAdapter):
+            adapter = next(m for m in model.modules() if isinstance(m, kind))
+            x = torch.ones(tokens, 1, adapter.lora_A.shape[1])
+            found[kind.__name__] = adapter.train()(x).mean(0), adapter.eval()(x)[0]
+    return found
+
+
+def test_what_dropout_leaves_is_scaled_up(model_of, adapter_of):
+    """So that an adapter's mean output is the same while training; 20,000 draws, 5 standard errors."""
+    config = lora_config(model_of("llama"), path=adapter_of("llama", "all"), dropout=0.4)
+    for dropped, whole in run_processes(drop_out, config, 20_000, world_size=1)[0].values():
+        error = (dropped - whole).norm() / whole.norm()
+        assert 1e-4 < error < 0.05
+
+
+@pytest.mark.long
+def test_a_base_in_bfloat16_keeps_adapters_in_float32(model_of, tmp_path):
+    path = model_of("llama")
+    config = lora_config(path, rank=RANK)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    losses, adapters, _ = run_processes(run_steps, config, tmp_path, None, STEPS, world_size=1)[0]
+    exact, _, _ = run_processes(run_steps, lora_config(path, rank=RANK), tmp_path / "b", None, STEPS, world_size=1)[0]
+    assert {t.dtype for t in adapters.values()} == {torch.float32}
+    assert losses == pytest.approx(exact, rel=0.05)
+
+
+@pytest.mark.long
+def test_scripts_train_stop_convert_and_export(model_of, tmp_path):
+    """A run under two layouts; the checkpoint becomes the very adapter that the run exports."""
+    make_model("qwen2", tmp_path / "model", initializer_range=0.05)
+    pairs = [{"prompt": f"say {i} ", "chosen": "ab" * (i % 5 + 1), "rejected": "yz" * (i % 3 + 1)} for i in range(24)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (tmp_path / "dpo.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "output_dir": str(tmp_path / "out"),
+                "model": {"path": str(tmp_path / "model"), "lora": {"rank": 4, "alpha": 8}},
+                "data": {"train": str(tmp_path / "pairs.jsonl"), "max_sequence_length": 48},
+                "batch": {"global_batch_size": 8},
+                "optimizer": {"lr": 1e-2, "adam_eps": 1e-6},
+                "trainer": {"max_steps": 6},
+            }
+        )
+    )
+    half = ["trainer.max_steps=3", "checkpoint.export_hf=false", "optimizer.schedule=constant"]
+    said = run("train_dpo.py", tmp_path / "dpo.yaml", *half).stdout_text
+    assert "LoRA: rank 4, alpha 8, on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; " in said
+    layout = "parallel.tensor_model_parallel_size=2"
+    said = run("train_dpo.py", tmp_path / "dpo.yaml", "optimizer.schedule=constant", layout, processes=2).stdout_text
+    assert "iter_0000003: adapters, optimizer, schedule" in said
+    metrics = metrics_of(tmp_path / "out")
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5, 6]
+    assert metrics[0]["rewards_chosen_mean"] == 0
+    assert metrics[-1]["preference_loss"] < 0.9 * metrics[0]["preference_loss"]
+    run("convert_checkpoint.py", "megatron-to-hf", tmp_path / "out/checkpoints", tmp_path / "converted")
+    ours, converted = (load_file(tmp_path / d / "adapter_model.safetensors") for d in ("out/adapter", "converted"))
+    assert set(ours) == set(converted)
+    assert all(torch.equal(ours[name], converted[name]) for name in ours)
+    error = run("train_dpo.py", tmp_path / "dpo.yaml", "model.lora.rank=5", check=False)
+    assert error.returncode == 2
+    assert "model.lora.rank: " in error.stderr_text
+    assert "is of another run (4 → 5)" in error.stderr_text
+
+
+def reference_of_an_adapter(config):
+    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2, keep_reference=True)
+    before = policy.get_logprobs(make_data())["logprobs"]
+    policy.train(make_data(), loss_of(config))
+    found = policy.get_reference_policy_logprobs(make_data())["reference_logprobs"]
+    after = policy.get_logprobs(make_data())["logprobs"]
+    policy.shutdown()
+    return before, found, after
+
+
+@pytest.mark.long
+def test_the_reference_of_training_that_begins_from_an_adapter_has_it(model_of, adapter_of):
+    config = Layout(tp=2).apply(lora_config(model_of("llama"), path=adapter_of("llama", "some")))
+    before, found, after = run_processes(reference_of_an_adapter, config, world_size=2)[0]
+    assert torch.equal(before, found)
+    assert not torch.equal(before, after)
