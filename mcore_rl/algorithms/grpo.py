@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from mcore_rl.algorithms.advantages import advantages_of, has_signal
 from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, calculate_kl
 from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
+from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.algorithms.rollouts import (
     REPLAYED_OPTIONS,
     Rollout,
@@ -36,7 +39,7 @@ from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.environments.judged import JudgedEnvironment, probe
 from mcore_rl.errors import TrainingError
-from mcore_rl.models.generation.megatron_generation import generation_of
+from mcore_rl.models.generation.backends import generation_of
 from mcore_rl.models.megatron.weights import export_hf_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.preflight import find_checkpoints, is_restart
@@ -66,13 +69,13 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
     updates = steps * config.grpo.num_updates_per_rollout
     policy = MegatronPolicy(config, updates, keep_reference=config.loss.reference_policy_kl_penalty > 0)
     log = config.output_dir / JUDGE_LOG
-    environment = JudgedEnvironment(config.environment, log) if policy.is_writer else None
-    try:
-        worker, recording = rollout_worker(config, inputs, policy, environment), StepLog(record) if record else None
-        GRPORun(config, inputs, policy, worker, recording, recorded).run()
-    finally:
-        if environment is not None:
-            environment.close()
+    with contextlib.ExitStack() as started:
+        environment = None
+        if policy.is_writer:
+            environment = started.enter_context(contextlib.closing(JudgedEnvironment(config.environment, log)))
+        worker = rollout_worker(config, inputs, policy, environment)
+        started.callback(worker.generation.close)
+        GRPORun(config, inputs, policy, worker, StepLog(record) if record else None, recorded).run()
     policy.shutdown()
 
 
@@ -108,8 +111,9 @@ def _checked_inputs(
 def rollout_worker(
     config: GRPOConfig, inputs: Inputs[PromptDataset], policy: MegatronPolicy, environment: JudgedEnvironment | None
 ) -> RolloutWorker:
-    """Generation with the policy's weights, as the configuration says."""
-    generation, tokenizer = generation_of(config, policy.model, inputs.tokenizer), inputs.tokenizer
+    """Generation with the policy's weights, as the configuration says; the first rank has the environment."""
+    tokenizer = inputs.tokenizer
+    generation = generation_of(config, policy, tokenizer, speaker(environment is not None))
     meeting_seconds = min(5.0, config.parallel.timeout_seconds / 4)
     return RolloutWorker(generation, environment, tokenizer, config.environment.max_turns, meeting_seconds)
 
@@ -135,7 +139,8 @@ class GRPORun(TrainingRun[PromptDataset]):
         self.samples = StepLog(self.config.output_dir / "samples.jsonl")
         # The sampler's log-probabilities are the policy's own where one precision computes both; then the
         # only update on them is on-policy and needs no others.
-        exact = self.config.model.dtype == "float32" and self.recorded is None
+        own = self.recorded is None and self.config.generation.backend == "megatron"
+        exact = self.config.model.dtype == "float32" and own
         chosen = self.config.loss.force_on_policy_ratio
         self.on_policy = (exact and self.config.grpo.num_updates_per_rollout == 1) if chosen is None else chosen
         self.loss_fn = ClippedPGLossFn(replace(self.config.loss, force_on_policy_ratio=self.on_policy))
@@ -168,7 +173,7 @@ class GRPORun(TrainingRun[PromptDataset]):
     def step(self, step: int) -> dict[str, Any]:
         started = time.perf_counter()
         self.seconds = {}
-        with self._phase(step, "generation"):
+        with self._sampling(step, "generation", weight_version=step - 1):
             rollouts = self._collect(step)
         rewards = torch.tensor([r.reward for r in rollouts]).view(-1, self.config.grpo.num_generations_per_prompt)
         metrics = rollout_metrics(rollouts)
@@ -183,8 +188,8 @@ class GRPORun(TrainingRun[PromptDataset]):
             for update in range(self.config.grpo.num_updates_per_rollout):
                 trained = self.policy.train(data, self.loss_fn, temperature=self.config.grpo.temperature)
                 trained.pop("all_mb_metrics")
-                if step == 1 and update == 0 and self.recorded is None:
-                    self._check_first(trained)
+                if update == 0 and self.recorded is None:
+                    self._check_mismatch(step, trained)
         updates = self.config.grpo.num_updates_per_rollout
         return {**metrics, **trained, "skipped_update": 0.0, **self._timings(rollouts, started, updates)}
 
@@ -239,7 +244,13 @@ class GRPORun(TrainingRun[PromptDataset]):
             self.recording.append(step, recorded_step(weights, sampling, rollouts))
         count = min(self.config.grpo.num_logged_samples, len(rollouts))
         logged = [rollouts[i * len(rollouts) // count] for i in range(count)]  # of as many prompts as there are
-        self.samples.append(step, *({"reward": r.reward, "messages": r.message_log, "error": r.error} for r in logged))
+        self.samples.append(
+            step,
+            *(
+                {"reward": r.reward, "messages": r.message_log, "error": r.error, "weight_version": r.weight_version}
+                for r in logged
+            ),
+        )
 
     def _shaped(self, rewards: torch.Tensor, rollouts: list[Rollout]) -> torch.Tensor:
         """Rewards with the penalty on responses near the limit, if there is one."""
@@ -280,6 +291,17 @@ class GRPORun(TrainingRun[PromptDataset]):
         add_advantages(data, self.config, rewards, penalty)
         return data
 
+    def _check_mismatch(self, step: int, metrics: dict[str, Any]) -> None:
+        """Raises TrainingError if sampler and trainer disagree too much on the same weights."""
+        if step == 1:
+            self._check_first(metrics)
+        bound, error = self.config.generation.max_token_mult_prob_error, metrics["token_mult_prob_error"]
+        if bound is not None and error > bound:
+            raise TrainingError(
+                f"step {step}: token_mult_prob_error is {error:.4g}, above generation.max_token_mult_prob_error="
+                f"{bound:g}: sampler and trainer disagree on the log-probabilities of the same weights"
+            )
+
     def _check_first(self, metrics: dict[str, Any]) -> None:
         tolerance = FIRST_STEP_TOLERANCE[self.config.model.dtype]
         expected = {"token_mult_prob_error": 1.0}
@@ -300,11 +322,21 @@ class GRPORun(TrainingRun[PromptDataset]):
         """Rewards of greedy answers to the validation prompts."""
         if self.inputs.validation is None:
             return {}
-        with self._phase(step, "validation"):
+        with self._sampling(step, "validation", weight_version=step):
             prompts = list(enumerate(self.inputs.validation.prompts))
             metrics = rollout_metrics(self.worker.run(prompts, range(len(prompts)), greedy=True))
         self.say(f"step {step}  validation: reward {metrics['reward_mean']:.4g}  accuracy {metrics['accuracy']:.4g}")
         return {f"validation_{name}": value for name, value in metrics.items()}
+
+    @contextlib.contextmanager
+    def _sampling(self, step: int, name: str, weight_version: int) -> Iterator[None]:
+        """A phase in which the policy's weights answer: those after so many steps."""
+        with self._phase(step, "refit"):
+            if self.recorded is None or name == "validation":
+                self.worker.prepare(weight_version)
+        with self._phase(step, name):
+            yield
+        self.worker.finish()
 
     def _phase(self, step: int, name: str) -> _Timer:
         watchdog.enter(f"step {step}: {name}")

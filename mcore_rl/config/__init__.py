@@ -14,6 +14,7 @@ from mcore_rl.config.algorithms import (
     RMConfig,
     SFTConfig,
 )
+from mcore_rl.config.generation import GenerationConfig, VLLMConfig
 from mcore_rl.config.loading import (
     build_config,
     load_config,
@@ -38,11 +39,13 @@ __all__ = [
     "DPOAlgorithmConfig",
     "DPOConfig",
     "EnvironmentConfig",
+    "GenerationConfig",
     "GRPOAlgorithmConfig",
     "GRPOConfig",
     "RewardAlgorithmConfig",
     "RMConfig",
     "SFTConfig",
+    "VLLMConfig",
     "build_config",
     "read_chat_template",
     "load_config",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from mcore_rl.config.generation import GenerationConfig
 from mcore_rl.config.sections import Count, NonNegative, Positive, Section, TrainingConfig, refuse_bool
 from mcore_rl.loss_options import ClippedPGOptions, DPOOptions
 
@@ -132,6 +133,7 @@ class GRPOConfig(TrainingConfig):
     grpo: GRPOAlgorithmConfig
     loss: Annotated[ClippedPGOptions, BeforeValidator(_translated)] = ClippedPGOptions()
     environment: EnvironmentConfig = EnvironmentConfig()
+    generation: GenerationConfig = GenerationConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -171,6 +173,8 @@ class GRPOConfig(TrainingConfig):
         function = self.environment.function
         if self.environment.name == "function" and not re.fullmatch(r"[\w.]+:\w+", function or ""):
             raise ValueError(f"environment.function: name the function, as module:function (got {function!r})")
+        if self.model.moe_router_replay and self.generation.backend != "megatron":
+            raise ValueError("model.moe_router_replay: needs generation.backend=megatron, which records the experts")
         if self.data.overlong != "drop":
             raise ValueError("data.overlong: prompts are never truncated, only dropped; leave it out")
         return self
