@@ -137,12 +137,12 @@ class GRPORun(TrainingRun[PromptDataset]):
 
     def __post_init__(self) -> None:
         self.samples = StepLog(self.config.output_dir / "samples.jsonl")
-        # The sampler's log-probabilities are the policy's own where one precision computes both; then the
-        # only update on them is on-policy and needs no others.
-        own = self.recorded is None and self.config.generation.backend == "megatron"
-        exact = self.config.model.dtype == "float32" and own
+        # The sampler's log-probabilities are the policy's own where the policy samples, in the precision that it is
+        # trained in, from all tokens; then the only update on them is on-policy and needs no others.
+        grpo, own = self.config.grpo, self.recorded is None and self.config.generation.backend == "megatron"
+        self.exact = own and self.config.model.dtype == "float32" and not grpo.filters_tokens
         chosen = self.config.loss.force_on_policy_ratio
-        self.on_policy = (exact and self.config.grpo.num_updates_per_rollout == 1) if chosen is None else chosen
+        self.on_policy = (self.exact and grpo.num_updates_per_rollout == 1) if chosen is None else chosen
         self.loss_fn = ClippedPGLossFn(replace(self.config.loss, force_on_policy_ratio=self.on_policy))
 
     @property
@@ -277,14 +277,14 @@ class GRPORun(TrainingRun[PromptDataset]):
         if self.config.grpo.mask_truncated:
             data["sample_mask"] = torch.tensor([0.0 if r.truncated else 1.0 for r in rollouts])
         with self._phase(step, "logprobs"):
-            if not self.on_policy:
+            if not self.on_policy or (loss.use_kl_in_reward and not self.exact):
                 data["prev_logprobs"] = self.policy.get_logprobs(data, temperature=temperature)["logprobs"]
             if self.policy.reference is not None:
                 reference = self.policy.get_reference_policy_logprobs(data, temperature=temperature)
                 data["reference_policy_logprobs"] = reference["reference_logprobs"]
         penalty = None
         if loss.use_kl_in_reward:
-            current = data["generation_logprobs" if self.on_policy else "prev_logprobs"]
+            current = data["prev_logprobs" if "prev_logprobs" in data else "generation_logprobs"]
             reference = data["reference_policy_logprobs"]
             kl = calculate_kl(current, reference, loss.kl_estimator, loss.kl_clamp, loss.kl_output_clamp)
             penalty = loss.reference_policy_kl_penalty * kl
@@ -304,7 +304,7 @@ class GRPORun(TrainingRun[PromptDataset]):
 
     def _check_first(self, metrics: dict[str, Any]) -> None:
         tolerance = FIRST_STEP_TOLERANCE[self.config.model.dtype]
-        expected = {"token_mult_prob_error": 1.0}
+        expected = {} if self.config.grpo.filters_tokens else {"token_mult_prob_error": 1.0}
         if self.config.loss.kl_in_loss:
             expected["kl_penalty"] = 0.0
         if not self.config.loss.disable_ppo_ratio:

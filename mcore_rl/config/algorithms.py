@@ -98,6 +98,11 @@ class GRPOAlgorithmConfig(Section):
     """Completions written to samples.jsonl each step, of as many prompts as there are."""
 
     @property
+    def filters_tokens(self) -> bool:
+        """Whether some tokens are never drawn, so that samples are of another distribution than what is trained."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+    @property
     def baseline_and_scale(self) -> tuple[bool, bool]:
         """Whether the baseline leaves one out, and whether advantages are divided by the deviation."""
         if self.advantage_estimator == "grpo":

@@ -31,8 +31,8 @@ class GenerationOutputSpec(TypedDict):
     """Prompts with their responses.
 
     output_ids: [B, S'] prompt and response, right-padded; a stop token is part of the response.
-    logprobs: [B, S'] of the response's tokens under the sampling temperature and the whole vocabulary
-        (before top-k, top-p and min-p), aligned with `output_ids`; 0 elsewhere.
+    logprobs: [B, S'] of the response's tokens in the distribution that they were drawn from (temperature, top-k, top-p
+        and min-p; a greedy token's in the model's own), aligned with `output_ids`; 0 elsewhere.
     generation_lengths: [B] tokens of each response, at least 1.
     unpadded_sequence_lengths: [B] tokens of prompt and response.
     truncated: [B] True where the limit of new tokens ended the response.
