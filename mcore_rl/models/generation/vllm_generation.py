@@ -167,7 +167,7 @@ class VLLMGeneration(GenerationInterface):
 
     def _drop(self, url: str, reason: str) -> None:
         self._groups.groups.pop(url, None)
-        died = self._service.why_ended(url) if self._service else None
+        died = self._service.why_ended(url, seconds=1.0) if self._service else None
         if self._service is not None:
             self._service.end(url)
         self.say(f"a vLLM server is dropped: {reason}{f'; {died}' if died else ''}")

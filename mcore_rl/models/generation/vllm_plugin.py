@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from mcore_rl.models.policy.refit import RefitReceiver, decode_refit_info
@@ -80,6 +81,11 @@ class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
     def finish_weight_update(self) -> None:
         with torch.device(self.device):
             finalize_layerwise_reload(self.model, self.model_config)
+        for module in self.model.modules():
+            # On the CPU a head that is tied to the embedding multiplies with a packed copy of the weights, which a
+            # reload of the embedding leaves as it was.
+            if self.device.type == "cpu" and isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         self.receiver = None

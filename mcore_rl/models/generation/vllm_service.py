@@ -36,7 +36,8 @@ def server_command(config: GRPOConfig, port: int) -> list[str]:
         "--max-num-seqs", str(config.grpo.generation_batch_size), "--seed", str(config.seed),
         "--generation-config", "vllm",  # the model directory's would change the sampling in silence
         "--logprobs-mode", "processed_logprobs",  # of the distribution that is sampled from
-        "--enable-scale-out", "--weight-transfer-config", json.dumps({"backend": "mcore_rl"}),
+        "--disable-uvicorn-access-log", "--enable-scale-out",
+        "--weight-transfer-config", json.dumps({"backend": "mcore_rl"}),
     ]  # fmt: skip
     if config.model.trust_remote_code:
         command.append("--trust-remote-code")
@@ -80,10 +81,13 @@ class VLLMService:
     def urls(self) -> tuple[str, ...]:
         return tuple(self._processes)
 
-    def why_ended(self, url: str) -> str | None:
-        """What became of a server that is not there any more; None of one that is, and of those of others."""
+    def why_ended(self, url: str, seconds: float = 0.0) -> str | None:
+        """What became of a server that ends within `seconds`, or has ended; None of any other."""
         process = self._processes.get(url)
-        if process is None or process.poll() is None:
+        try:
+            if process is None or process.wait(seconds) is None:
+                return None
+        except subprocess.TimeoutExpired:
             return None
         printed = self._logs[url].read_bytes()[self._log_starts[url] :].decode(errors="replace")
         return f"it ended with status {process.returncode}: {_last_error(printed)} ({self._logs[url]})"
@@ -154,5 +158,5 @@ def _check_port(host: str, port: int) -> None:
 def _last_error(printed: str) -> str:
     """The line that says most of why a process ended."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error: " in line]
-    return (errors or lines or ["it printed nothing"])[-1][-300:]
+    errors = [line for line in lines if "Error: " in line and "WARNING" not in line]
+    return (errors[:1] or lines[-1:] or ["it printed nothing"])[0][-300:]
