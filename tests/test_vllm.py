@@ -36,8 +36,7 @@ START_SECONDS = 240
 
 @pytest.fixture(scope="module", autouse=True)
 def vllm_environment():
-    if not PYTHON.exists():
-        subprocess.run(["make", "install-vllm", f"PYTHON={sys.executable}"], cwd=ROOT, check=True, timeout=900)
+    subprocess.run(["make", "install-vllm", f"PYTHON={sys.executable}"], cwd=ROOT, check=True, timeout=900)
 
 
 @pytest.fixture(scope="module")

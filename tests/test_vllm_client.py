@@ -1,8 +1,10 @@
 """Servers that share the work, die, hang and lie, without vLLM; and what ends them when their trainer dies."""
 
+import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,10 +15,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import psutil
 import pytest
 from models import and_long
+from test_refit import free_port
 
-from mcore_rl.errors import TrainingError
+from mcore_rl.config import GRPOConfig, build_config
+from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
+from mcore_rl.models.generation.vllm_generation import wait_until_ready
+from mcore_rl.models.generation.vllm_service import VLLMService, server_command
 
 GROUPS = [[Request((7, group), 5, seed=10 * group + row) for row in range(1 + group % 4)] for group in range(9)]
 PARAMS = SamplingParams(5, temperature=0.7, top_p=0.9, stop_token_ids=(1, 2), stop_strings=("!",), seed=3)
@@ -177,8 +183,6 @@ def marked(mark):
 
 @pytest.mark.parametrize("sent", and_long([signal.SIGKILL], [signal.SIGTERM, signal.SIGINT]))
 def test_servers_end_with_their_trainer_however_it_ends(sent, tmp_path):
-    from test_refit import free_port
-
     mark = str(tmp_path)
     environment = {**os.environ, "SERVER_TEST": mark}
     starter = subprocess.Popen(
@@ -195,3 +199,63 @@ def test_servers_end_with_their_trainer_however_it_ends(sent, tmp_path):
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert marked(mark) == []
+
+
+# ------------------------------------------------------------------ starting
+
+
+def config_of(tmp_path, **vllm):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'WARNING OSError: never mind'\necho \"ValueError: $3 is no model\"\nexit 3\n")
+    python.chmod(0o755)
+    values = {
+        "output_dir": str(tmp_path / "out"),
+        "model": {"path": str(tmp_path / "model"), "dtype": "bfloat16"},
+        "data": {"train": "data.jsonl", "max_sequence_length": 5000},
+        "optimizer": {"lr": 1e-3},
+        "trainer": {"max_steps": 4},
+        "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_new_tokens": 8},
+        "generation": {"backend": "vllm", "vllm": {"python": str(python), "port": free_port(), **vllm}},
+    }
+    return build_config(GRPOConfig, values, [], "here")
+
+
+def test_a_server_that_does_not_start_is_told_at_once(tmp_path):
+    config = config_of(tmp_path, num_servers=2)
+    service = VLLMService(config, tmp_path / "logs")
+    try:
+        with pytest.raises(
+            UserError, match=r"did not start: it ended with status 3: ValueError: --model is no model \("
+        ):
+            wait_until_ready(VLLMServer(service.urls[1], 1), service, time.monotonic() + 60)
+        assert service.why_ended(service.urls[0], seconds=10) is not None
+    finally:
+        service.close()
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path):
+    config = config_of(tmp_path)
+    port = config.generation.vllm.port
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(UserError, match=f"vllm.port: 127.0.0.1:{port} cannot"),
+    ):
+        VLLMService(config, tmp_path / "logs")
+    assert not (tmp_path / "logs").exists()
+
+
+def test_options_reach_the_servers(tmp_path, monkeypatch):
+    vllm = {"tensor_parallel_size": 2, "num_servers": 2, "devices": [4, 5, 6, 7], "arguments": ["--block-size", "64"]}
+    config = config_of(tmp_path, **vllm)
+    command = server_command(config, 8123)
+    values = dict(itertools.pairwise(command))
+    expected = {
+        "--model": str(tmp_path / "model"), "--host": "127.0.0.1", "--port": "8123", "--dtype": "bfloat16",
+        "--max-model-len": "5000", "--tensor-parallel-size": "2", "--max-num-seqs": "64", "--block-size": "64",
+        "--logprobs-mode": "processed_logprobs", "--max-num-batched-tokens": "5000",
+    }  # fmt: skip
+    assert {name: values[name] for name in expected} == expected
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    environments = [VLLMService._environment(config, index) for index in range(2)]
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == ["4,5", "6,7"]
+    assert not any("WORLD_SIZE" in environment for environment in environments)

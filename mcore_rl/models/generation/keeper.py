@@ -11,32 +11,36 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 GRACE_SECONDS = 5.0
 """Between asking a process group to end and killing it."""
 
 
-def end_groups(groups: Iterable[int]) -> None:
-    """End process groups: their leaders in order, which removes shared memory, and after a while all that is left."""
-    groups = list(groups)
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(group, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < deadline and any(map(_is_there, groups)):
-        time.sleep(0.05)
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-
-
-def _is_there(group: int) -> bool:
+def _has_ended(process: int) -> bool:
     try:
-        os.killpg(group, 0)
+        os.kill(process, 0)
     except ProcessLookupError:
-        return False
-    return True
+        return True
+    return False
+
+
+def end_groups(leaders: Iterable[int], has_ended: Callable[[int], bool] = _has_ended) -> None:
+    """End process groups: ask their leaders, which then remove shared memory, and after a while kill what is left.
+
+    Args:
+        has_ended: whether a leader is gone; its parent must ask otherwise, for whom it is there until waited for.
+    """
+    leaders = list(leaders)
+    for leader in leaders:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(leader, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline and not all(map(has_ended, leaders)):
+        time.sleep(0.05)
+    for leader in leaders:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ from threading import Lock
 from typing import Any, TypeVar
 
 import requests
-from requests.adapters import HTTPAdapter
 
 from mcore_rl.errors import TrainingError
 from mcore_rl.models.generation.interfaces import Response
@@ -50,7 +49,8 @@ class VLLMServer:
         self.url, self.connections = url, connections
         self._session = requests.Session()
         self._session.trust_env = False  # a proxy is for other hosts
-        self._session.mount("http://", HTTPAdapter(pool_connections=1, pool_maxsize=connections))
+        # A kept connection may be closed by the server just as it is used again, which would look like its death.
+        self._session.headers["Connection"] = "close"
 
     def get(self, path: str, seconds: float) -> Any:
         return self._ask("GET", path, None, seconds)
@@ -135,6 +135,10 @@ class ServerPool:
             if self.servers.pop(url, None) is not None:
                 self.last_failure = reason
                 self._drop(url, reason)
+
+    def close(self) -> None:
+        """Ask nothing more; what is being asked is not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def require_one(self) -> None:
         """Raises TrainingError if no server is left."""

@@ -138,8 +138,10 @@ class VLLMGeneration(GenerationInterface):
         return True
 
     def close(self) -> None:
-        """End the servers that were started here."""
-        self._beside.shutdown()
+        """End the servers that were started here; what they are being asked is not waited for."""
+        self._beside.shutdown(wait=False, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.close()
         if self._service is not None:
             self._service.close()
 

@@ -94,9 +94,9 @@ class VLLMService:
 
     def end(self, *urls: str) -> None:
         """End these servers, if they are there."""
-        processes = [self._processes[url] for url in urls if url in self._processes]
-        end_groups(process.pid for process in processes)
-        for process in processes:
+        processes = {self._processes[url].pid: self._processes[url] for url in urls if url in self._processes}
+        end_groups(processes, has_ended=lambda pid: processes[pid].poll() is not None)
+        for process in processes.values():
             self._tell_keeper(-process.pid)  # before its number can be another's
             process.wait()
 
