@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -21,6 +22,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+# What torchrun and a virtual environment say is not meant for the servers.
+STRANGE = ("TORCHELASTIC", "PYTHONPATH", "VIRTUAL_ENV", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_", "MASTER_")
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
@@ -84,27 +87,30 @@ class VLLMService:
     def why_ended(self, url: str, seconds: float = 0.0) -> str | None:
         """What became of a server that ends within `seconds`, or has ended; None of any other."""
         process = self._processes.get(url)
+        if process is None:
+            return None
         try:
-            if process is None or process.wait(seconds) is None:
-                return None
+            process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
         printed = self._logs[url].read_bytes()[self._log_starts[url] :].decode(errors="replace")
         return f"it ended with status {process.returncode}: {_last_error(printed)} ({self._logs[url]})"
 
     def end(self, *urls: str) -> None:
-        """End these servers, if they are there."""
-        processes = {self._processes[url].pid: self._processes[url] for url in urls if url in self._processes}
+        """End these servers, if they are there, once: their numbers may be others' afterwards."""
+        ending = [self._processes.pop(url) for url in urls if url in self._processes]
+        processes = {process.pid: process for process in ending}
         end_groups(processes, has_ended=lambda pid: processes[pid].poll() is not None)
-        for process in processes.values():
-            self._tell_keeper(-process.pid)  # before its number can be another's
+        for process in ending:
             process.wait()
+            self._tell_keeper(-process.pid)
 
     def close(self) -> None:
         """End all."""
         self.end(*self.urls)
         assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._keeper.stdin.close()
         self._keeper.wait()
 
     def _start(self, command: list[str], environment: dict[str, str], url: str) -> subprocess.Popen[bytes]:
@@ -118,24 +124,13 @@ class VLLMService:
 
     def _tell_keeper(self, group: int) -> None:
         assert self._keeper.stdin is not None
-        self._keeper.stdin.write(f"{group}\n")
-        self._keeper.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # somebody has ended it
+            self._keeper.stdin.write(f"{group}\n")
+            self._keeper.stdin.flush()
 
     @staticmethod
     def _environment(config: GRPOConfig, index: int) -> dict[str, str]:
-        # What torchrun and a virtual environment say is not meant for the servers.
-        strange = (
-            "TORCHELASTIC",
-            "PYTHONPATH",
-            "VIRTUAL_ENV",
-            "RANK",
-            "LOCAL_",
-            "GROUP_",
-            "ROLE_",
-            "WORLD_",
-            "MASTER_",
-        )
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(STRANGE)}
         environment |= ENVIRONMENT
         if not platform.has_gpu():
             environment = {**CPU_ENVIRONMENT, **environment}
