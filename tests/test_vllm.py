@@ -327,7 +327,7 @@ def test_a_trainer_that_dies_takes_its_servers_along_and_frees_others(root, urls
     """Killed in the middle of an update: the servers of others serve the next run."""
     program = tmp_path / "die.py"
     program.write_text(
-        "import os, signal, sys\n"
+        "import os, signal\n"
         "from mcore_rl.models.policy import refit\n"
         "from mcore_rl.models.generation import vllm_generation\n"
         "vllm_generation.BUCKET_BYTES = 50_000\n"
@@ -337,16 +337,13 @@ def test_a_trainer_that_dies_takes_its_servers_along_and_frees_others(root, urls
         "    if len(count) == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return send(self, tensor)\n"
         "refit.RefitGroups.broadcast = broadcast\n"
-        "sys.path.insert(0, sys.argv.pop(1))\n"
-        "import train_grpo\n"
-        "from mcore_rl.entry_point import run_script\n"
-        "from mcore_rl.config import GRPOConfig\n"
-        "run_script(GRPOConfig, train_grpo.train, '', record='', replay='')\n"
+        "from mcore_rl.programs.training import train\n"
+        "train('grpo')\n"
     )
     for name, servers in (("with_urls", (urls,)), ("with_own", (f"generation.vllm.port={free_port()}",))):
         mark = f"{name} {time.time()}"
         process = subprocess.run(
-            [sys.executable, program, ROOT / "scripts", root / "grpo.yaml", f"output_dir={root / name}", *servers],
+            [sys.executable, program, root / "grpo.yaml", f"output_dir={root / name}", *servers],
             env={**os.environ, "VLLM_TEST": mark, "OMP_NUM_THREADS": "1"}, timeout=START_SECONDS, capture_output=True,
         )  # fmt: skip
         assert process.returncode == -signal.SIGKILL, process.stderr
