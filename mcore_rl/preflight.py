@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,6 +36,8 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
         if source is not None:
             check_file(source)
     _check_files(files, RunDirectory(config.output_dir))
+    if isinstance(config, GRPOConfig) and not (files.get("replay") and config.data.validation is None):
+        check_vllm(config)
     check_output(config)
     find_checkpoints(config)
 
@@ -56,6 +59,16 @@ def check_model_directory(path: Path, key: str = "model.path") -> None:
         raise UserError(f"{key}: {path / 'config.json'} is not JSON ({error})") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise UserError(f"{key}: {path / 'config.json'} names no model_type")
+
+
+def check_vllm(config: GRPOConfig) -> None:
+    """Raises UserError if servers are to be started, and there is nothing to run them."""
+    generation = config.generation
+    if generation.backend == "vllm" and not generation.vllm.urls and not os.access(generation.vllm.python, os.X_OK):
+        raise UserError(
+            f"generation.vllm.python: there is no {generation.vllm.python}; `make install-vllm` makes it, or give "
+            "generation.vllm.urls of servers that run already"
+        )
 
 
 def _check_files(files: Mapping[str, Path | None], directory: RunDirectory) -> None:

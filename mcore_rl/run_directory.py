@@ -22,11 +22,11 @@ from mcore_rl.errors import UserError
 from mcore_rl.run_identity import RunIdentity
 
 MARKER, LOCK = "run.json", "run.lock"
-STEP_LOGS, JUDGE_LOG = ("metrics.jsonl", "samples.jsonl"), "judge.log"
+STEP_LOGS, JUDGE_LOG, SERVER_LOGS = ("metrics.jsonl", "samples.jsonl"), "judge.log", "vllm"
 LOGS = (*STEP_LOGS, JUDGE_LOG)
 WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "stacks", "tensorboard")
-"""What a run replaces or removes; judge.log only grows, and precomputed references are named by content."""
-OWN = (*WRITTEN, JUDGE_LOG, MARKER, LOCK)
+"""What a run replaces or removes; judge.log and vllm/ only grow, and precomputed references are named by content."""
+OWN = (*WRITTEN, JUDGE_LOG, SERVER_LOGS, MARKER, LOCK)
 
 
 class RunDirectory:

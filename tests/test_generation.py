@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import ARCHITECTURES, and_long, make_model, make_tokenizer
@@ -53,13 +54,28 @@ def generate(config, params, greedy=False, slots=64, prompts=None, limits=None):
     out = generation.generate(prompts, greedy, limits)
     ids, lengths = out["output_ids"], out["unpadded_sequence_lengths"]
     data = BatchedDataDict(input_ids=ids, input_lengths=lengths, sample_mask=torch.ones(len(ids)))
-    logprobs = policy.get_logprobs(data, temperature=1.0 if greedy else params.temperature)["logprobs"]
+    logprobs = drawn_logprobs(policy, data, params, greedy)
     column = torch.arange(ids.shape[1])[None]
     response = (column >= prompts["input_lengths"][:, None]) & (column < lengths[:, None])
     assert torch.equal(out["logprobs"] != 0, response & (out["logprobs"] != 0))
     difference = float(((logprobs - out["logprobs"]) * response).abs().max())
     policy.shutdown()
     return out.data, difference
+
+
+def drawn_logprobs(policy, data, params, greedy):
+    """[B, S] of the trainer's, in the distribution that transformers draws from."""
+    if greedy or not params.filters:
+        return policy.get_logprobs(data, temperature=1.0 if greedy else params.temperature)["logprobs"]
+    best = policy.get_topk_logits(data, policy.hf_config.vocab_size)
+    logits = torch.empty_like(best["topk_logits"]).scatter_(2, best["topk_indices"], best["topk_logits"])
+    rows = logits[:, :-1].flatten(0, 1) / params.temperature
+    filters = [(TopKLogitsWarper, params.top_k), (TopPLogitsWarper, params.top_p), (MinPLogitsWarper, params.min_p)]
+    for warper, value in filters:
+        if value:
+            rows = warper(value)(None, rows)
+    chosen = rows.log_softmax(-1).gather(1, data["input_ids"][:, 1:].flatten()[:, None])
+    return F.pad(chosen.view(len(logits), -1), (1, 0)).nan_to_num(neginf=0.0)  # the prompts' tokens may be anything
 
 
 def run(config, layout, *args, **kwargs):

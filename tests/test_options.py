@@ -55,6 +55,12 @@ class Worker:
     def __init__(self, teaches=lambda prompt: prompt % 2 == 1):
         self.asked, self.teaches = [], teaches
 
+    def prepare(self, weight_version):
+        self.weight_version = weight_version
+
+    def finish(self):
+        pass
+
     def run(self, prompts, sample_ids, greedy=False):
         self.asked += [index for index, _ in prompts][::GROUP]
         return [

@@ -1,5 +1,6 @@
 """Weights to an engine in other processes, and device memory given up for it: the same logits, the same training."""
 
+import json
 import socket
 
 import pytest
@@ -13,7 +14,15 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import WorkerError
 from mcore_rl.layout_check import Layout
-from mcore_rl.models.policy.refit import RefitReceiver, plan_buckets
+from mcore_rl.models.policy.refit import (
+    RefitGroup,
+    RefitGroups,
+    RefitReceiver,
+    decode_refit_info,
+    encode_refit_info,
+    plan_buckets,
+    send_weights,
+)
 
 REFITS, ENGINES, BEST = 3, 2, 8
 CLOSE = {"rtol": 0, "atol": 1e-5}
@@ -228,6 +237,38 @@ def test_sending_takes_little_memory(tmp_path):
     peak = run_processes(peak_while_sending, config, free_port(), free_port(), budget, world_size=3)[0]
     print(f"peak {peak / 1e6:.0f} MB; bucket {budget / 1e6:.0f} MB, largest tensor {largest / 1e6:.0f} MB")
     assert peak < budget + 1.1 * largest
+
+
+SENT = {"small": torch.arange(7.0), "large": torch.randn(2_000_000, generator=torch.Generator().manual_seed(0))}
+
+
+def send_to_two(ports):
+    """The first process sends to two engines, of which one does as it is told, and the other comes and does nothing."""
+    rank, info = torch.distributed.get_rank(), {name: (tuple(x.shape), x.dtype) for name, x in SENT.items()}
+    info = decode_refit_info(json.loads(json.dumps(encode_refit_info(info))))
+    if rank == 0:
+        groups = RefitGroups(
+            {name: RefitGroup.join("127.0.0.1", ports[name], 0, 2, timeout=3) for name in ("works", "hangs")}
+        )
+        for _ in range(2):
+            send_weights(SENT.items(), info, groups, BUCKET_BYTES)
+        return list(groups.groups), list(groups.failures)
+    received, engine = {}, RefitReceiver(lambda tensors: received.update(tensors), info)
+    engine.init_collective("127.0.0.1", ports[("works", "hangs")[rank - 1]], 1, 2, timeout=30)
+    if rank == 2:
+        return None  # its process stays, and with it the connection
+    for _ in range(2):
+        engine.update_weights_from_collective()
+    return received
+
+
+@pytest.mark.long
+def test_an_engine_that_hangs_is_left_out():
+    ports = {"works": free_port(), "hangs": free_port()}
+    (left, failed), received, _ = run_processes(send_to_two, ports, world_size=3, timeout=30)
+    assert (left, failed) == (["works"], ["hangs"])
+    assert received.keys() == SENT.keys()
+    assert all(torch.equal(received[name], SENT[name]) for name in SENT)
 
 
 def misuse(config):

@@ -52,6 +52,8 @@ COMMANDS = [
     ("grpo", ["{root}/grpo.yaml", "--replay", "nowhere"], "--replay nowhere: cannot be read (No such file"),
     ("grpo", ["{root}/grpo.yaml", "--replay", "{root}/recording.jsonl"], "recording.jsonl: is not a recording of"),
     ("grpo", ["{root}/grpo.yaml", "--replay"], "argument --replay: expected one argument"),
+    ("serve_vllm", ["{root}/grpo.yaml", "generation.vllm.python=/no/where"], "generation.vllm.python: there is no /no/where"),
+    ("serve_vllm", ["{root}/grpo.yaml", "model.path=/no/where"], "model.path: /no/where must be a Hugging Face model"),
     ("plot_metrics", ["{root}/nowhere"], "nowhere/metrics.jsonl: cannot be read"),
     ("plot_metrics", ["{root}/logs", "loss"], "cannot be read (a line of it is not an object with its step)"),
     ("convert_checkpoint", [], "the following arguments are required: command"),
@@ -184,6 +186,14 @@ KEYS = [
     ("dpo", "dpo={preference_loss_weight: 0}", "dpo: preference_loss_weight and sft_loss_weight are both 0"),
     ("dpo", "dpo={preference_loss: ipo, label_smoothing: 0.1}", "dpo: label_smoothing applies to preference_loss=sigmoid"),
     ("dpo", "dpo.reference=never", "dpo.reference: .*'swap' or 'precompute'"),
+    ("grpo", "generation.backend=sglang", "generation.backend: .*'megatron' or 'vllm'.*got 'sglang'"),
+    ("grpo", "generation.max_token_mult_prob_error=1", "generation.max_token_mult_prob_error: .*greater than 1"),
+    ("grpo", "generation.vllm.num_servers=2", "generation.vllm: goes with backend=vllm alone, not with megatron"),
+    ("grpo", "generation={backend: vllm, vllm: {python: /no/where}}", "generation.vllm.python: there is no /no/where; `make install-vllm` makes it"),
+    ("grpo", "generation={backend: vllm, vllm: {urls: ['localhost:81']}}", "generation.vllm.urls.0: .*should match pattern"),
+    ("grpo", "generation={backend: vllm, vllm: {urls: ['http://a:81', 'http://a:81']}}", "generation.vllm.urls: a server stands there twice"),
+    ("grpo", "generation={backend: vllm, vllm: {port: 65535, num_servers: 2}}", "generation.vllm.port: there are no 2 ports from 65535 on"),
+    ("grpo", "generation={backend: vllm, vllm: {devices: [0, 0], num_servers: 2}}", "generation.vllm.devices: name 2 different GPUs"),
     ("grpo", "data.overlong=truncate", "data.overlong: prompts are never truncated"),
     ("grpo", "environment.name=human", "environment.name: "),
     ("grpo", "environment.name=function", "environment.function: name the function, as module:function"),
@@ -416,6 +426,6 @@ def test_under_torchrun_the_line_comes_first_and_last(script, overrides, message
 def test_help_makes_nothing(attempt, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for script in ("sft", "grpo", "make_demo_data", "make_arithmetic_data", "plot_metrics", "convert_checkpoint",
-                   "verify_layouts", "ray_dpo"):  # fmt: skip
+                   "verify_layouts", "ray_dpo", "serve_vllm"):  # fmt: skip
         assert attempt(script, ["--help"])[:2] == (0, "")
     assert not list(tmp_path.iterdir())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ from mcore_rl.environments.interfaces import Environment
 from mcore_rl.environments.judged import JudgedEnvironment, probe
 from mcore_rl.environments.reward_model import RewardModelEnvironment, check_reward_model
 from mcore_rl.errors import TrainingError
-from mcore_rl.models.generation.megatron_generation import generation_of
+from mcore_rl.models.generation.backends import generation_of
 from mcore_rl.models.megatron.weights import export_hf_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.preflight import find_checkpoints, is_restart
@@ -68,13 +70,13 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
     steps = total_steps(config.trainer, len(inputs.train), config.grpo.num_prompts_per_step)
     updates = steps * config.grpo.num_updates_per_rollout
     policy = MegatronPolicy(config, updates, keep_reference=config.loss.reference_policy_kl_penalty > 0)
-    environment = environment_of(config, policy.is_writer)
-    try:
-        worker, recording = rollout_worker(config, inputs, policy, environment), StepLog(record) if record else None
-        GRPORun(config, inputs, policy, worker, recording, recorded).run()
-    finally:
+    with contextlib.ExitStack() as started:
+        environment = environment_of(config, policy.is_writer)
         if environment is not None:
-            environment.close()
+            started.callback(environment.close)
+        worker = rollout_worker(config, inputs, policy, environment)
+        started.callback(worker.generation.close)
+        GRPORun(config, inputs, policy, worker, StepLog(record) if record else None, recorded).run()
     policy.shutdown()
 
 
@@ -122,7 +124,8 @@ def rollout_worker(
     config: GRPOConfig, inputs: Inputs[PromptDataset], policy: MegatronPolicy, environment: Environment | None
 ) -> RolloutWorker:
     """Generation with the policy's weights, as the configuration says."""
-    generation, tokenizer = generation_of(config, policy.model, inputs.tokenizer), inputs.tokenizer
+    tokenizer = inputs.tokenizer
+    generation = generation_of(config, policy, tokenizer, speaker(policy.is_writer))
     meeting_seconds = min(5.0, config.parallel.timeout_seconds / 4)
     return RolloutWorker(generation, environment, tokenizer, config.environment.max_turns, meeting_seconds)
 
@@ -146,11 +149,12 @@ class GRPORun(TrainingRun[PromptDataset]):
 
     def __post_init__(self) -> None:
         self.samples = StepLog(self.config.output_dir / "samples.jsonl")
-        # The sampler's log-probabilities are the policy's own where one precision computes both; then the
-        # only update on them is on-policy and needs no others.
-        exact = self.config.model.dtype == "float32" and self.recorded is None
+        # The sampler's log-probabilities are the policy's own where the policy samples, in the precision that it is
+        # trained in, from all tokens; then the only update on them is on-policy and needs no others.
+        grpo, own = self.config.grpo, self.recorded is None and self.config.generation.backend == "megatron"
+        self.exact = own and self.config.model.dtype == "float32" and not grpo.filters_tokens
         chosen = self.config.loss.force_on_policy_ratio
-        self.on_policy = (exact and self.config.grpo.num_updates_per_rollout == 1) if chosen is None else chosen
+        self.on_policy = (self.exact and grpo.num_updates_per_rollout == 1) if chosen is None else chosen
         self.loss_fn = ClippedPGLossFn(replace(self.config.loss, force_on_policy_ratio=self.on_policy))
 
     @property
@@ -181,7 +185,7 @@ class GRPORun(TrainingRun[PromptDataset]):
     def step(self, step: int) -> dict[str, Any]:
         started = time.perf_counter()
         self.seconds = {}
-        with self._phase(step, "generation"):
+        with self._sampling(step, "generation", weight_version=step - 1):
             rollouts = self._collect(step)
         rewards = torch.tensor([r.reward for r in rollouts]).view(-1, self.config.grpo.num_generations_per_prompt)
         metrics = rollout_metrics(rollouts)
@@ -196,8 +200,8 @@ class GRPORun(TrainingRun[PromptDataset]):
             for update in range(self.config.grpo.num_updates_per_rollout):
                 trained = self.policy.train(data, self.loss_fn, temperature=self.config.grpo.temperature)
                 trained.pop("all_mb_metrics")
-                if step == 1 and update == 0 and self.recorded is None:
-                    self._check_first(trained)
+                if update == 0 and self.recorded is None:
+                    self._check_mismatch(step, trained)
         updates = self.config.grpo.num_updates_per_rollout
         return {**metrics, **trained, "skipped_update": 0.0, **self._timings(rollouts, started, updates)}
 
@@ -252,7 +256,13 @@ class GRPORun(TrainingRun[PromptDataset]):
             self.recording.append(step, recorded_step(weights, sampling, rollouts))
         count = min(self.config.grpo.num_logged_samples, len(rollouts))
         logged = [rollouts[i * len(rollouts) // count] for i in range(count)]  # of as many prompts as there are
-        self.samples.append(step, *({"reward": r.reward, "messages": r.message_log, "error": r.error} for r in logged))
+        self.samples.append(
+            step,
+            *(
+                {"reward": r.reward, "messages": r.message_log, "error": r.error, "weight_version": r.weight_version}
+                for r in logged
+            ),
+        )
 
     def _shaped(self, rewards: torch.Tensor, rollouts: list[Rollout]) -> torch.Tensor:
         """Rewards with the penalty on responses near the limit, if there is one."""
@@ -279,23 +289,34 @@ class GRPORun(TrainingRun[PromptDataset]):
         if self.config.grpo.mask_truncated:
             data["sample_mask"] = torch.tensor([0.0 if r.truncated else 1.0 for r in rollouts])
         with self._phase(step, "logprobs"):
-            if not self.on_policy:
+            if not self.on_policy or (loss.use_kl_in_reward and not self.exact):
                 data["prev_logprobs"] = self.policy.get_logprobs(data, temperature=temperature)["logprobs"]
             if self.policy.reference is not None:
                 reference = self.policy.get_reference_policy_logprobs(data, temperature=temperature)
                 data["reference_policy_logprobs"] = reference["reference_logprobs"]
         penalty = None
         if loss.use_kl_in_reward:
-            current = data["generation_logprobs" if self.on_policy else "prev_logprobs"]
+            current = data["prev_logprobs" if "prev_logprobs" in data else "generation_logprobs"]
             reference = data["reference_policy_logprobs"]
             kl = calculate_kl(current, reference, loss.kl_estimator, loss.kl_clamp, loss.kl_output_clamp)
             penalty = loss.reference_policy_kl_penalty * kl
         add_advantages(data, self.config, rewards, penalty)
         return data
 
+    def _check_mismatch(self, step: int, metrics: dict[str, Any]) -> None:
+        """Raises TrainingError if sampler and trainer disagree too much on the same weights."""
+        if step == 1:
+            self._check_first(metrics)
+        bound, error = self.config.generation.max_token_mult_prob_error, metrics["token_mult_prob_error"]
+        if bound is not None and error > bound:
+            raise TrainingError(
+                f"step {step}: token_mult_prob_error is {error:.4g}, above generation.max_token_mult_prob_error="
+                f"{bound:g}: sampler and trainer disagree on the log-probabilities of the same weights"
+            )
+
     def _check_first(self, metrics: dict[str, Any]) -> None:
         tolerance = FIRST_STEP_TOLERANCE[self.config.model.dtype]
-        expected = {"token_mult_prob_error": 1.0}
+        expected = {} if self.config.grpo.filters_tokens else {"token_mult_prob_error": 1.0}
         if self.config.loss.kl_in_loss:
             expected["kl_penalty"] = 0.0
         if not self.config.loss.disable_ppo_ratio:
@@ -313,11 +334,21 @@ class GRPORun(TrainingRun[PromptDataset]):
         """Rewards of greedy answers to the validation prompts."""
         if self.inputs.validation is None:
             return {}
-        with self._phase(step, "validation"):
+        with self._sampling(step, "validation", weight_version=step):
             prompts = list(enumerate(self.inputs.validation.prompts))
             metrics = rollout_metrics(self.worker.run(prompts, range(len(prompts)), greedy=True))
         self.say(f"step {step}  validation: reward {metrics['reward_mean']:.4g}  accuracy {metrics['accuracy']:.4g}")
         return {f"validation_{name}": value for name, value in metrics.items()}
+
+    @contextlib.contextmanager
+    def _sampling(self, step: int, name: str, weight_version: int) -> Iterator[None]:
+        """A phase in which the policy's weights answer: those after so many steps."""
+        with self._phase(step, "refit"):
+            if self.recorded is None or name == "validation":
+                self.worker.prepare(weight_version)
+        with self._phase(step, name):
+            yield
+        self.worker.finish()
 
     def _phase(self, step: int, name: str) -> _Timer:
         watchdog.enter(f"step {step}: {name}")

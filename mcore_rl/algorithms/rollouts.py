@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ from mcore_rl.config import TrainingConfig
 from mcore_rl.data.chat import tokens_between
 from mcore_rl.data.prompts import Prompt
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.collectives import broadcast_object
+from mcore_rl.distributed.collectives import share_outcome
 from mcore_rl.environments.interfaces import Environment, MessageLog, Step
 from mcore_rl.errors import UserError
-from mcore_rl.models.generation.interfaces import GenerationDatumSpec
-from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface
 
 
 @dataclass
@@ -32,6 +31,7 @@ class Rollout:
         log-probabilities.
     truncated: the last response ran into the limit of new tokens.
     error: why it could not be judged, if so.
+    weight_version: of the weights that answered: updates since the run's start, in steps.
     """
 
     prompt: int
@@ -47,6 +47,7 @@ class Rollout:
     response_lengths: list[int] = field(default_factory=list)
     """Tokens of each response."""
     error: str | None = None
+    weight_version: int = 0
     message_log: MessageLog = field(default_factory=list)
     routed_experts: list[Any] | None = None
     """[tokens, layers, topk] the experts of its tokens, if they are to be replayed."""
@@ -90,7 +91,7 @@ class RolloutWorker:
 
     def __init__(
         self,
-        generation: MegatronGeneration,
+        generation: GenerationInterface,
         environment: Environment | None,
         tokenizer: Any,
         max_turns: int,
@@ -99,6 +100,16 @@ class RolloutWorker:
         self.generation, self.environment, self.tokenizer = generation, environment, tokenizer
         self.max_turns, self.meeting_seconds = max_turns, meeting_seconds
         self._beside = ThreadPoolExecutor(1, "judging")
+        self.weight_version = 0
+
+    def prepare(self, weight_version: int) -> None:
+        """Let the weights of the policy, whose number this is, answer from now on."""
+        self.generation.prepare_for_generation(weight_version=weight_version)
+        self.weight_version = weight_version
+
+    def finish(self) -> None:
+        """Nothing is asked until `prepare`."""
+        self.generation.finish_generation()
 
     def run(
         self, prompts: Sequence[tuple[int, Prompt]], sample_ids: Sequence[int], greedy: bool = False
@@ -133,6 +144,7 @@ class RolloutWorker:
             tokens = out["output_ids"][row, response].tolist()
             rollout.add_response(tokens, out["logprobs"][row, response].tolist())
             rollout.truncated, rollout.turns = truncated[row], rollout.turns + 1
+            rollout.weight_version = self.weight_version
             if "routed_experts" in out:
                 rollout.routed_experts = out["routed_experts"][row, : ends[row]].tolist()
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -146,13 +158,7 @@ class RolloutWorker:
             return self.environment.step(logs, records)
         if self.environment is not None:
             judging = self._beside.submit(self.environment.step, logs, records)
-        while True:
-            outcome = broadcast_object(None if judging is None else _outcome(judging, self.meeting_seconds))
-            if isinstance(outcome, Exception):
-                raise outcome
-            if outcome is not None:
-                steps: list[Step] = outcome
-                return steps
+        return share_outcome(judging, self.meeting_seconds)
 
     def _goes_on(self, rollout: Rollout, step: Step, plain: bool) -> bool:
         """Take the reward; True if there is an observation, and room, for another turn."""
@@ -172,14 +178,6 @@ class RolloutWorker:
         if plain:
             return list(self.tokenizer(observation, add_special_tokens=False)["input_ids"])
         return tokens_between(self.tokenizer, rollout.message_log[:-1], observation, rollout.input_ids)
-
-
-def _outcome(judging: Future[list[Step]], seconds: float) -> list[Step] | BaseException | None:
-    """What judging came to, an exception included; None if it takes longer."""
-    wait([judging], seconds)
-    if not judging.done():
-        return None
-    return judging.exception() or judging.result()
 
 
 def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> BatchedDataDict[Any]:

@@ -17,6 +17,7 @@ from mcore_rl.config.algorithms import (
     RMConfig,
     SFTConfig,
 )
+from mcore_rl.config.generation import GenerationConfig, VLLMConfig
 from mcore_rl.config.loading import (
     build_config,
     load_config,
@@ -44,12 +45,14 @@ __all__ = [
     "DistillationAlgorithmConfig",
     "DistillationConfig",
     "EnvironmentConfig",
+    "GenerationConfig",
     "GRPOAlgorithmConfig",
     "GRPOConfig",
     "KTOConfig",
     "RewardAlgorithmConfig",
     "RMConfig",
     "SFTConfig",
+    "VLLMConfig",
     "build_config",
     "read_chat_template",
     "load_config",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from mcore_rl.config.generation import GenerationConfig
 from mcore_rl.config.sections import Count, Directory, NonNegative, Positive, Section, TrainingConfig, refuse_bool
 from mcore_rl.loss_options import Bounds, ClippedPGOptions, DistillationOptions, DPOOptions, KTOOptions
 
@@ -119,6 +120,11 @@ class GRPOAlgorithmConfig(Section):
     """Completions written to samples.jsonl each step, of as many prompts as there are."""
 
     @property
+    def filters_tokens(self) -> bool:
+        """Whether some tokens are never drawn, so that samples are of another distribution than what is trained."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+    @property
     def baseline_and_scale(self) -> tuple[bool, bool]:
         """Whether the baseline leaves one out, and whether advantages are divided by the deviation."""
         if self.advantage_estimator == "grpo":
@@ -154,6 +160,7 @@ class GRPOConfig(TrainingConfig):
     grpo: GRPOAlgorithmConfig
     loss: Annotated[ClippedPGOptions, BeforeValidator(_translated)] = ClippedPGOptions()
     environment: EnvironmentConfig = EnvironmentConfig()
+    generation: GenerationConfig = GenerationConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -193,6 +200,8 @@ class GRPOConfig(TrainingConfig):
         function = self.environment.function
         if self.environment.name == "function" and not re.fullmatch(r"[\w.]+:\w+", function or ""):
             raise ValueError(f"environment.function: name the function, as module:function (got {function!r})")
+        if self.model.moe_router_replay and self.generation.backend != "megatron":
+            raise ValueError("model.moe_router_replay: needs generation.backend=megatron, which records the experts")
         if self.data.overlong != "drop":
             raise ValueError("data.overlong: prompts are never truncated, only dropped; leave it out")
         return self

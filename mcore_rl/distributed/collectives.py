@@ -7,12 +7,15 @@ one process.
 
 from __future__ import annotations
 
-from typing import Any
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 
 
 def group_size(group: ProcessGroup | None) -> int:
@@ -37,6 +40,23 @@ def broadcast_object(value: Any) -> Any:
     box = [value]
     torch.distributed.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def share_outcome(work: Future[T] | None, seconds: float) -> T:
+    """What `work`, which rank 0 alone has, comes to, on every process; an exception is raised on all of them.
+
+    They meet every `seconds`, well below the timeout of collectives, however long it takes.
+    """
+    while True:
+        if work is not None:
+            wait([work], seconds)
+        is_done = work is not None and work.done()
+        outcome = broadcast_object((work.exception() or work.result(),) if work is not None and is_done else None)
+        if outcome is not None:
+            if isinstance(outcome[0], BaseException):
+                raise outcome[0]
+            result: T = outcome[0]
+            return result
 
 
 def all_gather(x: Shaped[Tensor, "*shape"], group: ProcessGroup | None) -> Shaped[Tensor, ranks * shape]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
 import torch
 
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.errors import UserError
 
 
 class GenerationDatumSpec(TypedDict):
@@ -28,8 +31,8 @@ class GenerationOutputSpec(TypedDict):
     """Prompts with their responses.
 
     output_ids: [B, S'] prompt and response, right-padded; a stop token is part of the response.
-    logprobs: [B, S'] of the response's tokens under the sampling temperature and the whole vocabulary
-        (before top-k, top-p and min-p), aligned with `output_ids`; 0 elsewhere.
+    logprobs: [B, S'] of the response's tokens in the distribution that they were drawn from (temperature, top-k, top-p
+        and min-p; a greedy token's in the model's own), aligned with `output_ids`; 0 elsewhere.
     generation_lengths: [B] tokens of each response, at least 1.
     unpadded_sequence_lengths: [B] tokens of prompt and response.
     truncated: [B] True where the limit of new tokens ended the response.
@@ -46,7 +49,12 @@ class GenerationOutputSpec(TypedDict):
 
 
 class GenerationInterface(ABC):
-    """Something that continues prompts; every call is made on all ranks with the same prompts."""
+    """Something that continues prompts; every call is made on all ranks with the same arguments.
+
+    max_sequence_length: tokens of prompt and response together.
+    """
+
+    max_sequence_length: int
 
     @abstractmethod
     def generate(
@@ -56,8 +64,66 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Make ready for `generate`; True if all went well."""
+        """Make ready for `generate` with the policy's weights as they are now; True if all went well.
+
+        Args:
+            weight_version: a number of these weights, for a backend that keeps weights of its own.
+        """
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Release what only generation needs; True if all went well."""
+
+    def close(self) -> None:
+        """End what was started for generation; nothing can be generated afterwards."""
+        return None
+
+
+@dataclass
+class Response:
+    """The continuation of one prompt.
+
+    logprobs: of its tokens.
+    ended: by a stop token or string, not by the limit of new tokens.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ended: bool
+
+
+def prompts_of(data: BatchedDataDict[Any], max_sequence_length: int) -> list[tuple[int, tuple[int, ...]]]:
+    """(sample id, tokens) of each row of a `GenerationDatumSpec`.
+
+    Raises:
+        UserError: a prompt that is empty, or leaves no room for a response.
+    """
+    lengths = data["input_lengths"].tolist()
+    sample_ids = data["sample_ids"].tolist() if "sample_ids" in data else range(len(lengths))
+    for row, length in enumerate(lengths):
+        if not 0 < length < max_sequence_length:
+            raise UserError(
+                f"prompt {row} has {length} tokens; it must have at least 1, and fewer than "
+                f"max_sequence_length={max_sequence_length}"
+            )
+    rows = zip(sample_ids, data["input_ids"].tolist(), lengths, strict=True)
+    return [(sample_id, tuple(ids[:length])) for sample_id, ids, length in rows]
+
+
+def output_of(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Response], pad_token_id: int
+) -> BatchedDataDict[GenerationOutputSpec]:
+    """Prompts and their responses, right-padded."""
+    lengths = [len(prompt) + len(response.token_ids) for prompt, response in zip(prompts, responses, strict=True)]
+    output_ids = torch.full((len(prompts), max(lengths)), pad_token_id)
+    logprobs = torch.zeros(len(prompts), max(lengths))
+    for row, (prompt, response, length) in enumerate(zip(prompts, responses, lengths, strict=True)):
+        output_ids[row, :length] = torch.tensor([*prompt, *response.token_ids])
+        logprobs[row, len(prompt) : length] = torch.tensor(response.logprobs)
+    return BatchedDataDict(
+        output_ids=output_ids,
+        logprobs=logprobs,
+        generation_lengths=torch.tensor([len(response.token_ids) for response in responses]),
+        unpadded_sequence_lengths=torch.tensor(lengths),
+        truncated=torch.tensor([not response.ended for response in responses]),
+    )

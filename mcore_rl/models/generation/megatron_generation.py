@@ -22,7 +22,14 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import gather_objects
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.decoder import Decoder, KeyValueCache
-from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+from mcore_rl.models.generation.interfaces import (
+    GenerationDatumSpec,
+    GenerationInterface,
+    GenerationOutputSpec,
+    Response,
+    output_of,
+    prompts_of,
+)
 from mcore_rl.models.generation.sampling import SamplingParams, sample, uniforms
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.model import BuiltModel
@@ -106,7 +113,8 @@ class MegatronGeneration(GenerationInterface):
             UserError: a prompt that is empty, or leaves no room for a response.
         """
         params = replace(self.params, temperature=0.0) if greedy else self.params
-        prompts = self._prompts(data)
+        rows = enumerate(prompts_of(data, self.max_sequence_length))
+        prompts = [_Sequence(row, sample_id, prompt) for row, (sample_id, prompt) in rows]
         limits = list(max_new_tokens or [params.max_new_tokens] * len(prompts))
         replicas = self.topology.data.size * self.topology.context.size
         replica = self.topology.data.rank * self.topology.context.size + self.topology.context.rank
@@ -116,45 +124,17 @@ class MegatronGeneration(GenerationInterface):
             if mine:
                 _Batch(self, mine, params, limits).run()
             self.decoder.run_idle()
-        return self._collect(mine, prompts, limits)
+        return self._collect(mine, prompts)
 
-    def _prompts(self, data: BatchedDataDict[Any]) -> list[_Sequence]:
-        lengths = data["input_lengths"].tolist()
-        ids = data["sample_ids"].tolist() if "sample_ids" in data else range(len(lengths))
-        for row, length in enumerate(lengths):
-            if not 0 < length < self.max_sequence_length:
-                raise UserError(
-                    f"prompt {row} has {length} tokens; it must have at least 1, and fewer than "
-                    f"max_sequence_length={self.max_sequence_length}"
-                )
-        rows = zip(ids, data["input_ids"].tolist(), lengths, strict=True)
-        return [_Sequence(row, sample_id, tuple(ids[:length])) for row, (sample_id, ids, length) in enumerate(rows)]
-
-    def _collect(
-        self, mine: list[_Sequence], prompts: list[_Sequence], limits: list[int]
-    ) -> BatchedDataDict[GenerationOutputSpec]:
+    def _collect(self, mine: list[_Sequence], prompts: list[_Sequence]) -> BatchedDataDict[GenerationOutputSpec]:
         """Every replica's sequences, on all ranks."""
         speaks = self.topology.tensor.rank == 0 and self.topology.pipeline.rank == 0
-        own = [(s.row, s.response, s.logprobs, s.ended) for s in mine] if speaks else []
-        done = {
-            row: (response, logprobs, ended) for part in gather_objects(own) for row, response, logprobs, ended in part
-        }
-        lengths = [len(s.prompt) + len(done[s.row][0]) for s in prompts]
-        output_ids = torch.full((len(prompts), max(lengths)), self.tokenizer.pad_token_id)
-        logprobs = torch.zeros(len(prompts), max(lengths))
-        for s, length in zip(prompts, lengths, strict=True):
-            response, values, _ = done[s.row]
-            output_ids[s.row, :length] = torch.tensor([*s.prompt, *response])
-            logprobs[s.row, len(s.prompt) : length] = torch.tensor(values)
-        collected: BatchedDataDict[GenerationOutputSpec] = BatchedDataDict(
-            output_ids=output_ids,
-            logprobs=logprobs,
-            generation_lengths=torch.tensor([len(done[s.row][0]) for s in prompts]),
-            unpadded_sequence_lengths=torch.tensor(lengths),
-            truncated=torch.tensor([not done[s.row][2] for s in prompts]),
-        )
+        own = [(s.row, Response(s.response, s.logprobs, s.ended)) for s in mine] if speaks else []
+        done = dict(pair for part in gather_objects(own) for pair in part)
+        responses = [done[s.row] for s in prompts]
+        collected = output_of([s.prompt for s in prompts], responses, self.tokenizer.pad_token_id)
         if self.record_experts:
-            collected["routed_experts"] = self._collect_experts(mine, tuple(output_ids.shape))
+            collected["routed_experts"] = self._collect_experts(mine, tuple(collected["output_ids"].shape))
         return collected
 
     def _collect_experts(self, mine: list[_Sequence], shape: tuple[int, ...]) -> Tensor:
@@ -272,10 +252,10 @@ class _Batch:
                     self.going[row] = last
 
 
-def generation_of(config: GRPOConfig, model: BuiltModel, tokenizer: Any) -> MegatronGeneration:
-    """Generation by `model`, as the configuration says."""
+def sampling_params_of(config: GRPOConfig, tokenizer: Any) -> SamplingParams:
+    """How the configuration has tokens drawn."""
     grpo = config.grpo
-    params = SamplingParams(
+    return SamplingParams(
         max_new_tokens=grpo.max_new_tokens,
         temperature=grpo.temperature,
         top_k=grpo.top_k,
@@ -285,11 +265,15 @@ def generation_of(config: GRPOConfig, model: BuiltModel, tokenizer: Any) -> Mega
         stop_strings=grpo.stop_strings,
         seed=config.seed,
     )
+
+
+def megatron_generation_of(config: GRPOConfig, model: BuiltModel, tokenizer: Any) -> MegatronGeneration:
+    """Generation by `model`, as the configuration says."""
     return MegatronGeneration(
         model,
-        params,
+        sampling_params_of(config, tokenizer),
         config.data.max_sequence_length,
         tokenizer,
-        grpo.generation_batch_size,
+        config.grpo.generation_batch_size,
         record_experts=config.model.moe_router_replay,
     )

@@ -48,6 +48,11 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def filters(self) -> bool:
+        """Whether some tokens are never drawn."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+    @property
     def logprob_temperature(self) -> float:
         """The temperature under which log-probabilities are given."""
         return 1.0 if self.greedy else self.temperature
@@ -64,10 +69,16 @@ def sample(
         group: the tensor-parallel group, whose ranks hold the vocabulary's columns in their order.
 
     Returns:
-        token ids [n] and their log-probabilities [n] fp32 under the temperature, the same on all ranks.
+        token ids [n] and their log-probabilities [n] fp32 in the distribution that they are drawn from (temperature
+        and filters; the likeliest token's in the model's own), the same on all ranks.
     """
     logprobs = _log_softmax(logits / params.logprob_temperature, group)
-    tokens = _argmax(logprobs, group) if params.greedy else _draw(_filtered(logprobs, params, group), uniform, group)
+    if params.greedy:
+        tokens = _argmax(logprobs, group)
+    else:
+        if params.filters:
+            logprobs = _log_softmax(_filtered(logprobs, params, group), group)
+        tokens = _draw(logprobs, uniform, group)
     local, owned = local_targets(tokens, group_rank(group) * logits.shape[1], logits.shape[1])
     chosen = logprobs.gather(1, local[:, None])[:, 0]
     return tokens, all_reduce(torch.where(owned, chosen, 0.0), group)

@@ -69,7 +69,7 @@ class Colocation(ScoringModel, ColocatablePolicyInterface):
             RuntimeError: they did not come within `parallel.timeout_seconds`.
         """
         if self.is_writer:
-            self._refit_group = RefitGroup(ip, port, 0, world_size, self.config.parallel.timeout_seconds)
+            self._refit_group = RefitGroup.join(ip, port, 0, world_size, self.config.parallel.timeout_seconds)
         self._has_collective = True
 
     def broadcast_weights_for_collective(self, bucket_bytes: int = BUCKET_BYTES) -> None:

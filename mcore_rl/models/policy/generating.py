@@ -9,7 +9,7 @@ from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import ContractError
 from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
-from mcore_rl.models.generation.megatron_generation import MegatronGeneration, generation_of
+from mcore_rl.models.generation.megatron_generation import MegatronGeneration, megatron_generation_of
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.megatron.model import BuiltModel
 from mcore_rl.models.megatron.offload import Offload
@@ -48,7 +48,7 @@ class Generating(GenerationInterface):
             limit = max_sequence_length or self.config.data.max_sequence_length
             self.generation = MegatronGeneration(self.model, params, limit, tokenizer, max_batch_size)
         elif isinstance(self.config, GRPOConfig):
-            self.generation = generation_of(self.config, self.model, tokenizer)
+            self.generation = megatron_generation_of(self.config, self.model, tokenizer)
         else:
             raise ContractError("prepare_for_generation: give SamplingParams; the configuration is not GRPO's")
         return self.generation.prepare_for_generation()

@@ -8,6 +8,7 @@ none). Peak extra memory is a bucket and the largest tensor.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing import resource_tracker, shared_memory
@@ -24,31 +25,104 @@ RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 HEADER_NUMBERS = 2
 
 
+def encode_refit_info(info: RefitInfo) -> dict[str, Any]:
+    """As what JSON can say."""
+    return {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in info.items()}
+
+
+def decode_refit_info(encoded: Mapping[str, Any]) -> RefitInfo:
+    """The inverse of `encode_refit_info`."""
+    return {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in encoded.items()}
+
+
+class RefitStore:
+    """Where the processes of a group find each other. The first rank listens, on `ip` alone.
+
+    Args:
+        port: that the first rank listens on; 0 for any that is free.
+    """
+
+    def __init__(self, ip: str, port: int, rank: int, timeout: float) -> None:
+        self.rank, self.limit = rank, timedelta(seconds=timeout)
+        self.ip = local_address(ip)
+        options: dict[str, Any] = {"is_master": False}
+        if rank == 0:
+            listener = socket.create_server((ip, port))
+            port = listener.getsockname()[1]
+            options = {"is_master": True, "master_listen_fd": listener.detach(), "wait_for_workers": False}
+        self.port = port
+        self.store = torch.distributed.TCPStore(ip, port, timeout=self.limit, **options)
+
+
+def local_address(ip: str) -> str:
+    """The address of this machine by which it is reached from `ip`; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((ip, 9))
+        return str(probe.getsockname()[0])
+
+
 class RefitGroup:
     """A process group beside the default one: the policy's first rank is rank 0, the engine's processes follow.
 
     Collective over all of them.
 
     Raises:
-        RuntimeError: not all processes came within `timeout` seconds.
+        RuntimeError: not all processes came within the store's time, which every broadcast has too.
     """
 
-    def __init__(self, ip: str, port: int, rank: int, world_size: int, timeout: float = 600) -> None:
-        limit = timedelta(seconds=timeout)
+    def __init__(self, store: RefitStore, world_size: int) -> None:
         self.group: Any
-        store = torch.distributed.TCPStore(ip, port, world_size, is_master=rank == 0, timeout=limit)
         if platform.has_gpu():
             options = torch.distributed.ProcessGroupNCCL.Options()
-            options._timeout = limit
-            self.group = torch.distributed.ProcessGroupNCCL(store, rank, world_size, options)
+            options._timeout = store.limit
+            self.group = torch.distributed.ProcessGroupNCCL(store.store, store.rank, world_size, options)
         else:
-            self.group = torch.distributed.ProcessGroupGloo(store, rank, world_size, limit)
+            # Without a device gloo takes the address of the host's name, which others often cannot reach.
+            gloo: Any = torch.distributed.ProcessGroupGloo
+            options = gloo._Options()
+            options._timeout = store.limit
+            options._devices = [gloo.create_device(hostname=store.ip)]
+            self.group = gloo(store.store, store.rank, world_size, options)
+
+    @classmethod
+    def join(cls, ip: str, port: int, rank: int, world_size: int, timeout: float = 600) -> RefitGroup:
+        """Meet the other ranks at the first one's address; `timeout` in seconds."""
+        return cls(RefitStore(ip, port, rank, timeout), world_size)
+
+    def begin_broadcast(self, tensor: Tensor) -> Any:
+        """As `broadcast`, of which the result's `wait()` is the end."""
+        return self.group.broadcast(tensor, 0)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """From rank 0, in place."""
-        self.group.broadcast(tensor, 0).wait()
+        self.begin_broadcast(tensor).wait()
         return tensor
 
+
+class RefitGroups:
+    """Several engines' groups, by name, sent to at the same time. One that fails is left out from then on."""
+
+    def __init__(self, groups: Mapping[str, RefitGroup]) -> None:
+        self.groups, self.failures = dict(groups), dict[str, Exception]()
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """From this process, rank 0 of all of them."""
+        begun = [(name, self._try(name, group.begin_broadcast, tensor)) for name, group in self.groups.items()]
+        for name, work in begun:
+            if work is not None:
+                self._try(name, work.wait)
+        self.groups = {name: group for name, group in self.groups.items() if name not in self.failures}
+        return tensor
+
+    def _try(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except RuntimeError as error:
+            self.failures[name] = error
+            return None
+
+
+Broadcasts = RefitGroup | RefitGroups
 
 Places = dict[str, tuple[int, tuple[int, ...], torch.dtype]]
 """Name → first byte, shape and precision of each tensor in a buffer."""
@@ -93,20 +167,20 @@ class Bucket:
         self.numbers.append(number)
         self.filled += tensor.nbytes
 
-    def send(self, group: RefitGroup) -> None:
+    def send(self, group: Broadcasts) -> None:
         """Broadcast what is in it, if anything; it is empty afterwards."""
         if self.numbers:
             _send(self.numbers, self.buffer[: self.filled], group)
         self.numbers, self.filled = [], 0
 
 
-def _send(numbers: list[int], payload: Tensor, group: RefitGroup) -> None:
+def _send(numbers: list[int], payload: Tensor, group: Broadcasts) -> None:
     group.broadcast(torch.tensor([len(numbers), payload.numel()], device=payload.device))
     group.broadcast(torch.tensor(numbers, device=payload.device))
     group.broadcast(payload)
 
 
-def send_weights(tensors: Iterable[tuple[str, Tensor]], info: RefitInfo, group: RefitGroup | None, budget: int) -> None:
+def send_weights(tensors: Iterable[tuple[str, Tensor]], info: RefitInfo, group: Broadcasts | None, budget: int) -> None:
     """Broadcast every tensor; where `group` is None, only take part in producing them."""
     bucket, numbers = Bucket(budget), {name: number for number, name in enumerate(info)}
     for name, tensor in tensors:
@@ -193,7 +267,7 @@ class RefitReceiver:
 
     def init_collective(self, ip: str, port: int, rank: int, world_size: int, timeout: float = 600) -> None:
         """Join the policy's group; ranks begin at 1, the policy is 0."""
-        self.group = RefitGroup(ip, port, rank, world_size, timeout)
+        self.group = RefitGroup.join(ip, port, rank, world_size, timeout)
 
     def update_weights_from_collective(self) -> None:
         """Receive all weights; runs beside the policy's `broadcast_weights_for_collective`.

@@ -1,0 +1,257 @@
+"""Generation by vLLM's servers, which are sent the policy's weights before they answer.
+
+The first rank speaks with the servers, beside; the others wait for what it was told, and take part in gathering the
+weights. A server that fails is dropped, and the run goes on with those that are left.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from mcore_rl.config import GRPOConfig
+from mcore_rl.data.progress import Say
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.collectives import share_outcome
+from mcore_rl.errors import UserError
+from mcore_rl.models.generation.interfaces import (
+    GenerationDatumSpec,
+    GenerationInterface,
+    GenerationOutputSpec,
+    output_of,
+    prompts_of,
+)
+from mcore_rl.models.generation.sampling import SamplingParams, uniforms
+from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
+from mcore_rl.models.generation.vllm_service import VLLMService
+from mcore_rl.models.megatron.model import BuiltModel
+from mcore_rl.models.megatron.weights import export_hf_weights
+from mcore_rl.models.policy.refit import (
+    RefitGroup,
+    RefitGroups,
+    RefitInfo,
+    RefitStore,
+    encode_refit_info,
+    local_address,
+    send_weights,
+)
+from mcore_rl.run_directory import SERVER_LOGS
+
+T = TypeVar("T")
+
+BUCKET_BYTES = 512 * 1024**2
+CONTROL_SECONDS = 60.0
+"""For an answer that takes no time."""
+POLL_SECONDS = 0.5
+
+
+class Sender(Protocol):
+    """What is needed of a policy."""
+
+    model: BuiltModel
+    is_writer: bool
+
+    def prepare_refit_info(self) -> RefitInfo: ...
+
+
+class VLLMGeneration(GenerationInterface):
+    """Continues prompts by servers that are started here, or that the configuration names. Every call is collective.
+
+    Args:
+        policy: whose weights they get.
+        params: how tokens are drawn.
+        say: tells the user of a server that is dropped.
+    """
+
+    def __init__(self, config: GRPOConfig, policy: Sender, params: SamplingParams, tokenizer: Any, say: Say) -> None:
+        self.config, self.policy, self.params, self.tokenizer, self.say = config, policy, params, tokenizer, say
+        self.max_sequence_length = config.data.max_sequence_length
+        self.weight_version: int | None = None
+        self._launch = secrets.token_hex(4)  # versions of other runs, and of a server started anew, are not ours
+        self._beside = ThreadPoolExecutor(1, "generation")
+        self._service: VLLMService | None = None
+        self._pool: ServerPool | None = None
+        self._groups = RefitGroups({})
+        self._is_connected = False
+        # Other ranks wait for as long in a collective, which must not end before.
+        self._refit_seconds = config.parallel.timeout_seconds / 2
+
+    @property
+    def servers(self) -> list[str]:
+        """URLs of those that are left; known on the first rank."""
+        return list(self._pool.servers) if self._pool else []
+
+    # ------------------------------------------------------------ generation
+
+    def prepare_for_generation(self, *args: Any, weight_version: int | None = None, **kwargs: Any) -> bool:
+        """Send the policy's weights, unless the servers have those of this version; start or find the servers first.
+
+        Raises:
+            UserError: a server does not start, does not answer, or is not one for this run.
+            TrainingError: no server is left.
+        """
+        if not self._is_connected:
+            self._on_first_rank(self._connect)
+            self._is_connected = True
+        if weight_version is None:
+            weight_version = 0 if self.weight_version is None else self.weight_version + 1
+        if weight_version != self.weight_version:
+            self._refit(weight_version)
+        return True
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """A response to each row; a sample's random numbers are of seed, sample id and prompt length.
+
+        Raises:
+            UserError: a prompt that is empty, or leaves no room for a response.
+            TrainingError: no server is left, or they do not take the prompts.
+        """
+        if not self._is_connected:
+            self.prepare_for_generation()
+        params = replace(self.params, temperature=0.0) if greedy else self.params
+        rows = prompts_of(data, self.max_sequence_length)
+        prompts = [prompt for _, prompt in rows]
+        numbers = uniforms(params.seed, [sample_id for sample_id, _ in rows], [len(prompt) for prompt in prompts])
+        requests = [
+            Request(prompt, min(params.max_new_tokens, self.max_sequence_length - len(prompt)), int(number * 2**53))
+            for prompt, number in zip(prompts, numbers.tolist(), strict=True)
+        ]
+        groups = [list(group) for _, group in groupby(requests, key=lambda request: request.token_ids)]
+
+        def ask() -> Any:
+            assert self._pool is not None
+            seconds = self.config.generation.vllm.request_seconds
+            return self._pool.generate(groups, params, self._version(), seconds)
+
+        responses = [response for group in self._on_first_rank(ask) for response in group]
+        return output_of(prompts, responses, self.tokenizer.pad_token_id)
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    def close(self) -> None:
+        """End the servers that were started here; what they are being asked is not waited for."""
+        self._beside.shutdown(wait=False, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.close()
+        if self._service is not None:
+            self._service.close()
+
+    def _version(self) -> str:
+        return f"{self._launch}.{self.weight_version}"
+
+    def _on_first_rank(self, work: Callable[[], T]) -> T:
+        begun = self._beside.submit(work) if self.policy.is_writer else None
+        return share_outcome(begun, min(5.0, self.config.parallel.timeout_seconds / 4))
+
+    # ------------------------------------------------------------ servers
+
+    def _connect(self) -> None:
+        vllm = self.config.generation.vllm
+        if not vllm.urls:
+            self._service = VLLMService(self.config, self.config.output_dir / SERVER_LOGS)
+        urls = vllm.urls or self._service.urls  # type: ignore[union-attr]
+        servers = [VLLMServer(url, self.config.grpo.generation_batch_size) for url in urls]
+        deadline = time.monotonic() + vllm.start_seconds
+        for server in servers:
+            wait_until_ready(server, self._service, deadline)
+            check_server(server, self.config)
+        self._pool = ServerPool(servers, self._drop)
+        self._groups = RefitGroups(self._pool.each(self._join))
+
+    def _drop(self, url: str, reason: str) -> None:
+        self._groups.groups.pop(url, None)
+        died = self._service.why_ended(url, seconds=1.0) if self._service else None
+        if self._service is not None:
+            self._service.end(url)
+        self.say(f"a vLLM server is dropped: {reason}{f'; {died}' if died else ''}")
+
+    def _join(self, server: VLLMServer) -> RefitGroup:
+        """A group of this process and the server's."""
+        size = 1 + server.get("/get_world_size", CONTROL_SECONDS)["world_size"]
+        ip = local_address(urlsplit(server.url).hostname or "")
+        store = RefitStore(ip, 0, 0, self._refit_seconds)
+        info = {
+            "ip": ip, "port": store.port, "first_rank": 1, "world_size": size, "timeout": self._refit_seconds,
+            "tensors": encode_refit_info(self.policy.prepare_refit_info()),
+        }  # fmt: skip
+        with ThreadPoolExecutor(1) as beside:
+            path, seconds = "/init_weight_transfer_engine", 2 * self._refit_seconds
+            joining = beside.submit(server.post, path, {"init_info": info}, seconds)
+            try:
+                group = RefitGroup(store, size)
+            except RuntimeError as error:
+                raise joining.exception() or ServerError(f"{server.url}: {error}") from None
+            joining.result()
+        return group
+
+    # ------------------------------------------------------------ weights
+
+    def _refit(self, version: int) -> None:
+        """Pause, send, resume. What a server has computed of prompts goes with the old weights."""
+        self._on_first_rank(self._begin_update)
+        tensors, info = export_hf_weights(self.policy.model, copies=False), self.policy.prepare_refit_info()
+        send_weights(tensors, info, self._groups if self.policy.is_writer else None, BUCKET_BYTES)
+        self.weight_version = version
+        self._on_first_rank(self._finish_update)
+
+    def _begin_update(self) -> None:
+        def begin(server: VLLMServer) -> None:
+            server.post("/pause?mode=keep", {}, CONTROL_SECONDS)
+            server.post("/start_weight_update", {}, CONTROL_SECONDS)
+
+        def receive(server: VLLMServer) -> None:
+            server.post("/update_weights", {"update_info": {}}, 2 * self._refit_seconds)
+
+        assert self._pool is not None
+        self._pool.each(begin)
+        self._updating = self._pool.begin_each(receive)
+
+    def _finish_update(self) -> None:
+        def finish(server: VLLMServer) -> None:
+            server.post("/finish_weight_update", {"weight_version": self._version()}, self._refit_seconds)
+            server.post("/resume", {}, CONTROL_SECONDS)
+
+        assert self._pool is not None
+        for url, error in self._groups.failures.items():
+            self._pool.drop(url, f"{url}: the weights could not be sent: {error}")
+        self._pool.gather(self._updating)
+        self._pool.each(finish)
+
+
+def wait_until_ready(server: VLLMServer, service: VLLMService | None, deadline: float) -> None:
+    """Until a server answers; `service` if it has started it.
+
+    Raises:
+        UserError: it has ended, or does not answer until `deadline` (of `time.monotonic`).
+    """
+    while True:
+        try:
+            server.get("/health", CONTROL_SECONDS)
+            return
+        except ServerError as error:
+            ended = service.why_ended(server.url) if service else None
+            if ended is not None:
+                raise UserError(f"generation.vllm: the server {server.url} did not start: {ended}") from None
+            if time.monotonic() > deadline:
+                raise UserError(f"generation.vllm: {error} (within generation.vllm.start_seconds)") from None
+        time.sleep(POLL_SECONDS)
+
+
+def check_server(server: VLLMServer, config: GRPOConfig) -> None:
+    """Raises UserError if a server cannot be the one for this run."""
+    (model, *_) = server.get("/v1/models", CONTROL_SECONDS)["data"]
+    wanted = config.data.max_sequence_length
+    if model["max_model_len"] < wanted:
+        raise UserError(
+            f"generation.vllm.urls: {server.url} takes {model['max_model_len']} tokens at most, "
+            f"data.max_sequence_length is {wanted}; start it by scripts/serve_vllm.py with this configuration"
+        )

@@ -1,0 +1,97 @@
+"""What runs inside vLLM, in its environment, which has of this package's dependencies torch alone.
+
+vLLM finds `register` by the entry point `vllm.general_plugins`, in each of its processes. The engine takes the
+trainer's weights by a collective, through vLLM's own weight-transfer interface and its layerwise reload, which gives
+the parameters back the loaders that they lose once a model is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from mcore_rl.models.policy.refit import RefitReceiver, decode_refit_info
+
+BACKEND = "mcore_rl"
+
+
+@dataclass
+class RefitInitInfo(WeightTransferInitInfo):
+    """Where the trainer waits, and what it will send.
+
+    first_rank: of this server's processes in the trainer's group.
+    tensors: `encode_refit_info` of them.
+    timeout: seconds for the group to be made, and for each of its collectives.
+    """
+
+    ip: str
+    port: int
+    first_rank: int
+    world_size: int
+    tensors: dict[str, Any]
+    timeout: float
+
+
+@dataclass
+class RefitUpdateInfo(WeightTransferUpdateInfo):
+    """Nothing: the collective tells what comes."""
+
+
+class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
+    """One worker process's end of the collective."""
+
+    init_info_cls, update_info_cls = RefitInitInfo, RefitUpdateInfo
+    receiver: RefitReceiver | None = None
+
+    def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
+        info, parallel = init_info, self.parallel_config
+        rank = info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        # A later update may be for another model, such as a draft: it is asked for when the tensors are there.
+        self.receiver = RefitReceiver(
+            lambda tensors: self.model.load_weights(tensors), decode_refit_info(info.tensors), self.device
+        )
+        self.receiver.init_collective(info.ip, info.port, rank, info.world_size, info.timeout)
+
+    def start_weight_update(self) -> None:
+        for module in self.model.modules():
+            # On the CPU experts are packed for their kernel only where there is no kernel yet: without this the
+            # update succeeds, and the old experts go on answering.
+            method: Any = getattr(module, "quant_method", None)
+            if self.device.type == "cpu" and getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
+        with torch.device(self.device):
+            initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: RefitUpdateInfo) -> None:
+        if self.receiver is None:
+            raise RuntimeError("update_weights: no trainer has opened its group")
+        with torch.device(self.device):
+            self.receiver.update_weights_from_collective()
+
+    def finish_weight_update(self) -> None:
+        with torch.device(self.device):
+            finalize_layerwise_reload(self.model, self.model_config)
+        for module in self.model.modules():
+            # On the CPU a head that is tied to the embedding multiplies with a packed copy of the weights, which a
+            # reload of the embedding leaves as it was.
+            if self.device.type == "cpu" and isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        self.receiver = None
+
+
+def register() -> None:
+    """Make `--weight-transfer-config '{"backend": "mcore_rl"}'` known. vLLM calls plugins more than once."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, RefitEngine)

@@ -1,0 +1,55 @@
+"""scripts/serve_vllm.py CONFIG [section.key=value …]: the vLLM servers that a GRPO configuration describes.
+
+They serve until this script ends. A run finds them by generation.vllm.urls, which is printed here.
+"""
+
+import contextlib
+import signal
+import time
+
+from mcore_rl.config import GRPOConfig, load_config
+from mcore_rl.entry_point import Parser, told_in_one_line
+from mcore_rl.errors import TrainingError
+from mcore_rl.preflight import check_model_directory, check_vllm
+from mcore_rl.quiet import quiet_libraries
+
+
+def main() -> None:
+    parser = Parser(description="Serve a policy by vLLM.")
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file's values")
+    arguments = parser.parse_intermixed_args()
+    with told_in_one_line():
+        overrides = ["generation.backend=vllm", *arguments.overrides, "generation.vllm.urls=[]"]
+        config = load_config(GRPOConfig, arguments.config, overrides)
+        check_model_directory(config.model.path)
+        check_vllm(config)
+        quiet_libraries()
+        serve(config)
+
+
+def serve(config: GRPOConfig) -> None:
+    from mcore_rl.models.generation.vllm_client import VLLMServer
+    from mcore_rl.models.generation.vllm_generation import wait_until_ready
+    from mcore_rl.models.generation.vllm_service import VLLMService
+    from mcore_rl.run_directory import SERVER_LOGS
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    deadline = time.monotonic() + config.generation.vllm.start_seconds
+    with contextlib.closing(VLLMService(config, config.output_dir / SERVER_LOGS)) as service:
+        for url in service.urls:
+            wait_until_ready(VLLMServer(url, connections=1), service, deadline)
+        print(f"generation.vllm.urls=[{','.join(service.urls)}]", flush=True)
+        left = set(service.urls)
+        while left:
+            time.sleep(1)
+            for url in sorted(left):
+                if reason := service.why_ended(url):
+                    print(f"{url}: {reason}", flush=True)
+                    service.end(url)
+                    left.remove(url)
+        raise TrainingError("no vLLM server is left")
+
+
+if __name__ == "__main__":
+    main()

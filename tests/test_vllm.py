@@ -1,0 +1,451 @@
+"""Rollouts by real vLLM servers: `make test-vllm`. Its environment (3.4 GB) is made if it is not there.
+
+vLLM's attention for the CPU takes heads of 32 dimensions or more; the models have such.
+"""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+import yaml
+from models import make_model, make_tokenizer
+from test_generation import drawn_logprobs, make_prompts
+from test_refit import free_port
+from test_training import ROOT, metrics_of, run
+
+from mcore_rl.config import GRPOConfig, load_config
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.processes import run_processes
+from mcore_rl.errors import TrainingError
+
+pytestmark = pytest.mark.vllm
+
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+LIMIT, NEW_TOKENS, STEPS = 100, 24, 5
+CLOSE = 1e-5
+START_SECONDS = 240
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_environment():
+    subprocess.run(["make", "install-vllm", f"PYTHON={sys.executable}"], cwd=ROOT, check=True, timeout=900)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A model, prompts, a judge and a configuration."""
+    root = tmp_path_factory.mktemp("vllm")
+    make_model("llama", root / "model", initializer_range=0.1, head_dim=32)
+    prompts = [{"prompt": f"say {letter}", "answer": letter} for letter in "abcdefghij" * 2]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    (root / "judging.py").write_text(
+        "from mcore_rl.environments.interfaces import Step\n"
+        "def twice(log, record):\n"
+        "    last = len(log) >= 4\n"
+        "    reward = sum(c in 'aeiou' for c in log[-1]['content']) / 4\n"
+        "    return Step(reward, done=last, observation=None if last else ' more ')\n"
+    )
+    config = {
+        "output_dir": str(root / "out"),
+        "model": {"path": str(root / "model")},
+        "parallel": {"timeout_seconds": 120},
+        "data": {"train": str(root / "prompts.jsonl"), "max_sequence_length": LIMIT},
+        "optimizer": {"lr": 3e-3, "schedule": "constant"},
+        "trainer": {"max_steps": 4},
+        "checkpoint": {"save_interval": 2},
+        "grpo": {
+            "num_prompts_per_step": 6,
+            "num_generations_per_prompt": 4,
+            "max_new_tokens": NEW_TOKENS,
+            "temperature": 0.8,
+            "generation_batch_size": 16,
+        },
+        "loss": {"reference_policy_kl_penalty": 0.01},
+        "environment": {"name": "function", "function": "judging:twice", "max_turns": 2, "num_workers": 1},
+        "generation": {"backend": "vllm", "vllm": {"python": str(PYTHON), "start_seconds": START_SECONDS}},
+    }
+    (root / "grpo.yaml").write_text(yaml.safe_dump(config))
+    return root
+
+
+class Serving:
+    """scripts/serve_vllm.py, as a user runs it; `urls` as it prints them."""
+
+    def __init__(self, root, *overrides):
+        self.port = free_port()
+        options = [f"generation.vllm.port={self.port}", f"output_dir={root / f'served_{self.port}'}", *overrides]
+        command = [sys.executable, ROOT / "scripts" / "serve_vllm.py", root / "grpo.yaml", *options]
+        self.process = subprocess.Popen(
+            list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def __enter__(self):
+        self.urls = self.process.stdout.readline().strip()  # it ends by itself after start_seconds
+        assert self.urls.startswith("generation.vllm.urls=["), self.process.communicate(timeout=60)
+        return self
+
+    def __exit__(self, *_):
+        self.process.send_signal(signal.SIGTERM)
+        self.said, self.error = self.process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def served(root):
+    """Three servers, which the last test kills."""
+    with Serving(root, "generation.vllm.num_servers=3") as serving:
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def urls(served):
+    return served.urls
+
+
+def config_of(root, *overrides):
+    return load_config(GRPOConfig, root / "grpo.yaml", list(overrides))
+
+
+# ------------------------------------------------------------------ exactness
+
+
+def score(policy, prompts, out, params, greedy=False):
+    """Largest difference of an output's log-probabilities from the trainer's, and the batch to train on."""
+    ids, lengths = out["output_ids"], out["unpadded_sequence_lengths"]
+    column = torch.arange(ids.shape[1])[None]
+    response = (column >= prompts["input_lengths"][:, None]) & (column < lengths[:, None])
+    data = BatchedDataDict(
+        input_ids=ids, input_lengths=lengths, sample_mask=torch.ones(len(ids)), token_mask=response.float()
+    )
+    expected = drawn_logprobs(policy, data, params, greedy)
+    data["generation_logprobs"] = out["logprobs"]
+    data["prev_logprobs"] = policy.get_logprobs(data, temperature=params.temperature)["logprobs"]
+    return float(((expected - out["logprobs"]) * response).abs().max()), data
+
+
+def follow(config, steps):
+    """Differences after each of several updates, and the responses; of greedy ones too."""
+    from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
+    from mcore_rl.loss_options import ClippedPGOptions
+    from mcore_rl.models.generation.backends import generation_of
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy, said = MegatronPolicy(config, total_steps=steps), []
+    generation = generation_of(config, policy, make_tokenizer(), said.append)
+    loss_fn, differences, outputs = ClippedPGLossFn(ClippedPGOptions()), [], []
+    prompts = make_prompts()
+    for step in range(steps + 1):
+        generation.prepare_for_generation(weight_version=step)
+        out, likeliest = generation.generate(prompts), generation.generate(prompts, greedy=True)
+        difference, data = score(policy, prompts, out, generation.params)
+        greedy_difference, _ = score(policy, prompts, likeliest, generation.params, greedy=True)
+        differences.append((difference, greedy_difference))
+        outputs.append((out.data, likeliest.data))
+        generator = torch.Generator().manual_seed(step)
+        data["advantages"] = torch.randn(data.size, 1, generator=generator).expand(data["input_ids"].shape).contiguous()
+        if step < steps:
+            policy.train(data, loss_fn, temperature=config.grpo.temperature)
+    generation.close()
+    policy.shutdown()
+    return differences, outputs, said
+
+
+def tokens(out):
+    return [row[:n].tolist() for row, n in zip(out["output_ids"], out["unpadded_sequence_lengths"], strict=True)]
+
+
+LAYOUTS = {
+    "tp2": ("parallel.tensor_model_parallel_size=2",),
+    "tp2 pp2": ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_servers_have_the_trainers_weights_after_every_step(layout, root, urls):
+    config = config_of(root, urls, *layout)
+    results = run_processes(follow, config, STEPS, world_size=2 * len(layout), timeout=START_SECONDS)
+    differences, outputs, said = results[0]
+    assert said == []
+    assert torch.tensor(differences).max() < CLOSE, differences
+    sampled = [tokens(out) for out, _ in outputs]
+    assert all(a != b for a, b in itertools.pairwise(sampled)), "every update changed the answers"
+    for _, others, _ in results[1:]:
+        assert all(torch.equal(a[0]["logprobs"], b[0]["logprobs"]) for a, b in zip(outputs, others, strict=True))
+
+
+def test_the_likeliest_tokens_are_megatrons(root, urls):
+    ((_, served, _),) = run_processes(follow, config_of(root, urls), 1, world_size=1, timeout=START_SECONDS)
+    own = config_of(root, "generation={}")
+    ((_, generated, _),) = run_processes(follow, own, 0, world_size=1)
+    assert tokens(served[0][1]) == tokens(generated[0][1])
+    for name in ("generation_lengths", "truncated", "unpadded_sequence_lengths"):
+        assert torch.equal(served[0][1][name], generated[0][1][name])
+
+
+FILTERS = [("grpo.top_k=7", "grpo.top_p=0.8"), ("grpo.min_p=0.2",), ("grpo.top_p=0.01",)]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_log_probabilities_are_of_the_distribution_sampled_from(filters, root, urls):
+    ((differences, _, _),) = run_processes(follow, config_of(root, urls, *filters), 0, world_size=1)
+    assert max(differences[0]) < CLOSE
+
+
+def draw(config, rows):
+    from mcore_rl.models.generation.backends import generation_of
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy, prompts = MegatronPolicy(config), make_prompts()
+    generation = generation_of(config, policy, make_tokenizer())
+    data = BatchedDataDict({name: values[rows] for name, values in prompts.items()}, sample_ids=torch.tensor(rows))
+    out = generation.generate(data)
+    generation.close()
+    policy.shutdown()
+    return dict(zip(rows, zip(tokens(out), out["truncated"].tolist(), strict=True), strict=True))
+
+
+def test_a_sample_is_of_seed_and_sample_id(root, urls):
+    """Whatever stands beside it, and whichever server answers."""
+    config, rows = config_of(root, urls), list(range(len(make_prompts()["input_ids"])))
+    alone, some, others = (
+        run_processes(draw, one, chosen, world_size=1)[0]
+        for one, chosen in ((config, rows), (config, rows[::-2]), (config_of(root, urls, "seed=1"), rows))
+    )
+    assert {row: alone[row] for row in some} == some
+    assert others != alone
+
+
+def test_ends(root, urls):
+    """A stop string ends a response behind it, and so does a stop token; the limit is told."""
+    rows, tokenizer = list(range(len(make_prompts()["input_ids"]))), make_tokenizer()
+    free = run_processes(draw, config_of(root, urls), rows, world_size=1)[0]
+    start = make_prompts()["input_lengths"].tolist()
+    texts = {row: tokenizer.decode(ids[start[row] :]) for row, (ids, _) in free.items()}
+    row = next(row for row, text in texts.items() if len(text) > 6)
+    stop = texts[row][2:4]
+    stopped = run_processes(draw, config_of(root, urls, f"grpo.stop_strings=[{stop!r}]"), rows, world_size=1)[0]
+    response = stopped[row][0][start[row] :]
+    assert stop in tokenizer.decode(response) and stop not in tokenizer.decode(response[:-1])
+    assert response == free[row][0][start[row] :][: len(response)]
+    assert not stopped[row][1]
+    for ids, truncated in free.values():
+        assert truncated == (1 not in ids[-1:])
+    assert any(truncated for _, truncated in free.values())
+
+
+# ------------------------------------------------------------------ runs
+
+
+@pytest.fixture(autouse=True)
+def judges_can_be_imported(root, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]))
+
+
+def train(root, name, *arguments, **options):
+    return run("train_grpo.py", root / "grpo.yaml", f"output_dir={root / name}", *arguments, **options)
+
+
+def assert_same_training(ours, theirs, start=0):
+    for a, b in zip(metrics_of(ours)[start:], metrics_of(theirs)[start:], strict=True):
+        for name in ("step", "reward_mean", "loss", "kl_penalty", "grad_norm", "response_length_mean"):
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), (a["step"], name)
+
+
+def test_a_run_resumes_and_either_backend_replays_the_others_recording(root, urls):
+    recording, own = root / "recording.jsonl", root / "own.jsonl"
+    train(root, "whole", urls, "--record", recording, "parallel.tensor_model_parallel_size=2", processes=2)
+    metrics = metrics_of(root / "whole")
+    assert all(line["token_mult_prob_error"] == pytest.approx(1, abs=CLOSE) for line in metrics)
+    assert all(line["refit_seconds"] > 0 for line in metrics)
+    steps = [json.loads(line) for line in recording.read_text().splitlines()]
+    assert [{r["weight_version"] for r in step["rollouts"]} for step in steps] == [{0}, {1}, {2}, {3}]
+    samples = [json.loads(line) for line in (root / "whole" / "samples.jsonl").read_text().splitlines()]
+    assert all(sample["weight_version"] == sample["step"] - 1 for sample in samples)
+
+    shutil.copytree(root / "whole", root / "resumed")
+    shutil.rmtree(root / "resumed" / "checkpoints" / "iter_0000004")
+    (root / "resumed" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2\n")
+    train(root, "resumed", urls)
+    assert_same_training(root / "resumed", root / "whole")
+
+    train(root, "replayed", "generation={backend: megatron}", "--replay", recording)
+    assert_same_training(root / "replayed", root / "whole")
+    train(root, "megatron", "generation={backend: megatron}", "--record", own)
+    nobody = "generation.vllm.urls=['http://127.0.0.1:9']"
+    train(root, "replayed_by_vllm", nobody, "--replay", own)
+    assert_same_training(root / "replayed_by_vllm", root / "megatron")
+
+
+def test_a_mismatch_ends_the_run(root, urls):
+    bound = "generation.max_token_mult_prob_error=1.0000000001"
+    process = train(root, "mismatch", urls, bound, check=False)
+    assert process.returncode == 3
+    assert "above generation.max_token_mult_prob_error" in process.stderr_text
+    assert process.stderr_text.count("\n") == 1
+
+
+def test_servers_that_are_not_there_or_too_small(root, urls):
+    away = "generation.vllm={urls: ['http://127.0.0.1:9'], start_seconds: 1}"
+    process = train(root, "away", away, check=False)
+    assert process.returncode == 2
+    assert "error: generation.vllm: http://127.0.0.1:9/health: does not answer" in process.stderr_text
+    process = train(root, "small", urls, f"data.max_sequence_length={LIMIT + 1}", check=False)
+    assert process.returncode == 2
+    assert f"takes {LIMIT} tokens at most" in process.stderr_text
+
+
+# ------------------------------------------------------------------ what dies
+
+
+def servers_of(mark):
+    """Processes that were started with this mark in their environment, but for those that ended."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("VLLM_TEST") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def check_gone(mark):
+    deadline = time.monotonic() + 20
+    while servers_of(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert servers_of(mark) == []
+
+
+def test_a_trainer_that_dies_takes_its_servers_along_and_frees_others(root, urls, monkeypatch, tmp_path):
+    """Killed in the middle of an update: the servers of others serve the next run."""
+    program = tmp_path / "die.py"
+    program.write_text(
+        "import os, signal\n"
+        "from mcore_rl.models.policy import refit\n"
+        "from mcore_rl.models.generation import vllm_generation\n"
+        "vllm_generation.BUCKET_BYTES = 50_000\n"
+        "send, count = refit.RefitGroups.broadcast, []\n"
+        "def broadcast(self, tensor):\n"
+        "    count.append(1)\n"
+        "    if len(count) == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return send(self, tensor)\n"
+        "refit.RefitGroups.broadcast = broadcast\n"
+        "from mcore_rl.programs.training import train\n"
+        "train('grpo')\n"
+    )
+    for name, servers in (("with_urls", (urls,)), ("with_own", (f"generation.vllm.port={free_port()}",))):
+        mark = f"{name} {time.time()}"
+        process = subprocess.run(
+            [sys.executable, program, root / "grpo.yaml", f"output_dir={root / name}", *servers],
+            env={**os.environ, "VLLM_TEST": mark, "OMP_NUM_THREADS": "1"}, timeout=START_SECONDS, capture_output=True,
+        )  # fmt: skip
+        assert process.returncode == -signal.SIGKILL, process.stderr
+        check_gone(mark)
+    ((differences, _, _),) = run_processes(follow, config_of(root, urls), 1, world_size=1, timeout=START_SECONDS)
+    assert torch.tensor(differences).max() < CLOSE
+
+
+# ------------------------------------------------------------------ other models, servers of several processes
+
+
+MODELS = {"qwen3_moe": ({"head_dim": 32}, 1), "qwen2": ({"num_attention_heads": 2, "head_dim": 32}, 2)}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_other_families_and_servers_of_several_processes(family, root, tmp_path):
+    changes, size = MODELS[family]
+    make_model(family, tmp_path / "model", initializer_range=0.1, **changes)
+    options = (f"model.path={tmp_path / 'model'}", f"generation.vllm.tensor_parallel_size={size}")
+    with Serving(root, *options) as serving:
+        layout = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+        config = config_of(root, *options, serving.urls, *layout)
+        differences, _, _ = run_processes(follow, config, 2, world_size=2, timeout=START_SECONDS)[0]
+    assert torch.tensor(differences).max() < CLOSE, differences
+    assert serving.process.returncode == 130
+
+
+# ------------------------------------------------------------------ servers that die; this is their last test
+
+
+def kill(url):
+    """A server with all its processes, as if its machine were gone."""
+    port = url.rpartition(":")[2]
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if "vllm.entrypoints.openai.api_server" in command and port in command:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def live_dangerously(config):
+    """Of three servers one dies while it answers, one while it gets weights, then the last."""
+    from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
+    from mcore_rl.loss_options import ClippedPGOptions
+    from mcore_rl.models.generation import vllm_generation
+    from mcore_rl.models.generation.backends import generation_of
+    from mcore_rl.models.generation.vllm_client import VLLMServer
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+    from mcore_rl.models.policy.refit import RefitGroups
+
+    vllm_generation.BUCKET_BYTES = 50_000
+    policy, said = MegatronPolicy(config, total_steps=3), []
+    generation = generation_of(config, policy, make_tokenizer(), said.append)
+    generation.prepare_for_generation(weight_version=0)
+    prompts = make_prompts()
+    expected = generation.generate(prompts)
+    urls, left = generation.servers, []
+    if policy.is_writer:
+        VLLMServer.generate = killing(VLLMServer.generate, urls[0], at=5)
+    again = generation.generate(prompts)
+    left.append(generation.servers)
+    _, data = score(policy, prompts, again, generation.params)
+    data["advantages"] = torch.randn(data["input_ids"].shape, generator=torch.Generator().manual_seed(0))
+    policy.train(data, ClippedPGLossFn(ClippedPGOptions()), temperature=config.grpo.temperature)
+    if policy.is_writer:
+        RefitGroups.broadcast = killing(RefitGroups.broadcast, urls[1], at=5)
+    generation.prepare_for_generation(weight_version=1)
+    left.append(generation.servers)
+    difference, _ = score(policy, prompts, generation.generate(prompts), generation.params)
+    end = None
+    if policy.is_writer:
+        kill(urls[2])
+    try:
+        generation.generate(prompts)
+    except TrainingError as error:
+        end = str(error)
+    generation.close()
+    policy.shutdown()
+    return tokens(expected) == tokens(again), left == [urls[1:], urls[2:]], difference, end, said
+
+
+def killing(call, url, at):
+    """The same function, whose call number `at` comes as this server dies."""
+    calls = itertools.count(1)
+
+    def wrapped(*arguments):
+        if next(calls) == at:
+            kill(url)
+        return call(*arguments)
+
+    return wrapped
+
+
+def test_servers_die_while_they_answer_and_while_they_get_weights(root, served):
+    config = config_of(root, served.urls, "parallel.tensor_model_parallel_size=2", "parallel.timeout_seconds=60")
+    results = run_processes(live_dangerously, config, world_size=2, timeout=START_SECONDS)
+    same, left, difference, end, said = results[0]
+    assert same and left
+    assert difference < CLOSE
+    assert end.startswith("no vLLM server is left; the last one's failure: http://127.0.0.1:")
+    assert results[1][3] == end, "every rank ends"
+    assert len(said) == 3, said
+    assert served.process.wait(60) == 3
+    ended = served.process.stdout.read().splitlines()
+    assert len(ended) == 3 and all("it ended with status -9" in line for line in ended), ended
+    assert "error: no vLLM server is left" in served.process.stderr.read()

@@ -1,0 +1,261 @@
+"""Servers that share the work, die, hang and lie, without vLLM; and what ends them when their trainer dies."""
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import psutil
+import pytest
+from models import and_long
+from test_refit import free_port
+
+from mcore_rl.config import GRPOConfig, build_config
+from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.models.generation.sampling import SamplingParams
+from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
+from mcore_rl.models.generation.vllm_generation import wait_until_ready
+from mcore_rl.models.generation.vllm_service import VLLMService, server_command
+
+GROUPS = [[Request((7, group), 5, seed=10 * group + row) for row in range(1 + group % 4)] for group in range(9)]
+PARAMS = SamplingParams(5, temperature=0.7, top_p=0.9, stop_token_ids=(1, 2), stop_strings=("!",), seed=3)
+
+
+class Stub(BaseHTTPRequestHandler):
+    """Answers with the prompt's last token and the seed, as vLLM would write it; `server.behave` may object."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(body)
+        status, change = self.server.behave(len(self.server.asked)) or (200, {})
+        if status is None:  # cut the line
+            return self.connection.close()
+        sampling = body["sampling_params"]
+        choice = {
+            "token_ids": [body["token_ids"][-1], sampling["seed"]],
+            "finish_reason": "stop" if sampling["seed"] % 2 else "length",
+            "weight_versions": [{"version": "a.3", "start": 0, "end": 2}],
+            "logprobs": {"content": [{"logprob": -0.25}, {"logprob": -0.5}]},
+        }
+        answer = {"choices": [{**choice, **change}]} if status == 200 else {"error": {"message": "told so"}}
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def pool_of(*behaviours, connections=3):
+    """A pool of stubs, their requests, and what it says of those that it drops."""
+    stubs, dropped = [], {}
+    for behave in behaviours:
+        stub = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
+        stub.daemon_threads, stub.block_on_close, stub.asked, stub.behave = True, False, [], behave
+        threading.Thread(target=stub.serve_forever, args=(0.05,), daemon=True).start()
+        stubs.append(stub)
+    urls = [f"http://127.0.0.1:{stub.server_port}" for stub in stubs]
+    try:
+        yield ServerPool([VLLMServer(url, connections) for url in urls], dropped.__setitem__), stubs, dropped
+    finally:
+        for stub in stubs:
+            stub.shutdown()
+            stub.server_close()
+
+
+def well(_):
+    time.sleep(0.02)
+
+
+def check_all_answered(pool, seconds=20.0):
+    responses = pool.generate(GROUPS, PARAMS, "a.3", seconds)
+    for group, answers in zip(GROUPS, responses, strict=True):
+        assert [r.token_ids for r in answers] == [[request.token_ids[-1], request.seed] for request in group]
+        assert [r.ended for r in answers] == [bool(request.seed % 2) for request in group]
+        assert all(r.logprobs == [-0.25, -0.5] for r in answers)
+
+
+def test_requests_are_spread_and_say_how_to_sample():
+    with pool_of(well, well) as (pool, stubs, dropped):
+        check_all_answered(pool)
+        total = sum(map(len, GROUPS))
+        assert sum(len(stub.asked) for stub in stubs) == total
+        assert min(len(stub.asked) for stub in stubs) > total / 5
+        for stub in stubs:  # a group stays together
+            mine = {tuple(body["token_ids"]) for body in stub.asked}
+            counts = {ids: sum(tuple(body["token_ids"]) == ids for body in stub.asked) for ids in mine}
+            assert counts == {group[0].token_ids: len(group) for group in GROUPS if group[0].token_ids in mine}
+        sampling = stubs[0].asked[0]["sampling_params"]
+        assert sampling.pop("seed") in {request.seed for group in GROUPS for request in group}
+        assert sampling == {
+            "max_tokens": 5, "temperature": 0.7, "top_k": 0, "top_p": 0.9, "min_p": 0.0, "logprobs": 0,
+            "ignore_eos": True, "stop_token_ids": [1, 2], "detokenize": True, "stop": ["!"],
+            "include_stop_str_in_output": True, "skip_special_tokens": False,
+        }  # fmt: skip
+        assert dropped == {}
+
+
+FAILURES = {
+    "line cut": (lambda n: (None, {}) if n > 2 else well(n), "does not answer"),
+    "engine dead": (lambda n: (500, {}) if n > 1 else well(n), "status 500: told so"),
+    "hangs": (lambda n: time.sleep(30) if n > 1 else well(n), "took too long"),
+    "other weights": (
+        lambda n: (200, {"weight_versions": [{"version": "a.2"}, {"version": "a.3"}]}),
+        "has the weights of version a.2/a.3, not a.3",
+    ),
+    "aborted": (lambda n: (200, {"finish_reason": "abort"}), "was ended by others"),
+}
+
+
+@pytest.mark.parametrize(("behave", "reason"), FAILURES.values(), ids=FAILURES)
+def test_what_a_failed_server_was_asked_is_asked_of_another(behave, reason):
+    with pool_of(behave, well) as (pool, stubs, dropped):
+        check_all_answered(pool, seconds=1.0)
+        assert list(dropped) == [f"http://127.0.0.1:{stubs[0].server_port}"]
+        assert reason in dropped[f"http://127.0.0.1:{stubs[0].server_port}"]
+        before = len(stubs[0].asked)
+        check_all_answered(pool)
+        assert len(stubs[0].asked) == before, "it is asked nothing more"
+
+
+def test_none_left_is_told_in_one_line():
+    with pool_of(lambda n: (500, {}), lambda n: (None, {})) as (pool, _, dropped):
+        with pytest.raises(
+            TrainingError, match=r"^no vLLM server is left; the last one's failure: http://\S+: [^\n]+$"
+        ):
+            pool.generate(GROUPS, PARAMS, "a.3", 5.0)
+        assert len(dropped) == 2
+
+
+def test_a_wrong_request_is_nobody_elses():
+    with pool_of(lambda n: (400, {})) as (pool, _, dropped):
+        with pytest.raises(TrainingError, match="refuses what it is asked: told so"):
+            pool.generate(GROUPS, PARAMS, "a.3", 5.0)
+        assert dropped == {}
+
+
+def test_nobody_listens():
+    started = time.monotonic()
+    with pytest.raises(ServerError, match="does not answer"):
+        VLLMServer("http://127.0.0.1:9", 1).get("/health", 5.0)
+    assert time.monotonic() - started < 5
+
+
+# ------------------------------------------------------------------ processes
+
+
+STARTER = """
+import subprocess, sys, time
+from types import SimpleNamespace
+from pathlib import Path
+from mcore_rl.models.generation import vllm_service
+sleep = "import time; time.sleep(99)"
+server = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}]); {sleep}"
+vllm_service.server_command = lambda config, port: [sys.executable, "-c", server]
+vllm = SimpleNamespace(num_servers=2, host="127.0.0.1", port=int(sys.argv[1]), devices=())
+config = SimpleNamespace(generation=SimpleNamespace(vllm=vllm))
+service = vllm_service.VLLMService(config, Path(sys.argv[2]))
+print("started", flush=True)
+time.sleep(99)
+"""
+
+
+def marked(mark):
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("SERVER_TEST") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("sent", and_long([signal.SIGKILL], [signal.SIGTERM, signal.SIGINT]))
+def test_servers_end_with_their_trainer_however_it_ends(sent, tmp_path):
+    mark = str(tmp_path)
+    environment = {**os.environ, "SERVER_TEST": mark}
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER, str(free_port()), str(tmp_path)],
+        stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+    )  # fmt: skip
+    assert starter.stdout.readline() == "started\n"
+    deadline = time.monotonic() + 20
+    while len(marked(mark)) < 6 and time.monotonic() < deadline:  # starter, keeper, two servers and their children
+        time.sleep(0.1)
+    assert len(marked(mark)) == 6
+    os.killpg(starter.pid, sent)  # as a terminal or torchrun does
+    starter.wait(20)
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert marked(mark) == []
+
+
+# ------------------------------------------------------------------ starting
+
+
+def config_of(tmp_path, **vllm):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'WARNING OSError: never mind'\necho \"ValueError: $3 is no model\"\nexit 3\n")
+    python.chmod(0o755)
+    values = {
+        "output_dir": str(tmp_path / "out"),
+        "model": {"path": str(tmp_path / "model"), "dtype": "bfloat16"},
+        "data": {"train": "data.jsonl", "max_sequence_length": 5000},
+        "optimizer": {"lr": 1e-3},
+        "trainer": {"max_steps": 4},
+        "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_new_tokens": 8},
+        "generation": {"backend": "vllm", "vllm": {"python": str(python), "port": free_port(), **vllm}},
+    }
+    return build_config(GRPOConfig, values, [], "here")
+
+
+def test_a_server_that_does_not_start_is_told_at_once(tmp_path):
+    config = config_of(tmp_path, num_servers=2)
+    service = VLLMService(config, tmp_path / "logs")
+    try:
+        with pytest.raises(
+            UserError, match=r"did not start: it ended with status 3: ValueError: --model is no model \("
+        ):
+            wait_until_ready(VLLMServer(service.urls[1], 1), service, time.monotonic() + 60)
+        assert service.why_ended(service.urls[0], seconds=10) is not None
+    finally:
+        service.close()
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path):
+    config = config_of(tmp_path)
+    port = config.generation.vllm.port
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(UserError, match=f"vllm.port: 127.0.0.1:{port} cannot"),
+    ):
+        VLLMService(config, tmp_path / "logs")
+    assert not (tmp_path / "logs").exists()
+
+
+def test_options_reach_the_servers(tmp_path, monkeypatch):
+    vllm = {"tensor_parallel_size": 2, "num_servers": 2, "devices": [4, 5, 6, 7], "arguments": ["--block-size", "64"]}
+    config = config_of(tmp_path, **vllm)
+    command = server_command(config, 8123)
+    values = dict(itertools.pairwise(command))
+    expected = {
+        "--model": str(tmp_path / "model"), "--host": "127.0.0.1", "--port": "8123", "--dtype": "bfloat16",
+        "--max-model-len": "5000", "--tensor-parallel-size": "2", "--max-num-seqs": "64", "--block-size": "64",
+        "--logprobs-mode": "processed_logprobs", "--max-num-batched-tokens": "5000",
+    }  # fmt: skip
+    assert {name: values[name] for name in expected} == expected
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    environments = [VLLMService._environment(config, index) for index in range(2)]
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == ["4,5", "6,7"]
+    assert not any("WORLD_SIZE" in environment for environment in environments)
