@@ -3,6 +3,7 @@
 import json
 import math
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,6 @@ from transformers import AutoModelForCausalLM
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.layout_check import Layout, compute_outcome
 from mcore_rl.models.megatron.checkpoint_trust import read_index
-
-peft = pytest.importorskip("peft")
 
 RANK, ALPHA = 3, 5.0
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
