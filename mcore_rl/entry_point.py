@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from mcore_rl import run_directory, watchdog
-from mcore_rl.config import TrainingConfig, load_config
+from mcore_rl.config import TrainingConfig, load_config, resolved_yaml
+from mcore_rl.config.reference import as_list, as_text, reference_of, section_of
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.launch_environment import error_file, is_launched, is_under_torchrun, rank, world_size
 from mcore_rl.preflight import preflight
@@ -41,6 +42,26 @@ class Parser(argparse.ArgumentParser):
         leave(2, f"{message} ({self.prog} --help says more)")
 
 
+class _Help(argparse.Action):
+    """`--help` lists options and the sections' keys; `--help SECTION` tells what each of its keys means."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, config_type: type[TrainingConfig], help: str | None = None
+    ) -> None:
+        super().__init__(option_strings, dest, nargs="?", const="", metavar="SECTION", help=help)
+        self.config_type = config_type
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, section: Any, option: Any = None) -> NoReturn:
+        with told_in_one_line():
+            if section:
+                print("\n".join(as_text([section_of(self.config_type, section)])).strip())
+            else:
+                print(parser.format_help())
+                print("Sections of the configuration and their keys (--help SECTION tells what each means):")
+                print("\n".join(as_list(reference_of(self.config_type))))
+        sys.exit(0)
+
+
 def run_script(
     config_type: type[ConfigT],
     train: Callable[..., Any],
@@ -60,15 +81,20 @@ def run_script(
     Exit status: 0; 1 for a failure, with its traceback; 2 for a user's error and 3 for training that
     cannot go on, with one line; 130 for Ctrl-C before training. torchrun itself exits with 1 for all of them.
     """
-    parser = Parser(prog=prog, description=description)
+    parser = Parser(prog=prog, description=description, add_help=False)
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file's values")
+    parser.add_argument("-h", "--help", action=_Help, config_type=config_type, help="this, or a section's keys")
+    parser.add_argument("--print-config", action="store_true", help="print every value, and stop")
     for name, purpose in file_options.items():
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=purpose)
     parsed = parser.parse_intermixed_args(arguments)
     paths = {name: getattr(parsed, name) for name in file_options}
     with told_in_one_line():
         config = load_config(config_type, parsed.config, parsed.overrides)
+        if parsed.print_config:
+            print(resolved_yaml(config), end="")
+            return
         preflight(config, world_size(), paths)
         if rank() == 0:
             processes = "1 process" if world_size() == 1 else f"{world_size()} processes"

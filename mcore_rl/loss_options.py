@@ -331,6 +331,7 @@ class DPOOptions(LossOptions):
     reference_policy_kl_penalty: NonNegative = option(0.1)
     """β."""
     preference_loss_weight: NonNegative = option(1.0)
+    """Weight of the preference loss."""
     sft_loss_weight: NonNegative = option(0.0)
     """Weight of the negative log-likelihood of the chosen responses."""
     preference_average_log_probs: bool = option(False)
@@ -399,14 +400,12 @@ class KTOOptions(LossOptions):
     """λ_U."""
 
 
-# ------------------------------------------------------------------ distillation
-
-
 @dataclass(frozen=True, kw_only=True)
 class DistillationOptions(LossOptions):
     """What `DistillationLossFn` does."""
 
     kl_type: Literal["forward", "reverse", "mixed"] = option("forward")
+    """forward: KL(teacher ‖ student); reverse: KL(student ‖ teacher); mixed: both, weighted."""
     mixed_kl_weight: Annotated[float, Bounds(ge=0)] = option(0.5)
     """Share of the forward KL where kl_type is mixed."""
     zero_outside_topk: bool = False

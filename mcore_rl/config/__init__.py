@@ -17,6 +17,7 @@ from mcore_rl.config.algorithms import (
     RMConfig,
     SFTConfig,
 )
+from mcore_rl.config.fields import Section
 from mcore_rl.config.generation import GenerationConfig, VLLMConfig
 from mcore_rl.config.loading import (
     build_config,
@@ -24,16 +25,13 @@ from mcore_rl.config.loading import (
     read_yaml,
     resolved_yaml,
 )
+from mcore_rl.config.model import LoRAConfig, ModelConfig, ParallelConfig
 from mcore_rl.config.sections import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
     LoggingConfig,
-    LoRAConfig,
-    ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
-    Section,
     TrainerConfig,
     TrainingConfig,
     read_chat_template,

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from mcore_rl.config.fields import Count, Directory, NonNegative, Positive, Section, refuse_bool
 from mcore_rl.config.generation import GenerationConfig
-from mcore_rl.config.sections import Count, Directory, NonNegative, Positive, Section, TrainingConfig, refuse_bool
+from mcore_rl.config.sections import TrainingConfig
 from mcore_rl.loss_options import Bounds, ClippedPGOptions, DistillationOptions, DPOOptions, KTOOptions
 
 
@@ -43,6 +44,7 @@ class EnvironmentConfig(Section):
     """Who judges responses: see `mcore_rl.environments.judges`, and `reward_model` there."""
 
     name: Literal["exact_match", "math", "try_again", "function", "reward_model"] = "exact_match"
+    """What judges responses."""
     pattern: str | None = None
     """exact_match, try_again: a regular expression whose first group, in its last match, is the answer."""
     function: str | None = None
@@ -87,16 +89,25 @@ class GRPOAlgorithmConfig(Section):
     """Rollouts and what becomes of their rewards."""
 
     num_prompts_per_step: Positive
+    """Prompts of a step, over all processes."""
     num_generations_per_prompt: Positive
+    """Responses to each prompt: its group."""
     max_new_tokens: Positive
+    """Tokens of a response at most."""
     temperature: Annotated[float, BeforeValidator(refuse_bool), Field(gt=0)] = 1.0
+    """Logits are divided by it, in sampling and in training."""
     top_k: Positive | None = None
+    """Sample among the k likeliest tokens only."""
     top_p: Annotated[float, BeforeValidator(refuse_bool), Field(gt=0, le=1)] = 1.0
+    """Sample among the likeliest tokens that together have this probability."""
     min_p: Annotated[float, BeforeValidator(refuse_bool), Field(ge=0, le=1)] = 0.0
+    """Sample among tokens that have at least this part of the likeliest one's probability."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a response."""
     generation_batch_size: Positive = 64
     """Sequences that a replica generates at a time."""
     advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"
+    """How rewards become advantages."""
     use_leave_one_out_baseline: bool | None = None
     """grpo: compare each response with the others of its group, not with all of them; null: no."""
     normalize_rewards: bool | None = None
@@ -239,6 +250,8 @@ class DistillationConfig(TrainingConfig):
 
 
 class RewardAlgorithmConfig(Section):
+    """Options of the Bradley–Terry loss."""
+
     center_rewards_coefficient: NonNegative = 0.0
     """Weight of the mean of (r_chosen + r_rejected)², which keeps rewards near zero."""
 

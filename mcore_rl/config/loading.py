@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import ValidationError
 
-from mcore_rl.config.sections import Section
+from mcore_rl.config.fields import Section
 from mcore_rl.errors import UserError
 
 ConfigT = TypeVar("ConfigT", bound=Section)

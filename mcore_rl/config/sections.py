@@ -4,202 +4,39 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from mcore_rl.config.fields import (
+    AboveZero,
+    BelowOne,
+    Count,
+    Directory,
+    Name,
+    NonNegative,
+    Positive,
+    Section,
+    Seed,
+)
+from mcore_rl.config.model import ModelConfig, ParallelConfig
 from mcore_rl.errors import UserError
-
-
-def refuse_bool(value: Any) -> Any:
-    """YAML's true would pass for 1."""
-    if isinstance(value, bool):
-        raise ValueError("must be a number, not true or false")
-    return value
-
-
-def refuse_empty(value: Any) -> Any:
-    """An empty path would be the current directory."""
-    if value is None or (isinstance(value, str) and not value.strip()):
-        raise ValueError("must not be empty")
-    return value
-
-
-Seed = Annotated[int, BeforeValidator(refuse_bool), Field(ge=0, lt=2**31)]
-Directory = Annotated[Path, BeforeValidator(refuse_empty)]
-Name = Annotated[str, BeforeValidator(refuse_empty)]
-Positive = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1)]
-Count = Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)]
-NonNegative = Annotated[float, BeforeValidator(refuse_bool), Field(ge=0)]
-AboveZero = Annotated[float, BeforeValidator(refuse_bool), Field(gt=0)]
-BelowOne = Annotated[float, BeforeValidator(refuse_bool), Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
-
-
-class LoRAConfig(Section):
-    """Low-rank adapters (arXiv:2106.09685) on linear layers, in fp32; they alone are trained."""
-
-    rank: Positive | None = None
-    """16 if not given, or that of `path`."""
-    alpha: AboveZero | None = None
-    """The adapters' product is multiplied with alpha / rank; 32 if not given, or that of `path`."""
-    dropout: BelowOne = 0.0
-    """Share of an adapter's inputs that are left out while training."""
-    target_modules: tuple[Name, ...] = ()
-    """Projections by their names in the Hugging Face model (`q_proj`, …); if none is given, those of `path`, or all
-    of attention and MLP, but for experts."""
-    path: Directory | None = None
-    """A PEFT adapter to begin from."""
-
-
-class ModelConfig(Section):
-    """The model directory and how it is held."""
-
-    path: Directory
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    head: Literal["lm", "reward"] = "lm"
-    """reward: one number a sequence, from its last token, in place of the vocabulary."""
-    trust_remote_code: bool = False
-    lora: LoRAConfig | None = None
-    """Train adapters; the model's own weights stay as they are."""
-    recompute_activations: bool = False
-    """Keep only each layer's input for the backward pass and compute the layer again."""
-    moe_aux_loss_coeff: NonNegative = 0.0
-    """Of the loss that balances the experts within each sequence, which no cut of the batch changes."""
-    moe_z_loss_coeff: NonNegative = 0.0
-    """Of the loss that keeps the routers' logits small."""
-    moe_router_replay: bool = False
-    """Send tokens to the experts that they went to while sampling, in log-probabilities and training
-    (arXiv:2510.11370); for GRPO."""
-    moe_router_bias_update_rate: NonNegative = 0.0
-    """How far each step moves the biases that experts are chosen with, in families that have them."""
-
-
-class ParallelConfig(Section):
-    """Sizes of the parallel layout; data parallelism takes the processes that are left."""
-
-    tensor_model_parallel_size: Positive = 1
-    pipeline_model_parallel_size: Positive = 1
-    virtual_pipeline_model_parallel_size: Positive = 1
-    """Chunks of layers on each pipeline stage, whose passes interleave."""
-    num_layers_in_first_pipeline_stage: Positive | None = None
-    num_layers_in_last_pipeline_stage: Positive | None = None
-    """Layers of the stages that also have the embedding, and the vocabulary's projection; an even share if not
-    given. The other stages share the rest evenly."""
-    context_parallel_size: Positive = 1
-    expert_model_parallel_size: Positive = 1
-    """Processes that share out the experts of a mixture; taken from data, context and tensor parallelism."""
-    expert_tensor_parallel_size: Positive | None = None
-    """Processes that share out each expert's weights; as `tensor_model_parallel_size` if not given."""
-    sequence_parallel: bool = False
-    timeout_seconds: Positive = 600
-    """A collective that takes longer ends the run instead of hanging it."""
-
-    @model_validator(mode="after")
-    def _supported(self) -> ParallelConfig:
-        if self.pipeline_model_parallel_size == 1:
-            if self.virtual_pipeline_model_parallel_size > 1:
-                raise ValueError("virtual_pipeline_model_parallel_size: needs pipeline_model_parallel_size > 1")
-            if self.num_layers_in_first_pipeline_stage or self.num_layers_in_last_pipeline_stage:
-                raise ValueError("num_layers_in_first/last_pipeline_stage: need pipeline_model_parallel_size > 1")
-        # Megatron would reduce the gradients of whole experts over the wrong ranks, without a word.
-        if self.expert_model_parallel_size == 1 and self.expert_tensor_size != self.tensor_model_parallel_size:
-            raise ValueError(
-                "expert_tensor_parallel_size: other than tensor_model_parallel_size it needs "
-                "expert_model_parallel_size > 1"
-            )
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise ValueError("sequence_parallel: needs tensor_model_parallel_size > 1")
-        return self
-
-    @property
-    def expert_tensor_size(self) -> int:
-        """Processes that share out each expert's weights."""
-        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Processes that hold one replica of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-
-    @property
-    def sequence_multiple(self) -> int:
-        """Every packed sequence is padded to a multiple of this many tokens.
-
-        Context parallelism cuts a sequence into 2·CP chunks; sequence parallelism cuts what is left
-        into TP parts.
-        """
-        zigzag = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
-        return zigzag * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
-
-    @property
-    def microbatch_multiple(self) -> int:
-        """The number of microbatches is a multiple of this: interleaved chunks run in rounds of all stages."""
-        return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size > 1 else 1
-
-    def layers_of_stages(self, layers: int) -> list[int]:
-        """How many of a model's layers each pipeline stage has.
-
-        Raises:
-            UserError: they cannot be shared out so.
-        """
-        size, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
-        stages = [0] * size
-        stages[0] = self.num_layers_in_first_pipeline_stage or 0
-        stages[-1] = self.num_layers_in_last_pipeline_stage or stages[-1]
-        open_stages = [stage for stage, count in enumerate(stages) if not count]
-        left = layers - sum(stages)
-        if left < len(open_stages) or (left % len(open_stages) if open_stages else left):
-            given = f" beside the {sum(stages)} of the first or last stage" if sum(stages) else ""
-            raise UserError(
-                f"parallel.pipeline_model_parallel_size={size}: the model's {layers} layers cannot be shared out "
-                f"evenly{given}; set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
-            )
-        for stage in open_stages:
-            stages[stage] = left // len(open_stages)
-        if any(count % chunks for count in stages):
-            raise UserError(
-                f"parallel.virtual_pipeline_model_parallel_size={chunks}: must divide the layers of every stage "
-                f"({', '.join(map(str, stages))})"
-            )
-        return stages
-
-    def data_parallel_size(self, world_size: int) -> int:
-        """Replicas in `world_size` processes.
-
-        Raises:
-            UserError: the layout does not divide the processes.
-        """
-        if world_size % self.model_parallel_size:
-            raise UserError(
-                f"parallel: tensor {self.tensor_model_parallel_size} x pipeline "
-                f"{self.pipeline_model_parallel_size} x context {self.context_parallel_size} = "
-                f"{self.model_parallel_size} must divide the number of processes ({world_size}); "
-                f"start torchrun with --nproc-per-node {self.model_parallel_size} or a multiple"
-            )
-        experts = self.expert_model_parallel_size * self.expert_tensor_size * self.pipeline_model_parallel_size
-        if world_size % experts:
-            raise UserError(
-                f"parallel: expert {self.expert_model_parallel_size} x expert tensor {self.expert_tensor_size} x "
-                f"pipeline {self.pipeline_model_parallel_size} = {experts} must divide the number of processes "
-                f"({world_size})"
-            )
-        return world_size // self.model_parallel_size
 
 
 class DataConfig(Section):
     """Where records come from and what happens to long ones."""
 
     train: Name
+    """A .jsonl, .json or .parquet file, a directory of them, or NAME or NAME:SPLIT of a dataset on the hub."""
     validation: Name | None = None
+    """The same, for validation."""
     max_sequence_length: Positive
+    """Tokens of a sequence, prompt and response together."""
     overlong: Literal["drop", "truncate"] = "drop"
+    """What becomes of longer records: left out, or cut at their end."""
     chat_template: str | None = None
     """A Jinja template in place of the tokenizer's, or the path of a file with one; the exported model has it too."""
-    columns: dict[Name, Name] = {}
+    columns: dict[Name, Name] = Field(default={})
     """Names of the source's columns by those that are wanted: `{prompt: question, completion: answer}`."""
     max_samples: Positive | None = None
     """Only the first records of `train` are read."""
@@ -234,7 +71,9 @@ class BatchConfig(Section):
     """One optimizer step's batch and its cutting into microbatches."""
 
     global_batch_size: Positive
+    """Records (pairs, for preferences) of an optimizer step, over all processes."""
     packing: bool = True
+    """Put several sequences in a row of tokens_per_pack tokens; otherwise rows are padded."""
     tokens_per_pack: Positive | None = None
     """Width of a pack in tokens; max_sequence_length if not given (twice that for pairs)."""
     micro_batch_size: Positive = 1
@@ -261,14 +100,23 @@ class OptimizerConfig(Section):
     """AdamW and its schedule; the unit of `warmup_steps` is optimizer steps."""
 
     lr: BelowOne
+    """Learning rate, after warm-up."""
     min_lr: NonNegative = 0.0
+    """Learning rate at the last step."""
     weight_decay: NonNegative = 0.0
+    """Decoupled (AdamW); not of biases and norms."""
     adam_beta1: BelowOne = 0.9
+    """Decay of the mean of gradients."""
     adam_beta2: BelowOne = 0.999
+    """Decay of the mean of squared gradients."""
     adam_eps: AboveZero = 1e-8
+    """Added to the root of the mean square."""
     clip_grad: NonNegative = 1.0
+    """Largest norm of the whole gradient; 0 does not clip."""
     warmup_steps: Count = 0
+    """Optimizer steps in which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the learning rate comes down to min_lr."""
 
     @model_validator(mode="after")
     def _ordered(self) -> OptimizerConfig:
@@ -283,9 +131,13 @@ class TrainerConfig(Section):
     """How long to train; whichever of the two limits comes first."""
 
     max_steps: Positive | None = None
+    """Steps of the run."""
     max_epochs: Positive | None = None
+    """Passes over the data."""
     validation_interval: Positive | None = None
+    """Steps between validations; none if not given."""
     log_interval: Positive = 1
+    """Steps between lines on the console; metrics.jsonl has every step."""
 
     @model_validator(mode="after")
     def _bounded(self) -> TrainerConfig:
@@ -295,6 +147,8 @@ class TrainerConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """When checkpoints are written, which stay, and where a run begins."""
+
     save_interval: Positive | None = None
     """Steps between checkpoints; the end of the run always saves one."""
     save_minutes: AboveZero | None = 30.0
@@ -329,7 +183,10 @@ class CheckpointConfig(Section):
 
 
 class LoggingConfig(Section):
+    """Where metrics go beside the console and metrics.jsonl."""
+
     tensorboard: bool = False
+    """Write metrics to output_dir/tensorboard as well."""
     wandb: str | None = None
     """Project name on Weights & Biases; needs the `wandb` extra."""
 
@@ -344,9 +201,11 @@ class TrainingConfig(Section):
     """What every algorithm shares."""
 
     seed: Seed = 0
+    """Of the order of the data, dropout and sampling."""
     deterministic: bool = False
     """Ask torch for deterministic kernels."""
     output_dir: Directory
+    """Where everything that the run writes goes; the same directory goes on with the run."""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig

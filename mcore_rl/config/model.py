@@ -1,0 +1,177 @@
+"""The model, and how it is shared out over processes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from mcore_rl.config.fields import (
+    AboveZero,
+    BelowOne,
+    Directory,
+    Name,
+    NonNegative,
+    Positive,
+    Section,
+)
+from mcore_rl.errors import UserError
+
+
+class LoRAConfig(Section):
+    """Low-rank adapters (arXiv:2106.09685) on linear layers, in fp32; they alone are trained."""
+
+    rank: Positive | None = None
+    """16 if not given, or that of `path`."""
+    alpha: AboveZero | None = None
+    """The adapters' product is multiplied with alpha / rank; 32 if not given, or that of `path`."""
+    dropout: BelowOne = 0.0
+    """Share of an adapter's inputs that are left out while training."""
+    target_modules: tuple[Name, ...] = ()
+    """Projections by their names in the Hugging Face model (`q_proj`, …); if none is given, those of `path`, or all
+    of attention and MLP, but for experts."""
+    path: Directory | None = None
+    """A PEFT adapter to begin from."""
+
+
+class ModelConfig(Section):
+    """The model directory and how it is held."""
+
+    path: Directory
+    """A Hugging Face model directory, with its weights in safetensors and its tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations; gradients and optimizer are in fp32."""
+    head: Literal["lm", "reward"] = "lm"
+    """reward: one number a sequence, from its last token, in place of the vocabulary."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model's configuration and tokenizer."""
+    lora: LoRAConfig | None = None
+    """Train adapters; the model's own weights stay as they are."""
+    recompute_activations: bool = False
+    """Keep only each layer's input for the backward pass and compute the layer again."""
+    moe_aux_loss_coeff: NonNegative = 0.0
+    """Of the loss that balances the experts within each sequence, which no cut of the batch changes."""
+    moe_z_loss_coeff: NonNegative = 0.0
+    """Of the loss that keeps the routers' logits small."""
+    moe_router_replay: bool = False
+    """Send tokens to the experts that they went to while sampling, in log-probabilities and training
+    (arXiv:2510.11370); for GRPO."""
+    moe_router_bias_update_rate: NonNegative = 0.0
+    """How far each step moves the biases that experts are chosen with, in families that have them."""
+
+
+class ParallelConfig(Section):
+    """Sizes of the parallel layout; data parallelism takes the processes that are left."""
+
+    tensor_model_parallel_size: Positive = 1
+    """Processes that share out each layer's weights; within a node."""
+    pipeline_model_parallel_size: Positive = 1
+    """Stages that share out the layers."""
+    virtual_pipeline_model_parallel_size: Positive = 1
+    """Chunks of layers on each pipeline stage, whose passes interleave."""
+    num_layers_in_first_pipeline_stage: Positive | None = None
+    """See the next."""
+    num_layers_in_last_pipeline_stage: Positive | None = None
+    """Layers of the stages that also have the embedding, and the vocabulary's projection; an even share if not
+    given. The other stages share the rest evenly."""
+    context_parallel_size: Positive = 1
+    """Processes that share out the tokens of each sequence."""
+    expert_model_parallel_size: Positive = 1
+    """Processes that share out the experts of a mixture; taken from data, context and tensor parallelism."""
+    expert_tensor_parallel_size: Positive | None = None
+    """Processes that share out each expert's weights; as `tensor_model_parallel_size` if not given."""
+    sequence_parallel: bool = False
+    """Share out the norms' activations over the tensor-parallel processes; the numbers stay."""
+    timeout_seconds: Positive = 600
+    """A collective that takes longer ends the run instead of hanging it."""
+
+    @model_validator(mode="after")
+    def _supported(self) -> ParallelConfig:
+        if self.pipeline_model_parallel_size == 1:
+            if self.virtual_pipeline_model_parallel_size > 1:
+                raise ValueError("virtual_pipeline_model_parallel_size: needs pipeline_model_parallel_size > 1")
+            if self.num_layers_in_first_pipeline_stage or self.num_layers_in_last_pipeline_stage:
+                raise ValueError("num_layers_in_first/last_pipeline_stage: need pipeline_model_parallel_size > 1")
+        # Megatron would reduce the gradients of whole experts over the wrong ranks, without a word.
+        if self.expert_model_parallel_size == 1 and self.expert_tensor_size != self.tensor_model_parallel_size:
+            raise ValueError(
+                "expert_tensor_parallel_size: other than tensor_model_parallel_size it needs "
+                "expert_model_parallel_size > 1"
+            )
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError("sequence_parallel: needs tensor_model_parallel_size > 1")
+        return self
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Processes that share out each expert's weights."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Processes that hold one replica of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every packed sequence is padded to a multiple of this many tokens.
+
+        Context parallelism cuts a sequence into 2·CP chunks; sequence parallelism cuts what is left
+        into TP parts.
+        """
+        zigzag = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        return zigzag * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """The number of microbatches is a multiple of this: interleaved chunks run in rounds of all stages."""
+        return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size > 1 else 1
+
+    def layers_of_stages(self, layers: int) -> list[int]:
+        """How many of a model's layers each pipeline stage has.
+
+        Raises:
+            UserError: they cannot be shared out so.
+        """
+        size, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        stages = [0] * size
+        stages[0] = self.num_layers_in_first_pipeline_stage or 0
+        stages[-1] = self.num_layers_in_last_pipeline_stage or stages[-1]
+        open_stages = [stage for stage, count in enumerate(stages) if not count]
+        left = layers - sum(stages)
+        if left < len(open_stages) or (left % len(open_stages) if open_stages else left):
+            given = f" beside the {sum(stages)} of the first or last stage" if sum(stages) else ""
+            raise UserError(
+                f"parallel.pipeline_model_parallel_size={size}: the model's {layers} layers cannot be shared out "
+                f"evenly{given}; set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
+            )
+        for stage in open_stages:
+            stages[stage] = left // len(open_stages)
+        if any(count % chunks for count in stages):
+            raise UserError(
+                f"parallel.virtual_pipeline_model_parallel_size={chunks}: must divide the layers of every stage "
+                f"({', '.join(map(str, stages))})"
+            )
+        return stages
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Replicas in `world_size` processes.
+
+        Raises:
+            UserError: the layout does not divide the processes.
+        """
+        if world_size % self.model_parallel_size:
+            raise UserError(
+                f"parallel: tensor {self.tensor_model_parallel_size} x pipeline "
+                f"{self.pipeline_model_parallel_size} x context {self.context_parallel_size} = "
+                f"{self.model_parallel_size} must divide the number of processes ({world_size}); "
+                f"start torchrun with --nproc-per-node {self.model_parallel_size} or a multiple"
+            )
+        experts = self.expert_model_parallel_size * self.expert_tensor_size * self.pipeline_model_parallel_size
+        if world_size % experts:
+            raise UserError(
+                f"parallel: expert {self.expert_model_parallel_size} x expert tensor {self.expert_tensor_size} x "
+                f"pipeline {self.pipeline_model_parallel_size} = {experts} must divide the number of processes "
+                f"({world_size})"
+            )
+        return world_size // self.model_parallel_size

@@ -1,0 +1,38 @@
+"""What a user reads of the configuration is what the classes say."""
+
+import pytest
+from make_config_reference import PAGE, page
+
+from mcore_rl.config.reference import as_text, reference_of, section_of
+from mcore_rl.errors import UserError
+from mcore_rl.programs.training import PROGRAMS
+
+EXPLAINED_BY_THEIR_SECTION = {"dpo", "kto", "loss", "distillation", "vllm"}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_every_key_has_a_sentence(program):
+    sections = reference_of(program.config)
+    bare = [f"{section.name}.{key.name}" for section in sections for key in section.keys if not key.meaning]
+    assert not [name for name in bare if name.rpartition(".")[2] not in EXPLAINED_BY_THEIR_SECTION]
+    assert all(section.meaning for section in sections if section.name)
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_every_key_is_there(program):
+    fields = set(program.config.model_fields)
+    sections = reference_of(program.config)
+    outside = {key.name for key in sections[0].keys}
+    assert outside | {section.name for section in sections if section.name and "." not in section.name} == fields
+
+
+def test_the_page_is_as_written():
+    assert PAGE.read_text() == page(), "run scripts/make_config_reference.py"
+
+
+def test_a_section_that_is_not():
+    with pytest.raises(UserError, match=r"--help los: there is no such section; there are model, model.lora, "):
+        section_of(PROGRAMS["grpo"].config, "los")
+    lines = list(as_text([section_of(PROGRAMS["grpo"].config, "grpo")]))
+    assert "  num_prompts_per_step: integer, required" in lines
+    assert "  top_p: number = 1.0" in lines
