@@ -94,14 +94,14 @@ def _checked_inputs(
     prompts = inputs.train.prompts
     if config.environment.max_turns > 1 and inputs.train.has_messages:
         check_keeps_turns(inputs.tokenizer)
+    if config.environment.name == "reward_model":
+        check_reward_model(config)
     recorded = None
     if replay:
         steps = total_steps(config.trainer, len(prompts), config.grpo.num_prompts_per_step)
         required = {**config.grpo.model_dump(include=REPLAYED_OPTIONS), "data": inputs.train.fingerprint}
         recorded = read_recording(replay, steps, required)
-    elif config.environment.name == "reward_model":
-        check_reward_model(config)
-    elif launch_environment.rank() == 0:
+    elif launch_environment.rank() == 0 and config.environment.name != "reward_model":
         first = prompts[:PROBED_RECORDS]
         logs, records = [prompt.message_log for prompt in first], [prompt.record for prompt in first]
         probe(config.environment, logs, records, config.parallel.timeout_seconds / 2)
