@@ -285,7 +285,7 @@ def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
     tokenizer = make_tokenizer()
     tokenizer.eos_token = "<|unk|>"  # a response ends with it, or with the end token that the chat template writes
     inputs = SimpleNamespace(tokenizer=tokenizer)
-    worker = grpo.rollout_worker(config, inputs, SimpleNamespace(model="model"), None)
+    worker = grpo.rollout_worker(config, inputs, SimpleNamespace(model="model", is_writer=True), None)
     model, params, longest, _, at_once, records = taken
     assert {name: getattr(params, name) for name in options} == {**options, "stop_strings": ("!", "END")}
     assert (params.max_new_tokens, params.seed, params.stop_token_ids) == (7, 11, (1, 5))

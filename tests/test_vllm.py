@@ -161,16 +161,15 @@ def tokens(out):
     return [row[:n].tolist() for row, n in zip(out["output_ids"], out["unpadded_sequence_lengths"], strict=True)]
 
 
-LAYOUTS = {
-    "tp2": ("parallel.tensor_model_parallel_size=2",),
-    "tp2 pp2": ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"),
-}
+TP2, PP2 = "parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"
+RUNS = {"tp2": (2, TP2), "tp2 pp2": (4, TP2, PP2), "adapters": (1, "model.lora={rank: 4}")}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_the_servers_have_the_trainers_weights_after_every_step(layout, root, urls):
-    config = config_of(root, urls, *layout)
-    results = run_processes(follow, config, STEPS, world_size=2 * len(layout), timeout=START_SECONDS)
+@pytest.mark.parametrize("run_", RUNS.values(), ids=RUNS)
+def test_the_servers_have_the_trainers_weights_after_every_step(run_, root, urls):
+    processes, *options = run_
+    config = config_of(root, urls, *options)
+    results = run_processes(follow, config, STEPS, world_size=processes, timeout=START_SECONDS)
     differences, outputs, said = results[0]
     assert said == []
     assert torch.tensor(differences).max() < CLOSE, differences
