@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import trl
 import yaml
 from models import make_model
 from test_training import metrics_of, run
@@ -130,7 +131,7 @@ def batch(rows=6, width=8):
 
 @pytest.mark.parametrize("labels", ["mixed", "all desirable", "none desirable"])
 def test_the_loss_is_trls(labels):
-    trainer = pytest.importorskip("trl").KTOTrainer
+    trainer = trl.KTOTrainer
     logprobs, data = batch()
     if labels != "mixed":
         data["desirable"][:] = labels == "all desirable"

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import trl
 import yaml
 from models import make_model
 from test_training import metrics_of, run
@@ -55,7 +56,7 @@ def sides(x):
 
 def of_trainer(logprobs, data, loss_type, smoothing):
     """`DPOTrainer`'s loss, its model replaced by the log-probabilities."""
-    trainer = pytest.importorskip("trl").DPOTrainer
+    trainer = trl.DPOTrainer
     mask = data["token_mask"]
     summed = sides((data["reference_policy_logprobs"][:, :-1] * mask[:, 1:]).sum(1))
     zeros = torch.zeros_like(sides(logprobs))
@@ -110,7 +111,6 @@ def averages(logprobs, data):
 
 @pytest.mark.parametrize("smoothing", [0.0, EPSILON])
 def test_simpo_is_trls(smoothing):
-    pytest.importorskip("trl")
     from trl.experimental.cpo import CPOTrainer
 
     logprobs, data = batch()
@@ -126,7 +126,6 @@ def test_simpo_is_trls(smoothing):
 
 
 def test_orpo_is_trls():
-    pytest.importorskip("trl")
     from trl.experimental.orpo import ORPOTrainer
 
     logprobs, data = batch()
