@@ -46,7 +46,7 @@ def call(*arguments):
 LAUNCH = ("train", "sft", "--nproc-per-node", "2")
 WRONG = [
     ([], r"mcore-rl train \{sft,dpo"),
-    (["trian"], "error: mcore-rl trian: there is no such command; write mcore-rl train …"),
+    (["trian"], "error: mcore-rl trian: there is no such command; write mcore-rl train … or mcore-rl doctor"),
     (["train"], "error: mcore-rl train: name one of sft, dpo, rm, kto, distill, grpo"),
     (["train", "ppo2", "x"], "error: mcore-rl train ppo2: name one of sft"),
     (["train", "sft"], "error: the following arguments are required: config"),
@@ -65,6 +65,15 @@ def test_what_is_wrong_is_told_in_one_line(arguments, message):
     text = (done.stderr or done.stdout).strip()
     assert re.match(message, text), text
     assert not arguments or len(text.splitlines()) == 1
+
+
+def test_doctor():
+    done = call("doctor")
+    assert done.returncode == 0 and not done.stderr
+    assert "MISSING" not in done.stdout and "NO PROCESS GROUP" not in done.stdout
+    assert re.search(r"^  torch +\d", done.stdout, re.MULTILINE)
+    assert done.stdout.endswith("gloo: a process group can be made\n")
+    assert call("doctor", "now").returncode == 2
 
 
 def test_help():

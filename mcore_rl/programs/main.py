@@ -6,18 +6,21 @@ import sys
 from collections.abc import Sequence
 
 from mcore_rl import launch_environment
-from mcore_rl.entry_point import leave
+from mcore_rl.entry_point import leave, told_in_one_line
+from mcore_rl.programs.doctor import report
 from mcore_rl.programs.launch import launch, names_launch
 from mcore_rl.programs.training import PROGRAMS, train
 
 USAGE = f"""\
 mcore-rl train {{{",".join(PROGRAMS)}}} [torchrun's options] CONFIG [section.key=value …]
+mcore-rl doctor
 
     mcore-rl train dpo configs/dpo_cpu.yaml                          one process
     mcore-rl train dpo --nproc-per-node 8 dpo.yaml optimizer.lr=1e-6 eight, as by torchrun
     mcore-rl train grpo --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 grpo.yaml
 
-`mcore-rl train dpo --help` tells the program's own options, `torchrun --help` those of the launch."""
+`mcore-rl train dpo --help` tells the program's own options, `torchrun --help` those of the launch; `mcore-rl doctor`
+what is installed here, and what is missing for what."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,8 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         sys.exit(0 if words else 2)
+    if words == ["doctor"]:
+        with told_in_one_line():
+            for line in report():
+                print(line, flush=True)
+        return
     if words[0] != "train":
-        leave(2, f"mcore-rl {words[0]}: there is no such command; write mcore-rl train …")
+        leave(2, f"mcore-rl {' '.join(words)}: there is no such command; write mcore-rl train … or mcore-rl doctor")
     if len(words) < 2 or words[1] not in PROGRAMS:
         leave(2, f"mcore-rl {' '.join(words[:2])}: name one of {', '.join(PROGRAMS)}")
     algorithm, rest = words[1], words[2:]

@@ -1,0 +1,85 @@
+"""`mcore-rl doctor`: what is installed here, which devices there are, and what is missing for what."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+NEEDED = ("torch", "megatron-core", "transformers", "tokenizers", "safetensors", "datasets", "pydantic")
+OPTIONAL = {
+    "transformer-engine": "attention and layers of Megatron's on GPUs (pip install 'mcore_rl[gpu]')",
+    "ray": "ray_dpo.py and the Ray policy (pip install 'mcore_rl[ray]')",
+    "math-verify": "environment.name=math (pip install 'mcore_rl[math]')",
+    "wandb": "logging.wandb (pip install 'mcore_rl[wandb]')",
+    "peft": "the tests of adapters; training and files need none",
+}
+
+
+def report() -> Iterator[str]:
+    """Lines for the user; nothing is written."""
+    import mcore_rl
+
+    yield f"mcore_rl {mcore_rl.__version__}, Python {platform.python_version()}, {platform.platform()}"
+    memory = psutil.virtual_memory().total / 2**30
+    yield f"{len(os.sched_getaffinity(0))} processors, {memory:.0f} GiB of memory, {_disk()}"
+    for name in NEEDED:
+        yield f"  {name:<20}{_version(name) or 'MISSING'}"
+    for name, purpose in OPTIONAL.items():
+        yield f"  {name:<20}{_version(name) or f'not installed: {purpose}'}"
+    yield from _devices()
+    yield _group()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _disk() -> str:
+    from mcore_rl.data.token_cache import default_directory
+
+    cache = default_directory()
+    existing = next(path for path in (cache, *cache.parents) if path.exists())
+    free = shutil.disk_usage(existing).free / 2**30
+    return f"{free:.0f} GiB free for tokenized data in {cache}" + ("" if _writable(existing) else " (NOT WRITABLE)")
+
+
+def _writable(path: Path) -> bool:
+    return os.access(path, os.W_OK | os.X_OK)
+
+
+def _devices() -> Iterator[str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        yield "no GPU that torch can use: runs go to the CPU (gloo)"
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        yield f"GPU {index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+
+
+def _group() -> str:
+    """Whether a process group of one can be made and used here."""
+    from datetime import timedelta
+
+    import torch
+
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    device = "cuda" if backend == "nccl" else "cpu"
+    try:
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=30))
+        torch.distributed.all_reduce(torch.ones(1, device=device))
+        torch.distributed.destroy_process_group()
+    except (RuntimeError, ValueError) as error:
+        return f"{backend}: NO PROCESS GROUP can be made: {' '.join(str(error).split())}"
+    return f"{backend}: a process group can be made"
