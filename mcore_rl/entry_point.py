@@ -22,7 +22,7 @@ from mcore_rl import run_directory, watchdog
 from mcore_rl.config import TrainingConfig, load_config, resolved_yaml
 from mcore_rl.config.reference import as_list, as_text, reference_of, section_of
 from mcore_rl.errors import TrainingError, UserError
-from mcore_rl.launch_environment import error_file, is_launched, is_under_torchrun, rank, world_size
+from mcore_rl.launch_environment import error_file, is_launched, is_under_torchrun, pretend, rank, world_size
 from mcore_rl.preflight import preflight
 from mcore_rl.quiet import quiet_libraries
 
@@ -85,13 +85,18 @@ def run_script(
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file's values")
     parser.add_argument("-h", "--help", action=_Help, config_type=config_type, help="this, or a section's keys")
+    dry_run = "check everything, tell what N processes would do, and stop"
+    parser.add_argument("--dry-run", nargs="?", type=count, const=world_size(), metavar="N", help=dry_run)
     parser.add_argument("--print-config", action="store_true", help="print every value, and stop")
     for name, purpose in file_options.items():
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=purpose)
     parsed = parser.parse_intermixed_args(arguments)
     paths = {name: getattr(parsed, name) for name in file_options}
     with told_in_one_line():
-        config = load_config(config_type, parsed.config, parsed.overrides)
+        overrides = [*parsed.overrides, *(["dry_run=true"] if parsed.dry_run else [])]
+        config = load_config(config_type, parsed.config, overrides)
+        if parsed.dry_run and not is_launched():
+            pretend(parsed.dry_run)
         if parsed.print_config:
             print(resolved_yaml(config), end="")
             return

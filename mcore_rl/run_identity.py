@@ -36,7 +36,7 @@ IDENTIFYING_KEYS = (
 ADAPTER_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
 """The same, and without adapters there are none of these."""
 NO_ADAPTER = "no adapter"
-INSIGNIFICANT = ("output_dir", "model.path", "checkpoint.", "logging.", "data.train")
+INSIGNIFICANT = ("output_dir", "dry_run", "model.path", "checkpoint.", "logging.", "data.train")
 """Keys whose change is nobody's concern, or is checked by content."""
 
 WHOLE_FILE_BYTES, WHOLE_TENSOR_BYTES = 64 << 20, 1 << 20

@@ -83,6 +83,30 @@ def test_help():
 
 
 @pytest.mark.long
+def test_a_dry_run_tells_and_writes_nothing(config, tmp_path):
+    done = call(
+        "train",
+        "sft",
+        config,
+        "--dry-run",
+        4,
+        "parallel.tensor_model_parallel_size=2",
+        f"output_dir={tmp_path / 'out'}",
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "4 processes: tensor 2 x context 1 x data 2 x pipeline 1" in lines
+    assert "  ranks 2–3 (tensor 0–1)      context 0  data 1  pipeline stage 0" in lines
+    assert "2,000 steps, of 2 sequences" in done.stdout
+    assert len([line for line in lines if re.match(r"  s a y +\d +»a b", line) and line.endswith("«")]) == 2
+    assert len([line for line in lines if line.startswith("memory of rank 0 at the peak of a step")]) == 1
+    assert lines[-1] == "nothing was written: this was a dry run"
+    assert not (tmp_path / "out").exists()
+    refused = call("train", "sft", config, "--dry-run", 3, "parallel.tensor_model_parallel_size=2")
+    assert refused.returncode == 2 and "must divide the number of processes (3)" in refused.stderr
+
+
+@pytest.mark.long
 def test_several_processes_train(config, tmp_path):
     arguments = ["parallel.tensor_model_parallel_size=2", f"output_dir={tmp_path / 'out'}", "trainer.max_steps=1"]
     done = call(*LAUNCH, config, *arguments)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -11,7 +12,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from mcore_rl import launch_environment
 from mcore_rl.algorithms.checkpointing import check_identity
 from mcore_rl.algorithms.metrics import speaker
-from mcore_rl.config import DataConfig, TrainerConfig, TrainingConfig
+from mcore_rl.algorithms.plan import describe_plan
+from mcore_rl.config import DataConfig, GRPOConfig, TrainerConfig, TrainingConfig
 from mcore_rl.data.progress import Say
 from mcore_rl.data.token_cache import TokenCache, default_directory
 from mcore_rl.data.tokenization import TokenizerSource
@@ -112,20 +114,34 @@ def check_positions(hf_config: Any, max_sequence_length: int) -> None:
 def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[DatasetT]:
     """`inputs` with the checkpoints to resume from, once the output directory is this run's to write to.
 
-    Rank 0 looks at what is there and locks it; until the first step nothing else is written.
+    Rank 0 looks at what is there and locks it; until the first step nothing else is written. A dry run ends here.
 
     Raises:
         UserError: something there would be destroyed or continued that is not this run's.
     """
     checkpoints = find_checkpoints(config)
     if launch_environment.rank() > 0:
+        if config.dry_run:
+            sys.exit(0)
         return replace(inputs, checkpoints=checkpoints)
     check_output(config)
     identity = RunIdentity.of(config, inputs.hf_config, inputs.train.fingerprint)
     notes = checkpoints[1] + check_identity(identity, checkpoints[0])
+    if config.dry_run:
+        tell_plan(config, inputs, notes)
+        sys.exit(0)
     if note := RunDirectory(config.output_dir).claim():
         notes = [note, *notes]
     return replace(inputs, checkpoints=(checkpoints[0], notes), identity=identity.to_json())
+
+
+def tell_plan(config: TrainingConfig, inputs: Inputs[Any], notes: Sequence[str]) -> None:
+    """Print what the run would do."""
+    per_step = config.grpo.num_prompts_per_step if isinstance(config, GRPOConfig) else config.batch.global_batch_size
+    steps = total_steps(config.trainer, len(inputs.train), per_step)
+    for line in (*notes, *describe_plan(config, inputs, steps, launch_environment.world_size())):
+        print(line, flush=True)
+    print("nothing was written: this was a dry run")
 
 
 def tell_what_never_comes(config: TrainingConfig, steps: int, say: Say, updates_per_step: int = 1) -> None:

@@ -204,6 +204,8 @@ class TrainingConfig(Section):
     """Of the order of the data, dropout and sampling."""
     deterministic: bool = False
     """Ask torch for deterministic kernels."""
+    dry_run: bool = False
+    """Check everything, tell what would be done, and stop (`--dry-run`)."""
     output_dir: Directory
     """Where everything that the run writes goes; the same directory goes on with the run."""
     model: ModelConfig

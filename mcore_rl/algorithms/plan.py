@@ -1,0 +1,107 @@
+"""What a run would do, told before it does anything: `--dry-run`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mcore_rl.config import GRPOConfig, ParallelConfig, TrainingConfig
+from mcore_rl.data.batches import SampleOrder
+from mcore_rl.data.packing import batching_of
+from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.data.tokenize import TokenSequence
+from mcore_rl.errors import UserError
+from mcore_rl.simulation.run import chosen_ranks, simulate
+from mcore_rl.simulation.step import Sequences
+
+SHOWN_RANKS, SHOWN_RECORDS, SHOWN_CHARACTERS = 64, 3, 600
+
+
+def describe_plan(config: TrainingConfig, inputs: Any, steps: int, world_size: int) -> Iterator[str]:
+    """Lines: layout, length of the run, the first step's packs, its first records, memory.
+
+    Args:
+        inputs: the run's `Inputs`.
+        steps: of the whole run.
+    """
+    yield from layout_picture(config.parallel, world_size)
+    dataset = inputs.train
+    yield dataset.describe("train", config.data.max_sequence_length)
+    sequences, of_records = first_batch(config, dataset)
+    tokens = sum(sequences.lengths)
+    yield f"{steps:,} steps, of {len(sequences.lengths):,} sequences; the first has {tokens:,} tokens"
+    if config.batch.packing:
+        yield from packs(config, sequences, world_size)
+    yield from records(inputs.tokenizer, of_records)
+    yield from memory(config, sequences, world_size)
+
+
+def layout_picture(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+    """Each rank's coordinates; a line for each tensor-parallel group, whose ranks are neighbours."""
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    pp, dp = parallel.pipeline_model_parallel_size, parallel.data_parallel_size(world_size)
+    yield f"{world_size} processes: tensor {tp} x context {cp} x data {dp} x pipeline {pp}"
+    if parallel.expert_model_parallel_size > 1:
+        yield f"  experts over {parallel.expert_model_parallel_size} processes, each over {parallel.expert_tensor_size}"
+    for first in range(0, min(world_size, SHOWN_RANKS), tp):  # Megatron's order: tensor, context, data, pipeline
+        group = first // tp
+        place = f"context {group % cp}  data {group // cp % dp}  pipeline stage {group // cp // dp}"
+        ranks = f"rank {first}" if tp == 1 else f"ranks {first}–{first + tp - 1} (tensor 0–{tp - 1})"
+        yield f"  {ranks:<28}{place}"
+    if world_size > SHOWN_RANKS:
+        yield f"  … and {world_size - SHOWN_RANKS} more"
+
+
+def first_batch(config: TrainingConfig, dataset: Any) -> tuple[Sequences, list[TokenSequence]]:
+    """Lengths of the first step's sequences, and the first of them; answers of GRPO are as long as they may be."""
+    order = SampleOrder(len(dataset), config.seed)
+    if isinstance(config, GRPOConfig) and isinstance(dataset, PromptDataset):
+        prompts = [dataset.prompts[i].input_ids for i in order.indices(0, config.grpo.num_prompts_per_step)]
+        answer, group = config.grpo.max_new_tokens, config.grpo.num_generations_per_prompt
+        lengths = tuple(len(prompt) + answer for prompt in prompts for _ in range(group))
+        shown = [TokenSequence(ids, (False,) * len(ids)) for ids in prompts[:SHOWN_RECORDS]]
+        return Sequences(lengths, (answer,) * len(lengths)), shown
+    units = [dataset.units[i] for i in order.indices(0, min(config.batch.global_batch_size, len(dataset)))]
+    rows = [sequence for unit in units for sequence in unit]
+    responses = tuple(sum(sequence.token_mask) for sequence in rows)
+    shown = [sequence for unit in units[:SHOWN_RECORDS] for sequence in unit]
+    return Sequences(tuple(map(len, rows)), responses), shown
+
+
+def packs(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:
+    """How the first step is cut, shared beginnings left aside."""
+    replicas = config.parallel.data_parallel_size(world_size)
+    batching = batching_of(config, config.rows_per_unit, replicas)
+    plan = batching.plan(list(sequences.lengths))
+    count = len(plan[0])
+    room = replicas * count * batching.tokens_per_pack
+    yield (
+        f"  {count} packs of {batching.tokens_per_pack:,} tokens on each of {replicas} replicas, "
+        f"{sum(sequences.lengths) / room:.0%} filled"
+    )
+
+
+def records(tokenizer: Any, shown: Sequence[TokenSequence]) -> Iterator[str]:
+    """Records as the model sees them; what is trained on stands between » and «."""
+    yield "the first records, what is trained on between » and «:"
+    for sequence in shown:
+        text, trained = "", False
+        start = 0
+        for position, mark in enumerate([*sequence.token_mask, False]):
+            if mark != trained or position == len(sequence):
+                text += tokenizer.decode(sequence.input_ids[start:position]) + ("»" if mark else "«" if trained else "")
+                start, trained = position, mark
+        text = text.replace("\n", "\\n")
+        yield f"  {text[:SHOWN_CHARACTERS]}{' …' if len(text) > SHOWN_CHARACTERS else ''}"
+
+
+def memory(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:
+    """Of the first and the last pipeline stage, by a simulation of the step."""
+    try:
+        reports = simulate(config, world_size, chosen_ranks(config, world_size, "first,last"), sequences)
+    except UserError as error:
+        yield f"memory: not estimated ({error})"
+        return
+    for report in reports:
+        parts = ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in report.memory.items())
+        yield f"memory of rank {report.rank} at the peak of a step, on a GPU: {report.peak / 1e9:.2f} GB ({parts})"
