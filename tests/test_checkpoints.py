@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from models import make_model
+from models import and_long, make_model
 from safetensors.torch import load_file
 
 from mcore_rl.checkpoint_store import CheckpointStore, digest_problems, digests_of, quick_problems
@@ -258,7 +258,7 @@ def test_a_second_signal_stops_at_once(files):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "dtype"),
-    [("sft", "bfloat16"), ("dpo", "float32"), pytest.param("dpo", "bfloat16", marks=pytest.mark.long)],
+    and_long([("dpo", "float32")], [("sft", "bfloat16"), ("dpo", "bfloat16")]),
 )
 def test_resuming_is_bit_for_bit(files, algorithm, dtype):
     """The checkpoint is of step 4, in the middle of an epoch that ended at 3.75 steps."""

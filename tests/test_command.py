@@ -116,7 +116,7 @@ def test_several_processes_train(config, tmp_path):
 
 
 ENDS = [
-    pytest.param("launcher", signal.SIGTERM, 0, id="Slurm ends the job"),
+    pytest.param("launcher", signal.SIGTERM, 0, id="Slurm ends the job", marks=pytest.mark.long),
     pytest.param("group", signal.SIGINT, 0, id="Ctrl-C", marks=pytest.mark.long),
     pytest.param("rank", signal.SIGKILL, 137, id="a rank is killed", marks=pytest.mark.long),
 ]

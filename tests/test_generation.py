@@ -86,7 +86,7 @@ def sequences(out):
     return [row[:n].tolist() for row, n in zip(out["output_ids"], out["unpadded_sequence_lengths"], strict=True)]
 
 
-QUICK = ("llama", "qwen2", "gemma3", "windows", "mixtral", "glm4_moe")
+QUICK = ("llama", "mixtral", "glm4_moe")
 
 
 @pytest.mark.parametrize("family", and_long(QUICK, [family for family in ARCHITECTURES if family not in QUICK]))
@@ -200,6 +200,7 @@ def test_prompts_that_do_not_fit(length, message, model_path):
         run(config_of(model_path("llama")), Layout(), SamplingParams(5), False, 4, prompts)
 
 
+@pytest.mark.long
 def test_ranks_that_share_a_key_value_head(model_path, one_process):
     check_layout(Layout(tp=4), 64, "qwen3", model_path, one_process)
 

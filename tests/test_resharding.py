@@ -61,10 +61,10 @@ PAIRS = [
 ELSEWHERE = and_long(
     [
         ("mixtral", Layout(dp=2, ep=2), Layout(tp=2, ep=2, etp=1, sp=True)),
-        ("glm4_moe", Layout(), Layout(pp=2, dp=2, ep=2)),
         ("deep", Layout(pp=2, vpp=3), Layout(pp=2, first=1)),
     ],
     [
+        ("glm4_moe", Layout(), Layout(pp=2, dp=2, ep=2)),
         ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True), Layout()),
         ("olmo2", Layout(tp=2, sp=True), Layout()),
         ("gemma3", Layout(), Layout(tp=2, sp=True)),

@@ -126,6 +126,7 @@ def test_misuse(head, method, arguments, message, model_of):
         run_processes(ask_for_what_is_not_there, config, method, *arguments, world_size=1)
 
 
+@pytest.mark.long
 def test_the_script(model_of, tmp_path):
     """It learns, resumes under another layout, and writes what transformers reads as a reward model."""
     pairs = [{"prompt": f"say {i} ", "chosen": "abcd"[: 1 + i % 4], "rejected": "wxyz"[: 1 + i % 3]} for i in range(24)]

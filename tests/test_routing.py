@@ -256,6 +256,7 @@ def test_sampled_experts_replayed(dtype, layout, tmp_path):
         assert replayed < anew
 
 
+@pytest.mark.long
 def test_grpo_with_replay_under_expert_parallelism(tmp_path, monkeypatch):
     """The whole program: sampled in lockstep, replayed, trained with experts on two ranks, resumed, exported."""
     judge = "def count(log, record):\n    return sum(c in 'aeiou' for c in log[-1]['content']) / 4\n"

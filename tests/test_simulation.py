@@ -80,7 +80,7 @@ def layouts(*quick):
         Layout(tp=2, pp=2),
         Layout(pp=2, vpp=2), Layout(packing=False),
     ]  # fmt: skip
-    return [*quick, *(pytest.param(layout, marks=pytest.mark.long, id=str(layout)) for layout in more)]
+    return [pytest.param(layout, marks=pytest.mark.long, id=str(layout)) for layout in (*quick, *more)]
 
 
 @pytest.mark.parametrize("layout", layouts(Layout()), ids=str)

@@ -135,7 +135,7 @@ def test_precomputed_reference_equals_swapping(files, dpo_run):
     assert stored.stat().st_mtime_ns == written, "the stored reference does not depend on the layout"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sft_and_conversion(files):
     arguments = ("parallel.tensor_model_parallel_size=2", "trainer.log_interval=2")
     process = run("train_sft.py", files / "sft.yaml", *arguments, processes=2)
