@@ -30,6 +30,8 @@ class Layout:
     vpp: int = 1
     first: int | None = None
     """Layers of the first pipeline stage."""
+    last: int | None = None
+    """Layers of the last pipeline stage."""
     prefix: bool = False
     """Common beginnings stand in a pack once."""
 
@@ -52,6 +54,7 @@ class Layout:
     def __str__(self) -> str:
         sizes = [f"{name}{getattr(self, name)}" for name in SIZES if getattr(self, name) > 1]
         sizes += [f"etp{self.etp}"] * bool(self.etp) + [f"first{self.first}"] * bool(self.first)
+        sizes += [f"last{self.last}"] * bool(self.last)
         extras = (
             ["sp"] * self.sp
             + ["prefix"] * self.prefix
@@ -68,6 +71,7 @@ class Layout:
             pipeline_model_parallel_size=self.pp,
             virtual_pipeline_model_parallel_size=self.vpp,
             num_layers_in_first_pipeline_stage=self.first,
+            num_layers_in_last_pipeline_stage=self.last,
             context_parallel_size=self.cp,
             sequence_parallel=self.sp,
             expert_model_parallel_size=self.ep,

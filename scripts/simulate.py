@@ -51,6 +51,8 @@ def main() -> None:
         config.parallel.data_parallel_size(size)
         config.pack_width(config.rows_per_unit)
         ranks = chosen_ranks(config, size, arguments.ranks)
+        rows = f"{len(sequences.lengths):,} sequences of {sum(sequences.lengths):,} tokens"
+        print(f"{arguments.algorithm}, {size} processes, {config.model.dtype}, {rows} a step")
         reports = simulate(config, size, ranks, sequences, arguments.workers)
         print("\n".join(describe(config, size, reports, gpu)))
 

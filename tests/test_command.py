@@ -52,7 +52,8 @@ WRONG = [
     (["train", "sft"], "error: the following arguments are required: config"),
     (["train", "sft", "nowhere.yaml"], "error: nowhere.yaml: cannot be read"),
     (["train", "sft", "--nproc-per-node", "two", "c.yaml"], "error: Unsupported nproc_per_node value: two"),
-    (["train", "sft", "--nproc-per-node", "2"], "error: the following arguments are required: training_script"),
+    (["train", "sft", "--nproc-per-node", "2"], "error: the following arguments are required: CONFIG"),
+    (["train", "sft", "c.yaml", "--nproc-per-node", "2"], "error: --nproc-per-node: options of the launch come first"),
     (["train", "sft", "--nodes", "2", "c.yaml"], "error: unrecognized arguments: --nodes"),
     ([*LAUNCH, "nowhere.yaml"], "error: nowhere.yaml: cannot be read"),
 ]

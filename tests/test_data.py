@@ -15,6 +15,7 @@ from mcore_rl.data.packing import Batching
 from mcore_rl.data.prompts import load_prompt_dataset
 from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
 from mcore_rl.data.tokenize import TokenSequence, tokenize_completion, tokenize_messages
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.pack_layout import round_up
 from mcore_rl.errors import UserError
 
@@ -121,6 +122,10 @@ def test_a_directory_of_shards(tmp_path):
     assert [len(unit[0]) for unit in load_sft_dataset(source, TOKENIZER, settings_of()).units] == list(range(3, 12))
     few = load_sft_dataset(source, TOKENIZER, settings_of(max_samples=3))
     assert [len(unit[0]) for unit in few.units] == [3, 4, 5]
+    (tmp_path / "shards" / "d.jsonl.gz").write_bytes(b"")
+    with pytest.raises(UserError, match=r"shards holds d.jsonl.gz, which would be left out"):
+        load_sft_dataset(source, TOKENIZER, settings_of())
+    (tmp_path / "shards" / "d.jsonl.gz").unlink()
     write(tmp_path / "shards" / "c.jsonl", [{"prompt": "p"}])
     with pytest.raises(UserError, match=r"shards/c.jsonl, line 1: lacks the key completion"):
         load_sft_dataset(source, TOKENIZER, settings_of())
@@ -232,6 +237,15 @@ def test_sample_order_repeats_and_skips_nothing(size, seed):
 
 def sequences(lengths):
     return [(TokenSequence((1,) * n, (False,) + (True,) * (n - 1)),) for n in lengths]
+
+
+def test_a_replica_without_rows_counts_none():
+    """Also of data without a mask, as for scoring."""
+    data = BatchedDataDict(input_ids=torch.ones(1, 4, dtype=torch.long), input_lengths=torch.tensor([4]))
+    batching = Batching(True, 8, 1, 1, dp_size=2)
+    (one,), (filler,) = batching.microbatches(data, 0), batching.microbatches(data, 1)
+    assert one.counts and "sample_mask" not in one.data
+    assert not filler.counts and filler.data["sample_mask"].tolist() == [0]
 
 
 def test_collate_and_counts():

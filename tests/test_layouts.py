@@ -6,7 +6,7 @@ import tempfile
 import pytest
 import torch
 import torch.nn.functional as F
-from models import ARCHITECTURES, and_long
+from models import ARCHITECTURES, and_long, make_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -47,6 +47,8 @@ PIPELINES = and_long(
         ("glm4_moe", Layout(pp=2, first=1)),
         ("qwen3_moe", Layout(pp=2, vpp=2, tokens_per_pack=128)),
         ("deep", Layout(pp=2, vpp=2, tp=2, sp=True, first=2)),
+        ("deep", Layout(pp=2, vpp=2, first=4, last=2)),
+        ("deep", Layout(pp=3, first=3, last=1)),
     ],
 )
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe"]
@@ -390,3 +392,17 @@ def test_shrunken_models_are_whole_and_fit(family, model_of, tmp_path):
     not_allowed = Layout(tp=4) if family in MIXTURES else Layout(dp=2, ep=2)
     assert [layout for layout, _ in refused] == [not_allowed]
     assert fits == [layout for layout in layouts if layout != not_allowed]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen2_moe", {"decoder_sparse_step": 4}), ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3, 4, 5, 6]})],
+)
+def test_a_shrunken_mixture_has_experts(family, changes, tmp_path):
+    from mcore_rl.models.megatron.families import family_of
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+
+    make_model(family, tmp_path / "large", num_hidden_layers=8, **changes)
+    shrink_model(make_config(tmp_path / "large").model, tmp_path / "small", [Layout(dp=2, ep=2)])
+    sparse = family_of(load_hf_config(tmp_path / "small")).experts.sparse_layers
+    assert not sparse[0] and all(sparse[1:])

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.families import family_of
 
 LENGTHS = (520, 8, 33, 1)
 
@@ -122,6 +123,20 @@ CASES = [
 @pytest.mark.parametrize(("family", "sizes"), CASES)
 def test_logits_and_export(family, sizes, model_of, tmp_path):
     check_family(family, sizes, model_of, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2", "glm4_moe"])
+def test_a_window_that_transformers_passes_over(family, tmp_path):
+    make_model(family, tmp_path / "model", sliding_window=8)
+    check_family(family, {"tensor_model_parallel_size": 1}, lambda _: tmp_path / "model", tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_part_of_heads_that_the_family_does_not_leave_out(family, tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    config = make_config(family, rope_parameters=rope)
+    with pytest.raises(UserError, match=rf"partial_rotary_factor=0.5: {family} rotates whole heads"):
+        family_of(config).check(16)
 
 
 @pytest.mark.slow

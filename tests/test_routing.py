@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.distributed.processes import run_processes
+from mcore_rl.errors import UserError
 from mcore_rl.layout_check import Layout, compare, compute_outcome, table_row
 
 COEFFICIENTS = {"moe_aux_loss_coeff": 0.7, "moe_z_loss_coeff": 0.013}
@@ -254,6 +255,23 @@ def test_sampled_experts_replayed(dtype, layout, tmp_path):
     else:
         assert seen["anew"] > 0.01 * seen["tokens"]
         assert replayed < anew
+
+
+def test_a_recording_and_the_option_agree_on_experts(tmp_path):
+    from mcore_rl.algorithms.rollouts import Rollout, read_recording, recorded_step
+    from mcore_rl.data.prompts import Prompt
+
+    rollout = Rollout.begin(0, 0, Prompt((1, 2), "say a", {}))
+    entries = {}
+    for name, experts in (("without", None), ("with", [[[0, 1]], [[2, 0]]])):
+        rollout.routed_experts = experts
+        entries[name] = tmp_path / name
+        entries[name].write_text(json.dumps({"step": 1, **recorded_step("", {}, [rollout])}) + "\n")
+    assert len(read_recording(entries["without"], 1, {})) == len(read_recording(entries["with"], 1, {}, True)) == 1
+    with pytest.raises(UserError, match=r"was recorded without experts; here model.moe_router_replay=True"):
+        read_recording(entries["without"], 1, {}, True)
+    with pytest.raises(UserError, match=r"was recorded with experts; here model.moe_router_replay=False"):
+        read_recording(entries["with"], 1, {})
 
 
 @pytest.mark.long

@@ -3,7 +3,11 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 from models import make_tokenizer
 
@@ -38,13 +42,10 @@ def write(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def cache_of(files, template=None):
-    return TokenCache(files / "cache", TokenizerSource(files / "model", False, template))
-
-
-def load(files, load_dataset=load_sft_dataset, settings=SETTINGS, template=None, say=silent):
-    tokenizer = load_tokenizer(files / "model", chat_template=template)
-    return load_dataset(str(files / "data.jsonl"), tokenizer, settings, say, cache=cache_of(files, template))
+def load(files, load_dataset=load_sft_dataset, settings=SETTINGS, template=None, trust=False):
+    tokenizer = load_tokenizer(files / "model", trust, template)
+    cache = TokenCache(files / "cache", TokenizerSource(files / "model", trust, template))
+    return load_dataset(str(files / "data.jsonl"), tokenizer, settings, silent, cache=cache)
 
 
 def stores(files):
@@ -97,6 +98,7 @@ def test_what_tokens_depend_on_makes_another_store(files, monkeypatch):
         lambda: load(files, settings=SETTINGS.model_copy(update={"max_sequence_length": 9, "overlong": "truncate"})),
         lambda: load(files, load_preference_dataset),
         lambda: load(files, template="{{ messages }}"),
+        lambda: load(files, trust=True),
         lambda: (write(files / "data.jsonl", RECORDS[1:]), load(files)),
         lambda: ((files / "model" / "generation_config.json").write_text('{"eos_token_id": 3}'), load(files)),
         lambda: (monkeypatch.setattr(token_cache, "_code_digest", lambda: "other code"), load(files)),
@@ -138,12 +140,16 @@ def test_a_damaged_store_is_named(files):
     (store / "ids.bin").write_bytes(b"\0" * 12)
     with pytest.raises(UserError, match=rf"data.cache_dir: {store} is not whole: ids.bin has 12 bytes.*; remove it"):
         load(files)
+    (store / "meta.json").write_text("[]")
+    with pytest.raises(UserError, match=rf"data.cache_dir: {store} is not whole: .*; remove it"):
+        load(files)
 
 
 def test_a_wrong_record_leaves_nothing(files):
     write(files / "data.jsonl", [*RECORDS, {"prompt": "p"}])
-    with pytest.raises(UserError, match=r"data.jsonl, line 701: lacks the key completion"):
+    with pytest.raises(UserError) as error:
         load(files)
+    assert str(error.value) == f"{files / 'data.jsonl'}, line 701: lacks the key completion; it has prompt"
     assert [path.suffix for path in (files / "cache" / "tokens").iterdir()] == [".lock"]
 
 
@@ -153,6 +159,49 @@ def test_a_directory_that_cannot_be(where, files):
     cache = TokenCache(files / where, TokenizerSource(files / "model", False, None))
     with pytest.raises(UserError, match=r"data.cache_dir: .* cannot be written"):
         load_sft_dataset(str(files / "data.jsonl"), load_tokenizer(files / "model"), SETTINGS, cache=cache)
+
+
+TOKENIZE_FOR_EVER = """
+import sys, time
+from pathlib import Path
+from mcore_rl.config import DataConfig
+from mcore_rl.data import records, token_cache, tokenization
+from mcore_rl.data.tokenize import load_tokenizer
+from mcore_rl.data.tokenization import TokenizerSource
+
+def slow(*arguments):
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    files = Path(sys.argv[1])
+    tokenization.SOURCE_BYTES_FOR_PROCESSES, token_cache.available_workers = 0, lambda: 2
+    records._tokenize_sft = slow
+    cache = token_cache.TokenCache(files / "cache", TokenizerSource(files / "model", False, None))
+    settings = DataConfig(train="x", max_sequence_length=40)
+    records.load_sft_dataset(str(files / "data.jsonl"), load_tokenizer(files / "model"), settings, print, cache)
+"""
+
+
+@pytest.mark.long
+def test_workers_end_with_a_killed_parent_and_what_it_left_is_removed(files):
+    (files / "slow.py").write_text(TOKENIZE_FOR_EVER)
+    process = subprocess.Popen([sys.executable, files / "slow.py", files], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    workers = []
+    while len(workers) < 3:  # two, and multiprocessing's tracker of resources
+        workers = psutil.Process(process.pid).children()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(3)
+    process.kill()
+    process.wait(10)
+    while any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers):
+        assert time.monotonic() < deadline, "workers are left"
+        time.sleep(0.1)
+    (left,) = (files / "cache" / "tokens").glob("*.partial")
+    write(files / "data.jsonl", RECORDS[:9])  # another store
+    load(files)
+    assert not left.exists()
 
 
 def test_several_processes_tokenize_the_same(files, monkeypatch):

@@ -100,7 +100,7 @@ def _checked_inputs(
     if replay:
         steps = total_steps(config.trainer, len(prompts), config.grpo.num_prompts_per_step)
         required = {**config.grpo.model_dump(include=REPLAYED_OPTIONS), "data": inputs.train.fingerprint}
-        recorded = read_recording(replay, steps, required)
+        recorded = read_recording(replay, steps, required, config.model.moe_router_replay)
     elif launch_environment.rank() == 0 and config.environment.name != "reward_model":
         first = prompts[:PROBED_RECORDS]
         logs, records = [prompt.message_log for prompt in first], [prompt.record for prompt in first]

@@ -245,10 +245,13 @@ def recorded_step(weights: str, sampling: dict[str, Any], rollouts: Sequence[Rol
     return {"weights": weights, "sampling": sampling, "rollouts": [asdict(r) for r in rollouts]}
 
 
-def read_recording(path: Path, steps: int, required: dict[str, Any]) -> dict[int, list[Rollout]]:
+def read_recording(
+    path: Path, steps: int, required: dict[str, Any], replays_experts: bool = False
+) -> dict[int, list[Rollout]]:
     """The rollouts of each recorded step.
 
     Args:
+        replays_experts: whether tokens are sent to the experts that they went to while sampling.
         required: sampling options that training on them depends on.
 
     Raises:
@@ -264,6 +267,10 @@ def read_recording(path: Path, steps: int, required: dict[str, Any]) -> dict[int
         raise UserError(f"--replay {path}: is not a recording of rollouts: {error}") from None
     if missing := [step for step in range(1, steps + 1) if step not in recorded]:
         raise UserError(f"--replay {path}: has no step {missing[0]} of the {steps} that are asked for")
+    with_experts = {r.routed_experts is not None for rollouts in recorded.values() for r in rollouts}
+    if with_experts - {replays_experts}:
+        has = "without" if replays_experts else "with"
+        raise UserError(f"--replay {path}: was recorded {has} experts; here model.moe_router_replay={replays_experts}")
     for name, value in sorted(required.items()):
         if found[name] != value:
             if name == "data":

@@ -189,6 +189,10 @@ class GRPOConfig(TrainingConfig):
         return values
 
     @property
+    def samples(self) -> bool:
+        return True
+
+    @property
     def rows_per_group(self) -> int:
         return self.grpo.num_generations_per_prompt
 
@@ -247,6 +251,15 @@ class DistillationAlgorithmConfig(DistillationOptions):
 
 class DistillationConfig(TrainingConfig):
     distillation: DistillationAlgorithmConfig
+
+    @model_validator(mode="after")
+    def _leaves_room(self) -> DistillationConfig:
+        if self.distillation.on_policy and self.distillation.max_new_tokens >= self.data.max_sequence_length:
+            raise ValueError(
+                "distillation.max_new_tokens: must be less than data.max_sequence_length "
+                f"({self.data.max_sequence_length}), of which the prompt is a part"
+            )
+        return self
 
 
 class RewardAlgorithmConfig(Section):

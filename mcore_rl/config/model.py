@@ -29,7 +29,7 @@ class LoRAConfig(Section):
     """Share of an adapter's inputs that are left out while training."""
     target_modules: tuple[Name, ...] = ()
     """Projections by their names in the Hugging Face model (`q_proj`, …); if none is given, those of `path`, or all
-    of attention and MLP, but for experts."""
+    of attention and MLP (of mixtures of experts, of attention alone)."""
     path: Directory | None = None
     """A PEFT adapter to begin from."""
 

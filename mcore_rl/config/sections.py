@@ -223,6 +223,17 @@ class TrainingConfig(Section):
             raise ValueError("trainer.validation_interval: there is nothing to validate on; give data.validation")
         return self
 
+    @model_validator(mode="after")
+    def _replays(self) -> TrainingConfig:
+        if self.model.moe_router_replay and not self.samples:
+            raise ValueError("model.moe_router_replay: goes with GRPO alone, whose samples tell where tokens went")
+        return self
+
+    @property
+    def samples(self) -> bool:
+        """Whether it trains on rollouts."""
+        return False
+
     @property
     def rows_per_unit(self) -> int:
         """Sequences that must share a microbatch."""

@@ -140,7 +140,7 @@ class Batching:
         longest = max(tree.before[end] + tree.lengths[end] for end in tree.ends)
         selected = _cut(data.select_indices(rows), longest, data["input_ids"].shape[1])
         if not counts:
-            selected["sample_mask"] = torch.zeros_like(selected["sample_mask"])
+            selected["sample_mask"] = torch.zeros(len(rows))
         layout: PackLayout
         if self.packing and shared:
             layout = PrefixLayout.of(tree, self.cp_size, self.multiple, common)

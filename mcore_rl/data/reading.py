@@ -70,9 +70,12 @@ def read_records(source: str) -> Iterator[tuple[Records, float]]:
     readers = {".jsonl": _read_lines, ".json": _read_json, ".parquet": _read_parquet}
     for number, file in enumerate(files):
         is_empty = True
-        for records, part in readers.get(Path(file).suffix, _read_hub)(file):
-            is_empty = False
-            yield records, (number + part) / len(files)
+        try:
+            for records, part in readers.get(Path(file).suffix, _read_hub)(file):
+                is_empty = False
+                yield records, (number + part) / len(files)
+        except OSError as error:
+            raise UserError(f"data: {file} cannot be read ({error.strerror})") from None
         if is_empty:
             raise UserError(f"{file}: holds no records")
 
@@ -81,7 +84,7 @@ def files_of(source: str) -> list[str]:
     """The data files of a directory, in the order of their names; `source` itself if it is none."""
     if not Path(source).is_dir():
         return [source]
-    return sorted(str(path) for path in Path(source).iterdir() if path.suffix in SUFFIXES)
+    return sorted(str(path) for path in Path(source).iterdir() if path.suffix in SUFFIXES and path.is_file())
 
 
 def check_file(source: str) -> None:
@@ -90,6 +93,12 @@ def check_file(source: str) -> None:
     if path.is_dir():
         if not (files := files_of(source)):
             raise UserError(f"data: {source} is a directory without a .jsonl, .json or .parquet file")
+        if others := [
+            entry.name for entry in sorted(path.iterdir()) if str(entry) not in files and not _is_aside(entry)
+        ]:
+            raise UserError(
+                f"data: {source} holds {', '.join(others[:3])}, which would be left out; unpack, rename or move it away"
+            )
         for name in files:
             check_file(name)
         return
@@ -105,6 +114,11 @@ def check_file(source: str) -> None:
         raise UserError(f"data: {source} does not exist") from None
     except OSError as error:
         raise UserError(f"data: {source} cannot be read ({error.strerror})") from None
+
+
+def _is_aside(path: Path) -> bool:
+    """Whether a file among data is known to be none."""
+    return path.name.startswith((".", "_")) or path.suffix in (".md", ".lock") or path.stem in ("README", "LICENSE")
 
 
 def _read_lines(source: str) -> Iterator[tuple[Records, float]]:

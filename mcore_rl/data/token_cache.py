@@ -55,35 +55,54 @@ class TokenCache:
         Raises:
             UserError: a record that is wrong, or a directory that cannot be written.
         """
-        try:
+        with self._writing():
             (self.directory / "tokens").mkdir(parents=True, exist_ok=True)
-            path = self.directory / "tokens" / self._key(source, tokenizer, what)
-            if launch_environment.local_rank() > 0:
-                return self._wait_for(path)
-            with _locked(path.with_suffix(".lock")):
+        path = self.directory / "tokens" / self._key(source, tokenizer, what)
+        if launch_environment.local_rank() > 0:
+            self._wait_for(path)
+        else:
+            with self._locked(path.with_suffix(".lock")):
                 if not path.is_dir():
                     self._make(path, source, tokenizer, what, say)
-                return TokenStore.open(path)
+        try:
+            return TokenStore.open(path)
+        except ValueError as error:
+            raise UserError(f"data.cache_dir: {error}; remove it") from None
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise UserError(
                 f"data.cache_dir: {self.directory} cannot be written ({error.strerror}); name another directory"
             ) from None
-        except ValueError as error:
-            raise UserError(f"data.cache_dir: {error}; remove it") from None
+
+    @contextlib.contextmanager
+    def _locked(self, path: Path) -> Iterator[None]:
+        """While this process, and no other, holds the lock."""
+        with self._writing():
+            file = open(path, "w")  # noqa: SIM115
+        with file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def _make(self, path: Path, source: str, tokenizer: Any, what: Tokenization, say: Say) -> None:
-        temporary = path.with_suffix(".partial")  # of the one that holds the lock
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        for stopped in path.parent.glob("*.partial"):  # whoever made it is gone if its lock is free
+            if stopped.stem == path.stem or not _is_locked(stopped.with_suffix(".lock")):
+                shutil.rmtree(stopped, ignore_errors=True)
+        temporary = path.with_suffix(".partial")
         try:
-            chunks = tokenize_source(source, tokenizer, what, say, self.remake, available_workers())
-            collect(chunks, what.sequences_per_unit, temporary)
-            temporary.rename(path)
+            with self._writing():
+                temporary.mkdir()
+                chunks = tokenize_source(source, tokenizer, what, say, self.remake, available_workers())
+                collect(chunks, what.sequences_per_unit, temporary)
+                temporary.rename(path)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    def _wait_for(self, path: Path) -> TokenStore:
+    def _wait_for(self, path: Path) -> None:
         """What another process of this node makes; if it cannot, it says why and ends this one as well."""
         lost_since = None
         while not path.is_dir():
@@ -92,16 +111,16 @@ class TokenCache:
                 lost_since = None
             elif time.monotonic() - (lost_since := lost_since or time.monotonic()) > LOST_SECONDS:
                 raise UserError(f"data.cache_dir: the process that makes {path} is gone, or sees another directory")
-        return TokenStore.open(path)
 
     def _key(self, source: str, tokenizer: Any, what: Tokenization) -> str:
         parts = {
             "source": self._source_digest(source),
             "tokenizer": [
-                [path.name, _file_digest(path)]
-                for path in sorted(self.remake.path.iterdir())
+                [str(path.relative_to(self.remake.path)), _file_digest(path)]
+                for path in sorted(self.remake.path.rglob("*"))
                 if path.is_file() and path.suffix not in WEIGHTS
             ],
+            "trust_remote_code": self.remake.trust_remote_code,
             "template": self.remake.chat_template,
             "day": str(date.today()) if "strftime_now" in str(tokenizer.chat_template) else "",
             "what": [what.name, what.max_length, what.overlong, what.needs_response, what.max_records, what.columns],
@@ -115,7 +134,12 @@ class TokenCache:
             return hashlib.sha256("".join(map(self._source_digest, files_of(source))).encode()).hexdigest()
         if Path(source).suffix not in SUFFIXES:
             return str(load_hub_dataset(source)._fingerprint)
-        state = os.stat(source)
+        try:
+            state = os.stat(source)
+            with open(source, "rb"):
+                pass
+        except OSError as error:
+            raise UserError(f"data: {source} cannot be read ({error.strerror})") from None
         known = [os.path.realpath(source), state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
         note = self.directory / "digests" / hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
         with contextlib.suppress(OSError):
@@ -143,14 +167,6 @@ def _code_digest() -> str:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """While this process, and no other, holds the lock."""
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _is_locked(path: Path) -> bool:

@@ -68,7 +68,7 @@ class TokenStore(Sequence[Unit]):
             sizes = meta["sizes"]
             files = {name: _FileArray(directory / f"{name}.bin", kind, sizes[name]) for name, kind in KINDS.items()}
             return cls({**files, **{name: files[name][:] for name in ("ends", "extra_ends")}}, meta)
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{directory} is not whole: {error}") from None
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -168,8 +170,16 @@ _tokenizer: Any = None
 
 def _remake_tokenizer(source: TokenizerSource) -> None:
     global _tokenizer
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _tokenizer = load_tokenizer(source.path, source.trust_remote_code, source.chat_template)
+
+
+def _end_with_parent(parent: int) -> None:
+    """A parent that is killed cannot end its workers, which would wait for work for ever."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _chunk(what: Tokenization, records: Records) -> TokenizedChunk:

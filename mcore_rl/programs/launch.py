@@ -74,7 +74,11 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = get_args_parser()
     parser.prog = "mcore-rl train ALGORITHM"
-    parser.error = lambda message: leave(2, f"{message} (torchrun --help tells the launch's options)")  # type: ignore[method-assign]
+    names = "training_script, training_script_args"
+    # A method is replaced: a subclass would have to be handed every option again.
+    parser.error = lambda message: leave(  # type: ignore[method-assign]
+        2, f"{message.replace(names, 'CONFIG')} (torchrun --help tells the launch's options)"
+    )
     return parser
 
 

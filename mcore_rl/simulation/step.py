@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl import launch_environment, platform
-from mcore_rl.config import DPOConfig, GRPOConfig, RMConfig, TrainingConfig
+from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, RMConfig, TrainingConfig
 from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.memory import LiveBytes, bytes_of
@@ -91,6 +91,8 @@ def simulate_rank(
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
     check_model_fits(hf_config, config.parallel, config.data.max_sequence_length, config.model)
     family = family_of(hf_config)
+    if (second := second_model(config)) is not None:
+        raise UserError(f"{second}: runs with a second model cannot be simulated")
     if isinstance(family, Mixture):
         raise UserError("model.path: mixtures of experts cannot be simulated: sizes depend on what is routed where")
     linear_logprobs.TILE_SHAPE["meta"] = linear_logprobs.TILE_SHAPE[tiles_of]
@@ -193,6 +195,15 @@ def memory_of(parameters: Sequence[Any], live: LiveBytes, made_by_update: int) -
     phase = max(peaks, key=lambda phase: peaks[phase])
     rest = peaks[phase] - weights - gradients - state
     return {"weights": weights, "gradients": gradients, "optimizer": state, "activations, workspace": rest}, phase
+
+
+def second_model(config: TrainingConfig) -> str | None:
+    """The key that names a model beside the policy, if one does."""
+    if isinstance(config, DPOConfig) and config.dpo.reference_model is not None:
+        return "dpo.reference_model"
+    if isinstance(config, GRPOConfig) and config.environment.path is not None:
+        return "environment.path"
+    return "distillation.teacher" if isinstance(config, DistillationConfig) else None
 
 
 def scoring_passes(config: TrainingConfig) -> int:

@@ -69,6 +69,16 @@ class TrainingState:
 # ------------------------------------------------------------------ saving
 
 
+def _described(run: TrainingState) -> TrainingConfig:
+    """The configuration, with what adapters are if another directory says it, which may not be there for ever."""
+    lora, asked = run.model.lora, run.config.model.lora
+    if lora is None or asked is None:
+        return run.config
+    told = {"rank": lora.rank, "alpha": lora.alpha, "target_modules": lora.target_modules}
+    model = run.config.model.model_copy(update={"lora": asked.model_copy(update=told)})
+    return run.config.model_copy(update={"model": model})
+
+
 class PendingSave:
     """A checkpoint on its way to disk; every method is collective.
 
@@ -93,7 +103,7 @@ class PendingSave:
                 "content_metadata": METADATA,
             }
         )
-        on_first_rank(lambda: write_common(common, resolved_yaml(run.config), self.partial))
+        on_first_rank(lambda: write_common(common, resolved_yaml(_described(run)), self.partial))
         planned = PlannedShards.of(shards, own, self.partial, process_groups().dp_cp)
         self._writer = on_every_rank(lambda: ShardWriter(planned, run.config.checkpoint.timeout_seconds))
 

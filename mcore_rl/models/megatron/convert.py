@@ -125,7 +125,8 @@ def _adapters_to_peft(
     iteration: Path, config: LoRAConfig, source: Path, destination: Path, hf_config: Any, chat_template: str | None
 ) -> None:
     with _memoryless_model(hf_config, source, torch.float32) as model:
-        lora = lora_of(config, model.family)
+        own = config if config.rank is None else config.model_copy(update={"path": None})
+        lora = lora_of(own, model.family)
         model = add_adapters(model, lora)
         load_weights(iteration, model)
         write_peft_directory(export_adapters(model), destination, source, lora.settings, True, chat_template)

@@ -130,6 +130,7 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
     """Megatron's configuration of the family's architecture under `parallel`."""
     dtype = getattr(torch, model.dtype)
     use_te, chunks = uses_transformer_engine(), parallel.virtual_pipeline_model_parallel_size
+    both_of_two = parallel.pipeline_model_parallel_size == 2 and parallel.num_layers_in_last_pipeline_stage is not None
     config = TransformerConfig(
         **family.megatron_fields(),
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,
@@ -146,7 +147,8 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         # Interleaved chunks get each other's tensors where sends and receives are batched (wrong gradients).
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
-        num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
+        # Of two stages one says all; Megatron divides by the number of stages between the two that are given.
+        num_layers_in_first_pipeline_stage=None if both_of_two else parallel.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,

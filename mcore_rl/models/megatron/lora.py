@@ -95,7 +95,7 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
     rank, known = rank or DEFAULT_RANK, adaptable_modules(family)
     for target in targets:
         if target not in known:
-            experts = "; experts have no adapters" if isinstance(family, Mixture) else ""
+            experts = "; of mixtures attention alone has adapters" if isinstance(family, Mixture) else ""
             raise UserError(
                 f"model.lora.{key}: {family.model_type} has no {target} to adapt; there are {', '.join(known)}{experts}"
             )

@@ -25,7 +25,7 @@ from mcore_rl.models.megatron.mapping import (
     Shape,
     Vocabulary,
 )
-from mcore_rl.models.megatron.rope import rope_frequencies
+from mcore_rl.models.megatron.rope import rope_frequencies, rope_parameters
 
 REWARD_ARCHITECTURE = "ForSequenceClassification"
 REWARD_HEAD = "score.weight"
@@ -53,6 +53,10 @@ class Family:
     norm_names: ClassVar[tuple[str, str, str, str]] = ("input_layernorm", "", "post_attention_layernorm", "")
     activations: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {"silu": F.silu, "swish": F.silu}
     embedding_scale = 1.0
+    has_windows = True
+    """Whether `sliding_window` means something; where transformers passes over it, so does this."""
+    rotates_partly = False
+    """Whether a part of each head may be left without rotation."""
 
     def __init__(self, hf: Any) -> None:
         self.hf = hf
@@ -94,7 +98,7 @@ class Family:
 
     def window(self, layer: int) -> int | None:
         """Tokens that a token sees at most in this layer, itself included; None for all before it."""
-        window = getattr(self.hf, "sliding_window", None)
+        window = getattr(self.hf, "sliding_window", None) if self.has_windows else None
         if not window or not getattr(self.hf, "use_sliding_window", True):
             return None
         types = getattr(self.hf, "layer_types", None)
@@ -102,11 +106,17 @@ class Family:
 
     def ropes(self) -> list[Tensor]:
         """Inverse frequencies of each kind of layer."""
-        return [rope_frequencies(self.hf)[0]]
+        return [self._rope_frequencies()[0]]
 
     def rope_factor(self) -> float:
         """On cos and sin (YaRN; else 1)."""
-        return rope_frequencies(self.hf)[1]
+        return self._rope_frequencies()[1]
+
+    def _rope_frequencies(self) -> tuple[Tensor, float]:
+        part = rope_parameters(self.hf)["partial_rotary_factor"]
+        if part != 1 and not self.rotates_partly:
+            raise UserError(f"model.path: partial_rotary_factor={part}: {self.model_type} rotates whole heads")
+        return rope_frequencies(self.hf)
 
     def rope_kind(self, layer: int) -> int:
         """Which of `ropes` the layer rotates with."""

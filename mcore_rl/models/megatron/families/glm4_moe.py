@@ -10,6 +10,8 @@ _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 class Glm4MoE(Mixture):
     model_type = "glm4_moe"
+    has_windows = False
+    rotates_partly = True
     count_field = "n_routed_experts"
     shared_name = "shared_experts"
 

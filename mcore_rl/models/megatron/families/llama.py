@@ -5,3 +5,4 @@ from mcore_rl.models.megatron.families.family import Family
 
 class Llama(Family):
     model_type = "llama"
+    has_windows = False

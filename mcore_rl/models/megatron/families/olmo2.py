@@ -5,6 +5,7 @@ from mcore_rl.models.megatron.families.family import Family
 
 class Olmo2(Family):
     model_type = "olmo2"
+    has_windows = False
     needs_torch_layers = True
     norms_before = False
     norms_after = True

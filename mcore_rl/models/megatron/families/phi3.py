@@ -9,6 +9,7 @@ from mcore_rl.models.megatron.mapping import Columns, GateUp, Mapping, Part
 
 class Phi3(Family):
     model_type = "phi3"
+    rotates_partly = True
 
     def check(self, max_sequence_length: int) -> None:
         super().check(max_sequence_length)

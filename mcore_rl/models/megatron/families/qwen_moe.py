@@ -25,6 +25,12 @@ class Qwen3MoE(Mixture):
             normalise=hf.norm_topk_prob,
         )
 
+    def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
+        kinds = {*self.experts.sparse_layers}
+        super().shrink(layers, tensor_parallel, expert_parallel)
+        if True in kinds:  # the first layer dense where some are, the others sparse
+            self.hf.decoder_sparse_step, self.hf.mlp_only_layers = 1, [0] if False in kinds and layers > 1 else []
+
 
 class Qwen2MoE(Qwen3MoE):
     model_type = "qwen2_moe"
