@@ -64,7 +64,7 @@ def real_rank(config, rank, world_size, port) -> RankReport:
     from mcore_rl.simulation.traffic import count_traffic
 
     traffic = count_traffic(perform=True)
-    return measure_step(config, SEQUENCES, traffic, HostReads(), AttentionFlops())
+    return measure_step(config, SEQUENCES, traffic, HostReads(), AttentionFlops(), ("cpu",))
 
 
 def by_kind(report):
@@ -99,8 +99,9 @@ def test_as_a_real_run(layout, model):
         assert by_kind(other) == by_kind(one)
         for kind in ("weights", "gradients"):
             assert other.memory[kind] == one.memory[kind]
-        # Under context parallelism the CPU's kernel keeps masks of the chunks, which a flash kernel does not need.
-        bound = 0.02 if layout.cp == 1 else 0.05
+        # The CPU's attention keeps each segment's output and, under context parallelism, masks, which a flash kernel does
+        # not; with several microbatches in flight that counts more.
+        bound = 0.02 if layout.cp == layout.pp == 1 else 0.05
         assert other.peak == pytest.approx(one.peak, rel=bound), (one.memory, other.memory)
 
 

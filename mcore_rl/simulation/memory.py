@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is entered: `live` bytes on one kind of device, and the `peaks` of each phase."""
+    """While it is entered: `live` bytes on these kinds of device, and the `peaks` of each phase."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, *devices: str) -> None:
         super().__init__()
-        self.device, self.phase = device, ""
+        self.devices, self.phase = devices, ""
         self.live = 0
         self.peaks: dict[str, int] = {}
         self._known: set[int] = set()
@@ -24,7 +24,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.device.type == self.device:
+            if isinstance(leaf, Tensor) and leaf.device.type in self.devices:
                 self.see(leaf)
         return out
 

@@ -68,7 +68,8 @@ def simulate_rank(
     """Simulate in this process, which can do nothing else afterwards.
 
     Args:
-        tiles_of: kind of device whose tile sizes are taken.
+        tiles_of: kind of device whose tile sizes are taken; of "cpu", which is its own host, tensors of the host count
+            as well.
 
     Raises:
         UserError: what the run itself would refuse, and mixtures of experts, whose sizes depend on what is routed.
@@ -106,13 +107,23 @@ def simulate_rank(
         replaced(weights, "read_shard", lambda *_: torch.empty((), device="meta")),
         replaced(megatron_policy, "collect_results", lambda *_: [told]),
     ):
-        return measure_step(config, sequences, traffic, reads, flops)
+        devices = ("meta", "cpu") if tiles_of == "cpu" else ("meta",)
+        return measure_step(config, sequences, traffic, reads, flops, devices)
 
 
 def measure_step(
-    config: TrainingConfig, sequences: Sequences, traffic: Traffic, reads: HostReads, attention: AttentionFlops
+    config: TrainingConfig,
+    sequences: Sequences,
+    traffic: Traffic,
+    reads: HostReads,
+    attention: AttentionFlops,
+    devices: Sequence[str],
 ) -> RankReport:
-    """This rank's step, real or simulated: the policy is built, scores and trains once."""
+    """This rank's step, real or simulated: the policy is built, scores and trains once.
+
+    Args:
+        devices: kinds of device whose memory is counted.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     from mcore_rl.algorithms.objectives import loss_of
@@ -120,7 +131,7 @@ def measure_step(
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     started = time.perf_counter()
-    live, counter = LiveBytes(platform.device().type), FlopCounterMode(display=False)
+    live, counter = LiveBytes(*devices), FlopCounterMode(display=False)
     products, attention_by_phase = Counter[str](), Counter[str]()
     before_update = 0
     layouts: list[PackLayout] = []
