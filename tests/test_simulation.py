@@ -99,8 +99,8 @@ def test_as_a_real_run(layout, model):
         assert by_kind(other) == by_kind(one)
         for kind in ("weights", "gradients"):
             assert other.memory[kind] == one.memory[kind]
-        # The CPU's attention keeps each segment's output and, under context parallelism, masks, which a flash kernel does
-        # not; with several microbatches in flight that counts more.
+        # The CPU's attention keeps each segment's output and, under context parallelism, masks, which a flash kernel
+        # does not; with several microbatches in flight that counts more.
         bound = 0.02 if layout.cp == layout.pp == 1 else 0.05
         assert other.peak == pytest.approx(one.peak, rel=bound), (one.memory, other.memory)
 
