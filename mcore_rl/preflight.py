@@ -13,6 +13,7 @@ from mcore_rl.data.reading import check_file
 from mcore_rl.errors import UserError
 from mcore_rl.launch_environment import has_name, launch_id, node, restarts
 from mcore_rl.run_directory import RunDirectory
+from mcore_rl.run_identity import inputs_of, models_of
 
 
 def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path | None]) -> None:
@@ -29,9 +30,9 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
         raise UserError("model.head: head=reward is trained by train_rm.py alone")
     config.parallel.data_parallel_size(world_size)
     config.pack_width(config.rows_per_unit)
-    check_model_directory(config.model.path)
-    if isinstance(config, GRPOConfig) and config.environment.path is not None:
-        check_model_directory(config.environment.path, "environment.path")
+    for key, path in models_of(config).items():
+        if key != "model.lora.path":
+            check_model_directory(path, key)
     for source in (config.data.train, config.data.validation):
         if source is not None:
             check_file(source)
@@ -109,25 +110,24 @@ def check_output(config: TrainingConfig) -> None:
     afresh = checkpoint.resume == "none" and not is_restart(config.output_dir)
     overwrite = checkpoint.overwrite and afresh
     directory.check(checkpoint.export_hf, overwrite)
-    if checkpoint.export_hf and config.model.path.resolve() == directory.export.resolve():
-        raise UserError(
-            f"model.path: {config.model.path} is where this run exports its model; choose another output_dir, "
-            "or set checkpoint.export_hf=false"
-        )
-    model = (config.model.path, *config.model.path.glob("*"))
-    if overwrite and any(directory.writes(path) for path in model):
-        raise UserError(
-            f"model.path: {config.model.path} is what checkpoint.overwrite=true removes; choose another output_dir"
-        )
-    for key in ("train", "validation", "chat_template"):
-        source = getattr(config.data, key)
-        if source and "{" not in source and directory.writes(Path(source)):
-            raise UserError(f"data.{key}: {source} is a file that this run writes; choose another output_dir")
+    for key, path in inputs_of(config).items():
+        if _is_written(key, path, directory, checkpoint.export_hf or overwrite):
+            remedy = "choose another output_dir"
+            if not overwrite and not _is_written(key, path, directory, exports=False):
+                remedy += ", or set checkpoint.export_hf=false"
+            raise UserError(f"{key}: {path} is what this run writes{' or removes' if overwrite else ''}; {remedy}")
     if afresh and not checkpoint.overwrite and directory.holds_results():
         raise UserError(
             f"checkpoint.resume: {config.output_dir} holds a run, which would be mixed with a new one; choose another "
             "output_dir, or set checkpoint.overwrite=true to remove it"
         )
+
+
+def _is_written(key: str, path: Path, directory: RunDirectory, exports: bool) -> bool:
+    """Whether a run writes to one of its inputs, or to what links in it lead to."""
+    if path.resolve() == directory.path.resolve():
+        return key.startswith("data.")  # logs have the suffix of records; nothing is called like a model's files
+    return any(directory.writes(part, exports) for part in (path, *path.glob("*")))
 
 
 def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:

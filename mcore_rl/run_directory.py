@@ -47,10 +47,11 @@ class RunDirectory:
         except (OSError, ValueError, TypeError):
             return None
 
-    def writes(self, path: Path) -> bool:
-        """Whether a path is, or lies in, what a run writes here."""
+    def writes(self, path: Path, exports: bool = True) -> bool:
+        """Whether a path is, or lies in, what a run writes here; `exports`: whether models and adapters are."""
         own, path = self.path.resolve(), path.resolve()
-        return path.is_relative_to(own) and path.relative_to(own).parts[:1] in {(name,) for name in OWN}
+        kept = set() if exports else {self.export.name, self.adapter.name}
+        return path.is_relative_to(own) and path.relative_to(own).parts[:1] in {(name,) for name in {*OWN} - kept}
 
     def check(self, export: bool, overwrite: bool = False) -> None:
         """Refuse a directory that cannot be written, or holds something that a run would destroy.

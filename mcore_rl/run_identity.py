@@ -10,7 +10,7 @@ import hashlib
 import json
 import pickle
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,13 @@ IDENTIFYING_KEYS = (
 ADAPTER_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
 """The same, and without adapters there are none of these."""
 NO_ADAPTER = "no adapter"
-INSIGNIFICANT = ("output_dir", "dry_run", "model.path", "checkpoint.", "logging.", "data.train")
+BESIDE_THE_MODEL = ("model.lora.path", "dpo.reference_model", "distillation.teacher", "environment.path")
+"""Keys of what a run reads weights from, beside the model that it trains."""
+DATA = ("data.train", "data.validation", "data.chat_template")
+INSIGNIFICANT = (
+    *("output_dir", "dry_run", "checkpoint.", "logging."),
+    *("model.path", *BESIDE_THE_MODEL, "data.train"),
+)
 """Keys whose change is nobody's concern, or is checked by content."""
 
 WHOLE_FILE_BYTES, WHOLE_TENSOR_BYTES = 64 << 20, 1 << 20
@@ -47,10 +53,11 @@ BLOCKS, BLOCK_BYTES = 16, 16 << 10
 class RunIdentity:
     """
     architecture: of the model's config.json.
-    base_weights: digest of the weights that training begins from (and a reference keeps), and of the adapter's.
+    base_weights: digest of the model's weights that training begins from (and a reference keeps).
     data: fingerprint of the tokenized training data, hence of tokenizer and chat template.
     config: every value of the configuration.
     launch: `launch_id` of what wrote this; "" where nothing restarts it.
+    other_weights: digests of what else the run reads weights from (adapter, reference, teacher, reward model), by key.
     """
 
     algorithm: str
@@ -59,16 +66,18 @@ class RunIdentity:
     data: str
     config: dict[str, Any]
     launch: str = ""
+    other_weights: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: TrainingConfig, hf_config: Any, data: str) -> RunIdentity:
         return cls(
             algorithm_of(config),
             architecture_of(hf_config),
-            digest_of_weights(config.model.path) + _digest_of_adapter(config),
+            digest_of_weights(config.model.path),
             data,
             config.model_dump(mode="json"),
             launch_id(),
+            {key: digest_of_weights(path) for key, path in models_of(config).items() if key in BESIDE_THE_MODEL},
         )
 
     def to_json(self) -> str:
@@ -108,8 +117,14 @@ class RunIdentity:
                 yield key, str(before.get(key, NO_ADAPTER)), str(now.get(key, NO_ADAPTER))
         for key, was, value in architecture_changes(earlier.architecture, self.architecture):
             yield "model.path", f"{key} {was}", str(value)
-        if earlier.base_weights != self.base_weights:
+        if earlier.base_weights.partition(" ")[0] != self.base_weights:  # once an adapter's digest followed
             yield "model.path: other weights", "", ""
+        for key in BESIDE_THE_MODEL:
+            path, digest = now.get(key), self.other_weights.get(key, "")
+            if (before.get(key) is None) != (path is None):
+                yield key, str(before.get(key)), str(path)
+            elif earlier.other_weights.get(key, digest) != digest:  # an earlier version kept none
+                yield f"{key}: other weights in {path}", "", ""
         if earlier.data != self.data:
             yield f"data.train: {self.config['data']['train']} is other data", "", ""
 
@@ -118,6 +133,22 @@ class RunIdentity:
         before, now = _flat(earlier.config), _flat(self.config)
         common = [key for key in now if key in before and not key.startswith(INSIGNIFICANT)]
         return [f"{key} {before[key]} → {now[key]}" for key in common if before[key] != now[key]]
+
+
+def models_of(config: TrainingConfig) -> dict[str, Path]:
+    """Every directory that a run reads weights from, by the key that names it."""
+    values = _flat(config.model_dump(mode="json"))
+    keys = ("model.path", *BESIDE_THE_MODEL)
+    return {key: Path(values[key]) for key in keys if values.get(key) is not None}
+
+
+def inputs_of(config: TrainingConfig) -> dict[str, Path]:
+    """Every file and directory that a run reads, by the key that names it."""
+    data = {key: getattr(config.data, key.removeprefix("data.")) for key in DATA}
+    if "{" in (data["data.chat_template"] or ""):  # the template itself
+        del data["data.chat_template"]
+    files = {key: Path(source) for key, source in data.items() if source}
+    return {**models_of(config), **files}
 
 
 def algorithm_of(config: TrainingConfig) -> str:
@@ -158,20 +189,15 @@ def architecture_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[t
 
 
 def digest_of_weights(path: Path) -> str:
-    """Hash of the safetensors files of a model directory, as lies in them, whatever they are called.
+    """Hash of the safetensors files of a model's or an adapter's directory, whatever they are called.
 
     Reading all of a large model takes minutes. So of files of more than 64 MiB the header is read, tensors of up
     to 1 MiB whole, and of each larger one 16 evenly spaced blocks of 16 KiB, its first and last among them. What
     changes nothing in these is not seen, such as a few rows in the middle of an embedding.
     """
-    digests = [_digest_of_file(file) for file in path.glob("*.safetensors")]
+    files = [*path.glob("*.safetensors"), *path.glob("adapter_config.json")]  # which says an adapter's scale
+    digests = [_digest_of_file(file) for file in files]
     return hashlib.sha256(b"".join(sorted(digests))).hexdigest()
-
-
-def _digest_of_adapter(config: TrainingConfig) -> str:
-    """ "" where training does not begin from an adapter."""
-    lora = config.model.lora
-    return "" if lora is None or lora.path is None else f" with adapter {digest_of_weights(lora.path)}"
 
 
 def _digest_of_file(file: Path) -> bytes:

@@ -369,6 +369,14 @@ def test_scripts_train_stop_convert_and_export(model_of, tmp_path):
     ours, converted = (load_file(tmp_path / d / "adapter_model.safetensors") for d in ("out/adapter", "converted"))
     assert set(ours) == set(converted)
     assert all(torch.equal(ours[name], converted[name]) for name in ours)
+    bases = [(tmp_path / d / "base_model.json").read_bytes() for d in ("out/adapter", "converted")]
+    assert bases[0] == bases[1]
+    make_model("qwen2", tmp_path / "other", initializer_range=0.06)
+    lora = (f"model.lora={{path: {tmp_path / 'out/adapter'}}}", f"output_dir={tmp_path / 'next'}", "dry_run=true")
+    run("train_dpo.py", tmp_path / "dpo.yaml", *lora)
+    error = run("train_dpo.py", tmp_path / "dpo.yaml", *lora, f"model.path={tmp_path / 'other'}", check=False)
+    assert error.returncode == 2
+    assert "was trained on other weights" in error.stderr_text
     error = run("train_dpo.py", tmp_path / "dpo.yaml", "model.lora.rank=5", check=False)
     assert error.returncode == 2
     assert "model.lora.rank: " in error.stderr_text

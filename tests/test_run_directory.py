@@ -1,14 +1,17 @@
 """Whose an output directory, a recording and weights are, as can be told without training."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mcore_rl.algorithms.rollouts import check_record
 from mcore_rl.checkpoint_store import digests_of, write_manifest
-from mcore_rl.config import SFTConfig
+from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, SFTConfig
 from mcore_rl.errors import UserError
 from mcore_rl.launch_environment import launch_id
+from mcore_rl.models.megatron.peft_directory import PEFTDirectory, write_peft_directory
 from mcore_rl.preflight import check_output, find_checkpoints, is_restart, preflight
 from mcore_rl.run_directory import RunDirectory
 from mcore_rl.run_identity import RunIdentity, digest_of_weights
@@ -113,14 +116,121 @@ def test_an_edit_of_an_export_is_seen_whatever_its_size(configured, out):
 
 def test_what_is_read_is_not_removed(configured, out, tmp_path):
     config = configured(model="out/hf", export_hf=False, resume="none", overwrite=True)
-    with pytest.raises(UserError, match=r"out/hf is what checkpoint.overwrite=true removes"):
+    with pytest.raises(UserError, match=r"model.path: .*out/hf is what this run writes or removes; choose another"):
         check_output(config)
     check_output(configured(model="out/hf", export_hf=False))
-    with pytest.raises(UserError, match=r"data.train: .*config.json is a file that this run writes"):
+    with pytest.raises(UserError, match=r"data.train: .*config.json is what this run writes; choose"):
         check_output(configured(train="out/hf/config.json"))
     for option in ("record", "replay"):
         with pytest.raises(UserError, match=f"--{option} .*metrics.jsonl: is a file that this run writes"):
             preflight(configured(), 1, {option: out / "metrics.jsonl"})
+
+
+def test_records_are_not_beside_a_runs_logs(configured, out):
+    with pytest.raises(UserError, match=r"data.train: .*out is what this run writes"):
+        check_output(configured(train="out"))
+    check_output(configured(model="out"))
+
+
+def with_another(key, path, config):
+    """`config` of the algorithm that reads a model by this key; `path` None: it reads none."""
+    values = config.model_dump(exclude_defaults=True)
+    if key == "model.lora.path":
+        values["model"]["lora"] = {"path": path}
+        return SFTConfig.model_validate(values)
+    if key == "dpo.reference_model":
+        return DPOConfig.model_validate({**values, "dpo": {"reference_model": path and str(path)}})
+    if key == "distillation.teacher":
+        return DistillationConfig.model_validate({**values, "distillation": {"teacher": str(path)}})
+    judge = {"name": "reward_model", "path": path} if path else {}
+    sampling = {"num_prompts_per_step": 1, "num_generations_per_prompt": 2, "max_new_tokens": 3}
+    values["batch"] = {"tokens_per_pack": 32}
+    return GRPOConfig.model_validate({**values, "grpo": sampling, "environment": judge})
+
+
+OTHERS = ("model.lora.path", "dpo.reference_model", "distillation.teacher", "environment.path")
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_no_model_that_is_read_is_written_over(key, configured, out, tmp_path):
+    for part in ("hf", "adapter"):
+        path = out / part
+        with pytest.raises(UserError, match=rf"{key}: {path} is what this run writes; .*or set checkpoint.export_hf="):
+            check_output(with_another(key, path, configured()))
+        check_output(with_another(key, path, configured(export_hf=False)))
+        with pytest.raises(UserError, match=rf"{key}: {path} is what this run writes or removes; choose another"):
+            check_output(with_another(key, path, configured(export_hf=False, resume="none", overwrite=True)))
+    links = tmp_path / "links"
+    links.mkdir()
+    (links / "config.json").symlink_to(out / "hf" / "config.json")
+    with pytest.raises(UserError, match=rf"{key}: {links} is what this run writes"):
+        check_output(with_another(key, links, configured()))
+    check_output(with_another(key, tmp_path / "model", configured(resume="none", overwrite=True)))
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_a_run_has_the_other_models_that_it_began_with(key, configured, tmp_path):
+    other, where = tmp_path / "other", tmp_path / "out" / "checkpoints" / "iter_0000001"
+    other.mkdir()
+    weights = other / "model.safetensors"
+    weights.write_bytes(b"some")
+
+    def identity(path):
+        hf = SimpleNamespace(to_dict=lambda: {"model_type": "llama"})
+        return RunIdentity.of(with_another(key, path, configured()), hf, "data")
+
+    began = RunIdentity.from_json(identity(other).to_json())
+    moved = other.rename(tmp_path / "moved")
+    identity(moved).require_same(began, where)
+    assert identity(moved).changes(began) == []
+    earlier = json.loads(began.to_json())
+    del earlier["other_weights"]
+    weights = moved / "model.safetensors"
+    weights.write_bytes(b"else")
+    with pytest.raises(UserError, match=rf"^{key}: other weights in {moved}: .* is of another run"):
+        identity(moved).require_same(began, where)
+    identity(moved).require_same(RunIdentity.from_json(json.dumps(earlier)), where)
+    if key == "distillation.teacher":  # there always is one
+        return
+    named = "environment.name" if key == "environment.path" else key
+    for now, before in ((identity(None), began), (began, identity(None))):
+        with pytest.raises(UserError, match=rf"^{named}: .* is of another run"):
+            now.require_same(before, where)
+
+
+def test_an_adapters_scale_is_part_of_it(tmp_path):
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"some")
+    digests = set()
+    for alpha in (7, 7.5):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": alpha}))
+        digests.add(digest_of_weights(tmp_path))
+    assert len(digests) == 2
+
+
+def test_an_adapter_knows_its_base(tmp_path):
+    """By the weights where they were written down, else by the name, which is no proof."""
+    for name in ("base", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(name.encode())
+    base, other, adapter = (tmp_path / name for name in ("base", "other", "adapter"))
+    settings = {"r": 1, "lora_alpha": 1.5, "lora_dropout": 0.0, "target_modules": ["q_proj"]}
+    write_peft_directory([("a", torch.ones(1, 3))], adapter, base, settings, is_writer=True)
+    check = PEFTDirectory(adapter).check_base
+    assert check(base, digest_of_weights(base)) == []
+    moved = base.rename(tmp_path / "moved")
+    assert check(moved, digest_of_weights(moved)) == []
+    with pytest.raises(UserError, match=f"^model.lora.path: {adapter} was trained on other weights .* than those of"):
+        check(other, digest_of_weights(other))
+    (adapter / "base_model.json").unlink()
+    (line,) = check(other, digest_of_weights(other))
+    assert line == f"model.lora.path: {adapter} names {base} as its base model, not {other}"
+    moved.rename(base)
+    assert check(base, "") == []
+    assert len(check(other, "")) == 1
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    for name, lines in (("hub/other", 0), ("hub/base", 1), (None, 0)):
+        (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": name}))
+        assert len(PEFTDirectory(adapter).check_base(other, "")) == lines
 
 
 def test_a_recording_goes_on_with_its_own_run(tmp_path):

@@ -114,7 +114,9 @@ def test_the_model_that_is_trained_is_never_written_over(files, out):
     arguments = (f"output_dir={out}", f"model.path={out / 'hf'}")
     refused(files, out, "holds README.md, not as a run exported it", *arguments)
     (out / "hf" / "README.md").unlink()
-    refused(files, out, "is where this run exports its model", *arguments)
+    refused(
+        files, out, "is what this run writes; choose another output_dir, or set checkpoint.export_hf=false", *arguments
+    )
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "samples.jsonl", "hf/notes.txt", "checkpoints/x"])
@@ -186,7 +188,7 @@ def test_what_never_comes_is_told(files, tmp_path):
 def test_the_logs_of_a_run_are_not_its_data(files, out):
     arguments = (f"output_dir={out}", "checkpoint.resume=auto")
     (out / "samples.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    refused(files, out, "is a file that this run writes", *arguments, f"data.train={out / 'samples.jsonl'}")
+    refused(files, out, "is what this run writes", *arguments, f"data.train={out / 'samples.jsonl'}")
 
 
 def test_overwriting_keeps_what_the_run_reads(files, out):
@@ -199,7 +201,11 @@ def test_overwriting_keeps_what_the_run_reads(files, out):
     )
     template = out / "hf" / "mine.jinja"
     refused(
-        files, out, "data.chat_template: .*is a file that this run writes", *arguments, f"data.chat_template={template}"
+        files,
+        out,
+        "data.chat_template: .*is what this run writes or removes",
+        *arguments,
+        f"data.chat_template={template}",
     )
 
 
@@ -264,6 +270,58 @@ def test_a_checkpoint_is_not_converted_for_another_architecture(files, tmp_path)
     assert done.returncode == 2
     assert "is another architecture than" in done.stderr and "model_type llama → qwen2" in done.stderr
     assert not (tmp_path / "hf").exists()
+
+
+def make_adapter(base, directory, seed):
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(
+        r=2, lora_alpha=3, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    peft.get_peft_model(model, config).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.long
+def test_a_precomputed_reference_is_of_its_adapter_and_whole(files, tmp_path):
+    """Two adapters one after the other in one directory, then each way in which what is stored can be damaged."""
+    from safetensors.torch import load_file
+
+    out, first, second = (tmp_path / name for name in ("out", "first", "second"))
+    for seed, path in enumerate((first, second)):
+        make_adapter(files / "model", path, seed)
+    afresh = (f"output_dir={out}", "dpo.reference=precompute", "checkpoint.resume=none", "checkpoint.overwrite=true")
+    run(files, *afresh, f"model.lora.path={first}", algorithm="dpo")
+    (stored,) = (out / "reference_logprobs").iterdir()
+    content = stored.read_bytes()
+    said = run(files, *afresh, f"model.lora.path={second}", algorithm="dpo")
+    (other,) = set((out / "reference_logprobs").iterdir()) - {stored}
+    assert stored.read_bytes() == content and "damaged" not in said
+    assert (load_file(other)["logprobs"] - load_file(stored)["logprobs"]).abs().max() > 1e-3
+    for damaged in (content[:-7], b"", content[:-1] + bytes([content[-1] ^ 1]), other.read_bytes()[:50]):
+        stored.write_bytes(damaged)
+        said = run(files, *afresh, f"model.lora.path={first}", algorithm="dpo")
+        assert f"damaged reference log-probabilities: {stored}: " in said and "computed again" in said
+        assert stored.read_bytes() == content
+    assert "damaged" not in run(files, *afresh, f"model.lora.path={first}", algorithm="dpo")
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_the_reference_that_it_began_with(files, tmp_path):
+    out, reference = tmp_path / "out", tmp_path / "reference"
+    shutil.copytree(files / "other_weights", reference)
+    run(files, f"output_dir={out}", f"dpo.reference_model={reference}", "checkpoint.export_hf=false", algorithm="dpo")
+    more = (f"output_dir={out}", "checkpoint.export_hf=false", "trainer.max_steps=3")
+    refused(files, out, "dpo.reference_model: .*is of another run", *more, algorithm="dpo")
+    model = f"dpo.reference_model={files / 'model'}"
+    refused(files, out, "dpo.reference_model: other weights in ", *more, model, algorithm="dpo")
+    moved = reference.rename(tmp_path / "moved")
+    said = run(files, *more, f"dpo.reference_model={moved}", algorithm="dpo")
+    assert "resumed from" in said and "reference_model" not in said
 
 
 # ------------------------------------------------------------------ stopped and saved

@@ -295,7 +295,7 @@ OTHERS = [
     ("sft", ["output_dir={root}/a_run"], "no checkpoint in {root}/a_run/checkpoints is whole"),
     ("sft", ["output_dir={root}/an_ended_run", "checkpoint.resume=none"], "an_ended_run holds a run, which would be mixed"),
     ("sft", ["output_dir={root}/an_ended_run", "data.train={root}/an_ended_run/samples.jsonl"],
-     "data.train: {root}/an_ended_run/samples.jsonl is a file that this run writes"),
+     "data.train: {root}/an_ended_run/samples.jsonl is what this run writes"),
     ("sft", ["model.path={root}/no_template", "data.train={root}/chat.jsonl"],
      "chat.jsonl, line 1: the tokenizer has no chat template for messages; give one as data.chat_template"),
     ("grpo", ["model.path={root}/no_template", "data.train={root}/chat.jsonl"],

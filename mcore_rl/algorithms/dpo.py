@@ -150,7 +150,12 @@ def _precompute(config: DPOConfig, inputs: Inputs[Dataset], model: ScoringModel)
         None
         if dataset is None
         else PrecomputedReference.load_or_compute(
-            directory, model, dataset.units, inputs.tokenizer.pad_token_id, config.batch.global_batch_size
+            directory,
+            model,
+            dataset.units,
+            inputs.tokenizer.pad_token_id,
+            config.batch.global_batch_size,
+            speaker(model.is_writer),
         )
         for dataset in (inputs.train, inputs.validation)
     ]

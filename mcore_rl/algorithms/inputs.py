@@ -21,6 +21,7 @@ from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+from mcore_rl.models.megatron.peft_directory import PEFTDirectory
 from mcore_rl.models.megatron.weights import check_hf_tensors
 from mcore_rl.preflight import check_output, find_checkpoints
 from mcore_rl.run_directory import RunDirectory
@@ -127,6 +128,8 @@ def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[Dat
     check_output(config)
     identity = RunIdentity.of(config, inputs.hf_config, inputs.train.fingerprint)
     notes = checkpoints[1] + check_identity(identity, checkpoints[0])
+    if config.model.lora is not None and config.model.lora.path is not None:
+        notes += PEFTDirectory(config.model.lora.path).check_base(config.model.path, identity.base_weights)
     if config.dry_run:
         tell_plan(config, inputs, notes)
         sys.exit(0)

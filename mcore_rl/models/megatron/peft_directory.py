@@ -16,8 +16,10 @@ from torch import Tensor
 from mcore_rl.checkpoint_store import digests_of, flush_directory, replace_listed, write_manifest
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.hf_checkpoint import companions
+from mcore_rl.run_identity import digest_of_weights
 
-CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE, TENSORS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
+"""The third is ours: `{"weights": digest}` of the base model, as `run_identity.digest_of_weights` makes it."""
 NAME = "base_model.model.{module}.lora_{matrix}.weight"
 """Of a tensor: `module` as the Hugging Face model names it, `matrix` A or B."""
 
@@ -49,6 +51,7 @@ class PEFTDirectory:
         try:
             config = json.loads((path / CONFIG_FILE).read_bytes())
             self.rank, self.alpha = int(config["r"]), float(config["lora_alpha"])
+            self.base = str(config.get("base_model_name_or_path") or "")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"model.lora.path: {path} must be a PEFT adapter with {CONFIG_FILE} ({type(error).__name__}: {error})"
@@ -80,6 +83,33 @@ class PEFTDirectory:
             found = tuple(self._file.get_slice(name).get_shape())
             if found != shape:
                 raise UserError(f"model.lora.path: {self.path}: {name} is {found}; for model.path it must be {shape}")
+
+    def check_base(self, path: Path, weights: str) -> list[str]:
+        """Compare the base model that it was made for with the one that it is put on.
+
+        Args:
+            weights: `digest_of_weights` of the model at `path`.
+
+        Returns:
+            a line if only the name tells, and tells of another.
+
+        Raises:
+            UserError: it was made for other weights.
+        """
+        try:
+            made_for = json.loads((self.path / BASE_FILE).read_bytes())["weights"]
+        except (OSError, ValueError, KeyError, TypeError):
+            made_for = None
+        if made_for is not None and made_for != weights:
+            raise UserError(
+                f"model.lora.path: {self.path} was trained on other weights ({self.base}) than those of {path}; "
+                f"remove its {BASE_FILE} to use it all the same"
+            )
+        named = Path(self.base)  # a directory, or a name on the hub
+        same = named.resolve() == path.resolve() if named.is_dir() else named.name == path.name
+        if made_for or same or not self.base:
+            return []
+        return [f"model.lora.path: {self.path} names {self.base} as its base model, not {path}"]
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
         """`tensor[rows, columns]`, in fp32."""
@@ -123,6 +153,7 @@ def write_peft_directory(
         **settings,
     }
     (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (temporary / BASE_FILE).write_text(json.dumps({"weights": digest_of_weights(base)}) + "\n")
     for file in companions(base):
         shutil.copy2(file, temporary / file.name)
     if chat_template is not None:
