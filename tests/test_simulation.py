@@ -217,7 +217,8 @@ def test_the_script(file):
     done = call(file, "--world-size", 8, "--lengths", "128,60", "parallel.tensor_model_parallel_size=2")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("rank 0 (pipeline stage 0): ")
+    assert lines[0].startswith("dpo, 8 processes, float32, 16 sequences of 1,504 tokens a step")
+    assert lines[1].startswith("rank 0 (pipeline stage 0): ")
     assert lines[-1].startswith("estimate: ") and "MFU" in lines[-1]
     assert any(line.startswith("  memory: ") and line.endswith("fits 80 GB") for line in lines)
 
