@@ -10,13 +10,14 @@ groups without peers; of the model its config.json is all that is needed. Length
 import argparse
 import sys
 
-from mcore_rl.config import DPOConfig, GRPOConfig, RMConfig, SFTConfig, load_config
+from mcore_rl.config import GRPOConfig, SFTConfig, load_config
 from mcore_rl.entry_point import Parser, count, told_in_one_line
 from mcore_rl.errors import UserError
 from mcore_rl.preflight import check_model_directory
+from mcore_rl.programs.training import PROGRAMS
 from mcore_rl.quiet import quiet_libraries
 
-ALGORITHMS = {"dpo": DPOConfig, "sft": SFTConfig, "rm": RMConfig, "grpo": GRPOConfig}
+ALGORITHMS = ("dpo", "sft", "rm", "grpo")
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
         from mcore_rl.simulation.report import describe, table
         from mcore_rl.simulation.run import chosen_ranks, search, simulate
 
-        config = load_config(ALGORITHMS[arguments.algorithm], arguments.config, arguments.overrides)
+        config = load_config(PROGRAMS[arguments.algorithm].config, arguments.config, arguments.overrides)
         gpu, size = Hardware.load(arguments.hardware), arguments.world_size
         check_model_directory(config.model.path)
         if config.model.dtype not in gpu.flops_per_second:
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def sequences_of(config, arguments):
-    from mcore_rl.simulation.step import rows_of_batch, sequences_of
+    from mcore_rl.simulation.step import sequences_of
 
     if not arguments.lengths:
         return data_lengths(config)
@@ -69,30 +70,24 @@ def sequences_of(config, arguments):
         raise UserError(f"--lengths {arguments.lengths}: write numbers of tokens, at least 2, with commas between")
     if max(map(int, words)) > config.data.max_sequence_length:
         raise UserError(f"--lengths: longer than data.max_sequence_length={config.data.max_sequence_length}")
-    assert rows_of_batch(config) > 0
     return sequences_of(config, list(map(int, words)), arguments.response_part)
 
 
 def data_lengths(config):
     """Of the data's first global batch; the answers of GRPO are as long as they may be."""
-    from mcore_rl.data.batches import SampleOrder
+    from mcore_rl.algorithms.plan import first_batch
     from mcore_rl.data.prompts import load_prompt_dataset
     from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
     from mcore_rl.data.tokenize import load_tokenizer
-    from mcore_rl.simulation.step import Sequences
 
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, config.data.read_chat_template())
     if isinstance(config, GRPOConfig):
-        prompts = load_prompt_dataset(config.data.train, tokenizer, config.data, config.max_prompt_length).prompts
-        chosen = SampleOrder(len(prompts), config.seed).indices(0, config.grpo.num_prompts_per_step)
-        answer, group = config.grpo.max_new_tokens, config.grpo.num_generations_per_prompt
-        lengths = [len(prompts[i].input_ids) + answer for i in chosen for _ in range(group)]
-        return Sequences(tuple(lengths), (answer,) * len(lengths))
-    load_dataset = load_sft_dataset if isinstance(config, SFTConfig) else load_preference_dataset
-    units = load_dataset(config.data.train, tokenizer, config.data).units
-    chosen = SampleOrder(len(units), config.seed).indices(0, config.batch.global_batch_size)
-    sequences = [sequence for i in chosen for sequence in units[i]]
-    return Sequences(tuple(map(len, sequences)), tuple(sum(sequence.token_mask) for sequence in sequences))
+        dataset = load_prompt_dataset(config.data.train, tokenizer, config.data, config.max_prompt_length)
+    else:
+        load_dataset = load_sft_dataset if isinstance(config, SFTConfig) else load_preference_dataset
+        dataset = load_dataset(config.data.train, tokenizer, config.data)
+    sequences, _ = first_batch(config, dataset)
+    return sequences
 
 
 if __name__ == "__main__":

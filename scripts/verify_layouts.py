@@ -16,11 +16,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from mcore_rl.config import (
     DistillationConfig,
-    DPOConfig,
-    GRPOConfig,
     KTOConfig,
     ParallelConfig,
-    RMConfig,
     SFTConfig,
     load_config,
 )
@@ -29,16 +26,9 @@ from mcore_rl.entry_point import Parser, count, told_in_one_line
 from mcore_rl.errors import UserError
 from mcore_rl.layouts import parse_layouts
 from mcore_rl.preflight import check_model_directory
+from mcore_rl.programs.training import PROGRAMS
 from mcore_rl.quiet import quiet_libraries
 
-ALGORITHMS = {
-    "dpo": DPOConfig,
-    "sft": SFTConfig,
-    "rm": RMConfig,
-    "kto": KTOConfig,
-    "distill": DistillationConfig,
-    "grpo": GRPOConfig,
-}
 DEFAULT_LAYOUTS = ["tp=1,2", "pp=1,2", "cp=1,2"]
 
 
@@ -48,12 +38,12 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--layouts", nargs="+", default=DEFAULT_LAYOUTS, metavar="KEY=1,2")
     parser.add_argument("--max-processes", type=count, default=8, help="leave out larger layouts")
-    parser.add_argument("--algorithm", choices=ALGORITHMS, default="dpo")
+    parser.add_argument("--algorithm", choices=PROGRAMS, default="dpo")
     parser.add_argument("--steps", type=count, default=3, help="optimizer steps before weights are compared")
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
     with told_in_one_line():
-        config = load_config(ALGORITHMS[arguments.algorithm], arguments.config, arguments.overrides)
+        config = load_config(PROGRAMS[arguments.algorithm].config, arguments.config, arguments.overrides)
         check_model_directory(config.model.path)
         check_file(config.data.train)
         layouts = [x for x in parse_layouts(arguments.layouts) if x.world_size <= arguments.max_processes]

@@ -61,7 +61,9 @@ def first_batch(config: TrainingConfig, dataset: Any) -> tuple[Sequences, list[T
         lengths = tuple(len(prompt) + answer for prompt in prompts for _ in range(group))
         shown = [TokenSequence(ids, (False,) * len(ids)) for ids in prompts[:SHOWN_RECORDS]]
         return Sequences(lengths, (answer,) * len(lengths)), shown
-    units = [dataset.units[i] for i in order.indices(0, min(config.batch.global_batch_size, len(dataset)))]
+    size, epochs = config.batch.global_batch_size, config.trainer.max_epochs
+    count = size if epochs is None else min(size, epochs * len(dataset))
+    units = [dataset.units[i] for i in order.indices(0, count)]
     rows = [sequence for unit in units for sequence in unit]
     responses = tuple(sum(sequence.token_mask) for sequence in rows)
     shown = [sequence for unit in units[:SHOWN_RECORDS] for sequence in unit]

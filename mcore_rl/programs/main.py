@@ -38,11 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(words) < 2 or words[1] not in PROGRAMS:
         leave(2, f"mcore-rl {' '.join(words[:2])}: name one of {', '.join(PROGRAMS)}")
     algorithm, rest = words[1], words[2:]
-    if not launch_environment.is_launched() and not names_launch(rest):
+    if not launch_environment.is_launched():
+        if names_launch(rest):
+            sys.exit(launch(rest, ["train", algorithm]))
         late = [word for word in rest if word.startswith("--n") and names_launch([word])]
         if late:
             leave(2, f"{late[0]}: options of the launch come first: mcore-rl train {algorithm} {late[0]} … CONFIG")
-    if launch_environment.is_launched() or not names_launch(rest):
-        train(algorithm, rest, f"mcore-rl train {algorithm}")
-    else:
-        sys.exit(launch(rest, ["train", algorithm]))
+    train(algorithm, rest, f"mcore-rl train {algorithm}")
