@@ -92,7 +92,8 @@ class Engine:
 
 
 def test_an_engine_is_refitted(policy, model_of):
-    from test_refit import CLOSE, free_port, policy_outputs
+    from ports import free_port
+    from test_refit import CLOSE, policy_outputs
 
     engine, port = ray.remote(Engine).remote(str(model_of("llama")), policy.prepare_refit_info()), free_port()
     joining = engine.join.remote("127.0.0.1", port)

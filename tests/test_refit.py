@@ -1,11 +1,11 @@
 """Weights to an engine in other processes, and device memory given up for it: the same logits, the same training."""
 
 import json
-import socket
 
 import pytest
 import torch
 from peak_memory import PeakMemory
+from ports import free_port
 from test_layouts import make_config, make_data
 from transformers import AutoModelForCausalLM
 
@@ -27,12 +27,6 @@ from mcore_rl.models.policy.refit import (
 REFITS, ENGINES, BEST = 3, 2, 8
 CLOSE = {"rtol": 0, "atol": 1e-5}
 BUCKET_BYTES = 20_000  # smaller than some tensors, larger than others
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def prompts():

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from models import make_model
+from ports import free_port
 
 from mcore_rl.config import DPOConfig, GRPOConfig, SFTConfig
 from mcore_rl.errors import UserError
@@ -87,9 +87,7 @@ def layouts(*quick):
 def test_as_a_real_run(layout, model):
     config = layout.apply(config_of(model))
     size = layout.world_size
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     real = in_processes(real_rank, *[(config, rank, size, port) for rank in range(size)])
     chosen = sorted({0, size - 1})
     simulated = in_processes(simulate_rank, *[(config, rank, size, SEQUENCES, "cpu") for rank in chosen])

@@ -17,8 +17,8 @@ import pytest
 import torch
 import yaml
 from models import make_model, make_tokenizer
+from ports import free_port
 from test_generation import drawn_logprobs, make_prompts
-from test_refit import free_port
 from test_training import ROOT, metrics_of, run
 
 from mcore_rl.config import GRPOConfig, load_config

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import psutil
 import pytest
 from models import and_long
-from test_refit import free_port
+from ports import free_port
 
 from mcore_rl.config import GRPOConfig, build_config
 from mcore_rl.errors import TrainingError, UserError
