@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from mcore_rl import run_directory, watchdog
-from mcore_rl.config import TrainingConfig, load_config, resolved_yaml
+from mcore_rl.config import TrainingConfig, build_config, laid_over, read_yaml, resolved_yaml
 from mcore_rl.config.reference import as_list, as_text, reference_of, section_of
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.launch_environment import error_file, is_launched, is_under_torchrun, pretend, rank, world_size
@@ -30,6 +30,9 @@ ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 
 PEER_SECONDS = 5.0
 """How long a rank waits for another to tell what is wrong, before it does so itself."""
+
+KEYS_OF_OPTIONS = {"model": "model.path", "data": "data.train", "output": "output_dir"}
+"""Options that stand for keys which every run needs."""
 
 LOST_PEER = ("connection closed by peer", "connection reset", "timed out", "broken pipe", "nccl")
 """What an error says that another rank's end has caused."""
@@ -63,6 +66,7 @@ class _Help(argparse.Action):
 
 
 def run_script(
+    algorithm: str,
     config_type: type[ConfigT],
     train: Callable[..., Any],
     description: str,
@@ -70,9 +74,10 @@ def run_script(
     arguments: Sequence[str] | None = None,
     prog: str | None = None,
 ) -> None:
-    """Parse `CONFIG [--option FILE] [section.key=value …]`, train, and exit.
+    """Parse `[CONFIG] [--option VALUE] [section.key=value …]`, train, and exit.
 
     Args:
+        algorithm: names the default output directory of a run without a configuration file.
         train: called with the configuration, and each option's path (None if it was not given) by its name.
         file_options: the names of options that take a path, and what they are for.
         arguments: of the command line; this process's own if left out.
@@ -82,8 +87,10 @@ def run_script(
     cannot go on, with one line; 130 for Ctrl-C before training. torchrun itself exits with 1 for all of them.
     """
     parser = Parser(prog=prog, description=description, add_help=False)
-    parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file's values")
+    words = "a YAML file, and overrides of its values; without a file at least --model and --data"
+    parser.add_argument("words", nargs="*", metavar="CONFIG section.key=value", help=words)
+    for option, key in KEYS_OF_OPTIONS.items():
+        parser.add_argument(f"--{option}", metavar="PATH", help=f"the same as {key}=PATH")
     parser.add_argument("-h", "--help", action=_Help, config_type=config_type, help="this, or a section's keys")
     dry_run = "check everything, tell what N processes would do, and stop"
     parser.add_argument("--dry-run", nargs="?", type=count, const=world_size(), metavar="N", help=dry_run)
@@ -93,8 +100,7 @@ def run_script(
     parsed = parser.parse_intermixed_args(arguments)
     paths = {name: getattr(parsed, name) for name in file_options}
     with told_in_one_line():
-        overrides = [*parsed.overrides, *(["dry_run=true"] if parsed.dry_run else [])]
-        config = load_config(config_type, parsed.config, overrides)
+        config, source = _configuration(algorithm, config_type, parsed)
         if parsed.dry_run and not is_launched():
             pretend(parsed.dry_run)
         if parsed.print_config:
@@ -103,9 +109,27 @@ def run_script(
         preflight(config, world_size(), paths)
         if rank() == 0:
             processes = "1 process" if world_size() == 1 else f"{world_size()} processes"
-            print(f"{parsed.config}: {processes}; importing PyTorch and Megatron …", flush=True)
+            print(f"{source}: {processes}; importing PyTorch and Megatron …", flush=True)
         quiet_libraries()
         train(config, **paths)
+
+
+def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.Namespace) -> tuple[ConfigT, str]:
+    """What the command line says, and where it comes from."""
+    words = list(parsed.words)
+    path = words.pop(0) if words and ("=" not in words[0] or Path(words[0]).is_file()) else None
+    given = {key: str(value) for option, key in KEYS_OF_OPTIONS.items() if (value := getattr(parsed, option))}
+    values: dict[str, Any] = {"dry_run": True} if parsed.dry_run else {}
+    for key, value in given.items():
+        section, _, name = key.rpartition(".")
+        (values.setdefault(section, {}) if section else values)[name] = value
+    if path is not None:
+        return build_config(config_type, laid_over(read_yaml(path), values), words, path), path
+    if not {"model.path", "data.train"} <= {*given, *(word.partition("=")[0] for word in words)}:
+        raise UserError("give a configuration file, or --model and --data (--help says more)")
+    if "model" in values:  # where a run of nothing but a model and data goes
+        values.setdefault("output_dir", f"outputs/{algorithm}_{Path(values['model']['path']).name}")
+    return build_config(config_type, values, words, "command line"), "command line"
 
 
 @contextmanager

@@ -3,9 +3,11 @@
 python scripts/make_config_reference.py
 """
 
+from dataclasses import replace
 from pathlib import Path
 
-from mcore_rl.config.reference import as_markdown, reference_of
+from mcore_rl.config import TrainingConfig
+from mcore_rl.config.reference import SectionReference, as_markdown, reference_of
 from mcore_rl.programs.training import PROGRAMS
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -13,20 +15,37 @@ PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-A YAML file of sections; `section.key=value` on the command line overrides it. `--help SECTION` prints a section's part
-of this page, `--print-config` every value of a file. Written by `scripts/make_config_reference.py`.
+A YAML file of sections; `section.key=value` on the command line overrides it. Model, data and output directory are all
+that must be said: `--model PATH --data FILE` does without a file, and writes to `outputs/ALGORITHM_MODEL`.
+
+`--help SECTION` prints a section's part of this page, `--print-config` every value of a run; `mcore-rl schema dpo`
+prints the JSON schema by which an editor completes and checks a file. Most editors want to be told in its first line:
+`# yaml-language-server: $schema=dpo.schema.json`.
+
+A file builds on another with `base: other.yaml`, relative to its own directory: sections are joined, other values
+replaced. `${NAME}` in a value, or in an override, is the environment variable's text, `${NAME:-text}` that text where
+it is not set; `$${NAME}` is left as `${NAME}`.
+
+Written by `scripts/make_config_reference.py`.
 """
 
 
 def page() -> str:
-    """Sections that all programs have, then each program's own."""
+    """Sections that all programs have, then what each program has beside them, or otherwise."""
     references = {name: reference_of(program.config) for name, program in PROGRAMS.items()}
-    common = [section for section in references["sft"] if all(section in others for others in references.values())]
-    lines = [INTRODUCTION, "# All programs", "", *as_markdown(common)]
+    base = {section.name: section for section in reference_of(TrainingConfig)}
+    lines = [INTRODUCTION, "# All programs", "", *as_markdown(list(base.values()))]
     for name, sections in references.items():
-        if own := [section for section in sections if section not in common]:
+        if own := [part for section in sections if (part := beside(base.get(section.name), section)).keys]:
             lines += [f"# {name}", "", *as_markdown(own)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def beside(base: SectionReference | None, section: SectionReference) -> SectionReference:
+    """A section without the keys that `base` has in the same words."""
+    if base is None:
+        return section
+    return replace(section, meaning="", keys=tuple(key for key in section.keys if key not in base.keys))
 
 
 if __name__ == "__main__":

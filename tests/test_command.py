@@ -46,13 +46,23 @@ def call(*arguments):
 LAUNCH = ("train", "sft", "--nproc-per-node", "2")
 WRONG = [
     ([], r"mcore-rl train \{sft,dpo"),
-    (["trian"], "error: mcore-rl trian: there is no such command; write mcore-rl train … or mcore-rl doctor"),
+    (
+        ["trian"],
+        "error: mcore-rl trian: there is no such command; write mcore-rl train …, mcore-rl schema … or mcore-rl doctor",
+    ),
     (["train"], "error: mcore-rl train: name one of sft, dpo, rm, kto, distill, grpo"),
     (["train", "ppo2", "x"], "error: mcore-rl train ppo2: name one of sft"),
-    (["train", "sft"], "error: the following arguments are required: config"),
+    (["train", "sft"], "error: give a configuration file, or --model and --data"),
+    (["train", "sft", "--model", "nowhere"], "error: give a configuration file, or --model and --data"),
+    (
+        ["train", "sft", "--model", "/nowhere", "--data", "x.jsonl"],
+        "error: model.path: /nowhere must be a Hugging Face",
+    ),
+    (["schema"], "error: mcore-rl schema: name one of sft"),
+    (["schema", "sft", "x"], "error: mcore-rl schema sft: takes nothing more, got x"),
     (["train", "sft", "nowhere.yaml"], "error: nowhere.yaml: cannot be read"),
     (["train", "sft", "--nproc-per-node", "two", "c.yaml"], "error: Unsupported nproc_per_node value: two"),
-    (["train", "sft", "--nproc-per-node", "2"], "error: the following arguments are required: CONFIG"),
+    (["train", "sft", "--nproc-per-node", "2"], "error: give a configuration file, or --model and --data"),
     (["train", "sft", "c.yaml", "--nproc-per-node", "2"], "error: --nproc-per-node: options of the launch come first"),
     (["train", "sft", "--nodes", "2", "c.yaml"], "error: unrecognized arguments: --nodes"),
     ([*LAUNCH, "nowhere.yaml"], "error: nowhere.yaml: cannot be read"),
@@ -164,3 +174,22 @@ def test_a_signal_ends_in_a_few_lines(who, number, status, config, tmp_path):
     while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
         assert time.monotonic() < deadline, "ranks are left"
         time.sleep(0.1)
+
+
+@pytest.mark.long
+def test_nothing_but_a_model_and_data(config, tmp_path):
+    values = yaml.safe_load(config.read_text())
+    arguments = ["--model", values["model"]["path"], "--data", values["data"]["train"], "trainer.max_steps=1"]
+    arguments += ["data.max_sequence_length=48", "checkpoint.export_hf=false"]
+    done = subprocess.run(
+        [*COMMAND, "train", "sft", "--nproc-per-node", "2", *arguments],
+        capture_output=True, text=True, timeout=90, env={**ENVIRONMENT, "PYTHONPATH": os.getcwd()}, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("command line: 2 processes; importing PyTorch and Megatron …\n")
+    assert len(CheckpointStore(tmp_path / "outputs" / "sft_model" / "checkpoints").iterations()) == 1
+    shown = call("train", "rm", *arguments, "--output", tmp_path / "elsewhere", "--print-config").stdout
+    shown = yaml.safe_load(shown)
+    assert shown["output_dir"] == str(tmp_path / "elsewhere") and shown["model"]["head"] == "reward"
+    over = yaml.safe_load(call("train", "sft", config, "--model", "/other", "--print-config").stdout)
+    assert over["model"]["path"] == "/other" and over["data"] == {**over["data"], **values["data"]}

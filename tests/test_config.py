@@ -67,7 +67,10 @@ def test_resolved_configuration_reads_back(write, tmp_path):
         (["seed.x=1"], "seed is a value, not a section"),
         (["seed"], "write it as section.key=value"),
         (["optimizer={lr: 1e-3, lr: 0.5}"], "is not a YAML value: the key lr stands in line 1 and again in line 1"),
-        (["trainer.max_steps=null"], "trainer: give max_steps, max_epochs or both"),
+        (["optimizer.warmup_steps=3", "optimizer.warmup_ratio=0.1"], "optimizer.warmup_ratio: give it or warmup_steps"),
+        (["optimizer.decay_ratio=0.2"], "optimizer.decay_ratio: goes with schedule=wsd alone, not with cosine"),
+        (["optimizer.lr=${NOT_SET_ANYWHERE}"], "the environment variable NOT_SET_ANYWHERE is not set"),
+        (["optimizer.lr=${a b}"], r"names no environment variable; \$\${ is a plain"),
         (["optimizer.min_lr=1"], "min_lr: must be at most lr"),
         (["parallel.sequence_parallel=true"], "needs tensor_model_parallel_size > 1"),
         (["parallel.expert_tensor_parallel_size=2"], "needs expert_model_parallel_size > 1"),
@@ -96,8 +99,8 @@ def test_files_that_are_no_configuration(write, tmp_path):
         load_config(DPOConfig, write("a: [1"))
     with pytest.raises(UserError, match="must hold sections"):
         load_config(DPOConfig, write("- a"))
-    with pytest.raises(UserError, match="optimizer is required"):
-        load_config(DPOConfig, write(MINIMAL.replace("optimizer: {lr: 1e-5}", "")))
+    with pytest.raises(UserError, match="output_dir is required; model is required"):
+        load_config(DPOConfig, write("data: {train: x}"))
 
 
 def test_world_size():
@@ -105,3 +108,62 @@ def test_world_size():
     assert parallel.data_parallel_size(8) == 2
     with pytest.raises(UserError, match=r"= 4 must divide the number of processes \(6\)"):
         parallel.data_parallel_size(6)
+
+
+def test_what_need_not_be_said(write):
+    """Model, data and output directory are all that a file must have."""
+    text = "output_dir: out\nmodel: {path: model}\ndata: {train: x.jsonl}"
+    for kind in (SFTConfig, DPOConfig, RMConfig, KTOConfig, GRPOConfig):
+        config = load_config(kind, write(text))
+        assert load_config(kind, write(resolved_yaml(config))) == config
+        assert (config.trainer.max_steps, config.trainer.max_epochs) == (None, 1)
+        assert (config.model.head == "reward") == (kind is RMConfig)
+    assert config.batch.global_batch_size == 16 * 8
+    assert load_config(DPOConfig, write(text)).optimizer.lr == 1e-6
+    assert load_config(SFTConfig, write(text), ["optimizer.min_lr=1e-6"]).optimizer.lr == 2e-5
+    assert load_config(SFTConfig, write(text), ["trainer.max_steps=4"]).trainer.max_epochs is None
+    with pytest.raises(UserError, match=r"model\.head: a reward model is trained with head=reward"):
+        load_config(RMConfig, write(text), ["model.head=lm"])
+
+
+def test_a_file_builds_on_another(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "grand.yaml").write_text(MINIMAL)
+    (tmp_path / "deep" / "base.yaml").write_text(
+        "base: grand.yaml\noptimizer: {warmup_steps: 2}\ndata: {columns: {a: b}}"
+    )
+    child = tmp_path / "child.yaml"
+    child.write_text("base: deep/base.yaml\noptimizer: {lr: 2e-5}\ndata: {columns: {c: d}}")
+    config = load_config(SFTConfig, child, ["optimizer.min_lr=1e-6"])
+    assert (config.optimizer.lr, config.optimizer.warmup_steps, config.optimizer.min_lr) == (2e-5, 2, 1e-6)
+    assert config.data.columns == {"a": "b", "c": "d"}
+    assert config.data.max_sequence_length == 64
+    for text, message in [
+        ("base: child.yaml", "base: child.yaml builds on this file itself"),
+        ("base: missing.yaml", r"missing.yaml: cannot be read \(No such file or directory\) \(base of .*child.yaml\)"),
+        ("base: [a]", r"base: must be the path of a file, got \['a'\]"),
+        ("base:", "base: must be the path of a file, got None"),
+    ]:
+        child.write_text(text)
+        with pytest.raises(UserError, match=message):
+            load_config(SFTConfig, child)
+    (tmp_path / "deep" / "grand.yaml").write_text("base: ../child.yaml")
+    child.write_text("base: deep/base.yaml")
+    with pytest.raises(UserError, match="builds on this file itself"):
+        load_config(SFTConfig, child)
+
+
+def test_variables_of_the_environment(write, monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    monkeypatch.setenv("RATE", "3e-4")
+    config = load_config(
+        SFTConfig,
+        write(MINIMAL.replace("output_dir: out", "output_dir: ${SCRATCH}/${NAME_NOT_SET:-run}")),
+        ["optimizer.lr=${RATE}", "data.chat_template='{{ $${x} }}${'"],
+    )
+    assert str(config.output_dir) == "/scratch/me/run"
+    assert config.optimizer.lr == 3e-4
+    assert config.data.chat_template == "{{ ${x} }}${"
+    assert load_config(SFTConfig, write(resolved_yaml(config))) == config
+    with pytest.raises(UserError, match=r"config\.yaml: model\.path: the environment variable UNSET_HERE is not set"):
+        load_config(SFTConfig, write(MINIMAL.replace("{path: model}", "{path: '${UNSET_HERE}/m'}")))

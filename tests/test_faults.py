@@ -232,7 +232,7 @@ def train_or_sleep(self, *args, **kwargs):
 
 if __name__ == "__main__":
     MegatronPolicy.train = train_or_sleep
-    run_script(SFTConfig, train_sft, "")
+    run_script("sft", SFTConfig, train_sft, "")
 """
 
 

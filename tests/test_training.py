@@ -181,7 +181,7 @@ def train_poisoned(self, *args, **kwargs):
 
 if __name__ == "__main__":
     MegatronPolicy.train = train_poisoned
-    run_script(SFTConfig, train_sft, "")
+    run_script("sft", SFTConfig, train_sft, "")
 """
 
 

@@ -149,15 +149,16 @@ def tell_plan(config: TrainingConfig, inputs: Inputs[Any], notes: Sequence[str])
 
 def tell_what_never_comes(config: TrainingConfig, steps: int, say: Say, updates_per_step: int = 1) -> None:
     """Lines about what a run of so many steps does not get to."""
-    warmup, intervals = config.optimizer.warmup_steps, {
+    warmup, updates = config.optimizer.warmup_steps, steps * updates_per_step
+    intervals = {
         "checkpoint.save_interval": config.checkpoint.save_interval,
         "trainer.validation_interval": config.trainer.validation_interval,
     }  # fmt: skip
     for key, interval in intervals.items():
         if interval is not None and interval > steps:
             say(f"{key}={interval} never comes: the run has {steps} steps")
-    if warmup >= steps * updates_per_step:
-        shortened = max(steps * updates_per_step - 1, 0)
+    if warmup >= updates:
+        shortened = config.optimizer.steps_of_warmup(updates)
         say(f"optimizer.warmup_steps={warmup} is shortened to {shortened}: the run has {steps} steps")
     if config.data.validation is not None and config.trainer.validation_interval is None:
         say("data.validation is not used during training: there is no trainer.validation_interval")

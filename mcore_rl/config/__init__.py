@@ -18,13 +18,9 @@ from mcore_rl.config.algorithms import (
     SFTConfig,
 )
 from mcore_rl.config.fields import Section
+from mcore_rl.config.files import laid_over, read_yaml
 from mcore_rl.config.generation import GenerationConfig, VLLMConfig
-from mcore_rl.config.loading import (
-    build_config,
-    load_config,
-    read_yaml,
-    resolved_yaml,
-)
+from mcore_rl.config.loading import build_config, load_config, resolved_yaml
 from mcore_rl.config.model import LoRAConfig, ModelConfig, ParallelConfig
 from mcore_rl.config.sections import (
     BatchConfig,
@@ -53,6 +49,7 @@ __all__ = [
     "VLLMConfig",
     "build_config",
     "read_chat_template",
+    "laid_over",
     "load_config",
     "read_yaml",
     "resolved_yaml",

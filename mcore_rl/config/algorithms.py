@@ -8,10 +8,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mcore_rl.config.fields import Count, Directory, NonNegative, Positive, Section, refuse_bool
+from mcore_rl.config.fields import BelowOne, Count, Directory, NonNegative, Positive, Section, refuse_bool
 from mcore_rl.config.generation import GenerationConfig
-from mcore_rl.config.sections import TrainingConfig
+from mcore_rl.config.sections import OptimizerConfig, TrainingConfig
 from mcore_rl.loss_options import Bounds, ClippedPGOptions, DistillationOptions, DPOOptions, KTOOptions
+
+
+class SFTOptimizerConfig(OptimizerConfig):
+    """AdamW and its schedule, whose steps are the optimizer's."""
+
+    lr: BelowOne = 2e-5
+    """Learning rate, after warm-up. Adapters (LoRA) want about ten times as much."""
+
+
+class RMOptimizerConfig(OptimizerConfig):
+    """AdamW and its schedule, whose steps are the optimizer's."""
+
+    lr: BelowOne = 1e-5
+    """Learning rate, after warm-up. Adapters (LoRA) want about ten times as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +72,7 @@ class EnvironmentConfig(Section):
     """reward_model: a conversation of more tokens of its own fails; twice data.max_sequence_length if not given."""
     max_turns: Positive = 1
     """Responses in a conversation at most."""
-    time_limit_seconds: Annotated[float, BeforeValidator(refuse_bool), Field(gt=0)] = 10.0
+    time_limit_seconds: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 10.0
     """A sample whose judgement takes longer counts as failed."""
     num_workers: Positive = 2
     """Judging processes."""
@@ -88,19 +102,19 @@ class EnvironmentConfig(Section):
 class GRPOAlgorithmConfig(Section):
     """Rollouts and what becomes of their rewards."""
 
-    num_prompts_per_step: Positive
+    num_prompts_per_step: Positive = 16
     """Prompts of a step, over all processes."""
-    num_generations_per_prompt: Positive
+    num_generations_per_prompt: Positive = 8
     """Responses to each prompt: its group."""
-    max_new_tokens: Positive
+    max_new_tokens: Positive = 256
     """Tokens of a response at most."""
-    temperature: Annotated[float, BeforeValidator(refuse_bool), Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 1.0
     """Logits are divided by it, in sampling and in training."""
     top_k: Positive | None = None
     """Sample among the k likeliest tokens only."""
-    top_p: Annotated[float, BeforeValidator(refuse_bool), Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(refuse_bool)] = 1.0
     """Sample among the likeliest tokens that together have this probability."""
-    min_p: Annotated[float, BeforeValidator(refuse_bool), Field(ge=0, le=1)] = 0.0
+    min_p: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)] = 0.0
     """Sample among tokens that have at least this part of the likeliest one's probability."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a response."""
@@ -168,7 +182,7 @@ def _translated(loss: Any) -> Any:
 
 
 class GRPOConfig(TrainingConfig):
-    grpo: GRPOAlgorithmConfig
+    grpo: GRPOAlgorithmConfig = GRPOAlgorithmConfig()
     loss: Annotated[ClippedPGOptions, BeforeValidator(_translated)] = ClippedPGOptions()
     environment: EnvironmentConfig = EnvironmentConfig()
     generation: GenerationConfig = GenerationConfig()
@@ -177,9 +191,11 @@ class GRPOConfig(TrainingConfig):
     @classmethod
     def _set_batch_size(cls, values: Any) -> Any:
         """The global batch is all responses of a step."""
-        if not (isinstance(values, dict) and isinstance(values.get("grpo"), dict)):
+        if not (isinstance(values, dict) and isinstance(values.get("grpo", {}), dict)):
             return values
-        sizes = [values["grpo"].get(f"num_{what}") for what in ("prompts_per_step", "generations_per_prompt")]
+        given, fields = values.get("grpo", {}), GRPOAlgorithmConfig.model_fields
+        names = ("num_prompts_per_step", "num_generations_per_prompt")
+        sizes = [given.get(name, fields[name].default) for name in names]
         batch = values.get("batch") or {}
         if isinstance(batch, dict) and all(isinstance(size, int) for size in sizes):
             total = sizes[0] * sizes[1]
@@ -250,6 +266,7 @@ class DistillationAlgorithmConfig(DistillationOptions):
 
 
 class DistillationConfig(TrainingConfig):
+    optimizer: SFTOptimizerConfig = SFTOptimizerConfig()
     distillation: DistillationAlgorithmConfig
 
     @model_validator(mode="after")
@@ -270,11 +287,20 @@ class RewardAlgorithmConfig(Section):
 
 
 class RMConfig(TrainingConfig):
+    optimizer: RMOptimizerConfig = RMOptimizerConfig()
     reward: RewardAlgorithmConfig = RewardAlgorithmConfig()
 
     @property
     def rows_per_unit(self) -> int:
         return 2  # chosen and rejected
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_head(cls, values: Any) -> Any:
+        """The head of this algorithm's models is the reward, unless the file says otherwise, which is refused."""
+        if isinstance(values, dict) and isinstance(model := values.get("model"), dict):
+            return {**values, "model": {"head": "reward", **model}}
+        return values
 
     @model_validator(mode="after")
     def _rewards(self) -> RMConfig:
@@ -284,4 +310,4 @@ class RMConfig(TrainingConfig):
 
 
 class SFTConfig(TrainingConfig):
-    pass
+    optimizer: SFTOptimizerConfig = SFTOptimizerConfig()

@@ -22,14 +22,14 @@ def refuse_empty(value: Any) -> Any:
     return value
 
 
-Seed = Annotated[int, BeforeValidator(refuse_bool), Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**31), BeforeValidator(refuse_bool)]
 Directory = Annotated[Path, BeforeValidator(refuse_empty)]
 Name = Annotated[str, BeforeValidator(refuse_empty)]
-Positive = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1)]
-Count = Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)]
-NonNegative = Annotated[float, BeforeValidator(refuse_bool), Field(ge=0)]
-AboveZero = Annotated[float, BeforeValidator(refuse_bool), Field(gt=0)]
-BelowOne = Annotated[float, BeforeValidator(refuse_bool), Field(ge=0, lt=1)]
+Positive = Annotated[int, Field(ge=1), BeforeValidator(refuse_bool)]
+Count = Annotated[int, Field(ge=0), BeforeValidator(refuse_bool)]
+NonNegative = Annotated[float, Field(ge=0), BeforeValidator(refuse_bool)]
+AboveZero = Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)]
+BelowOne = Annotated[float, Field(ge=0, lt=1), BeforeValidator(refuse_bool)]
 
 
 class Section(BaseModel):

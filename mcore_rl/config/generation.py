@@ -25,7 +25,7 @@ class VLLMConfig(Section):
     host: Name = "127.0.0.1"
     """Address that they listen on. Whoever can reach it can replace the weights and run code, without a password: this
     machine alone, or a network that is all yours."""
-    port: Annotated[int, BeforeValidator(refuse_bool), Field(ge=1024, lt=2**16)] = 8100
+    port: Annotated[int, Field(ge=1024, lt=2**16), BeforeValidator(refuse_bool)] = 8100
     """Of the first server; the others take those behind it."""
     python: Directory = Path(".venv-vllm/bin/python")
     """The interpreter that has vLLM (`make install-vllm`)."""
@@ -53,7 +53,7 @@ class GenerationConfig(Section):
 
     backend: Literal["megatron", "vllm"] = "megatron"
     """megatron: the training processes, by the weights that they train. vllm: servers that are sent them."""
-    max_token_mult_prob_error: Annotated[float, BeforeValidator(refuse_bool), Field(gt=1)] | None = None
+    max_token_mult_prob_error: Annotated[float, Field(gt=1), BeforeValidator(refuse_bool)] | None = None
     """A step whose `token_mult_prob_error` is larger ends the run: sampler and trainer disagree too much."""
     vllm: VLLMConfig = VLLMConfig()
 

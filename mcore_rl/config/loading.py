@@ -12,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from mcore_rl.config.fields import Section
+from mcore_rl.config.files import parse_value, read_yaml, without_variables
 from mcore_rl.errors import UserError
 
 ConfigT = TypeVar("ConfigT", bound=Section)
@@ -26,41 +27,6 @@ def load_config(config_type: type[ConfigT], path: str | Path, overrides: Sequenc
     return build_config(config_type, read_yaml(path), overrides, origin=str(path))
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The sections of a configuration file, unchecked.
-
-    Raises:
-        UserError: the file cannot be read, or does not hold sections.
-    """
-    try:
-        values = yaml.load(Path(path).read_bytes().decode("utf-8-sig"), _UniqueKeyLoader) or {}
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: is not UTF-8 text") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: must hold sections of keys, found a {type(values).__name__}")
-    return values
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader, which lets a later key replace an earlier one without a word; this one refuses."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                line = key.start_mark.line + 1
-                if key.value in lines:
-                    raise yaml.YAMLError(
-                        f"the key {key.value} stands in line {lines[key.value]} and again in line {line}"
-                    )
-                lines[key.value] = line
-        return super().construct_mapping(node, deep)
-
-
 def build_config(config_type: type[ConfigT], values: dict[str, Any], overrides: Sequence[str], origin: str) -> ConfigT:
     """A configuration from a file's values and overrides; `origin` names the file in errors."""
     for override in overrides:
@@ -73,7 +39,7 @@ def build_config(config_type: type[ConfigT], values: dict[str, Any], overrides: 
 
 def resolved_yaml(config: Section) -> str:
     """The whole configuration, defaults included, as YAML that `load_config` reads back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml.safe_dump(without_variables(config.model_dump(mode="json")), sort_keys=False)
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -90,10 +56,9 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(values, dict):
             raise UserError(f"override {override!r}: {'.'.join(sections[:depth])} is a value, not a section")
     try:
-        values[key] = yaml.load(text, _UniqueKeyLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"override {override!r}: {text!r} is not a YAML value: {reason}") from None
+        values[key] = parse_value(text)
+    except ValueError as error:
+        raise UserError(f"override {override!r}: {text!r} is not a YAML value: {error}") from None
 
 
 def _explain(config_type: type[Section], error: ValidationError) -> str:

@@ -90,9 +90,17 @@ def as_text(sections: list[SectionReference]) -> Iterator[str]:
                 yield textwrap.fill(key.meaning, 110, initial_indent="      ", subsequent_indent="      ")
 
 
+def section_classes(config: Any) -> Iterator[Any]:
+    """The class of a configuration, and those of its sections."""
+    yield config
+    for annotation, _ in _fields(config).values():
+        if (section := _section_class(annotation)) is not None:
+            yield from section_classes(section)
+
+
 def _sections(name: str, cls: Any) -> Iterator[SectionReference]:
     keys, inner = [], []
-    meanings = _attribute_docstrings(cls)
+    meanings = meanings_of(cls)
     for key, (annotation, default) in _fields(cls).items():
         section = _section_class(annotation)
         path = f"{name}.{key}" if name else key
@@ -153,7 +161,7 @@ def _kind(annotation: Any) -> str:
 
 
 @functools.cache
-def _attribute_docstrings(cls: Any) -> dict[str, str]:
+def meanings_of(cls: Any) -> dict[str, str]:
     """The text below each field, of the class and its bases."""
     found: dict[str, str] = {}
     for base in reversed(inspect.getmro(cls)):

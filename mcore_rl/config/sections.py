@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mcore_rl.config.fields import (
     AboveZero,
@@ -18,6 +18,7 @@ from mcore_rl.config.fields import (
     Positive,
     Section,
     Seed,
+    refuse_bool,
 )
 from mcore_rl.config.model import ModelConfig, ParallelConfig
 from mcore_rl.errors import UserError
@@ -30,7 +31,7 @@ class DataConfig(Section):
     """A .jsonl, .json or .parquet file, a directory of them, or NAME or NAME:SPLIT of a dataset on the hub."""
     validation: Name | None = None
     """The same, for validation."""
-    max_sequence_length: Positive
+    max_sequence_length: Positive = 1024
     """Tokens of a sequence, prompt and response together."""
     overlong: Literal["drop", "truncate"] = "drop"
     """What becomes of longer records: left out, or cut at their end."""
@@ -70,7 +71,7 @@ def read_chat_template(template: str | None) -> str | None:
 class BatchConfig(Section):
     """One optimizer step's batch and its cutting into microbatches."""
 
-    global_batch_size: Positive
+    global_batch_size: Positive = 32
     """Records (pairs, for preferences) of an optimizer step, over all processes."""
     packing: bool = True
     """Put several sequences in a row of tokens_per_pack tokens; otherwise rows are padded."""
@@ -97,12 +98,12 @@ class BatchConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW and its schedule; the unit of `warmup_steps` is optimizer steps."""
+    """AdamW and its schedule, whose steps are the optimizer's."""
 
-    lr: BelowOne
-    """Learning rate, after warm-up."""
+    lr: BelowOne = 1e-6
+    """Learning rate, after warm-up. Adapters (LoRA) want about ten times as much."""
     min_lr: NonNegative = 0.0
-    """Learning rate at the last step."""
+    """Learning rate at the last step; inverse_square_root: the least."""
     weight_decay: NonNegative = 0.0
     """Decoupled (AdamW); not of biases and norms."""
     adam_beta1: BelowOne = 0.9
@@ -114,9 +115,19 @@ class OptimizerConfig(Section):
     clip_grad: NonNegative = 1.0
     """Largest norm of the whole gradient; 0 does not clip."""
     warmup_steps: Count = 0
-    """Optimizer steps in which the learning rate rises from 0."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """How the learning rate comes down to min_lr."""
+    """Steps in which the learning rate rises from 0."""
+    warmup_ratio: BelowOne = 0.0
+    """The same, as a share of all steps."""
+    schedule: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = "cosine"
+    """How the learning rate comes down to min_lr; wsd (warm-up, stable, decay) in the last steps alone."""
+    decay_ratio: Annotated[float, Field(gt=0, le=1), BeforeValidator(refuse_bool)] = 0.1
+    """wsd: share of all steps in which it comes down."""
+    decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """wsd: how."""
+
+    def steps_of_warmup(self, total: int) -> int:
+        """Of a run of so many steps; at most all but the last, which trains with `lr`."""
+        return min(self.warmup_steps or round(self.warmup_ratio * total), max(total - 1, 0))
 
     @model_validator(mode="after")
     def _ordered(self) -> OptimizerConfig:
@@ -124,26 +135,32 @@ class OptimizerConfig(Section):
             raise ValueError(f"min_lr: must be at most lr ({self.lr}), got {self.min_lr}")
         if self.min_lr and self.schedule == "constant":
             raise ValueError("min_lr: schedule=constant never comes down to it; leave it out")
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("warmup_ratio: give it or warmup_steps, not both")
+        for name in ("decay_ratio", "decay_shape"):
+            if self.schedule != "wsd" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: goes with schedule=wsd alone, not with {self.schedule}")
         return self
 
 
 class TrainerConfig(Section):
-    """How long to train; whichever of the two limits comes first."""
+    """How long to train: whichever of the limits comes first."""
 
     max_steps: Positive | None = None
     """Steps of the run."""
     max_epochs: Positive | None = None
-    """Passes over the data."""
+    """Passes over the data; 1 if max_steps is not given either."""
     validation_interval: Positive | None = None
     """Steps between validations; none if not given."""
     log_interval: Positive = 1
     """Steps between lines on the console; metrics.jsonl has every step."""
 
-    @model_validator(mode="after")
-    def _bounded(self) -> TrainerConfig:
-        if self.max_steps is None and self.max_epochs is None:
-            raise ValueError("give max_steps, max_epochs or both")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _bounded(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("max_steps") is None and values.get("max_epochs") is None:
+            return {**values, "max_epochs": 1}
+        return values
 
 
 class CheckpointConfig(Section):
@@ -211,9 +228,9 @@ class TrainingConfig(Section):
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
-    batch: BatchConfig
-    optimizer: OptimizerConfig
-    trainer: TrainerConfig
+    batch: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerConfig = TrainerConfig(max_epochs=1)
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 

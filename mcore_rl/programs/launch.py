@@ -22,19 +22,25 @@ from mcore_rl.entry_point import leave
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-def names_launch(arguments: Sequence[str]) -> bool:
-    """Whether the first argument is an option of torchrun's."""
-    if not arguments or not arguments[0].startswith("-") or arguments[0] in ("-h", "--help"):
-        return False
-    return arguments[0].partition("=")[0] in _parser()._option_string_actions
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """torchrun's options at the beginning, and the rest, which is the program's."""
+    words, options = list(arguments), dict[str, argparse.Action]()
+    if words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
+        options = _parser()._option_string_actions
+    taken = 0
+    while taken < len(words) and words[taken].partition("=")[0] in options:
+        name, separator, _ = words[taken].partition("=")
+        takes_value = options[name].nargs is None and not separator  # others are switches
+        taken += 2 if takes_value else 1
+    return words[:taken], words[taken:]
 
 
-def launch(arguments: Sequence[str], command: Sequence[str]) -> int:
-    """Run `mcore-rl COMMAND CONFIG …` as every rank.
+def launch(options: Sequence[str], command: Sequence[str]) -> int:
+    """Run `mcore-rl COMMAND` as every rank.
 
     Args:
-        arguments: torchrun's options (`--nproc-per-node 4 …`), then the configuration and all that is the program's.
-        command: the words of `mcore-rl` before them.
+        options: torchrun's (`--nproc-per-node 4 …`).
+        command: the words of `mcore-rl`.
 
     Returns:
         0; of a failure the status of the first rank that ended with one, 128 + its number for a signal.
@@ -45,16 +51,14 @@ def launch(arguments: Sequence[str], command: Sequence[str]) -> int:
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its warning
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have told what it reports
-    options = _parser().parse_args(arguments)
-    options.training_script_args = [*command, options.training_script, *options.training_script_args]
-    options.module, options.training_script = True, "mcore_rl"
+    launched = _parser().parse_args([*options, "--module", "mcore_rl", *command])
     # Ranks answer signals by themselves: they save and end. For those that are torchrun's own it ends them after its
     # grace period; one has to be left to it.
-    options.signals_to_handle = "SIGQUIT"
+    launched.signals_to_handle = "SIGQUIT"
     for number in HANDED_ON:
         signal.signal(number, _hand_on)
     try:
-        run(options)
+        run(launched)
     except ChildFailedError as error:
         failed, failure = error.get_first_failure()
         if failure.exitcode >= 0:
@@ -74,10 +78,9 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = get_args_parser()
     parser.prog = "mcore-rl train ALGORITHM"
-    names = "training_script, training_script_args"
     # A method is replaced: a subclass would have to be handed every option again.
     parser.error = lambda message: leave(  # type: ignore[method-assign]
-        2, f"{message.replace(names, 'CONFIG')} (torchrun --help tells the launch's options)"
+        2, f"{message} (torchrun --help tells the launch's options)"
     )
     return parser
 

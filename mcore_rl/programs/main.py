@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 
 from mcore_rl import launch_environment
+from mcore_rl.config.schema import json_schema
 from mcore_rl.entry_point import leave, told_in_one_line
 from mcore_rl.programs.doctor import report
-from mcore_rl.programs.launch import launch, names_launch
+from mcore_rl.programs.launch import launch, split
 from mcore_rl.programs.training import PROGRAMS, train
 
 USAGE = f"""\
 mcore-rl train {{{",".join(PROGRAMS)}}} [torchrun's options] CONFIG [section.key=value …]
+mcore-rl train {{…}} [torchrun's options] --model PATH --data FILE [--output DIRECTORY] [section.key=value …]
+mcore-rl schema {{…}}
 mcore-rl doctor
 
     mcore-rl train dpo configs/dpo_cpu.yaml                          one process
     mcore-rl train dpo --nproc-per-node 8 dpo.yaml optimizer.lr=1e-6 eight, as by torchrun
     mcore-rl train grpo --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 grpo.yaml
 
-`mcore-rl train dpo --help` tells the program's own options, `torchrun --help` those of the launch; `mcore-rl doctor`
-what is installed here, and what is missing for what."""
+`mcore-rl train dpo --help` tells the program's own options, `torchrun --help` those of the launch;
+`mcore-rl schema dpo` prints the JSON schema of its configuration, `mcore-rl doctor` what is installed here, and what is
+missing for what."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,15 +38,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for line in report():
                 print(line, flush=True)
         return
-    if words[0] != "train":
-        leave(2, f"mcore-rl {' '.join(words)}: there is no such command; write mcore-rl train … or mcore-rl doctor")
+    if words[0] not in ("train", "schema"):
+        known = "mcore-rl train …, mcore-rl schema … or mcore-rl doctor"
+        leave(2, f"mcore-rl {' '.join(words)}: there is no such command; write {known}")
     if len(words) < 2 or words[1] not in PROGRAMS:
         leave(2, f"mcore-rl {' '.join(words[:2])}: name one of {', '.join(PROGRAMS)}")
-    algorithm, rest = words[1], words[2:]
+    command, algorithm, rest = words[0], words[1], words[2:]
+    if command == "schema":
+        if rest:
+            leave(2, f"mcore-rl schema {algorithm}: takes nothing more, got {' '.join(rest)}")
+        print(json.dumps(json_schema(PROGRAMS[algorithm].config), indent=1))
+        return
     if not launch_environment.is_launched():
-        if names_launch(rest):
-            sys.exit(launch(rest, ["train", algorithm]))
-        late = [word for word in rest if word.startswith("--n") and names_launch([word])]
+        launch_options, rest = split(rest)
+        if launch_options:
+            sys.exit(launch(launch_options, ["train", algorithm, *rest]))
+        late = [word for word in rest if word.startswith("--n") and split([word])[0]]
         if late:
             leave(2, f"{late[0]}: options of the launch come first: mcore-rl train {algorithm} {late[0]} … CONFIG")
     train(algorithm, rest, f"mcore-rl train {algorithm}")

@@ -86,4 +86,4 @@ def train(algorithm: str, arguments: Sequence[str] | None = None, usage: str | N
         usage: how the program is called, if not by a script's name.
     """
     program = PROGRAMS[algorithm]
-    run_script(program.config, program.train, program.description, program.file_options, arguments, usage)
+    run_script(algorithm, program.config, program.train, program.description, program.file_options, arguments, usage)

@@ -29,6 +29,9 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig  
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
+SCHEDULES = {"inverse_square_root": "inverse-square-root", "wsd": "WSD"}
+"""Megatron's names of those that it calls otherwise."""
+
 
 def wrap_for_training(model: BuiltModel) -> list[DistributedDataParallel]:
     """The model's chunks with gradient buffers in fp32, reduced over data- and context-parallel ranks."""
@@ -91,14 +94,17 @@ def optimizer_step(optimizer: MegatronOptimizer, clip_grad: float) -> tuple[bool
 
 def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
     """Linear warm-up, then `config.schedule` down to min_lr at the last step; one tick an optimizer step."""
+    steps, wsd = max(total_steps, 1), config.schedule == "wsd"
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
         min_lr=config.min_lr,
-        lr_warmup_steps=min(config.warmup_steps, max(total_steps - 1, 0)),
-        lr_decay_steps=max(total_steps, 1),
-        lr_decay_style=config.schedule,
+        lr_warmup_steps=config.steps_of_warmup(steps),
+        lr_decay_steps=steps,
+        lr_decay_style=SCHEDULES.get(config.schedule, config.schedule),
+        wsd_decay_steps=max(round(config.decay_ratio * steps), 1) if wsd else None,
+        lr_wsd_decay_style=config.decay_shape if wsd else None,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
         wd_incr_steps=0,

@@ -1,0 +1,127 @@
+"""A configuration's files: YAML, what it builds on (`base:`), and environment variables in its values."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mcore_rl.errors import UserError
+
+BASE = "base"
+"""The key under which a file names the one that it builds on."""
+
+_VARIABLE = re.compile(r"\$?\$\{([^}:]*)(:-[^}]*)?\}")
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The sections of a configuration file, unchecked.
+
+    With `base: OTHER.yaml` (relative to the file) they are laid over those of that file, key by key. `${NAME}` in a
+    value is the environment variable's text, `${NAME:-text}` that text where it is not set, `$${` a plain `${`.
+
+    Raises:
+        UserError: a file cannot be read, does not hold sections, or builds on itself; or a variable is not set.
+    """
+    return _read(Path(path), ())
+
+
+def parse_value(text: str) -> Any:
+    """An override's value, as YAML and the environment say.
+
+    Raises:
+        ValueError: it is not YAML.
+        UserError: a variable is not set.
+    """
+    try:
+        return expand_variables(yaml.load(text, _UniqueKeyLoader), "")
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def expand_variables(value: Any, name: str) -> Any:
+    """`value` with the environment's variables in its texts; `name` is its key."""
+    if isinstance(value, dict):
+        return {key: expand_variables(part, f"{name}.{key}" if name else str(key)) for key, part in value.items()}
+    if isinstance(value, list):
+        return [expand_variables(part, name) for part in value]
+    if not isinstance(value, str):
+        return value
+
+    def text_of(match: re.Match[str]) -> str:
+        whole, variable, default = match[0], match[1], match[2]
+        if whole.startswith("$$"):
+            return whole[1:]
+        if not re.fullmatch(r"\w+", variable):
+            raise UserError(f"{name or value}: {whole} names no environment variable; $${{ is a plain ${{")
+        if variable in os.environ:
+            return os.environ[variable]
+        if default is None:
+            raise UserError(f"{name or value}: the environment variable {variable} is not set")
+        return str(default).removeprefix(":-")
+
+    return _VARIABLE.sub(text_of, value)
+
+
+def without_variables(value: Any) -> Any:
+    """The inverse of `expand_variables`: what would be read as a variable is written as plain text."""
+    if isinstance(value, dict):
+        return {key: without_variables(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [without_variables(part) for part in value]
+    return _VARIABLE.sub(lambda match: f"${match[0]}", value) if isinstance(value, str) else value
+
+
+def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
+    try:
+        values = yaml.load(path.read_bytes().decode("utf-8-sig"), _UniqueKeyLoader) or {}
+    except OSError as error:
+        named_by = f" (base of {readers[-1]})" if readers else ""
+        raise UserError(f"{path}: cannot be read ({error.strerror}){named_by}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not UTF-8 text") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: must hold sections of keys, found a {type(values).__name__}")
+    try:
+        values = expand_variables(values, "")
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    if BASE not in values:
+        return values
+    base = values.pop(BASE)
+    if not isinstance(base, str) or not base:
+        raise UserError(f"{path}: base: must be the path of a file, got {base!r}")
+    chain = (*readers, path)
+    if any((path.parent / base).resolve() == reader.resolve() for reader in chain):
+        raise UserError(f"{path}: base: {base} builds on this file itself")
+    return laid_over(_read(path.parent / base, chain), values)
+
+
+def laid_over(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Sections are joined; all else is replaced."""
+    joined = dict(base)
+    for key, value in values.items():
+        both_sections = isinstance(value, dict) and isinstance(base.get(key), dict)
+        joined[key] = laid_over(base[key], value) if both_sections else value
+    return joined
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML's safe loader, which lets a later key replace an earlier one without a word; this one refuses."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    raise yaml.YAMLError(
+                        f"the key {key.value} stands in line {lines[key.value]} and again in line {line}"
+                    )
+                lines[key.value] = line
+        return super().construct_mapping(node, deep)
