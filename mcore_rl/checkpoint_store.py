@@ -81,18 +81,20 @@ class CheckpointStore:
         os.replace(temporary, self.directory / TRACKER_FILE)
         _flush(self.directory)
 
-    def prune(self, keep_last: int | None, keep_every: int | None) -> list[Path]:
+    def prune(self, keep_last: int | None, keep_every: int | None, best: int | None = None) -> list[Path]:
         """Delete what retention does not keep, but never the newest checkpoint that is whole.
 
         Args:
             keep_last: how many of the newest stay; None keeps all.
             keep_every: iterations that are multiples of this stay too.
+            best: this iteration stays in any case.
         """
         iterations = self.iterations()
         if keep_last is None or len(iterations) <= keep_last:
             return []
         whole = [path for path in iterations if not quick_problems(path)]
         kept = {*iterations[-keep_last:], *whole[-1:]}
+        kept |= {path for path in iterations if step_of(path) == best}
         removed = [p for p in iterations if p not in kept and not (keep_every and step_of(p) % keep_every == 0)]
         for path in removed:
             remove_listed(path)

@@ -25,7 +25,7 @@ class Watchdog:
 
     def __init__(self, directory: Path, rank: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory, self.rank = directory, rank
+        self.directory, self.rank, self.phase = directory, rank, ""
         self._request = directory / "requested"
         self._request.unlink(missing_ok=True)
         self._file = open(directory / f"rank_{rank:05d}.txt", "w")  # noqa: SIM115 (open for the process's life)
@@ -35,6 +35,7 @@ class Watchdog:
 
     def enter(self, phase: str) -> None:
         """Say what this rank does from now on."""
+        self.phase = phase
         self._file.seek(0)
         self._file.truncate()
         self._file.write(f"rank {self.rank}, {phase}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
@@ -78,6 +79,11 @@ def enter(phase: str) -> None:
     """Say what this rank does from now on; nothing where no watchdog was started."""
     if _current is not None:
         _current.enter(phase)
+
+
+def phase() -> str:
+    """What this rank has said it does; "" where no watchdog was started."""
+    return "" if _current is None else _current.phase
 
 
 def stop() -> None:

@@ -1,7 +1,9 @@
 """Options that no other test is about: each does what it says."""
 
+import io
 import json
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,15 +12,17 @@ import pytest
 import torch
 import yaml
 from models import make_model, make_tokenizer
+from rich.console import Console
 from test_layouts import make_config, make_data
 from transformers import LlamaConfig
 
-from mcore_rl.algorithms import grpo
+from mcore_rl import watchdog
+from mcore_rl.algorithms import grpo, metrics
 from mcore_rl.algorithms.checkpointing import RunCheckpoints
 from mcore_rl.algorithms.metrics import Reporter
 from mcore_rl.algorithms.rollouts import Rollout
 from mcore_rl.algorithms.step_log import read_step_log
-from mcore_rl.config import EnvironmentConfig, GRPOConfig, LoggingConfig, SFTConfig, load_config
+from mcore_rl.config import EnvironmentConfig, GRPOConfig, SFTConfig, load_config
 from mcore_rl.data.batches import SampleOrder
 from mcore_rl.data.packing import Batching
 from mcore_rl.data.prompts import PromptDataset, StoredPrompts
@@ -326,7 +330,7 @@ def test_asynchronous_decides_whether_a_save_is_waited_for(asynchronous, tmp_pat
     assert waited == [not asynchronous, True]
 
 
-def test_tensorboard_and_wandb_get_every_metric(tmp_path, monkeypatch):
+def test_other_programs_get_every_metric(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (tmp_path / "modules").mkdir()
@@ -334,16 +338,51 @@ def test_tensorboard_and_wandb_get_every_metric(tmp_path, monkeypatch):
         "calls = []\n"
         "def init(**options):\n    calls.append(options)\n    import wandb\n    return wandb\n"
         "def log(metrics, step):\n    calls.append((step, metrics))\n"
+        "def finish():\n    calls.append('end')\n"
+    )
+    (tmp_path / "modules" / "mlflow.py").write_text(
+        "calls = []\n"
+        "def set_experiment(name):\n    calls.append(name)\n"
+        "def start_run(run_name):\n    calls.append(run_name)\n"
+        "def log_params(values):\n    calls.append(values['optimizer.lr'])\n"
+        "def log_metrics(metrics, step):\n    calls.append((step, metrics))\n"
+        "def end_run():\n    calls.append('end')\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "modules")
-    reporter = Reporter(tmp_path, LoggingConfig(tensorboard=True, wandb="project"), True, 1, 2)
+    asked = ["logging.tensorboard=true", "logging.wandb=project", "logging.wandb_tags=[a, b]", "logging.mlflow=trials"]
+    asked += ["logging.run_name=tuesday", "optimizer.lr=0.25"]
+    config = load(SFTConfig, tmp_path, asked, batch={"global_batch_size": 2})
+    reporter = Reporter(config, True, 1, 2)
     for step in (1, 2):
         reporter.record(step, {"loss": 0.5 / step})
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    reporter.close()
+    events = EventAccumulator(str(config.output_dir / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
-    calls = sys.modules.pop("wandb").calls
-    assert calls == [{"project": "project", "dir": str(tmp_path)}, (1, {"loss": 0.5}), (2, {"loss": 0.25})]
+    begun, *calls = sys.modules.pop("wandb").calls
+    assert (begun["project"], begun["name"], begun["tags"]) == ("project", "tuesday", ["a", "b"])
+    assert begun["config"]["optimizer"]["lr"] == 0.25
+    assert calls == [(1, {"loss": 0.5}), (2, {"loss": 0.25}), "end"]
+    calls = sys.modules.pop("mlflow").calls
+    assert calls == ["trials", "tuesday", 0.25, (1, {"loss": 0.5}), (2, {"loss": 0.25}), "end"]
+
+
+def test_a_terminal_shows_a_bar_and_others_do_not(tmp_path, monkeypatch):
+    config = load(SFTConfig, tmp_path, batch={"global_batch_size": 2})
+    for is_terminal in (True, False):
+        shown = io.StringIO()
+        monkeypatch.setattr(metrics, "console", Console(file=shown, force_terminal=is_terminal, width=120))
+        reporter = Reporter(config, True, 3, 4)
+        with reporter.live():
+            watchdog.start(tmp_path / "stacks", 0)
+            watchdog.enter("step 3: generation {of} [sorts]")
+            reporter.advance(3)
+            time.sleep(0.6)
+            metrics.console.print("a line")
+            watchdog.stop()
+        assert "a line" in shown.getvalue()
+        for part in ("3/4", "step 3: generation {of} [sorts]", "0:00:0"):
+            assert (part in shown.getvalue()) == is_terminal
 
 
 def test_wandb_that_is_not_installed_is_told_before_anything_starts(tmp_path):

@@ -177,9 +177,6 @@ class GRPORun(TrainingRun[PromptDataset]):
                 "force_on_policy_ratio: true, since the only update is on samples of the very weights it begins from"
             )
 
-    def before_first_step(self) -> dict[str, float]:
-        return self.validate(0)
-
     # ------------------------------------------------------------ a step
 
     def step(self, step: int) -> dict[str, Any]:

@@ -160,7 +160,8 @@ def tell_what_never_comes(config: TrainingConfig, steps: int, say: Say, updates_
     if warmup >= updates:
         shortened = config.optimizer.steps_of_warmup(updates)
         say(f"optimizer.warmup_steps={warmup} is shortened to {shortened}: the run has {steps} steps")
-    if config.data.validation is not None and config.trainer.validation_interval is None:
+    trainer = config.trainer
+    if config.data.validation is not None and trainer.validation_interval is None and not trainer.validate_at_end:
         say("data.validation is not used during training: there is no trainer.validation_interval")
     if config.optimizer.lr == 0:
         say("optimizer.lr=0: the weights will not change")

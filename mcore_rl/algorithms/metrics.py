@@ -1,18 +1,26 @@
-"""Where a run's numbers go: one JSON object a step, a progress line, TensorBoard, Weights & Biases."""
+"""Where a run's numbers go: one JSON object a step, a line for the person who watches, other programs, a summary."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from mcore_rl import watchdog
 from mcore_rl.algorithms.step_log import StepLog
-from mcore_rl.config import LoggingConfig
+from mcore_rl.algorithms.trackers import trackers_of
+from mcore_rl.config import TrainingConfig
 from mcore_rl.data.progress import Say, silent
 
 console = Console(soft_wrap=True, highlight=False)
+
+SHOWN = {"reward_mean": max, "loss": min, "accuracy": max}
+"""Metrics for people, and which of two values is the better one."""
 
 
 def speaker(is_writer: bool) -> Say:
@@ -24,57 +32,108 @@ class Reporter:
     """Writes on rank 0 and does nothing on the others.
 
     Args:
-        output_dir: where metrics.jsonl goes.
         first_step: the first that is done now, of `total`.
     """
 
-    def __init__(self, output_dir: Path, config: LoggingConfig, is_writer: bool, first_step: int, total: int) -> None:
+    def __init__(self, config: TrainingConfig, is_writer: bool, first_step: int, total: int) -> None:
         self.enabled, self.total = is_writer, total
         self.first_step, self.started = first_step, time.monotonic()
-        if not is_writer:
-            return
-        self.log = StepLog(output_dir / "metrics.jsonl")
-        self.tensorboard = _tensorboard(output_dir) if config.tensorboard else None
-        self.wandb = _wandb(config.wandb, output_dir) if config.wandb else None
+        self.directory, self._course = config.output_dir, dict[str, _Course]()
+        self._tokens, self._seconds = 0, 0.0
+        if is_writer:
+            self.log = StepLog(config.output_dir / "metrics.jsonl")
+            self.trackers = trackers_of(config)
 
     def record(self, step: int, metrics: dict[str, Any]) -> None:
-        """One object for the step: a line of metrics.jsonl, and TensorBoard's and wandb's scalars."""
+        """One object for the step: a line of metrics.jsonl, and what other programs show."""
         if not self.enabled:
             return
         self.log.append(step, metrics)
-        if self.tensorboard:
-            for name, value in metrics.items():
-                self.tensorboard.add_scalar(name, value, step)
-            self.tensorboard.flush()
-        if self.wandb:
-            self.wandb.log(metrics, step=step)
+        for tracker in self.trackers:
+            tracker.log(metrics, step)
+        self._tokens += metrics.get("num_tokens", 0)
+        self._seconds += metrics.get("step_seconds", 0.0)
+        for name, better in SHOWN.items():
+            for shown in (name, f"validation_{name}"):
+                if shown in metrics:
+                    self._course.setdefault(shown, _Course(better)).take(step, metrics[shown])
 
-    def progress(self, step: int, metrics: dict[str, Any]) -> None:
+    def progress(self, step: int, metrics: Mapping[str, Any]) -> None:
         """The line that a person watches."""
         if not self.enabled:
             return
         per_step = (time.monotonic() - self.started) / (step - self.first_step + 1)
-        shown = ("reward_mean", "loss", "accuracy", "grad_norm", "lr")
-        parts = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
+        parts = [f"{name} {metrics[name]:.4g}" for name in (*SHOWN, "grad_norm", "lr") if name in metrics]
         parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
         parts.append(f"{metrics['tflops_per_second']:.3g} TFLOP/s")
         parts.append(f"ETA {_duration((self.total - step) * per_step)}")
         console.print(f"step {step}/{self.total}  " + "  ".join(parts), markup=False)
+
+    @contextlib.contextmanager
+    def live(self) -> Iterator[None]:
+        """On a terminal: a bar below everything else that is printed, with the phase that the run is in."""
+        if not (self.enabled and console.is_terminal):
+            yield
+            return
+        columns = (
+            *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
+            *(TextColumn("left"), TimeRemainingColumn(), _Phase("", markup=False)),
+        )
+        with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
+            self._task = bar.add_task("steps", total=self.total, completed=self.first_step - 1)
+            self._bar = bar
+            yield
+
+    def advance(self, step: int) -> None:
+        """Move the bar, if there is one."""
+        if hasattr(self, "_bar"):
+            self._bar.update(self._task, completed=step)
+
+    def close(self) -> None:
+        """Tell other programs that the run is over."""
+        for tracker in self.trackers if self.enabled else ():
+            tracker.close()
+
+    def summary(self, last_step: int) -> Iterator[str]:
+        """What has come of the steps from the first on; nothing if there was none."""
+        if not self.enabled or last_step < self.first_step:
+            return
+        taken = time.monotonic() - self.started
+        speed = f", {self._tokens / self._seconds:,.0f} tokens/s" if self._seconds else ""
+        yield f"steps {self.first_step}–{last_step} in {_duration(taken)}: {self._tokens:,} tokens{speed}"
+        for name, course in self._course.items():
+            yield f"  {name}: {course}"
+        yield f"  metrics: {self.directory / 'metrics.jsonl'}"
+
+
+@dataclass
+class _Course:
+    """Of one metric over the steps."""
+
+    better: Any
+    first: float | None = None
+    last: float = 0.0
+    best: float = 0.0
+    best_step: int = 0
+
+    def take(self, step: int, value: float) -> None:
+        if self.first is None or self.better(self.best, value) != self.best:
+            self.best, self.best_step = value, step
+        self.first, self.last = value if self.first is None else self.first, value
+
+    def __str__(self) -> str:
+        return f"{self.first:.4g} → {self.last:.4g}, best {self.best:.4g} at step {self.best_step}"
+
+
+class _Phase(TextColumn):
+    """What the process does just now."""
+
+    def render(self, task: Any) -> Any:
+        self.text_format = watchdog.phase().replace("{", "{{").replace("}", "}}")
+        return super().render(task)
 
 
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"
-
-
-def _tensorboard(output_dir: Path) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(output_dir / "tensorboard"))
-
-
-def _wandb(project: str, output_dir: Path) -> Any:
-    import wandb
-
-    return wandb.init(project=project, dir=str(output_dir))

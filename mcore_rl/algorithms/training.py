@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Generic
 
 from mcore_rl import run_directory, watchdog
+from mcore_rl.algorithms.best import BestValidation
 from mcore_rl.algorithms.checkpointing import RunCheckpoints
 from mcore_rl.algorithms.inputs import DatasetT, Inputs, tell_what_never_comes, total_steps
 from mcore_rl.algorithms.interruption import Interruption
@@ -91,37 +93,59 @@ class TrainingRun(ABC, Generic[DatasetT]):
         state = checkpoints.resume()
         self._begin()
         done, self.consumed_samples = state["step"], state["consumed_samples"]
-        reporter = Reporter(config.output_dir, config.logging, policy.is_writer, done + 1, steps)
+        best = BestValidation.of(config, state)
+        reporter = Reporter(config, policy.is_writer, done + 1, steps)
         self._introduce(done, steps)
-        if done == 0 and (metrics := self.before_first_step()):
-            reporter.record(0, metrics)
-        for step in range(done + 1, steps + 1):
-            try:
-                metrics = self.step(step)
-            except FloatingPointError as error:
-                checkpoints.poll(step, wait=True)
-                newest = checkpoints.newest() or "none"
-                raise TrainingError(f"step {step}: {error}; the last checkpoint is {newest}") from None
-            if _divides(config.trainer.validation_interval, step):
-                metrics.update(self.validate(step))
-            reporter.record(step, metrics)
-            if _divides(config.trainer.log_interval, step) or step in (1, steps):
-                reporter.progress(step, metrics)
-            signal = interruption.requested()
-            last = step == steps or signal is not None
-            watchdog.enter(f"step {step}: checkpoint")
-            checkpoints.poll(step)
-            by_interval = last or _divides(config.checkpoint.save_interval, step)
-            if by_interval or interruption.save_is_due:
-                checkpoints.save(step, {"consumed_samples": self.consumed_samples}, last, passing=not by_interval)
-                interruption.saved()
-            if signal and step < steps:
-                self.say(f"stopped by {signal} after step {step}; the same command goes on from here")
-                break
+        signal = None
+        with contextlib.closing(reporter), reporter.live():
+            if done == 0 and config.trainer.validate_at_start and (metrics := self.validate(0)):
+                reporter.record(0, metrics)
+            while done < steps and signal is None and not (best and best.is_exhausted):
+                done += 1
+                metrics = self._step_or_stop(done, checkpoints)
+                if validates := self._validates_after(done):
+                    metrics.update(self.validate(done))
+                bettered = best is not None and validates and best.is_bettered(done, metrics)
+                reporter.record(done, metrics)
+                if _divides(config.trainer.log_interval, done) or done in (1, steps):
+                    reporter.progress(done, metrics)
+                reporter.advance(done)
+                signal = interruption.requested()
+                last = done == steps or signal is not None or bool(best and best.is_exhausted)
+                watchdog.enter(f"step {done}: checkpoint")
+                checkpoints.poll(done)
+                by_interval = last or bettered or _divides(config.checkpoint.save_interval, done)
+                if by_interval or interruption.save_is_due:
+                    state = {"consumed_samples": self.consumed_samples, **({"best": best.state()} if best else {})}
+                    checkpoints.save(done, state, last, passing=not by_interval)
+                    interruption.saved()
+        for line in reporter.summary(done):
+            self.say(line)
+        if best is not None and best.step:
+            self.say(f"  {best}: {checkpoints.store.iteration(best.step)}")
+        if signal and done < steps:
+            self.say(f"stopped by {signal} after step {done}; the same command goes on from here")
         else:
+            if done < steps and best is not None:
+                self.say(f"step {done}: {best.waited} validations without a better {best.metric}; training ends here")
+            if config.checkpoint.export_best and best is not None and best.step not in (0, done):
+                policy.load_weights(checkpoints.store.iteration(best.step))
             self._export()
         watchdog.stop()
         run_directory.release()
+
+    def _step_or_stop(self, step: int, checkpoints: RunCheckpoints) -> dict[str, Any]:
+        """`step`'s metrics; what makes it impossible to go on ends the run once the last checkpoint is written."""
+        try:
+            return self.step(step)
+        except FloatingPointError as error:
+            checkpoints.poll(step, wait=True)
+            newest = checkpoints.newest() or "none"
+            raise TrainingError(f"step {step}: {error}; the last checkpoint is {newest}") from None
+
+    def _validates_after(self, step: int) -> bool:
+        trainer = self.config.trainer
+        return _divides(trainer.validation_interval, step) or (trainer.validate_at_end and step == self.total_steps)
 
     def _begin(self) -> None:
         """From now on the output directory is this run's, which is watched over."""
@@ -131,10 +155,6 @@ class TrainingRun(ABC, Generic[DatasetT]):
                 directory.clear()
             directory.mark(self.inputs.identity, resolved_yaml(self.config))
         watchdog.start(self.config.output_dir / "stacks", self.policy.rank)
-
-    def before_first_step(self) -> dict[str, float]:
-        """Metrics to compare later ones with; recorded as step 0."""
-        return {}
 
     def _introduce(self, done: int, steps: int) -> None:
         """Say what is trained on what."""

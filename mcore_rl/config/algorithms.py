@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mcore_rl.config.fields import BelowOne, Count, Directory, NonNegative, Positive, Section, refuse_bool
 from mcore_rl.config.generation import GenerationConfig
-from mcore_rl.config.sections import OptimizerConfig, TrainingConfig
+from mcore_rl.config.sections import OptimizerConfig, TrainerConfig, TrainingConfig
 from mcore_rl.loss_options import Bounds, ClippedPGOptions, DistillationOptions, DPOOptions, KTOOptions
 
 
@@ -181,7 +181,15 @@ def _translated(loss: Any) -> Any:
     return ClippedPGOptions.translate(loss) if isinstance(loss, dict) else loss
 
 
+class GRPOTrainerConfig(TrainerConfig):
+    """How long to train: whichever of the limits comes first."""
+
+    validate_at_start: bool = True
+    """Validate before the first step as well, as step 0."""
+
+
 class GRPOConfig(TrainingConfig):
+    trainer: GRPOTrainerConfig = GRPOTrainerConfig(max_epochs=1)
     grpo: GRPOAlgorithmConfig = GRPOAlgorithmConfig()
     loss: Annotated[ClippedPGOptions, BeforeValidator(_translated)] = ClippedPGOptions()
     environment: EnvironmentConfig = EnvironmentConfig()

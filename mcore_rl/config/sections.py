@@ -152,6 +152,12 @@ class TrainerConfig(Section):
     """Passes over the data; 1 if max_steps is not given either."""
     validation_interval: Positive | None = None
     """Steps between validations; none if not given."""
+    validate_at_start: bool = False
+    """Validate before the first step as well, as step 0."""
+    validate_at_end: bool = False
+    """Validate after the last step whatever the interval."""
+    early_stopping_patience: Positive | None = None
+    """So many validations on end without a better checkpoint.best_metric end the run."""
     log_interval: Positive = 1
     """Steps between lines on the console; metrics.jsonl has every step."""
 
@@ -187,6 +193,13 @@ class CheckpointConfig(Section):
     no checkpoint in output_dir yet, or to go back to if it is one of them."""
     overwrite: bool = False
     """With resume=none: whether what an earlier run left in output_dir is removed; without it, that is refused."""
+    best_metric: Name | None = None
+    """A metric of the validations, as `loss` or `accuracy`: whenever it is better than ever before a checkpoint is
+    saved, and retention keeps the best."""
+    best_mode: Literal["min", "max"] = "min"
+    """Whether the least or the greatest best_metric is the best."""
+    export_best: bool = False
+    """Export the weights of the best checkpoint instead of the last ones."""
     export_hf: bool = True
     """Whether the trained model is written to output_dir/hf at the end, and adapters, if any, to output_dir/adapter."""
 
@@ -196,6 +209,10 @@ class CheckpointConfig(Section):
             raise ValueError("overwrite: removes an earlier run; it goes with resume=none alone")
         if self.keep_every is not None and self.keep_last is None:
             raise ValueError("keep_every: without keep_last all checkpoints stay; give both, or leave it out")
+        if self.best_metric is None and (self.best_mode != "min" or self.export_best):
+            raise ValueError("best_mode, export_best: need best_metric")
+        if self.export_best and not self.export_hf:
+            raise ValueError("export_best: nothing is exported with export_hf=false")
         return self
 
 
@@ -204,13 +221,24 @@ class LoggingConfig(Section):
 
     tensorboard: bool = False
     """Write metrics to output_dir/tensorboard as well."""
-    wandb: str | None = None
-    """Project name on Weights & Biases; needs the `wandb` extra."""
+    wandb: Name | None = None
+    """Project on Weights & Biases; needs the `wandb` extra."""
+    wandb_tags: tuple[Name, ...] = ()
+    """Of the run there."""
+    mlflow: Name | None = None
+    """Experiment on the MLflow server that `MLFLOW_TRACKING_URI` names; needs the `mlflow` extra."""
+    run_name: Name | None = None
+    """Of the run on Weights & Biases and MLflow; they make one up if not given."""
 
     @model_validator(mode="after")
     def _installed(self) -> LoggingConfig:
-        if self.wandb is not None and find_spec("wandb") is None:
-            raise ValueError("wandb: install the wandb extra (pip install 'mcore_rl[wandb]')")
+        for name in ("wandb", "mlflow"):
+            if getattr(self, name) is not None and find_spec(name) is None:
+                raise ValueError(f"{name}: install the {name} extra (pip install 'mcore_rl[{name}]')")
+        if self.wandb_tags and self.wandb is None:
+            raise ValueError("wandb_tags: need wandb, the project")
+        if self.run_name is not None and self.wandb is None and self.mlflow is None:
+            raise ValueError("run_name: is for wandb and mlflow, of which none is given")
         return self
 
 
@@ -236,8 +264,15 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _validates_something(self) -> TrainingConfig:
-        if self.trainer.validation_interval is not None and self.data.validation is None:
-            raise ValueError("trainer.validation_interval: there is nothing to validate on; give data.validation")
+        trainer = self.trainer
+        for key in ("validation_interval", "validate_at_start", "validate_at_end"):
+            unasked = getattr(trainer, key) == type(trainer).model_fields[key].default
+            if not unasked and self.data.validation is None:
+                raise ValueError(f"trainer.{key}: there is nothing to validate on; give data.validation")
+        if trainer.early_stopping_patience is not None and self.checkpoint.best_metric is None:
+            raise ValueError("trainer.early_stopping_patience: needs checkpoint.best_metric")
+        if self.checkpoint.best_metric is not None and trainer.validation_interval is None:
+            raise ValueError("checkpoint.best_metric: is never measured; give trainer.validation_interval")
         return self
 
     @model_validator(mode="after")

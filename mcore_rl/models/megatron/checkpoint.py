@@ -88,6 +88,7 @@ class PendingSave:
 
     def __init__(self, store: CheckpointStore, step: int, run: TrainingState, state: dict[str, Any]) -> None:
         self.store, self.step, self.config = store, step, run.config
+        self.best: int | None = state.get("best", {}).get("step")
         self.partial: Path = on_first_rank(lambda: store.begin(step))
         weights = model_state(run.model)
         _ensure_optimizer_state(run)
@@ -131,7 +132,7 @@ class PendingSave:
             named = {name: digest for part in digests for name, digest in part.items()}
             named.update(digests_of(self.partial, ("common.pt", "config.yaml", "metadata.json", ".metadata")))
             final = self.store.commit(self.step, self.partial, named)
-            self.store.prune(self.config.checkpoint.keep_last, self.config.checkpoint.keep_every)
+            self.store.prune(self.config.checkpoint.keep_last, self.config.checkpoint.keep_every, self.best)
             return final
 
         final: Path = on_first_rank(write_index_and_rename)
