@@ -9,6 +9,7 @@ CPU only: a process forked after CUDA has started cannot use it.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -24,6 +25,9 @@ from typing import Any
 import torch
 
 from mcore_rl.errors import WorkerError
+
+MEETINGS = 3
+"""How often processes are started anew when they do not find each other, as happens on a loaded machine."""
 
 _PRELOAD = ["mcore_rl.models.policy.megatron_policy", "mcore_rl.layout_check"]
 
@@ -42,6 +46,17 @@ def run_processes(function: Callable[..., Any], *args: Any, world_size: int, tim
     Raises:
         WorkerError: a rank failed, died, or took longer than `timeout` seconds. All are then killed.
     """
+    for _ in range(MEETINGS - 1):
+        with contextlib.suppress(MeetingError):
+            return _run_once(function, args, world_size, timeout)
+    return _run_once(function, args, world_size, timeout)
+
+
+class MeetingError(WorkerError):
+    """The processes could not make their group; `function` was called on none of them."""
+
+
+def _run_once(function: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)  # of no effect if the server runs
     workers: dict[Connection, Any] = {}
@@ -77,10 +92,12 @@ def _collect(connections: list[Connection], timeout: float) -> list[Any]:
         for connection in [c for c in pending if c in ready]:
             rank = pending.pop(connection)
             try:
-                succeeded, results[rank] = connection.recv()
+                failure, results[rank] = connection.recv()
             except EOFError:
-                succeeded, results[rank] = False, "the process died"
-            if not succeeded:
+                failure, results[rank] = WorkerError, "the process died"
+            if failure is MeetingError:  # others may wait for it as long as they wait for anything
+                raise MeetingError(f"rank {rank}: {results[rank]}")
+            if failure is not None:
                 failures.append(f"rank {rank}: {results[rank]}")
     if failures or pending:
         raise WorkerError("\n".join(failures) or f"ranks {sorted(pending.values())} took longer than {timeout} s")
@@ -102,16 +119,24 @@ def _work(
     warnings.filterwarnings("error", message=".*autograd kernel was not registered.*")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
-        torch.distributed.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-        )
-        connection.send((True, function(*args)))
+        _meet(rank, world_size, store, timedelta(seconds=timeout))
     except BaseException:
-        connection.send((False, traceback.format_exc()))
+        connection.send((MeetingError, traceback.format_exc()))
+    else:
+        try:
+            connection.send((None, function(*args)))
+        except BaseException:
+            connection.send((WorkerError, traceback.format_exc()))
     connection.close()
     # Peers may still be reading from this process; the caller ends it.
     time.sleep(timeout)
+
+
+def _meet(rank: int, world_size: int, path: str, timeout: timedelta) -> None:
+    """Make the process group, and wait for all: a rank that is done before others have met, and closes its
+    connections, would break the meeting for them."""
+    store = torch.distributed.FileStore(path, world_size)
+    store.set_timeout(timeout)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    store.set(f"met/{rank}", "")
+    store.wait([f"met/{other}" for other in range(world_size)])
