@@ -22,9 +22,11 @@ from mcore_rl import run_directory, watchdog
 from mcore_rl.config import TrainingConfig, build_config, laid_over, read_yaml, resolved_yaml
 from mcore_rl.config.reference import as_list, as_text, reference_of, section_of
 from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.hub import download, is_hub_name
 from mcore_rl.launch_environment import error_file, is_launched, is_under_torchrun, pretend, rank, world_size
 from mcore_rl.preflight import preflight
 from mcore_rl.quiet import quiet_libraries
+from mcore_rl.run_identity import models_of
 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 
@@ -106,6 +108,7 @@ def run_script(
         if parsed.print_config:
             print(resolved_yaml(config), end="")
             return
+        config = with_local_models(config)
         preflight(config, world_size(), paths)
         if rank() == 0:
             processes = "1 process" if world_size() == 1 else f"{world_size()} processes"
@@ -130,6 +133,20 @@ def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.
     if "model" in values:  # where a run of nothing but a model and data goes
         values.setdefault("output_dir", f"outputs/{algorithm}_{Path(values['model']['path']).name}")
     return build_config(config_type, values, words, "command line"), "command line"
+
+
+def with_local_models(config: ConfigT) -> ConfigT:
+    """The configuration with the hub's models as directories of its cache.
+
+    Raises:
+        UserError: one cannot be had.
+    """
+    named = {key: path for key, path in models_of(config).items() if is_hub_name(path)}
+    if not named:
+        return config
+    values = config.model_dump(mode="json")
+    paths = {key: download(str(path), key, config.model.trust_remote_code) for key, path in named.items()}
+    return build_config(type(config), values, [f"{key}={json.dumps(str(path))}" for key, path in paths.items()], "")
 
 
 @contextmanager

@@ -50,10 +50,7 @@ def check_model_directory(path: Path, key: str = "model.path") -> None:
             f"{key}: {path} is an adapter (LoRA), not a model; give its base model, and it as model.lora.path"
         )
     if not (path / "config.json").is_file():
-        hint = ""
-        if not path.exists() and not path.is_absolute() and len(path.parts) == 2:
-            hint = f"; if {path} is a name on the hub, download it first (hf download {path} --local-dir DIRECTORY)"
-        raise UserError(f"{key}: {path} must be a Hugging Face model directory with a config.json{hint}")
+        raise UserError(f"{key}: {path} must be a Hugging Face model directory with a config.json")
     try:
         config = json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError) as error:

@@ -38,7 +38,8 @@ class ModelConfig(Section):
     """The model directory and how it is held."""
 
     path: Directory
-    """A Hugging Face model directory, with its weights in safetensors and its tokenizer."""
+    """A Hugging Face model directory, with its weights in safetensors and its tokenizer; or NAME or NAME@REVISION of
+    a model on the hub, which is downloaded to its cache."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations; gradients and optimizer are in fp32."""
     head: Literal["lm", "reward"] = "lm"
