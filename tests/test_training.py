@@ -74,8 +74,8 @@ def files(tmp_path_factory):
     return root
 
 
-def metrics_of(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+def metrics_of(directory, name="metrics.jsonl"):
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
 
 
 def assert_same_run(ours, theirs, start=0):

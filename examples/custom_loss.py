@@ -1,0 +1,52 @@
+"""A loss of your own: focal negative log-likelihood, which cares less for tokens that the model knows already.
+
+    torchrun --nproc-per-node 2 examples/custom_loss.py configs/sft_cpu.yaml parallel.tensor_model_parallel_size=2
+
+It is written on log-probabilities alone, so the policy computes these from hidden states and shards of the LM head,
+and logits of [tokens, vocabulary] never exist. Microbatches, packs and ranks are none of its business: it sums over
+what it is given and divides by the count of the whole global batch.
+"""
+
+import sys
+
+from mcore_rl.algorithms.inputs import claim_output, load_inputs, total_steps
+from mcore_rl.algorithms.interfaces import LossType
+from mcore_rl.algorithms.loss_functions.common import LogprobLoss, token_mask_of
+from mcore_rl.algorithms.supervised import SupervisedRun
+from mcore_rl.config import SFTConfig
+from mcore_rl.data.records import load_sft_dataset
+from mcore_rl.entry_point import run_script
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+
+class FocalLoss(LogprobLoss):
+    """−Σ (1 − p)^γ · log p over the tokens that carry loss, divided by their number (arXiv:1708.02002)."""
+
+    loss_type = LossType.TOKEN_LEVEL
+
+    def __init__(self, gamma=2.0):
+        self.gamma = gamma
+        self.metric_reductions = {"confident": "mean"}  # others add up over microbatches
+
+    def from_logprobs(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks, entropy=None):
+        mask = token_mask_of(data, next_token_logprobs)
+        probabilities = next_token_logprobs.exp()
+        losses = -((1 - probabilities) ** self.gamma) * next_token_logprobs
+        loss = (losses * mask).sum() / global_valid_toks
+        confident = ((probabilities > 0.5) * mask).sum() / mask.sum().clamp(min=1)
+        return loss, {
+            "loss": loss.detach(),
+            "confident": confident.detach(),
+            "num_valid_samples": data["sample_mask"].sum(),
+        }
+
+
+def train(config):
+    inputs = claim_output(config, load_inputs(config, load_sft_dataset, rows_per_unit=1))
+    policy = MegatronPolicy(config, total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size))
+    SupervisedRun(config, inputs, policy, FocalLoss()).run()
+    policy.shutdown()
+
+
+if __name__ == "__main__":
+    run_script("focal", SFTConfig, train, __doc__, arguments=sys.argv[1:])

@@ -1,0 +1,41 @@
+"""Is this configuration right under this layout? One global batch of its own data, on a shrunken clone of its model.
+
+    python examples/verify_a_layout.py configs/sft_cpu.yaml
+
+The same step is taken by one process and by the layout's processes, on the CPU, and everything that a layout could
+change is compared. `scripts/verify_layouts.py` does so for many layouts and all algorithms.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from mcore_rl.config import SFTConfig, load_config
+from mcore_rl.data.batches import collate
+from mcore_rl.data.records import load_sft_dataset
+from mcore_rl.data.tokenize import load_tokenizer
+from mcore_rl.layout_check import TABLE_HEADER, check_layouts, shrink_model, table_row
+from mcore_rl.layouts import Layout
+from mcore_rl.quiet import quiet_libraries
+
+LAYOUTS = [Layout(), Layout(tp=2, cp=2, sp=True)]
+
+
+def main(path):
+    quiet_libraries()
+    config = load_config(SFTConfig, path, ["batch.global_batch_size=8"])
+    tokenizer = load_tokenizer(config.model.path)
+    dataset = load_sft_dataset(config.data.train, tokenizer, config.data)
+    data = collate([dataset.units[i] for i in range(8)], tokenizer.pad_token_id)
+    with tempfile.TemporaryDirectory() as directory:
+        shrink_model(config.model, Path(directory), LAYOUTS)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": Path(directory)})})
+        print(TABLE_HEADER)
+        for layout, difference in check_layouts(config, data, LAYOUTS, steps=3):
+            print(table_row(layout, difference))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(sys.argv[1])
