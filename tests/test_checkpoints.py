@@ -281,7 +281,7 @@ def test_other_data_is_refused(files, whole_run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("on_failure", "status"), [("stop", 3), ("continue", 0)])
+@pytest.mark.parametrize(("on_failure", "status"), and_long([("continue", 0)], [("stop", 3)]))
 def test_a_save_that_fails(files, on_failure, status):
     out = files / f"failing_{on_failure}"
     out.mkdir()

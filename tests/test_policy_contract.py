@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import and_long
 from test_layouts import make_config, make_data
 
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
@@ -76,7 +77,7 @@ def gradients_of(config, loss_fn, rows=12):
     return metrics, gradients
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(cp=2), Layout(packing=False)], ids=str)
+@pytest.mark.parametrize("layout", and_long([Layout(cp=2)], [Layout(), Layout(packing=False)]), ids=str)
 def test_a_subclasss_call_runs_in_the_policy(layout, model_of):
     """Twice the loss gives twice every gradient; the pairs of a pack stay together."""
     config = layout.apply(make_config(model_of("llama")))
@@ -90,7 +91,7 @@ def test_a_subclasss_call_runs_in_the_policy(layout, model_of):
         torch.testing.assert_close(doubled[name], 2 * gradient, rtol=1e-4, atol=2e-6, msg=name)
 
 
-@pytest.mark.parametrize("rows", [12, 2])
+@pytest.mark.parametrize("rows", and_long([2], [12]))
 def test_a_subclass_may_read_every_token(rows, model_of):
     """Also with a filler, where one pair is there for two ranks: it trains nothing, whatever the loss makes of it."""
     plain = make_config(model_of("llama"))
@@ -109,7 +110,7 @@ def loss_of_pairs(config, rows_per_unit):
     return metrics
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(packing=False)], ids=str)
+@pytest.mark.parametrize("layout", and_long([Layout()], [Layout(packing=False)]), ids=str)
 def test_a_policy_that_was_not_made_for_pairs_keeps_a_losss_pairs_together(layout, model_of):
     config = layout.apply(make_config(model_of("llama")))
     made_for_pairs, not_made = (run_processes(loss_of_pairs, config, unit, world_size=1)[0] for unit in (2, 1))
@@ -125,7 +126,9 @@ def metrics_of_a_loss_of_ones_own(config):
     return metrics
 
 
-@pytest.mark.parametrize("layout", [Layout(packing=False), Layout(packing=False, dp=2), Layout(dp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", and_long([Layout(packing=False, dp=2)], [Layout(packing=False), Layout(dp=2)]), ids=str
+)
 def test_metrics_of_any_loss(layout, model_of):
     """Rows of a microbatch come together without packing, one at a time in a pack; reductions are as declared."""
     config = layout.apply(make_config(model_of("llama")))
@@ -177,7 +180,9 @@ def one_step_at_a_time(config):
     return steps
 
 
-@pytest.mark.parametrize("layout", [Layout(packing=False), Layout(packing=False, dp=2), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", and_long([Layout(packing=False, dp=2)], [Layout(packing=False), Layout(pp=2)]), ids=str
+)
 def test_a_ported_controller(layout, model_of):
     config = layout.apply(make_config(model_of("llama")))
     results = run_processes(ported_controller, config, world_size=layout.world_size)

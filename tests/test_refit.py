@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from models import and_long
 from peak_memory import PeakMemory
 from ports import free_port
 from test_layouts import make_config, make_data
@@ -102,8 +103,13 @@ def start_both(config, policies, port, store):
     return results
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    and_long(
+        [(Layout(), "llama"), (Layout(tp=2, pp=2), "qwen2")], [(Layout(), "qwen2"), (Layout(tp=2, pp=2), "llama")]
+    ),
+    ids=str,
+)
 def test_refit_by_collective(layout, family, model_of):
     config = layout.apply(make_config(model_of(family)))
     policies = layout.world_size
@@ -176,7 +182,7 @@ def two_steps(config):
     return metrics
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("layout", and_long([Layout(tp=2, pp=2)], [Layout()]), ids=str)
 def test_refit_by_shared_memory_and_offloading(layout, model_of):
     config = layout.apply(make_config(model_of("llama")))
     results = run_processes(share_and_receive, config, world_size=layout.world_size)

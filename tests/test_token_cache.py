@@ -204,6 +204,7 @@ def test_workers_end_with_a_killed_parent_and_what_it_left_is_removed(files):
     assert not left.exists()
 
 
+@pytest.mark.long
 def test_several_processes_tokenize_the_same(files, monkeypatch):
     monkeypatch.setattr(tokenization, "SOURCE_BYTES_FOR_PROCESSES", 0)
     source, said = TokenizerSource(files / "model", False, None), []

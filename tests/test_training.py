@@ -107,6 +107,7 @@ def test_dpo_learns_and_writes_everything(dpo_run):
     assert "train: 40 records" in process.stdout_text
 
 
+@pytest.mark.long
 def test_resuming_under_another_layout_continues_the_same_run(files, dpo_run):
     """Three steps in one process, the rest at TP2 × CP2; the result is the uninterrupted run's."""
     _, whole = dpo_run

@@ -408,7 +408,7 @@ TORCHRUN = [
 
 @pytest.mark.parametrize(
     ("script", "overrides", "message"),
-    and_long(TORCHRUN[-2:], TORCHRUN[:-2]),
+    and_long(TORCHRUN[-1:], TORCHRUN[:-1]),
     ids=lambda x: x if isinstance(x, str) else x[0],
 )
 def test_under_torchrun_the_line_comes_first_and_last(script, overrides, message, root):
