@@ -98,9 +98,9 @@ def records(tokenizer: Any, shown: Sequence[TokenSequence]) -> Iterator[str]:
 
 
 def memory(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:
-    """Of the first and the last pipeline stage, by a simulation of the step."""
+    """Of one rank of each distinct pipeline stage, by a simulation of the step."""
     try:
-        reports = simulate(config, world_size, chosen_ranks(config, world_size, "first,last"), sequences)
+        reports = simulate(config, world_size, chosen_ranks(config, world_size, "distinct"), sequences)
     except UserError as error:
         yield f"memory: not estimated ({error})"
         return

@@ -65,7 +65,9 @@ def check_model_fits(
     _check_experts(family, parallel)
     if model is not None:
         _check_options(family, model)
-    parallel.layers_of_stages(family.num_layers)
+    stages = parallel.layers_of_stages(family.num_layers)
+    if model is not None and model.lora and 0 in stages:
+        raise UserError("model.lora: a pipeline stage without layers has no adapters to train; give each a layer")
     tp = parallel.tensor_model_parallel_size
     groups = family.num_query_groups
     for what, size in family.divisible_by_tensor_parallel().items():
@@ -130,7 +132,6 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
     """Megatron's configuration of the family's architecture under `parallel`."""
     dtype = getattr(torch, model.dtype)
     use_te, chunks = uses_transformer_engine(), parallel.virtual_pipeline_model_parallel_size
-    both_of_two = parallel.pipeline_model_parallel_size == 2 and parallel.num_layers_in_last_pipeline_stage is not None
     config = TransformerConfig(
         **family.megatron_fields(),
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,
@@ -147,9 +148,7 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         # Interleaved chunks get each other's tensors where sends and receives are batched (wrong gradients).
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
-        # Of two stages one says all; Megatron divides by the number of stages between the two that are given.
-        num_layers_in_first_pipeline_stage=None if both_of_two else parallel.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
+        pipeline_model_parallel_layout=_pipeline_layout(family, parallel),
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
@@ -169,3 +168,13 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
     if family.rope_factor() != 1.0:
         config.yarn_rotary_scaling_factor = concentration_scale(family.rope_factor())
     return config
+
+
+def _pipeline_layout(family: Family, parallel: ParallelConfig) -> list[list[str]] | None:
+    """What each chunk has, by Megatron's names, however that was given."""
+    if parallel.pipeline_model_parallel_size == 1:
+        return None
+    layout = [["decoder"] * count for count in parallel.layers_of_chunks(family.num_layers)]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
