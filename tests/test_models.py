@@ -244,6 +244,7 @@ def test_layouts_that_do_not_fit_the_model(sizes, message):
     ("family", "option", "message"),
     [
         ("llama", {"moe_aux_loss_coeff": 0.1}, "llama has no experts"),
+        ("qwen2", {"moe_grouped_gemm": True}, "moe_grouped_gemm: qwen2 has no experts"),
         ("mixtral", {"moe_router_bias_update_rate": 0.1}, "mixtral has no biases"),
     ],
 )

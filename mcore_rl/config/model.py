@@ -55,6 +55,8 @@ class ModelConfig(Section):
     """Of the loss that balances the experts within each sequence, which no cut of the batch changes."""
     moe_z_loss_coeff: NonNegative = 0.0
     """Of the loss that keeps the routers' logits small."""
+    moe_grouped_gemm: bool = False
+    """Compute a layer's experts in one product per linear layer instead of one after the other; for GPUs."""
     moe_router_replay: bool = False
     """Send tokens to the experts that they went to while sampling, in log-probabilities and training
     (arXiv:2510.11370); for GRPO."""

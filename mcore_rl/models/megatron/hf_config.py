@@ -112,10 +112,13 @@ def _check_options(family: Family, model: ModelConfig) -> None:
         ("moe_aux_loss_coeff", is_mixture, "experts"),
         ("moe_z_loss_coeff", is_mixture, "experts"),
         ("moe_router_replay", is_mixture, "experts"),
+        ("moe_grouped_gemm", is_mixture, "experts"),
         ("moe_router_bias_update_rate", has_bias, "biases to choose experts with"),
     ):
         if getattr(model, name) and not possible:
             raise UserError(f"model.{name}: {family.model_type} has no {what}; leave it out")
+    if model.moe_grouped_gemm and uses_transformer_engine():
+        raise UserError("model.moe_grouped_gemm: is not supported where Transformer Engine is installed; leave it out")
 
 
 def _check_adapters(family: Family, model: ModelConfig, lora: LoRAConfig) -> None:
@@ -136,6 +139,7 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         **family.megatron_fields(),
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,
         moe_z_loss_coeff=model.moe_z_loss_coeff or None,
+        moe_grouped_gemm=model.moe_grouped_gemm,
         moe_router_bias_update_rate=0.0,  # `router_load` moves the biases, after steps that were taken
         hidden_dropout=0.0,
         attention_dropout=0.0,
