@@ -117,6 +117,8 @@ def _check_options(family: Family, model: ModelConfig) -> None:
     ):
         if getattr(model, name) and not possible:
             raise UserError(f"model.{name}: {family.model_type} has no {what}; leave it out")
+    if model.moe_grouped_gemm and not hasattr(torch.nn.functional, "grouped_mm"):
+        raise UserError(f"model.moe_grouped_gemm: torch {torch.__version__} has no grouped_mm; leave it out")
     if model.moe_grouped_gemm and uses_transformer_engine():
         raise UserError("model.moe_grouped_gemm: is not supported where Transformer Engine is installed; leave it out")
 
