@@ -152,14 +152,26 @@ def test_load_is_that_of_real_tokens_once(family, layout, recompute, model_of):
         check_load(metrics, name.split(".")[2], tokens, entropy, topk=3)
 
 
-def test_choices_that_no_expert_gets_are_counted(model_of):
-    """Of experts recorded elsewhere, the same one twice."""
-    config, data = make_config(model_of("mixtral")), make_data()
-    data["routed_experts"] = torch.full((*data["input_ids"].shape, 2, 2), -1, dtype=torch.int16)
-    data["routed_experts"][0, 1] = 3  # in both layers
-    data["routed_experts"][6, :2] = 3  # of a pair that does not count
-    metrics = run_processes(step_metrics, config, data, world_size=1)[0]
-    assert [metrics[f"moe_dropped/layer_{layer}"] for layer in (0, 1)] == [1, 1]
+def metrics_of_losses(config):
+    """Metrics of a step of which 7 choices are lost in the first layer."""
+    from mcore_rl.models.megatron.router_load import GlobalLoad, routers_of
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy, data = MegatronPolicy(config, total_steps=10, rows_per_unit=2), make_data()
+    policy.compute_gradients(data, loss_of(config))
+    first = next((router for router in routers_of(policy.model) if router.layer_number == 1), None)
+    if first is not None and policy.topology.data.rank == 0:
+        first.load.tokens[3] -= 7
+    metrics = GlobalLoad(policy.model, int((data["input_lengths"] * data["sample_mask"]).sum())).metrics()
+    policy.shutdown()
+    return metrics
+
+
+@pytest.mark.parametrize("layout", and_long([Layout()], [Layout(pp=2, dp=2)]), ids=str)
+def test_choices_that_no_expert_gets_are_counted(layout, model_of):
+    config = layout.apply(make_config(model_of("mixtral")))
+    for metrics in run_processes(metrics_of_losses, config, world_size=layout.world_size):
+        assert [metrics[f"moe_dropped/layer_{layer}"] for layer in (0, 1)] == [7, 0]
 
 
 # ------------------------------------------------------------------ replay
