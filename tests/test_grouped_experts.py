@@ -13,7 +13,6 @@ from mcore_rl.layout_check import Layout, compare, compute_outcome, table_row
 LAYOUTS = [
     ("mixtral", Layout(tp=2, ep=2, etp=1, sp=True), False),
     ("mixtral", Layout(tp=2, sp=True), False),
-    ("qwen2_moe", Layout(), True),
     ("glm4_moe", Layout(pp=2, dp=2, ep=2), False),
     ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True, tokens_per_pack=128), True),
 ]

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import make_config
 
+from mcore_rl.algorithms.plan import layout_picture
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.config.pipeline import layers_of_layout
 from mcore_rl.errors import UserError
@@ -122,3 +123,10 @@ def test_layouts_of_another_model():
 def test_pipeline_options_need_a_pipeline(sizes):
     with pytest.raises(ValueError, match="pipeline_model_parallel_size > 1"):
         ParallelConfig(**sizes)
+
+
+def test_a_dry_run_tells_the_layers_of_a_layout():
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="E|ttt|t|L")
+    header, stages, *ranks = layout_picture(parallel, 4)
+    assert header.endswith("pipeline 2") and len(ranks) == 4
+    assert stages == "  layers of the pipeline stages: 1, 3"

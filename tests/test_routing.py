@@ -132,7 +132,6 @@ LOADS = and_long(
     [],
     [
         ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True, tokens_per_pack=128), True),
-        ("qwen3_moe", Layout(), False),
         ("qwen3_moe", Layout(cp=2, ep=2), True),
         ("qwen3_moe", Layout(pp=2, vpp=2, packing=False), True),
         ("qwen3_moe", Layout(pp=2, dp=2, stages="E|t*4L"), False),
