@@ -32,6 +32,8 @@ class Layout:
     """Layers of the first pipeline stage."""
     last: int | None = None
     """Layers of the last pipeline stage."""
+    stages: str | None = None
+    """Layers of all of them, as `parallel.pipeline_model_parallel_layout` has them."""
     prefix: bool = False
     """Common beginnings stand in a pack once."""
 
@@ -54,7 +56,7 @@ class Layout:
     def __str__(self) -> str:
         sizes = [f"{name}{getattr(self, name)}" for name in SIZES if getattr(self, name) > 1]
         sizes += [f"etp{self.etp}"] * bool(self.etp) + [f"first{self.first}"] * bool(self.first)
-        sizes += [f"last{self.last}"] * bool(self.last)
+        sizes += [f"last{self.last}"] * bool(self.last) + [str(self.stages)] * bool(self.stages)
         extras = (
             ["sp"] * self.sp
             + ["prefix"] * self.prefix
@@ -72,6 +74,9 @@ class Layout:
             virtual_pipeline_model_parallel_size=self.vpp,
             num_layers_in_first_pipeline_stage=self.first,
             num_layers_in_last_pipeline_stage=self.last,
+            account_for_embedding_in_pipeline_split=False,
+            account_for_loss_in_pipeline_split=False,
+            pipeline_model_parallel_layout=self.stages,
             context_parallel_size=self.cp,
             sequence_parallel=self.sp,
             expert_model_parallel_size=self.ep,

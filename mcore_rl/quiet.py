@@ -11,7 +11,7 @@ def quiet_libraries() -> None:
     """What libraries say about parts that are not used here is not for the user."""
     warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*|transformers\..*")
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine).*")
-    for name in ("transformers", "datasets", "megatron", "torch.distributed", "huggingface_hub"):
+    for name in ("transformers", "datasets", "megatron", "torch.distributed", "torch.utils", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of every rank at once

@@ -3,8 +3,9 @@
     python scripts/simulate.py CONFIG --world-size 256 [--algorithm dpo] [--hardware h100] [key=value …]
     python scripts/simulate.py CONFIG --world-size 64 --lengths 4096 --search
 
-The code that trains runs for one rank of the first and of the last pipeline stage, on tensors without memory and
-groups without peers; of the model its config.json is all that is needed. Lengths are the data's, or those of --lengths.
+The code that trains runs for one rank of the first and of the last pipeline stage (of an uneven pipeline, one of each
+number of layers), on tensors without memory and groups without peers; of the model its config.json is all that is
+needed. Lengths are the data's, or those of --lengths.
 """
 
 import argparse
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--hardware", default="h100", help="h100, h200, a100, or FILE:NAME")
     parser.add_argument("--lengths", help="tokens of the sequences, one after the other: 2048,512,…")
     parser.add_argument("--response-part", type=float, default=0.5, help="of a sequence, with --lengths")
-    parser.add_argument("--ranks", default="first,last", help="first, last, stages, or numbers")
+    parser.add_argument("--ranks", default="distinct", help="first, last, distinct, stages, or numbers")
     parser.add_argument("--search", action="store_true", help="try layouts instead of the configuration's")
     parser.add_argument("--workers", type=count, default=1, help="processes that simulate")
     arguments = parser.parse_intermixed_args()

@@ -148,6 +148,7 @@ ELSEWHERE = and_long(
     ],
     [
         ("mixtral", Layout(dp=2, ep=2), 3),
+        ("deep", Layout(pp=3, stages="E|t*6|L"), 64),
         ("glm4_moe", Layout(cp=2, pp=2, ep=2), 4),
     ],
 )

@@ -42,8 +42,11 @@ SLOW = [
     Layout(pp=2, cp=2, dp=2, tokens_per_pack=128),
 ]
 PIPELINES = and_long(
-    [("qwen3_moe", Layout(pp=2, vpp=2, dp=2, ep=2)), ("deep", Layout(pp=3, first=4, packing=False))],
+    [("qwen3_moe", Layout(pp=2, vpp=2, dp=2, ep=2)), ("deep", Layout(pp=2, vpp=2, stages="E|t*3|tt|tL"))],
     [
+        ("deep", Layout(pp=3, first=4, packing=False)),
+        ("deep", Layout(pp=3, stages="E|t*6|L")),
+        ("qwen3_moe", Layout(pp=2, dp=2, ep=2, stages="Et*3|tL")),
         ("glm4_moe", Layout(pp=2, first=1)),
         ("qwen3_moe", Layout(pp=2, vpp=2, tokens_per_pack=128)),
         ("deep", Layout(pp=2, vpp=2, tp=2, sp=True, first=2)),

@@ -245,6 +245,7 @@ ELSEWHERE = [
     ("deep", Layout(tp=2, sp=True), Layout(pp=2)),
     ("llama", Layout(dp=3), Layout(tp=4)),
     ("deep", Layout(pp=2, vpp=3), Layout(cp=2, dp=2)),
+    ("deep", Layout(pp=2), Layout(pp=2, vpp=2, stages="E|ttt|ttt|L")),
 ]
 
 

@@ -244,6 +244,7 @@ def test_layouts_that_do_not_fit_the_model(sizes, message):
     ("family", "option", "message"),
     [
         ("llama", {"moe_aux_loss_coeff": 0.1}, "llama has no experts"),
+        ("qwen2", {"moe_grouped_gemm": True}, "moe_grouped_gemm: qwen2 has no experts"),
         ("mixtral", {"moe_router_bias_update_rate": 0.1}, "mixtral has no biases"),
     ],
 )
@@ -252,38 +253,6 @@ def test_options_that_the_family_has_no_use_for(family, option, message):
 
     with pytest.raises(UserError, match=message):
         check_model_fits(make_config(family), ParallelConfig(), 64, ModelConfig(path="unused", **option))
-
-
-@pytest.mark.parametrize(
-    ("size", "first", "last", "expected"),
-    [
-        (4, None, None, [3, 3, 3, 3]),
-        (4, 1, None, None),
-        (3, 4, None, [4, 4, 4]),
-        (3, 1, 5, [1, 6, 5]),
-        (2, 5, 7, [5, 7]),
-    ],
-)
-def test_layers_of_stages(size, first, last, expected):
-    parallel = ParallelConfig(
-        pipeline_model_parallel_size=size,
-        num_layers_in_first_pipeline_stage=first,
-        num_layers_in_last_pipeline_stage=last,
-    )
-    if expected is None:
-        with pytest.raises(UserError, match="12 layers cannot be shared out evenly beside the 1 of"):
-            parallel.layers_of_stages(12)
-    else:
-        assert parallel.layers_of_stages(12) == expected
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [{"virtual_pipeline_model_parallel_size": 2}, {"num_layers_in_last_pipeline_stage": 1}],
-)
-def test_pipeline_options_need_a_pipeline(sizes):
-    with pytest.raises(ValueError, match="pipeline_model_parallel_size > 1"):
-        ParallelConfig(**sizes)
 
 
 def test_weights_must_be_safetensors_and_complete(tmp_path):

@@ -65,6 +65,7 @@ ELSEWHERE = and_long(
     ],
     [
         ("glm4_moe", Layout(), Layout(pp=2, dp=2, ep=2)),
+        ("deep", Layout(pp=2, vpp=3, stages="E|tt|t|t|tt|L"), Layout(pp=3, stages="Et|t*5|L")),
         ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True), Layout()),
         ("olmo2", Layout(tp=2, sp=True), Layout()),
         ("gemma3", Layout(), Layout(tp=2, sp=True)),

@@ -72,14 +72,18 @@ def train_with_biases(config):
     return metrics, before, after, reference
 
 
-def tokens_per_expert(path, data):
-    """By layer, of transformers' routers, the rows that count, a row at a time."""
-    model, counts = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), {}
+def routed(path, data):
+    """By layer, of transformers' routers, the tokens of each expert and the entropy of the scores, summed over tokens;
+    of the rows that count, a row at a time."""
+    model, seen = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), {}
 
     def count(name):
         def hook(module, inputs, outputs):
-            chosen = torch.bincount(outputs[2].flatten(), minlength=module.num_experts)
-            counts[name] = counts.get(name, 0) + chosen
+            logits, _, chosen = outputs
+            scores = logits.double().sigmoid() if "glm" in model.config.model_type else logits.double().softmax(-1)
+            entropy = torch.distributions.Categorical(scores).entropy().sum().detach()
+            tokens, so_far = seen.get(name, (0, 0))
+            seen[name] = tokens + torch.bincount(chosen.flatten(), minlength=module.num_experts), so_far + entropy
 
         return hook
 
@@ -89,7 +93,7 @@ def tokens_per_expert(path, data):
     for ids, length, mask in zip(data["input_ids"], data["input_lengths"].tolist(), data["sample_mask"], strict=True):
         if mask:
             model(ids[None, :length])
-    return counts
+    return seen
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(pp=2, dp=2, ep=2)], ids=str)
@@ -99,14 +103,74 @@ def test_biases_and_load(layout, model_of):
         config.model_copy(update={"model": config.model.model_copy(update={"moe_router_bias_update_rate": RATE})})
     )
     metrics, before, after, reference = run_processes(train_with_biases, config, world_size=layout.world_size)[0]
-    counts = tokens_per_expert(config.model.path, make_data())
-    assert len(counts) == len(before) == 2
-    for name, tokens in counts.items():
+    seen = routed(config.model.path, make_data())
+    assert len(seen) == len(before) == 2
+    for name, (tokens, _) in seen.items():
         bias, layer = f"{name}.e_score_correction_bias", name.split(".")[2]
         moved = RATE * torch.sign(tokens.float().mean() - tokens)
         torch.testing.assert_close(after[bias], before[bias] + moved)
         assert torch.equal(reference[bias], before[bias])
-        assert metrics[f"moe_load/layer_{layer}"] == pytest.approx(float(tokens.max() / tokens.float().mean()))
+        check_load(metrics, layer, *seen[name], topk=4)
+
+
+def check_load(metrics, layer, tokens, entropy, topk):
+    assert metrics[f"moe_load/layer_{layer}"] == pytest.approx(float(tokens.max() / tokens.float().mean()))
+    assert metrics[f"moe_dropped/layer_{layer}"] == 0
+    assert metrics[f"moe_entropy/layer_{layer}"] == pytest.approx(float(entropy * topk / tokens.sum()), rel=1e-5)
+
+
+def step_metrics(config, data):
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    metrics = policy.train(data, loss_of(config))
+    policy.shutdown()
+    return metrics
+
+
+LOADS = and_long(
+    [],
+    [
+        ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True, tokens_per_pack=128), True),
+        ("qwen3_moe", Layout(cp=2, ep=2), True),
+        ("qwen3_moe", Layout(pp=2, vpp=2, packing=False), True),
+        ("qwen3_moe", Layout(pp=2, dp=2, stages="E|t*4L"), False),
+    ],
+)
+
+
+@pytest.mark.parametrize(("family", "layout", "recompute"), LOADS, ids=str)
+def test_load_is_that_of_real_tokens_once(family, layout, recompute, model_of):
+    config = make_config(model_of(family))
+    model = config.model.model_copy(update={"recompute_activations": recompute})
+    config = layout.apply(config.model_copy(update={"model": model}))
+    metrics = run_processes(step_metrics, config, make_data(), world_size=layout.world_size)[0]
+    seen = routed(config.model.path, make_data())
+    assert {name for name in metrics if "moe_load" in name} == {f"moe_load/layer_{n.split('.')[2]}" for n in seen}
+    for name, (tokens, entropy) in seen.items():
+        check_load(metrics, name.split(".")[2], tokens, entropy, topk=3)
+
+
+def metrics_of_losses(config):
+    """Metrics of a step of which 7 choices are lost in the first layer."""
+    from mcore_rl.models.megatron.router_load import GlobalLoad, routers_of
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy, data = MegatronPolicy(config, total_steps=10, rows_per_unit=2), make_data()
+    policy.compute_gradients(data, loss_of(config))
+    first = next((router for router in routers_of(policy.model) if router.layer_number == 1), None)
+    if first is not None and policy.topology.data.rank == 0:
+        first.load.tokens[3] -= 7
+    metrics = GlobalLoad(policy.model, int((data["input_lengths"] * data["sample_mask"]).sum())).metrics()
+    policy.shutdown()
+    return metrics
+
+
+@pytest.mark.parametrize("layout", and_long([Layout()], [Layout(pp=2, dp=2)]), ids=str)
+def test_choices_that_no_expert_gets_are_counted(layout, model_of):
+    config = layout.apply(make_config(model_of("mixtral")))
+    for metrics in run_processes(metrics_of_losses, config, world_size=layout.world_size):
+        assert [metrics[f"moe_dropped/layer_{layer}"] for layer in (0, 1)] == [7, 0]
 
 
 # ------------------------------------------------------------------ replay

@@ -78,7 +78,7 @@ def layouts(*quick):
     more = [
         Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(dp=2), Layout(tp=2), Layout(tp=2, cp=2, sp=True),
         Layout(tp=2, pp=2),
-        Layout(pp=2, vpp=2), Layout(packing=False),
+        Layout(pp=2, vpp=2), Layout(packing=False), Layout(pp=2, vpp=2, stages="E|ttt|t|L"),
     ]  # fmt: skip
     return [pytest.param(layout, marks=pytest.mark.long, id=str(layout)) for layout in (*quick, *more)]
 
@@ -238,7 +238,10 @@ WRONG = and_long(
     [
         (["--lengths", "9,x"], "error: --lengths 9,x: write numbers of tokens, at least 2, with commas between"),
         (["--lengths", "99", "--hardware", "tpu"], "error: --hardware tpu: there are a100, h100, h200; or write "),
-        (["--lengths", "99", "--ranks", "8"], "error: --ranks 8: write first, last, stages, or numbers below 8"),
+        (
+            ["--lengths", "99", "--ranks", "8"],
+            "error: --ranks 8: write first, last, distinct, stages, or numbers below 8",
+        ),
         (["--lengths", "99", "--response-part", "0"], "error: --response-part 0.0: is a part of a sequence"),
         (["--lengths", "99", "parallel.pipeline_model_parallel_size=8"], "error: parallel.pipeline_model_parallel_"),
     ],
@@ -263,5 +266,11 @@ def test_ranks_and_layouts(model):
     config = Layout(pp=2).apply(config_of(model))
     assert chosen_ranks(config, 8, "first,last") == [0, 4]
     assert chosen_ranks(config, 8, "stages,3") == [0, 3, 4]
+    uneven = Layout(pp=4, stages="E|tt|tt|L").apply(config_of(model))
+    assert chosen_ranks(uneven, 8, "distinct") == [0, 4, 6]
+    assert chosen_ranks(config, 8, "distinct") == [0, 4]
+    assert chosen_ranks(Layout(pp=4, first=1, last=1).apply(config_of(model)), 4, "distinct") == [0, 1, 3]
+    for one in (uneven, Layout(pp=2, first=1).apply(config_of(model))):
+        assert next(iter(layouts_to_try(one, 2, Hardware.load("h100"))))[0] == "tp1 pp1 cp1 dp2"
     texts = [text for text, _ in layouts_to_try(config, 6, Hardware.load("h100"))]
     assert "tp2 pp1 cp1 dp3" in texts and not [text for text in texts if text.startswith("tp4")]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mcore_rl.config import GRPOConfig, ParallelConfig, TrainingConfig
+from mcore_rl.config.pipeline import layers_of_layout
 from mcore_rl.data.batches import SampleOrder
 from mcore_rl.data.packing import batching_of
 from mcore_rl.data.prompts import PromptDataset
@@ -43,6 +44,9 @@ def layout_picture(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
     yield f"{world_size} processes: tensor {tp} x context {cp} x data {dp} x pipeline {pp}"
     if parallel.expert_model_parallel_size > 1:
         yield f"  experts over {parallel.expert_model_parallel_size} processes, each over {parallel.expert_tensor_size}"
+    if layout := parallel.pipeline_model_parallel_layout:
+        stages = parallel.layers_of_stages(sum(layers_of_layout(layout)))
+        yield f"  layers of the pipeline stages: {', '.join(map(str, stages))}"
     for first in range(0, min(world_size, SHOWN_RANKS), tp):  # Megatron's order: tensor, context, data, pipeline
         group = first // tp
         place = f"context {group % cp}  data {group // cp % dp}  pipeline stage {group // cp // dp}"
@@ -98,9 +102,9 @@ def records(tokenizer: Any, shown: Sequence[TokenSequence]) -> Iterator[str]:
 
 
 def memory(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:
-    """Of the first and the last pipeline stage, by a simulation of the step."""
+    """Of one rank of each distinct pipeline stage, by a simulation of the step."""
     try:
-        reports = simulate(config, world_size, chosen_ranks(config, world_size, "first,last"), sequences)
+        reports = simulate(config, world_size, chosen_ranks(config, world_size, "distinct"), sequences)
     except UserError as error:
         yield f"memory: not estimated ({error})"
         return

@@ -15,6 +15,7 @@ from mcore_rl.config.fields import (
     Positive,
     Section,
 )
+from mcore_rl.config.pipeline import PipelineConfig
 from mcore_rl.errors import UserError
 
 
@@ -54,6 +55,8 @@ class ModelConfig(Section):
     """Of the loss that balances the experts within each sequence, which no cut of the batch changes."""
     moe_z_loss_coeff: NonNegative = 0.0
     """Of the loss that keeps the routers' logits small."""
+    moe_grouped_gemm: bool = False
+    """Compute a layer's experts in one product per linear layer instead of one after the other; for GPUs."""
     moe_router_replay: bool = False
     """Send tokens to the experts that they went to while sampling, in log-probabilities and training
     (arXiv:2510.11370); for GRPO."""
@@ -61,20 +64,11 @@ class ModelConfig(Section):
     """How far each step moves the biases that experts are chosen with, in families that have them."""
 
 
-class ParallelConfig(Section):
+class ParallelConfig(PipelineConfig):
     """Sizes of the parallel layout; data parallelism takes the processes that are left."""
 
     tensor_model_parallel_size: Positive = 1
     """Processes that share out each layer's weights; within a node."""
-    pipeline_model_parallel_size: Positive = 1
-    """Stages that share out the layers."""
-    virtual_pipeline_model_parallel_size: Positive = 1
-    """Chunks of layers on each pipeline stage, whose passes interleave."""
-    num_layers_in_first_pipeline_stage: Positive | None = None
-    """See the next."""
-    num_layers_in_last_pipeline_stage: Positive | None = None
-    """Layers of the stages that also have the embedding, and the vocabulary's projection; an even share if not
-    given. The other stages share the rest evenly."""
     context_parallel_size: Positive = 1
     """Processes that share out the tokens of each sequence."""
     expert_model_parallel_size: Positive = 1
@@ -88,11 +82,6 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _supported(self) -> ParallelConfig:
-        if self.pipeline_model_parallel_size == 1:
-            if self.virtual_pipeline_model_parallel_size > 1:
-                raise ValueError("virtual_pipeline_model_parallel_size: needs pipeline_model_parallel_size > 1")
-            if self.num_layers_in_first_pipeline_stage or self.num_layers_in_last_pipeline_stage:
-                raise ValueError("num_layers_in_first/last_pipeline_stage: need pipeline_model_parallel_size > 1")
         # Megatron would reduce the gradients of whole experts over the wrong ranks, without a word.
         if self.expert_model_parallel_size == 1 and self.expert_tensor_size != self.tensor_model_parallel_size:
             raise ValueError(
@@ -122,38 +111,6 @@ class ParallelConfig(Section):
         """
         zigzag = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
         return zigzag * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
-
-    @property
-    def microbatch_multiple(self) -> int:
-        """The number of microbatches is a multiple of this: interleaved chunks run in rounds of all stages."""
-        return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size > 1 else 1
-
-    def layers_of_stages(self, layers: int) -> list[int]:
-        """How many of a model's layers each pipeline stage has.
-
-        Raises:
-            UserError: they cannot be shared out so.
-        """
-        size, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
-        stages = [0] * size
-        stages[0] = self.num_layers_in_first_pipeline_stage or 0
-        stages[-1] = self.num_layers_in_last_pipeline_stage or stages[-1]
-        open_stages = [stage for stage, count in enumerate(stages) if not count]
-        left = layers - sum(stages)
-        if left < len(open_stages) or (left % len(open_stages) if open_stages else left):
-            given = f" beside the {sum(stages)} of the first or last stage" if sum(stages) else ""
-            raise UserError(
-                f"parallel.pipeline_model_parallel_size={size}: the model's {layers} layers cannot be shared out "
-                f"evenly{given}; set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
-            )
-        for stage in open_stages:
-            stages[stage] = left // len(open_stages)
-        if any(count % chunks for count in stages):
-            raise UserError(
-                f"parallel.virtual_pipeline_model_parallel_size={chunks}: must divide the layers of every stage "
-                f"({', '.join(map(str, stages))})"
-            )
-        return stages
 
     def data_parallel_size(self, world_size: int) -> int:
         """Replicas in `world_size` processes.

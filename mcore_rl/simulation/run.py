@@ -15,18 +15,24 @@ from mcore_rl.simulation.step import RankReport, Sequences, simulate_rank
 
 
 def chosen_ranks(config: TrainingConfig, world_size: int, wanted: str) -> list[int]:
-    """`first,last` (of the pipeline's stages), `stages` for one rank of each, or numbers.
+    """One rank of each pipeline stage (`stages`), of the `first`, of the `last`, or of the `distinct` ones, which are
+    these two and of an uneven pipeline one of each number of layers; or numbers.
 
     Raises:
         UserError: something else, or no rank of this run.
     """
     stages = config.parallel.pipeline_model_parallel_size
     of_stage = world_size // stages  # Megatron numbers stages outermost
-    named = {"first": [0], "last": [(stages - 1) * of_stage], "stages": [s * of_stage for s in range(stages)]}
+    named = {
+        "first": [0],
+        "last": [(stages - 1) * of_stage],
+        "distinct": [stage * of_stage for stage in config.parallel.distinct_stages()],
+        "stages": [stage * of_stage for stage in range(stages)],
+    }
     ranks: list[int] = []
     for word in wanted.split(","):
         if word not in named and not (word.isdecimal() and int(word) < world_size):
-            raise UserError(f"--ranks {wanted}: write first, last, stages, or numbers below {world_size}")
+            raise UserError(f"--ranks {wanted}: write first, last, distinct, stages, or numbers below {world_size}")
         ranks += named[word] if word in named else [int(word)]
     return sorted(set(ranks))
 
@@ -78,6 +84,11 @@ def layouts_to_try(config: TrainingConfig, world_size: int, gpu: Hardware) -> It
             context_parallel_size=cp,
             sequence_parallel=tp > 1,
             virtual_pipeline_model_parallel_size=1,
+            num_layers_in_first_pipeline_stage=None,
+            num_layers_in_last_pipeline_stage=None,
+            account_for_embedding_in_pipeline_split=False,
+            account_for_loss_in_pipeline_split=False,
+            pipeline_model_parallel_layout=None,
         )
         values["model"]["recompute_activations"] = recompute
         dp = world_size // (tp * pp * cp)

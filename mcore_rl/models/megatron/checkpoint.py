@@ -290,7 +290,7 @@ def model_state(model: BuiltModel) -> dict[str, Any]:
 
 def _set_model_state(model: BuiltModel, loaded: dict[str, Any]) -> None:
     for index, chunk in enumerate(model.chunks):
-        state = loaded[_model_key(model, index)]
+        state = loaded.get(_model_key(model, index), {})  # which Megatron drops where it holds nothing: no adapters
         if model.lora is None:
             chunk.load_state_dict(state)
             continue

@@ -65,7 +65,9 @@ def check_model_fits(
     _check_experts(family, parallel)
     if model is not None:
         _check_options(family, model)
-    parallel.layers_of_stages(family.num_layers)
+    stages = parallel.layers_of_stages(family.num_layers)
+    if model is not None and model.lora and 0 in stages:
+        raise UserError("model.lora: a pipeline stage without layers has no adapters to train; give each a layer")
     tp = parallel.tensor_model_parallel_size
     groups = family.num_query_groups
     for what, size in family.divisible_by_tensor_parallel().items():
@@ -110,10 +112,15 @@ def _check_options(family: Family, model: ModelConfig) -> None:
         ("moe_aux_loss_coeff", is_mixture, "experts"),
         ("moe_z_loss_coeff", is_mixture, "experts"),
         ("moe_router_replay", is_mixture, "experts"),
+        ("moe_grouped_gemm", is_mixture, "experts"),
         ("moe_router_bias_update_rate", has_bias, "biases to choose experts with"),
     ):
         if getattr(model, name) and not possible:
             raise UserError(f"model.{name}: {family.model_type} has no {what}; leave it out")
+    if model.moe_grouped_gemm and not hasattr(torch.nn.functional, "grouped_mm"):
+        raise UserError(f"model.moe_grouped_gemm: torch {torch.__version__} has no grouped_mm; leave it out")
+    if model.moe_grouped_gemm and uses_transformer_engine():
+        raise UserError("model.moe_grouped_gemm: is not supported where Transformer Engine is installed; leave it out")
 
 
 def _check_adapters(family: Family, model: ModelConfig, lora: LoRAConfig) -> None:
@@ -130,11 +137,11 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
     """Megatron's configuration of the family's architecture under `parallel`."""
     dtype = getattr(torch, model.dtype)
     use_te, chunks = uses_transformer_engine(), parallel.virtual_pipeline_model_parallel_size
-    both_of_two = parallel.pipeline_model_parallel_size == 2 and parallel.num_layers_in_last_pipeline_stage is not None
     config = TransformerConfig(
         **family.megatron_fields(),
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,
         moe_z_loss_coeff=model.moe_z_loss_coeff or None,
+        moe_grouped_gemm=model.moe_grouped_gemm,
         moe_router_bias_update_rate=0.0,  # `router_load` moves the biases, after steps that were taken
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -147,9 +154,7 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         # Interleaved chunks get each other's tensors where sends and receives are batched (wrong gradients).
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
-        # Of two stages one says all; Megatron divides by the number of stages between the two that are given.
-        num_layers_in_first_pipeline_stage=None if both_of_two else parallel.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
+        pipeline_model_parallel_layout=_pipeline_layout(family, parallel),
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
@@ -169,3 +174,13 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
     if family.rope_factor() != 1.0:
         config.yarn_rotary_scaling_factor = concentration_scale(family.rope_factor())
     return config
+
+
+def _pipeline_layout(family: Family, parallel: ParallelConfig) -> list[list[str]] | None:
+    """What each chunk has, by Megatron's names, however that was given."""
+    if parallel.pipeline_model_parallel_size == 1:
+        return None
+    layout = [["decoder"] * count for count in parallel.layers_of_chunks(family.num_layers)]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout

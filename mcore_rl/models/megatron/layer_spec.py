@@ -9,6 +9,7 @@ from typing import Any
 
 from mcore_rl import platform
 from mcore_rl.models.megatron.attention import PackedCausalAttention
+from mcore_rl.models.megatron.experts import GroupedExperts
 from mcore_rl.models.megatron.families import Family
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.linear import ColumnLinear, RowLinear
@@ -73,7 +74,7 @@ def _layer_spec(config: TransformerConfig, family: Family, layer: int) -> Module
             self_attention=_attention(family, layer),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=before,
-            mlp=_sparse_mlp(family) if is_sparse else ModuleSpec(module=MLP, submodules=_linears(family)),
+            mlp=_sparse_mlp(family, config) if is_sparse else ModuleSpec(module=MLP, submodules=_linears(family)),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=keys if family.norms_before else {},
         ),
@@ -118,13 +119,13 @@ def _linears(family: Family) -> MLPSubmodules:
     return MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=_output_linear(family))
 
 
-def _sparse_mlp(family: Family) -> ModuleSpec:
-    linears = _linears(family)
+def _sparse_mlp(family: Family, config: TransformerConfig) -> ModuleSpec:
+    linears, experts = _linears(family), GroupedExperts if config.moe_grouped_gemm else SequentialMLP
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
             router=_router(family),
-            experts=ModuleSpec(module=SequentialMLP, submodules=linears),
+            experts=ModuleSpec(module=experts, submodules=linears),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
         ),
     )

@@ -26,7 +26,14 @@ class _Layout:
 
 _layout: _Layout | None = None
 
-OF_A_MODEL = {"num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "timeout_seconds"}
+OF_A_MODEL = {
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+    "timeout_seconds",
+}
 """Keys of `parallel` that make no other groups."""
 
 

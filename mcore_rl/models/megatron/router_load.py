@@ -20,13 +20,14 @@ def routers_of(model: BuiltModel) -> list[Router]:
     return [module for chunk in model.chunks for module in chunk.modules() if isinstance(module, Router)]
 
 
-def begin_step(model: BuiltModel, data: BatchedDataDict[Any]) -> None:
-    """Let the routers note the load of a global batch, and know its numbers of sequences and tokens."""
-    mask = data["sample_mask"].float()
+def begin_step(model: BuiltModel, data: BatchedDataDict[Any]) -> int:
+    """Let the routers note the load of a global batch, and know its numbers of sequences and tokens; the latter."""
+    mask = data["sample_mask"].double()  # exact beyond 2^24 tokens
     sequences, tokens = mask.sum(), (mask * data["input_lengths"]).sum()
     for router in routers_of(model):
         counts = (count.clamp(min=1).to(platform.device()) for count in (sequences, tokens))
         router.load = RouterLoad(*counts)
+    return int(tokens)
 
 
 class GlobalLoad:
@@ -34,9 +35,12 @@ class GlobalLoad:
 
     tokens: [sparse layers, experts] that went to each expert, of the sequences that count.
     means: [sparse layers, 3] entropy of the scores (nats), balance loss and z-loss, without their coefficients.
+
+    Args:
+        num_tokens: of the sequences that count.
     """
 
-    def __init__(self, model: BuiltModel) -> None:
+    def __init__(self, model: BuiltModel, num_tokens: int) -> None:
         assert isinstance(model.family, Mixture), "only mixtures route"
         experts, topology = model.family.experts, model.topology
         local = torch.zeros(
@@ -53,15 +57,18 @@ class GlobalLoad:
         for dimension in dimensions:
             local = all_reduce(local, dimension.group)
         self.tokens, self.means = local[:, : experts.count], local[:, experts.count :]
+        self.dropped = num_tokens * experts.topk - self.tokens.sum(1)
         self.balances = bool(model.chunks[0].config.moe_aux_loss_coeff)
         self.layers = [layer for layer, sparse in enumerate(experts.sparse_layers) if sparse]
 
     def metrics(self) -> dict[str, float]:
-        """By layer the fullest expert over the mean one, and the entropy; the losses summed over layers."""
+        """By layer the fullest expert over the mean one, choices of tokens that no expert got, and the entropy; the
+        losses summed over layers."""
         fullest = (self.tokens.amax(1) / self.tokens.mean(1).clamp(min=1e-30)).tolist()
         entropy, balance, z = self.means.unbind(1)
         return {
             **{f"moe_load/layer_{layer}": x for layer, x in zip(self.layers, fullest, strict=True)},
+            **{f"moe_dropped/layer_{layer}": x for layer, x in zip(self.layers, self.dropped.tolist(), strict=True)},
             **{f"moe_entropy/layer_{layer}": x for layer, x in zip(self.layers, entropy.tolist(), strict=True)},
             **({"moe_aux_loss": float(balance.sum())} if self.balances else {}),
             "moe_z_loss": float(z.sum()),

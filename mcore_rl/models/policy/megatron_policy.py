@@ -152,9 +152,9 @@ class MegatronPolicy(Keeping, Generating):
         self._zero_gradients()
         if not isinstance(self.model.family, Mixture):
             return self._run_loss(data, loss_fn, temperature, mbs, train=True)
-        begin_step(self.model, data)
+        num_tokens = begin_step(self.model, data)
         metrics, of_microbatches = self._run_loss(data, loss_fn, temperature, mbs, train=True)
-        self.load = GlobalLoad(self.model)
+        self.load = GlobalLoad(self.model, num_tokens)
         return {**metrics, **self.load.metrics()}, of_microbatches
 
     def evaluate(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, float]:
