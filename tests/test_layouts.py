@@ -58,10 +58,10 @@ MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe"]
 EXPERT_LAYOUTS = and_long(
     [
         ("mixtral", Layout(tp=2, ep=2, etp=1, sp=True)),
-        ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True)),
         ("glm4_moe", Layout(pp=2, dp=2, ep=2)),
     ],
     [
+        ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True)),
         ("mixtral", Layout(dp=2, ep=2)),
         ("qwen3_moe", Layout(cp=2, ep=2)),
         ("qwen2_moe", Layout(tp=2, sp=True)),
@@ -249,11 +249,11 @@ def test_layouts(layout, outcomes, model_of):
 OTHERS = and_long(
     [
         ("qwen2", Layout(tp=2, sp=True)),
-        ("qwen3", Layout(pp=2)),
-        ("olmo2", Layout(tp=2, cp=2, sp=True)),
         ("gemma3", Layout(tp=2, pp=2, sp=True)),
     ],
     [
+        ("qwen3", Layout(pp=2)),
+        ("olmo2", Layout(tp=2, cp=2, sp=True)),
         ("qwen2", Layout(pp=2)),
         ("qwen3", Layout(tp=2, sp=True)),
         ("phi3", Layout(tp=2)),
@@ -342,8 +342,20 @@ def gradients_of(config, loss_fn):
     return metrics, gradients
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, sp=True), Layout(cp=2), Layout(pp=2)], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    and_long(
+        [("qwen2", Layout(tp=2, sp=True)), ("llama", Layout(cp=2)), ("qwen2", Layout(pp=2))],
+        [
+            ("llama", Layout()),
+            ("qwen2", Layout()),
+            ("llama", Layout(tp=2, sp=True)),
+            ("qwen2", Layout(cp=2)),
+            ("llama", Layout(pp=2)),
+        ],
+    ),
+    ids=str,
+)
 def test_losses_of_logits_equal_losses_of_logprobs(family, layout, model_of):
     config = layout.apply(make_config(model_of(family)))
     ours, theirs = (
@@ -356,10 +368,20 @@ def test_losses_of_logits_equal_losses_of_logprobs(family, layout, model_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(cp=2), Layout(pp=2), Layout(dp=2)], ids=str)
-@pytest.mark.parametrize("changes", POLICY_GRADIENTS.values(), ids=POLICY_GRADIENTS)
-def test_policy_gradients(changes, layout, model_of):
-    loss_fn, config = policy_gradient_loss(changes), make_config(model_of("llama"))
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    and_long(
+        [("ppo with entropy bonus", Layout(tp=2, sp=True)), ("gspo", Layout(cp=2))],
+        [
+            ("ppo with entropy bonus", Layout(cp=2)),
+            ("gspo", Layout(tp=2, sp=True)),
+            *((kind, layout) for kind in POLICY_GRADIENTS for layout in (Layout(pp=2), Layout(dp=2))),
+        ],
+    ),
+    ids=str,
+)
+def test_policy_gradients(kind, layout, model_of):
+    loss_fn, config = policy_gradient_loss(POLICY_GRADIENTS[kind]), make_config(model_of("llama"))
     ours, theirs = (
         run_processes(gradients_of, x.apply(config), loss_fn, world_size=x.world_size)[0] for x in (layout, Layout())
     )

@@ -113,7 +113,12 @@ EXPERT_SIZES = {
 }
 IN_ALL_SIZES = ("llama", "qwen2", "qwen3", "gemma3")
 CASES = [
-    pytest.param(family, sizes, id=f"{family}-{name}")
+    pytest.param(
+        family,
+        sizes,
+        id=f"{family}-{name}",
+        marks=() if family == "llama" or name.startswith("tp2 sp") else pytest.mark.long,
+    )
     for family in ARCHITECTURES
     for name, sizes in (EXPERT_SIZES if "num_experts_per_tok" in FAMILIES[family][1] else SIZES).items()
     if name not in ("pp2", "cp2") or family in IN_ALL_SIZES
@@ -139,7 +144,7 @@ def test_a_part_of_heads_that_the_family_does_not_leave_out(family, tmp_path):
         family_of(config).check(16)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -53,11 +53,10 @@ def uninterrupted(model_of, tmp_path_factory):
     return get
 
 
-PAIRS = [
-    (Layout(tp=2, dp=2, sp=True), Layout(pp=2)),
-    (Layout(dp=3), Layout(cp=2)),
-    (Layout(pp=2, cp=2), Layout()),
-]
+PAIRS = and_long(
+    [(Layout(tp=2, dp=2, sp=True), Layout(pp=2))],
+    [(Layout(dp=3), Layout(cp=2)), (Layout(pp=2, cp=2), Layout())],
+)
 ELSEWHERE = and_long(
     [
         ("mixtral", Layout(dp=2, ep=2), Layout(tp=2, ep=2, etp=1, sp=True)),
