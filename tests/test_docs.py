@@ -1,0 +1,36 @@
+"""The documentation's drawings are those that the code draws, its links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+from make_drawings import drawings
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples/README.md",
+]
+
+
+def test_drawings_are_as_drawn():
+    for path, svg in drawings():
+        assert path.read_text() == svg, "run scripts/make_drawings.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    files = [link.partition("#")[0] for link in links if not link.startswith(("http:", "https:", "#"))]
+    assert not [link for link in files if not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_page_is_linked(page):
+    """From the README, or from a page that is."""
+    if page.parent != ROOT / "docs":
+        return
+    others = (other.read_text() for other in PAGES if other != page)
+    assert any(re.search(rf"\]\((?:docs/)?{re.escape(page.name)}[)#]", text) for text in others)
