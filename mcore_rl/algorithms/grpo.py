@@ -13,25 +13,16 @@ import torch
 
 from mcore_rl import launch_environment, watchdog
 from mcore_rl.algorithms.advantages import advantages_of, has_signal
+from mcore_rl.algorithms.collection import RolloutCollector, rollout_metrics
 from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, calculate_kl
 from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
 from mcore_rl.algorithms.metrics import speaker
-from mcore_rl.algorithms.rollouts import (
-    REPLAYED_OPTIONS,
-    Rollout,
-    RolloutWorker,
-    check_record,
-    hash_of_weights,
-    read_recording,
-    recorded_by,
-    recorded_step,
-    to_batch,
-)
+from mcore_rl.algorithms.recordings import REPLAYED_OPTIONS, check_record, read_recording, recorded_by
+from mcore_rl.algorithms.rollouts import Rollout, RolloutWorker, to_batch
 from mcore_rl.algorithms.step_log import StepLog
 from mcore_rl.algorithms.training import TrainingRun
 from mcore_rl.config import DataConfig, GRPOConfig
-from mcore_rl.data.batches import SampleOrder
 from mcore_rl.data.chat import check_keeps_turns
 from mcore_rl.data.progress import Say
 from mcore_rl.data.prompts import PromptDataset, load_prompt_dataset
@@ -42,7 +33,6 @@ from mcore_rl.environments.judged import JudgedEnvironment, probe
 from mcore_rl.environments.reward_model import RewardModelEnvironment, check_reward_model
 from mcore_rl.errors import TrainingError
 from mcore_rl.models.generation.backends import generation_of
-from mcore_rl.models.megatron.weights import export_hf_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.preflight import find_checkpoints, is_restart
 from mcore_rl.run_directory import JUDGE_LOG
@@ -52,8 +42,6 @@ FIRST_STEP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
 PROBED_RECORDS = 4
 """A judge may refuse an odd record; one that fails on all of these is wrong."""
-
-SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", *REPLAYED_OPTIONS}
 
 
 def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | None = None) -> None:
@@ -148,7 +136,9 @@ class GRPORun(TrainingRun[PromptDataset]):
     """Of the run, which this process goes on with."""
 
     def __post_init__(self) -> None:
-        self.samples = StepLog(self.config.output_dir / "samples.jsonl")
+        self.collector = RolloutCollector(
+            self.config, self.inputs, self.policy, self.worker, self.say, self.recording, self.recorded
+        )
         # The sampler's log-probabilities are the policy's own where the policy samples, in the precision that it is
         # trained in, from all tokens; then the only update on them is on-policy and needs no others.
         grpo, own = self.config.grpo, self.recorded is None and self.config.generation.backend == "megatron"
@@ -183,7 +173,8 @@ class GRPORun(TrainingRun[PromptDataset]):
         started = time.perf_counter()
         self.seconds = {}
         with self._sampling(step, "generation", weight_version=step - 1):
-            rollouts = self._collect(step)
+            rollouts, asked = self.collector.collect(step, self.consumed_samples)
+        self.consumed_samples += asked
         rewards = torch.tensor([r.reward for r in rollouts]).view(-1, self.config.grpo.num_generations_per_prompt)
         metrics = rollout_metrics(rollouts)
         self._check_judged(step, rollouts)
@@ -212,54 +203,6 @@ class GRPORun(TrainingRun[PromptDataset]):
                 f"step {step}: no sample could be judged in {self.failed_steps} "
                 f"{'step' if self.failed_steps == 1 else 'steps on end'}; the last error: {rollouts[-1].error}"
             )
-
-    def _collect(self, step: int) -> list[Rollout]:
-        """The step's groups: recorded ones, or new ones, those without signal replaced if so configured."""
-        if self.recorded is not None:
-            self.consumed_samples += self.config.grpo.num_prompts_per_step
-            return self.recorded[step]
-        grpo, size = self.config.grpo, self.config.grpo.num_generations_per_prompt
-        kept: list[Rollout] = []
-        for round_ in range(grpo.dynamic_sampling_rounds):
-            wanted = grpo.num_prompts_per_step - len(kept) // size
-            new = self._generate(wanted)
-            groups = [new[i : i + size] for i in range(0, len(new), size)]
-            signal = has_signal(torch.tensor([[r.reward for r in group] for group in groups])).tolist()
-            last = round_ == grpo.dynamic_sampling_rounds - 1
-            everything = grpo.dynamic_sampling_rounds == 1 or (last and not kept and not any(signal))
-            kept += [r for group, good in zip(groups, signal, strict=True) if good or everything for r in group]
-            if len(kept) == grpo.num_prompts_per_step * size:
-                break
-        if errors := [r.error for r in kept if r.error is not None]:
-            self.say(f"step {step}: {len(errors)} samples could not be judged and count as failed; first: {errors[0]}")
-        self._write_samples(step, kept)
-        return kept
-
-    def _generate(self, num_prompts: int) -> list[Rollout]:
-        """All responses to the next prompts."""
-        size, first = self.config.grpo.num_generations_per_prompt, self.consumed_samples
-        indices = SampleOrder(len(self.inputs.train), self.config.seed).indices(first, num_prompts)
-        prompts = [(i, self.inputs.train.prompts[i]) for i in indices for _ in range(size)]
-        self.consumed_samples += num_prompts
-        return self.worker.run(prompts, range(first * size, (first + num_prompts) * size))
-
-    def _write_samples(self, step: int, rollouts: list[Rollout]) -> None:
-        weights = hash_of_weights(export_hf_weights(self.policy.model)) if self.recording else ""
-        if not self.policy.is_writer:
-            return
-        if self.recording:
-            sampling = self.config.grpo.model_dump(include=SAMPLING_OPTIONS)
-            sampling |= recorded_by(self.config, self.inputs.train.fingerprint)
-            self.recording.append(step, recorded_step(weights, sampling, rollouts))
-        count = min(self.config.grpo.num_logged_samples, len(rollouts))
-        logged = [rollouts[i * len(rollouts) // count] for i in range(count)]  # of as many prompts as there are
-        self.samples.append(
-            step,
-            *(
-                {"reward": r.reward, "messages": r.message_log, "error": r.error, "weight_version": r.weight_version}
-                for r in logged
-            ),
-        )
 
     def _shaped(self, rewards: torch.Tensor, rollouts: list[Rollout]) -> torch.Tensor:
         """Rewards with the penalty on responses near the limit, if there is one."""
@@ -387,20 +330,3 @@ class _Timer:
 
     def __exit__(self, *error: object) -> None:
         self.seconds[self.name] = self.seconds.get(self.name, 0.0) + time.perf_counter() - self.started
-
-
-def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """What rewards and responses look like; accuracy is the share of samples with a positive reward."""
-    rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
-    lengths = torch.tensor([r.response_length for r in rollouts], dtype=torch.float64)
-    return {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std(unbiased=False)),
-        "accuracy": float((rewards > 0).double().mean()),
-        "response_length_mean": float(lengths.mean()),
-        "response_length_max": float(lengths.max()),
-        "truncated_fraction": sum(r.truncated for r in rollouts) / len(rollouts),
-        "turns_mean": sum(r.turns for r in rollouts) / len(rollouts),
-        "failed_fraction": sum(r.error is not None for r in rollouts) / len(rollouts),
-        "num_samples": float(len(rollouts)),
-    }
