@@ -20,6 +20,7 @@ from models import make_model, make_tokenizer
 from ports import free_port
 from test_generation import drawn_logprobs, make_prompts
 from test_training import ROOT, metrics_of, run
+from transformers import AutoModelForCausalLM
 
 from mcore_rl.config import GRPOConfig, load_config
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
@@ -264,7 +265,10 @@ def test_a_run_resumes_and_either_backend_replays_the_others_recording(root, url
     assert all(line["token_mult_prob_error"] == pytest.approx(1, abs=CLOSE) for line in metrics)
     assert all(line["refit_seconds"] > 0 for line in metrics)
     steps = [json.loads(line) for line in recording.read_text().splitlines()]
-    assert [{r["weight_version"] for r in step["rollouts"]} for step in steps] == [{0}, {1}, {2}, {3}]
+    versions = [{version for r in step["rollouts"] for version, _ in r["weight_versions"]} for step in steps]
+    assert versions == [{0}, {1}, {2}, {3}]
+    for rollout in (r for step in steps for r in step["rollouts"]):
+        assert sum(count for _, count in rollout["weight_versions"]) == sum(rollout["token_mask"])
     samples = [json.loads(line) for line in (root / "whole" / "samples.jsonl").read_text().splitlines()]
     assert all(sample["weight_version"] == sample["step"] - 1 for sample in samples)
 
@@ -280,6 +284,63 @@ def test_a_run_resumes_and_either_backend_replays_the_others_recording(root, url
     nobody = "generation.vllm.urls=['http://127.0.0.1:9']"
     train(root, "replayed_by_vllm", nobody, "--replay", own)
     assert_same_training(root / "replayed_by_vllm", root / "megatron")
+
+
+def test_rollouts_ahead_of_training(root, urls):
+    """Each token has the log-probability that transformers gives it by the weights of the version it is said to be of;
+    ages are bounded; prompts come in their order, and a resumed run goes on with them."""
+    stale = (
+        "grpo.max_staleness=1", "loss.use_importance_sampling_correction=true",
+        "loss.truncated_importance_sampling_ratio=2", "checkpoint.save_interval=1", "trainer.max_steps=5",
+        "parallel.tensor_model_parallel_size=2", "checkpoint.export_hf=false", "grpo.generation_batch_size=8",
+    )  # fmt: skip
+    recording, out = root / "ahead.jsonl", root / "ahead"
+    train(root, "ahead", urls, *stale, "--record", recording, processes=2)
+    metrics = metrics_of(out)
+    assert [line["staleness_max"] for line in metrics] == [0, 1, 1, 1, 1]
+    assert metrics[0]["token_mult_prob_error"] == pytest.approx(1, abs=CLOSE)
+    assert all(line["token_mult_prob_error"] > 1.001 for line in metrics[1:])
+    steps = [json.loads(line)["rollouts"] for line in recording.read_text().splitlines()]
+    weights = {0: root / "model"}
+    for version in range(1, 4):
+        weights[version] = root / f"ahead_{version}"
+        run("convert_checkpoint.py", "megatron-to-hf", out / "checkpoints" / f"iter_{version:07d}", weights[version])
+    check_versions([rollout for rollouts in steps for rollout in rollouts], weights)
+    in_flight = [r for rollouts in steps for r in rollouts if len({version for version, _ in r["weight_versions"]}) > 1]
+    assert in_flight, "weights changed while some responses were under way"
+
+    shutil.copytree(out, root / "ahead_resumed")
+    checkpoints = root / "ahead_resumed" / "checkpoints"
+    for step in (3, 4, 5):
+        shutil.rmtree(checkpoints / f"iter_{step:07d}")
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("2\n")
+    again = root / "ahead_again.jsonl"
+    train(root, "ahead_resumed", urls, *stale, "--record", again, processes=2)
+    resumed = [json.loads(line)["rollouts"] for line in again.read_text().splitlines()]
+    for ours, theirs in zip(resumed, steps[2:], strict=True):
+        assert [(r["prompt"], r["sample_id"]) for r in ours] == [(r["prompt"], r["sample_id"]) for r in theirs]
+    assert [line["staleness_max"] for line in metrics_of(root / "ahead_resumed")] == [0, 1, 0, 1, 1]
+
+
+def check_versions(rollouts, weights):
+    """Log-probabilities of responses' tokens, each under the weights of its version, by transformers."""
+    models = {
+        version: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for version, path in weights.items()
+    }
+    for rollout in rollouts:
+        ids, temperature = torch.tensor(rollout["input_ids"]), 0.8
+        with torch.no_grad():
+            rows = {
+                version: (models[version](ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+                for version in {version for version, _ in rollout["weight_versions"]}
+            }
+        versions = iter(version for version, count in rollout["weight_versions"] for _ in range(count))
+        for at, (token, is_response) in enumerate(zip(rollout["input_ids"], rollout["token_mask"], strict=True)):
+            if is_response:
+                expected = rows[next(versions)][at - 1, token].item()
+                assert rollout["logprobs"][at] == pytest.approx(expected, abs=10 * CLOSE), (rollout["sample_id"], at)
+        assert next(versions, None) is None
 
 
 def test_a_mismatch_ends_the_run(root, urls):

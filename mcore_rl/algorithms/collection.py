@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,12 +10,12 @@ import torch
 from mcore_rl.algorithms.advantages import has_signal
 from mcore_rl.algorithms.inputs import Inputs
 from mcore_rl.algorithms.recordings import REPLAYED_OPTIONS, hash_of_weights, recorded_by, recorded_step
-from mcore_rl.algorithms.rollouts import Rollout, RolloutWorker
+from mcore_rl.algorithms.rollouts import Begun, Rollout, RolloutWorker
 from mcore_rl.algorithms.step_log import StepLog
 from mcore_rl.config import GRPOConfig
 from mcore_rl.data.batches import SampleOrder
 from mcore_rl.data.progress import Say
-from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.data.prompts import Prompt, PromptDataset
 from mcore_rl.models.megatron.weights import export_hf_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -24,7 +25,12 @@ SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", 
 class RolloutCollector:
     """Gives each step its groups, new ones or recorded ones. Every call is collective.
 
+    With `grpo.max_staleness` those of so many further steps are begun when a step's are asked for, and go on beside its
+    training. A step always gets the same prompts, whatever is ready first. So its oldest token is of weights that are
+    so many versions old at most, those that its prompts were begun with; and no more is begun than that.
+
     Args:
+        steps: of the run.
         recording: keeps every step's rollouts.
         recorded: of each step, to train on instead of generating.
     """
@@ -36,11 +42,14 @@ class RolloutCollector:
         policy: MegatronPolicy,
         worker: RolloutWorker,
         say: Say,
+        steps: int,
         recording: StepLog | None = None,
         recorded: dict[int, list[Rollout]] | None = None,
     ) -> None:
         self.config, self.inputs, self.policy, self.worker, self.say = config, inputs, policy, worker, say
-        self.recording, self.recorded = recording, recorded
+        self.recording, self.recorded, self.steps = recording, recorded, steps
+        self._ahead: dict[int, Begun] = {}
+        """What is being answered, by the position of its first prompt."""
         self.samples = StepLog(config.output_dir / "samples.jsonl")
 
     def collect(self, step: int, position: int) -> tuple[list[Rollout], int]:
@@ -52,6 +61,8 @@ class RolloutCollector:
         grpo = self.config.grpo
         if self.recorded is not None:
             return self.recorded[step], grpo.num_prompts_per_step
+        if grpo.max_staleness:
+            self._begin_ahead(step, position)
         kept: list[Rollout] = []
         asked, size = 0, grpo.num_generations_per_prompt
         for round_ in range(grpo.dynamic_sampling_rounds):
@@ -70,12 +81,26 @@ class RolloutCollector:
         self._write(step, kept)
         return kept, asked
 
+    def _begin_ahead(self, step: int, position: int) -> None:
+        """Begin what is not begun yet of this step's prompts and of those of `max_staleness` further steps."""
+        grpo = self.config.grpo
+        for ahead in range(min(grpo.max_staleness, self.steps - step) + 1):
+            first = position + ahead * grpo.num_prompts_per_step
+            if first not in self._ahead:
+                self._ahead[first] = self.worker.begin(*self._prompts(first, grpo.num_prompts_per_step))
+
     def _generate(self, position: int, num_prompts: int) -> list[Rollout]:
         """All responses to the prompts from `position` on."""
+        if (begun := self._ahead.pop(position, None)) is not None:
+            return self.worker.collect(begun)
+        return self.worker.run(*self._prompts(position, num_prompts))
+
+    def _prompts(self, position: int, count: int) -> tuple[list[tuple[int, Prompt]], range]:
+        """Each prompt with its index, once for each response, and the responses' sample ids."""
         size = self.config.grpo.num_generations_per_prompt
-        indices = SampleOrder(len(self.inputs.train), self.config.seed).indices(position, num_prompts)
+        indices = SampleOrder(len(self.inputs.train), self.config.seed).indices(position, count)
         prompts = [(i, self.inputs.train.prompts[i]) for i in indices for _ in range(size)]
-        return self.worker.run(prompts, range(position * size, (position + num_prompts) * size))
+        return prompts, range(position * size, (position + count) * size)
 
     def _write(self, step: int, rollouts: list[Rollout]) -> None:
         weights = hash_of_weights(export_hf_weights(self.policy.model)) if self.recording else ""
@@ -97,14 +122,36 @@ def _logged(rollout: Rollout) -> dict[str, Any]:
         "messages": rollout.message_log,
         "error": rollout.error,
         "weight_version": rollout.weight_version,
+        **({"weight_versions": rollout.weight_versions} if len(rollout.weight_versions) > rollout.turns else {}),
+        **({"rewards": rollout.rewards} if rollout.rewards else {}),
+    }
+
+
+def staleness_metrics(rollouts: list[Rollout], version: int) -> dict[str, float]:
+    """How many versions older than `version` the weights of each sample's oldest token are; and the share of samples
+    whose tokens are of several versions."""
+    ages = [version - rollout.weight_version for rollout in rollouts]
+    mixed = sum(len({version for version, _ in rollout.weight_versions}) > 1 for rollout in rollouts)
+    return {
+        "staleness_mean": sum(ages) / len(ages),
+        "staleness_max": float(max(ages)),
+        "mixed_versions_fraction": mixed / len(rollouts),
     }
 
 
 def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """What rewards and responses look like; accuracy is the share of samples with a positive reward."""
+    """What rewards and responses look like; accuracy is the share of samples with a positive reward.
+
+    The mean of each of several rewards is over the samples that it applies to.
+    """
     rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
     lengths = torch.tensor([r.response_length for r in rollouts], dtype=torch.float64)
+    named: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, reward in rollout.rewards.items():
+            named.setdefault(name, []).append(reward)
     return {
+        **{f"reward_{name}_mean": math.fsum(values) / len(values) for name, values in sorted(named.items())},
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std(unbiased=False)),
         "accuracy": float((rewards > 0).double().mean()),

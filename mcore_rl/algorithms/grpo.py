@@ -13,13 +13,13 @@ import torch
 
 from mcore_rl import launch_environment, watchdog
 from mcore_rl.algorithms.advantages import advantages_of, has_signal
-from mcore_rl.algorithms.collection import RolloutCollector, rollout_metrics
+from mcore_rl.algorithms.collection import RolloutCollector, rollout_metrics, staleness_metrics
 from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, calculate_kl
 from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
 from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.algorithms.recordings import REPLAYED_OPTIONS, check_record, read_recording, recorded_by
-from mcore_rl.algorithms.rollouts import Rollout, RolloutWorker, to_batch
+from mcore_rl.algorithms.rollouts import Conversation, Rollout, RolloutWorker, to_batch
 from mcore_rl.algorithms.step_log import StepLog
 from mcore_rl.algorithms.training import TrainingRun
 from mcore_rl.config import DataConfig, GRPOConfig
@@ -28,7 +28,7 @@ from mcore_rl.data.progress import Say
 from mcore_rl.data.prompts import PromptDataset, load_prompt_dataset
 from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.environments.interfaces import Environment
+from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment
 from mcore_rl.environments.judged import JudgedEnvironment, probe
 from mcore_rl.environments.reward_model import RewardModelEnvironment, check_reward_model
 from mcore_rl.errors import TrainingError
@@ -59,11 +59,12 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
     updates = steps * config.grpo.num_updates_per_rollout
     policy = MegatronPolicy(config, updates, keep_reference=config.loss.reference_policy_kl_penalty > 0)
     with contextlib.ExitStack() as started:
-        environment = environment_of(config, policy.is_writer)
+        environment = environment_of(config, policy)
         if environment is not None:
             started.callback(environment.close)
         worker = rollout_worker(config, inputs, policy, environment)
         started.callback(worker.generation.close)
+        started.callback(worker.close)
         GRPORun(config, inputs, policy, worker, StepLog(record) if record else None, recorded).run()
     policy.shutdown()
 
@@ -75,7 +76,7 @@ def _checked_inputs(
 
     def load_dataset(source: str, tokenizer: Any, data: DataConfig, say: Say, cache: TokenCache) -> PromptDataset:
         # The judges of this package compare with a text of the answer, which null has as well.
-        valued = () if config.environment.name in ("function", "reward_model") else ("answer",)
+        valued = ("answer",) if config.environment.compares else ()
         return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length, say, valued, cache)
 
     inputs = load_inputs(config, load_dataset, rows_per_unit=1)
@@ -90,32 +91,36 @@ def _checked_inputs(
         required = {**config.grpo.model_dump(include=REPLAYED_OPTIONS), "data": inputs.train.fingerprint}
         recorded = read_recording(replay, steps, required, config.model.moe_router_replay)
     elif launch_environment.rank() == 0 and config.environment.name != "reward_model":
-        first = prompts[:PROBED_RECORDS]
-        logs, records = [prompt.message_log for prompt in first], [prompt.record for prompt in first]
-        probe(config.environment, logs, records, config.parallel.timeout_seconds / 2)
+        first = [Conversation(Rollout.begin(0, 0, prompt), prompt).sample for prompt in prompts[:PROBED_RECORDS]]
+        probe(config.environment, first, config.parallel.timeout_seconds / 2)
     if record:
         goes_on = bool(find_checkpoints(config)[0]) or is_restart(config.output_dir)
         check_record(record, recorded_by(config, inputs.train.fingerprint), goes_on)
     return claim_output(config, inputs), recorded
 
 
-def environment_of(config: GRPOConfig, is_writer: bool) -> Environment | None:
+def environment_of(config: GRPOConfig, policy: MegatronPolicy) -> Environment | CollectiveEnvironment | None:
     """Who judges, on the ranks that have a part in it."""
     if config.environment.name == "reward_model":
         judge = RewardModelEnvironment(config)
-        speaker(is_writer)(f"reward model: {judge.model.describe()}")
+        speaker(policy.is_writer)(f"reward model: {judge.model.describe()}")
         return judge
-    return JudgedEnvironment(config.environment, config.output_dir / JUDGE_LOG) if is_writer else None
+    if policy.topology.leads_replica:
+        return JudgedEnvironment(config.environment, config.output_dir / JUDGE_LOG)
+    return None
 
 
 def rollout_worker(
-    config: GRPOConfig, inputs: Inputs[PromptDataset], policy: MegatronPolicy, environment: Environment | None
+    config: GRPOConfig,
+    inputs: Inputs[PromptDataset],
+    policy: MegatronPolicy,
+    environment: Environment | CollectiveEnvironment | None,
 ) -> RolloutWorker:
     """Generation with the policy's weights, as the configuration says."""
-    tokenizer = inputs.tokenizer
+    tokenizer, topology = inputs.tokenizer, policy.topology
     generation = generation_of(config, policy, tokenizer, speaker(policy.is_writer))
     meeting_seconds = min(5.0, config.parallel.timeout_seconds / 4)
-    return RolloutWorker(generation, environment, tokenizer, config.environment.max_turns, meeting_seconds)
+    return RolloutWorker(generation, environment, tokenizer, config.environment.max_turns, meeting_seconds, topology)
 
 
 @dataclass
@@ -137,7 +142,14 @@ class GRPORun(TrainingRun[PromptDataset]):
 
     def __post_init__(self) -> None:
         self.collector = RolloutCollector(
-            self.config, self.inputs, self.policy, self.worker, self.say, self.recording, self.recorded
+            self.config,
+            self.inputs,
+            self.policy,
+            self.worker,
+            self.say,
+            self.total_steps,
+            self.recording,
+            self.recorded,
         )
         # The sampler's log-probabilities are the policy's own where the policy samples, in the precision that it is
         # trained in, from all tokens; then the only update on them is on-policy and needs no others.
@@ -177,6 +189,8 @@ class GRPORun(TrainingRun[PromptDataset]):
         self.consumed_samples += asked
         rewards = torch.tensor([r.reward for r in rollouts]).view(-1, self.config.grpo.num_generations_per_prompt)
         metrics = rollout_metrics(rollouts)
+        if self.config.grpo.max_staleness:
+            metrics |= staleness_metrics(rollouts, version=step - 1)
         self._check_judged(step, rollouts)
         rewards = self._shaped(rewards, rollouts)
         if nothing := self._nothing_to_learn(rewards, rollouts):
