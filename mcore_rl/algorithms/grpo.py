@@ -300,12 +300,12 @@ class GRPORun(TrainingRun[PromptDataset]):
         with self._phase(step, "refit"):
             if self.recorded is None or name == "validation":
                 self.worker.prepare(weight_version)
-        with self._phase(step, name):
+        with self._phase(step, name, f"{name}, answers and their judging"):
             yield
         self.worker.finish()
 
-    def _phase(self, step: int, name: str) -> _Timer:
-        watchdog.enter(f"step {step}: {name}")
+    def _phase(self, step: int, name: str, doing: str | None = None) -> _Timer:
+        watchdog.enter(f"step {step}: {doing or name}")
         return _Timer(self.seconds, name)
 
     def _timings(self, rollouts: list[Rollout], started: float, updates: int) -> dict[str, float]:

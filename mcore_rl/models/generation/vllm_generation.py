@@ -80,7 +80,7 @@ class VLLMGeneration(StreamingGeneration):
         self.config, self.policy, self.params, self.tokenizer, self.say = config, policy, params, tokenizer, say
         self.max_sequence_length = config.data.max_sequence_length
         self.weight_version: int | None = None
-        self._launch = secrets.token_hex(4)  # versions of other runs, and of a server started anew, are not ours
+        self._launch = ""
         self._beside = ThreadPoolExecutor(1, "generation")
         self._service: VLLMService | None = None
         self._pool: ServerPool | None = None
@@ -165,7 +165,8 @@ class VLLMGeneration(StreamingGeneration):
 
     def _connect(self) -> None:
         """Start or find the servers; the first rank of each replica asks them from now on."""
-        urls = self._on_first_rank(self._find)
+        # Versions of other runs, and of a server started anew, are not ours.
+        self._launch, urls = self._on_first_rank(lambda: (secrets.token_hex(4), self._find()))
         if self.policy.topology.leads_replica:
             connections = math.ceil(self.config.grpo.generation_batch_size / self.policy.topology.data.size)
             drop = self._drop if self.policy.is_writer else _drop_in_silence
