@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypeVar
@@ -184,7 +184,7 @@ class RolloutWorker:
 
     def close(self) -> None:
         """Nothing is asked or judged any more."""
-        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(CLOSE_SECONDS)
+        wait([asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)], CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     # ------------------------------------------------------------ conversations

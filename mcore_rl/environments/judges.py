@@ -88,8 +88,16 @@ class Weighted:
         self.judges = judges
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[Step | None]:
-        judged = await asyncio.gather(*(judge(samples) for _, judge in self.judges.values()))
+        judged = await asyncio.gather(*(self._judged(name, samples) for name in self.judges))
         return [self._sum(results) for results in zip(*judged, strict=True)]
+
+    async def _judged(self, name: str, samples: Sequence[Sample]) -> Sequence[float | Step | BaseException | None]:
+        try:
+            return await self.judges[name][1](samples)
+        except Exception as error:
+            if len(samples) > 1:  # they are judged again one by one
+                raise
+            return [error]
 
     def _sum(self, results: Sequence[float | Step | BaseException | None]) -> Step | None:
         rewards, reward, done, observation = dict[str, float](), 0.0, True, None
