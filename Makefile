@@ -75,6 +75,7 @@ bench: install
 	$(BIN)/python scripts/bench_logprobs.py
 	$(BIN)/python scripts/bench_checkpoints.py
 	$(BIN)/python scripts/bench_generation.py
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_async.py
 
 lint: install
 	$(BIN)/ruff format --check .

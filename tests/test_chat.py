@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, ByteLevelBPETokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mcore_rl.algorithms.rollouts import Rollout, RolloutWorker
+from mcore_rl.algorithms.rollouts import Conversation, Rollout
 from mcore_rl.config import DataConfig
 from mcore_rl.data.chat import check_keeps_turns, tokens_between
 from mcore_rl.data.prompts import Prompt
@@ -359,26 +359,18 @@ def test_turns_are_joined_as_the_template_joins_them(name, truncated, tokenizer_
     assert tokenizer.decode([*prompt, *response, *between]) == whole
 
 
-class Environment:
-    def step(self, message_logs, records):
-        return [Step(done=False, observation="and?") for _ in message_logs]
-
-    def close(self):
-        pass
-
-
 def test_a_rollout_keeps_what_was_sampled(tokenizer_of):
     tokenizer = tokenizer_of("qwen2.5")
     asked = conversation("Hi")
     ids = tokenizer.apply_chat_template(asked, tokenize=True, add_generation_prompt=True, return_dict=False)
-    rollout = Rollout.begin(0, 0, Prompt(tuple(ids), asked, {}))
+    prompt = Prompt(tuple(ids), asked, {})
+    rollout = Rollout.begin(0, 0, prompt)
     odd = [tokenizer.convert_tokens_to_ids(letter) for letter in "on"] + [tokenizer.convert_tokens_to_ids("e")]
     rollout.add_response(odd, [-1.0] * 3)  # letters that the tokenizer would have merged, and no end token
     rollout.turns = 1
     rollout.message_log = [*asked, {"role": "assistant", "content": "one"}]
-    generation = type("Generation", (), {"max_sequence_length": 100})
-    worker = RolloutWorker(generation, Environment(), tokenizer, max_turns=2)
-    assert worker._goes_on(rollout, Step(done=False, observation="and?"), plain=False)
+    going = Conversation(rollout, prompt)
+    assert going.goes_on(Step(done=False, observation="and?"), tokenizer, max_turns=2, max_sequence_length=100)
     assert rollout.input_ids[len(ids) : len(ids) + 3] == odd
     behind = tokenizer.decode(rollout.input_ids[len(ids) + 3 :])
     assert behind == "<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"

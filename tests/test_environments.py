@@ -2,12 +2,13 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 
 import pytest
 
 from mcore_rl.config import EnvironmentConfig
-from mcore_rl.environments.interfaces import Step
+from mcore_rl.environments.interfaces import Sample, Step
 from mcore_rl.environments.judged import JudgedEnvironment, probe
 from mcore_rl.environments.judges import ExactMatch, MathVerify, TryAgain
 from mcore_rl.errors import UserError, WorkerError
@@ -40,6 +41,14 @@ def misbehave(message_log, record):
     return len(response) / record["scale"]
 
 
+def judged(environment, samples):
+    return [future.result(60) for future in [environment.submit(sample) for sample in samples]]
+
+
+def prompts_of(*records):
+    return [Sample(log("say"), record) for record in records]
+
+
 @pytest.fixture
 def environment_of(tmp_path):
     made = []
@@ -58,7 +67,7 @@ def test_a_sample_that_fails_stops_nothing(environment_of, monkeypatch, tmp_path
     environment = environment_of(name="function", function="test_environments:misbehave", time_limit_seconds=1)
     responses = ["ab", "raise", "abc", "hang", "die", "print", "nan", "abcd", "hang", "x"]
     started = time.monotonic()
-    steps = environment.step([log("say", response) for response in responses], [{"scale": 2}] * len(responses))
+    steps = judged(environment, [Sample(log("say", response), {"scale": 2}) for response in responses])
     assert time.monotonic() - started < 30
     rewards = [step.reward for step in steps]
     assert rewards == [1.0, 0.0, 1.5, 0.0, 0.0, 2.5, 0.0, 2.0, 0.0, 0.5]
@@ -68,11 +77,12 @@ def test_a_sample_that_fails_stops_nothing(environment_of, monkeypatch, tmp_path
     assert errors["die"] == "the process that judged it died"
     assert errors["nan"] == "ValueError: the reward is nan"
     assert errors["ab"] is None
-    wrong = environment.step([log("say", response) for response in ("observe", "half", "done")], [{}] * 3)
+    wrong = judged(environment, [Sample(log("say", response), {}) for response in ("observe", "half", "done")])
     assert wrong[0].error == "TypeError: the observation must be a text, got 5"
     assert "UnicodeEncodeError" in wrong[1].error
     assert wrong[2].error == "TypeError: done must be true or false, got 'no'"
-    again = environment.step([log("say", "abcd")], [{"scale": 4, "asked": datetime(2024, 2, 29)}])  # as Parquet has it
+    dated = {"scale": 4, "asked": datetime(2024, 2, 29)}  # as Parquet has it
+    again = judged(environment, [Sample(log("say", "abcd"), dated)])
     assert again == [Step(reward=1.0)]
     printed = (tmp_path / "judge.log").read_text()
     assert "noise that is no answer" in printed and "noise of a process" in printed and "and its errors" in printed
@@ -82,15 +92,14 @@ def test_a_sample_that_fails_stops_nothing(environment_of, monkeypatch, tmp_path
 def test_a_judge_is_tried_on_real_records_first(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
     config = EnvironmentConfig(name="function", function="test_environments:misbehave", time_limit_seconds=0.5)
-    logs = [log("say"), log("say")]
-    probe(config, logs, [{"scale": 0}, {"scale": 3, "answer": "x"}])
+    probe(config, prompts_of({"scale": 0}, {"scale": 3, "answer": "x"}))
     message = r"function: an answer to a record of data.train cannot be judged: ZeroDivisionError: .* has answer, scale"
     with pytest.raises(UserError, match=message):
-        probe(config, logs, [{"scale": 0, "answer": 1}] * 2)
+        probe(config, prompts_of(*[{"scale": 0, "answer": 1}] * 2))
     with pytest.raises(UserError, match=r"KeyError: 'answer' \(the record has no field beside prompt\)"):
-        probe(EnvironmentConfig(), logs, [{}, {}])
+        probe(EnvironmentConfig(), prompts_of({}, {}))
     with pytest.raises(UserError, match=r"no answer within environment\.time_limit_seconds=0\.5"):
-        probe(config, logs, [{"scale": 1, "answer": "hang"}] * 2)
+        probe(config, prompts_of(*[{"scale": 1, "answer": "hang"}] * 2))
 
 
 def test_the_trial_of_a_judge_ends_with_the_first_success_and_in_time(monkeypatch):
@@ -98,47 +107,58 @@ def test_the_trial_of_a_judge_ends_with_the_first_success_and_in_time(monkeypatc
     config = EnvironmentConfig(name="function", function="test_environments:misbehave", time_limit_seconds=100)
     hang, good = {"scale": 1, "answer": "hang"}, {"scale": 1, "answer": "x"}
     started = time.monotonic()
-    probe(config, [log("say")] * 4, [hang, good, hang, hang])
+    probe(config, prompts_of(hang, good, hang, hang))
     with pytest.raises(
         UserError, match=r"time_limit_seconds=0\.5 .*; shortened for this trial, while other ranks wait"
     ):
-        probe(config, [log("say")] * 4, [hang] * 4, seconds=1)
+        probe(config, prompts_of(*[hang] * 4), seconds=1)
     assert time.monotonic() - started < 50
 
 
 class Slow:
-    """An environment whose batch takes longer than the ranks' collectives may."""
+    """An environment in which a sample takes longer than the ranks' collectives may."""
 
-    def step(self, message_logs, records):
-        if records[0]["fails"]:
+    def __init__(self):
+        self.threads = ThreadPoolExecutor(4)
+
+    def submit(self, sample):
+        return self.threads.submit(self.judge, sample.record["number"])
+
+    def judge(self, number):
+        import torch.distributed as dist
+
+        if number == "fails":
             raise UserError("the judge is gone")
-        time.sleep(7)
-        return [Step(reward=2.5) for _ in message_logs]
+        time.sleep(2 * dist.get_rank())
+        return Step(reward=number + 0.1 * dist.get_rank())
 
 
-def judge_slowly(store, fails):
-    """With collectives that may take 3 s."""
+def judge_slowly(store, numbers):
+    """With collectives that may take 3 s; ranks 0 and 2 lead a replica each."""
     import torch.distributed as dist
 
     from mcore_rl.algorithms.rollouts import RolloutWorker
+    from mcore_rl.distributed.topology import ParallelDimension, Topology
 
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=3)
     )
-    worker = RolloutWorker(None, Slow() if rank == 0 else None, None, 1, meeting_seconds=0.3)
-    return worker._judge([log("?", "!")], [{"fails": fails}])
+    topology = Topology(tensor=ParallelDimension(rank % 2, 2), data=ParallelDimension(rank // 2, 2))
+    worker = RolloutWorker(None, Slow() if topology.leads_replica else None, None, 1, 0.3, topology)
+    return worker._judge([Sample(log("?", "!"), {"number": number}) for number in numbers])
 
 
-def test_judging_may_take_longer_than_a_collective(tmp_path):
+def test_each_replica_judges_its_own_for_longer_than_a_collective_may_take(tmp_path):
     from mcore_rl.distributed.processes import run_processes  # not above: the judges' processes import this file
 
-    steps = run_processes(judge_slowly, tmp_path / "a", False, world_size=2, timeout=30)
-    assert steps == [[Step(reward=2.5)]] * 2
+    rewards = [0.0, 1.2, 2.0, 3.2, 4.0]
+    steps = run_processes(judge_slowly, tmp_path / "a", list(range(5)), world_size=4, timeout=40)
+    assert steps == [[Step(reward=reward) for reward in rewards]] * 4
     with pytest.raises(WorkerError) as error:
-        run_processes(judge_slowly, tmp_path / "b", True, world_size=2, timeout=30)
-    assert str(error.value).count("UserError: the judge is gone") == 2
+        run_processes(judge_slowly, tmp_path / "b", [0, "fails"], world_size=4, timeout=40)
+    assert str(error.value).count("UserError: the judge is gone") == 4
 
 
 @pytest.mark.parametrize(
@@ -146,7 +166,6 @@ def test_judging_may_take_longer_than_a_collective(tmp_path):
     [
         ("nowhere:f", "No module named 'nowhere'"),
         ("math:nothing", "no attribute 'nothing'"),
-        ("plain", "must be written module:function"),
     ],
 )
 def test_a_function_that_cannot_be_imported(function, message, environment_of):

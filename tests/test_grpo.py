@@ -190,6 +190,12 @@ def files(tmp_path_factory):
         "    return log[-1]['content'] == record['answer'] or {}['nothing']\n"
         "def nothing(log, record):\n"
         "    return 0\n"
+        "async def tool(log, record):\n"
+        "    first = len(log) == 2\n"
+        "    called = f' {len(log[-1][\"content\"])} ' if first else None\n"
+        "    return Step(count(log, record), done=not first, observation=called)\n"
+        "def starts(prompts, completions, answer, **columns):\n"
+        "    return [float(text.startswith(a)) if a < 'e' else None for text, a in zip(completions, answer)]\n"
     )
     config = {
         "output_dir": "set below",
@@ -303,6 +309,37 @@ def test_several_turns_updates_and_dynamic_sampling(files):
     assert sum(a != b for a, b in itertools.pairwise(text)) == 3  # prompt, response, observation, response
     assert all((logprob == 0) or masked for logprob, masked in zip(rollout["logprobs"], text, strict=True))
     assert metrics_of(files / "several")[0]["turns_mean"] == 2
+
+
+@pytest.mark.long
+def test_a_tool_between_turns_and_weighted_rewards_on_two_replicas(files):
+    """The transcript is in samples.jsonl; each reward's mean in the metrics; the same as one replica's."""
+    start = "{name: trl, function: 'judging:starts', weight: 0.3}"
+    rewards = f"{{vowels: {{name: function, function: 'judging:tool'}}, start: {start}}}"
+    options = (
+        f"environment={{name: weighted, max_turns: 2, batch_size: 3, rewards: {rewards}}}", "trainer.max_steps=2",
+        "grpo.num_logged_samples=24", "checkpoint.export_hf=false",
+    )  # fmt: skip
+    train(files, "tools", *options)
+    train(files, "tools_of_two", *options, processes=2)
+    samples = [json.loads(line) for line in (files / "tools" / "samples.jsonl").read_text().splitlines()]
+    for sample in samples:
+        assert [message["role"] for message in sample["messages"]] == ["user", "assistant", "user", "assistant"]
+        first, called, last = (message["content"] for message in sample["messages"][1:])
+        assert called == f" {len(first)} "
+        assert sample["rewards"]["vowels"] == pytest.approx(sum(c in "aeiou" for c in first + last) / 4)
+        weighted = sample["rewards"]["vowels"] + 0.3 * sample["rewards"].get("start", 0.0)
+        assert sample["reward"] == pytest.approx(weighted)
+    applies = [sample["rewards"]["start"] for sample in samples if "start" in sample["rewards"]]
+    assert 0 < len(applies) < len(samples)
+    for step, line in enumerate(metrics_of(files / "tools"), start=1):
+        own = [sample["rewards"] for sample in samples if sample["step"] == step]
+        for name in ("vowels", "start"):
+            values = [rewards[name] for rewards in own if name in rewards]
+            if values:
+                assert line[f"reward_{name}_mean"] == pytest.approx(sum(values) / len(values))
+    for ours, theirs in zip(comparable(files / "tools"), comparable(files / "tools_of_two"), strict=True):
+        assert all(ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-4) for name in theirs)
 
 
 def test_what_cannot_be_judged_is_told_and_stops_nothing(files):

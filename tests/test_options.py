@@ -29,6 +29,8 @@ from mcore_rl.data.prompts import PromptDataset, StoredPrompts
 from mcore_rl.data.token_store import TokenizedChunk, collect
 from mcore_rl.data.tokenize import TokenSequence
 from mcore_rl.distributed.processes import run_processes
+from mcore_rl.distributed.topology import Topology
+from mcore_rl.environments.interfaces import Sample
 from mcore_rl.environments.judged import JudgedEnvironment
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation import megatron_generation
@@ -289,7 +291,9 @@ def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
     tokenizer = make_tokenizer()
     tokenizer.eos_token = "<|unk|>"  # a response ends with it, or with the end token that the chat template writes
     inputs = SimpleNamespace(tokenizer=tokenizer)
-    worker = grpo.rollout_worker(config, inputs, SimpleNamespace(model="model", is_writer=True), None)
+    worker = grpo.rollout_worker(
+        config, inputs, SimpleNamespace(model="model", is_writer=True, topology=Topology()), None
+    )
     model, params, longest, _, at_once, records = taken
     assert {name: getattr(params, name) for name in options} == {**options, "stop_strings": ("!", "END")}
     assert (params.max_new_tokens, params.seed, params.stop_token_ids) == (7, 11, (1, 5))
@@ -309,7 +313,7 @@ def test_num_workers_judge_at_the_same_time(tmp_path, monkeypatch):
         config = EnvironmentConfig(name="function", function="slowly:judge", num_workers=num_workers)
         environment = JudgedEnvironment(config)
         try:
-            steps = environment.step([log] * 3, [{}] * 3)
+            steps = [future.result(30) for future in [environment.submit(Sample(log, {})) for _ in range(3)]]
         finally:
             environment.close()
         assert len(Counter(step.reward for step in steps)) == num_workers, steps

@@ -57,12 +57,13 @@ TOO_LONG = [{"role": "user", "content": "a" * 60}, {"role": "assistant", "conten
 
 
 def judged(config, logs):
+    from mcore_rl.environments.interfaces import Sample
     from mcore_rl.environments.reward_model import RewardModelEnvironment
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=3)
     environment = RewardModelEnvironment(config)
-    steps = environment.step(logs, [{}] * len(logs)), environment.step([TOO_LONG], [{}])
+    steps = environment.step([Sample(log, {}) for log in logs]), environment.step([Sample(TOO_LONG, {})])
     environment.close()
     policy.shutdown()
     return steps

@@ -322,7 +322,8 @@ def test_sampled_experts_replayed(dtype, layout, tmp_path):
 
 
 def test_a_recording_and_the_option_agree_on_experts(tmp_path):
-    from mcore_rl.algorithms.rollouts import Rollout, read_recording, recorded_step
+    from mcore_rl.algorithms.recordings import read_recording, recorded_step
+    from mcore_rl.algorithms.rollouts import Rollout
     from mcore_rl.data.prompts import Prompt
 
     rollout = Rollout.begin(0, 0, Prompt((1, 2), "say a", {}))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore_rl.algorithms.rollouts import check_record
+from mcore_rl.algorithms.recordings import check_record
 from mcore_rl.checkpoint_store import digests_of, write_manifest
 from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, SFTConfig
 from mcore_rl.errors import UserError

@@ -20,6 +20,7 @@ from models import make_model, make_tokenizer
 from ports import free_port
 from test_generation import drawn_logprobs, make_prompts
 from test_training import ROOT, metrics_of, run
+from transformers import AutoModelForCausalLM
 
 from mcore_rl.config import GRPOConfig, load_config
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
@@ -264,7 +265,10 @@ def test_a_run_resumes_and_either_backend_replays_the_others_recording(root, url
     assert all(line["token_mult_prob_error"] == pytest.approx(1, abs=CLOSE) for line in metrics)
     assert all(line["refit_seconds"] > 0 for line in metrics)
     steps = [json.loads(line) for line in recording.read_text().splitlines()]
-    assert [{r["weight_version"] for r in step["rollouts"]} for step in steps] == [{0}, {1}, {2}, {3}]
+    versions = [{version for r in step["rollouts"] for version, _ in r["weight_versions"]} for step in steps]
+    assert versions == [{0}, {1}, {2}, {3}]
+    for rollout in (r for step in steps for r in step["rollouts"]):
+        assert sum(count for _, count in rollout["weight_versions"]) == sum(rollout["token_mask"])
     samples = [json.loads(line) for line in (root / "whole" / "samples.jsonl").read_text().splitlines()]
     assert all(sample["weight_version"] == sample["step"] - 1 for sample in samples)
 
@@ -280,6 +284,110 @@ def test_a_run_resumes_and_either_backend_replays_the_others_recording(root, url
     nobody = "generation.vllm.urls=['http://127.0.0.1:9']"
     train(root, "replayed_by_vllm", nobody, "--replay", own)
     assert_same_training(root / "replayed_by_vllm", root / "megatron")
+
+
+def test_rollouts_ahead_of_training(root, urls):
+    """Each token has the log-probability that transformers gives it by the weights of the version it is said to be of;
+    ages are bounded; prompts come in their order, and a resumed run goes on with them."""
+    stale = (
+        "grpo.max_staleness=1", "loss.use_importance_sampling_correction=true",
+        "loss.truncated_importance_sampling_ratio=2", "checkpoint.save_interval=1", "trainer.max_steps=5",
+        "parallel.tensor_model_parallel_size=2", "checkpoint.export_hf=false", urls,
+    )  # fmt: skip
+    recording, out = root / "ahead.jsonl", root / "ahead"
+    train(root, "ahead", *stale, "--record", recording, processes=2)
+    metrics = metrics_of(out)
+    assert [line["staleness_max"] for line in metrics] == [0, 1, 1, 1, 1]
+    assert metrics[0]["token_mult_prob_error"] == pytest.approx(1, abs=CLOSE)
+    assert all(line["token_mult_prob_error"] > 1.001 for line in metrics[1:])
+    steps = [json.loads(line)["rollouts"] for line in recording.read_text().splitlines()]
+    weights = {0: root / "model"}
+    for version in range(1, 4):
+        weights[version] = root / f"ahead_{version}"
+        run("convert_checkpoint.py", "megatron-to-hf", out / "checkpoints" / f"iter_{version:07d}", weights[version])
+    check_versions([rollout for rollouts in steps for rollout in rollouts], weights)
+
+    shutil.copytree(out, root / "ahead_resumed")
+    checkpoints = root / "ahead_resumed" / "checkpoints"
+    for step in (3, 4, 5):
+        shutil.rmtree(checkpoints / f"iter_{step:07d}")
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("2\n")
+    again = root / "ahead_again.jsonl"
+    train(root, "ahead_resumed", *stale, "--record", again, processes=2)
+    resumed = [json.loads(line)["rollouts"] for line in again.read_text().splitlines()]
+    for ours, theirs in zip(resumed, steps[2:], strict=True):
+        assert [(r["prompt"], r["sample_id"]) for r in ours] == [(r["prompt"], r["sample_id"]) for r in theirs]
+    assert [line["staleness_max"] for line in metrics_of(root / "ahead_resumed")] == [0, 1, 0, 1, 1]
+
+
+def answer_while_weights_change(config, destination):
+    """Responses that are under way as the servers get the weights of an update; those weights are exported."""
+    from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
+    from mcore_rl.loss_options import ClippedPGOptions
+    from mcore_rl.models.generation.backends import generation_of
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy, prompts = MegatronPolicy(config, total_steps=1), make_prompts()
+    generation = generation_of(config, policy, make_tokenizer())
+    generation.prepare_for_generation(weight_version=0)
+    out = generation.generate(prompts)
+    _, data = score(policy, prompts, out, generation.params)
+    data["advantages"] = torch.randn(data["input_ids"].shape, generator=torch.Generator().manual_seed(0))
+    policy.train(data, ClippedPGLossFn(ClippedPGOptions()), temperature=config.grpo.temperature)
+    asked = []
+    if policy.topology.leads_replica:
+        own = [(3 + n % 5, 4, 5 + n % 7) for n in range(policy.topology.data.rank, 60, policy.topology.data.size)]
+        asked = [(prompt, generation.submit(prompt, n, prompt)) for n, prompt in enumerate(own)]
+        time.sleep(0.5)
+    generation.prepare_for_generation(weight_version=1)
+    rollouts = []
+    for prompt, future in asked:
+        response = future.result(120)
+        count, before = len(response.token_ids), len(prompt)
+        rollouts.append({
+            "sample_id": len(rollouts), "input_ids": [*prompt, *response.token_ids],
+            "token_mask": [False] * before + [True] * count, "logprobs": [0.0] * before + response.logprobs,
+            "weight_versions": response.weight_versions,
+        })  # fmt: skip
+    left = generation.servers
+    generation.close()
+    policy.export_hf(destination)
+    policy.shutdown()
+    return rollouts, left
+
+
+def test_weights_change_between_two_tokens_of_a_response(root, urls, tmp_path):
+    one = urls.split(",")[0].rstrip("]") + "]"
+    options = (one, "grpo.max_new_tokens=80", "grpo.generation_batch_size=8", "optimizer.lr=0.01")
+    results = run_processes(
+        answer_while_weights_change, config_of(root, *options), tmp_path / "after", world_size=2, timeout=START_SECONDS
+    )
+    rollouts = [rollout for of_rank, _ in results for rollout in of_rank]
+    assert len(rollouts) == 60 and len(results[0][1]) == 1, "no server is dropped"
+    found = [tuple(version for version, _ in rollout["weight_versions"]) for rollout in rollouts]
+    assert {(0,), (0, 1), (1,)} <= set(found), found
+    check_versions(rollouts, {0: root / "model", 1: tmp_path / "after"})
+
+
+def check_versions(rollouts, weights):
+    """Log-probabilities of responses' tokens, each under the weights of its version, by transformers."""
+    models = {
+        version: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for version, path in weights.items()
+    }
+    for rollout in rollouts:
+        ids, temperature = torch.tensor(rollout["input_ids"]), 0.8
+        with torch.no_grad():
+            rows = {
+                version: (models[version](ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+                for version in {version for version, _ in rollout["weight_versions"]}
+            }
+        versions = iter(version for version, count in rollout["weight_versions"] for _ in range(count))
+        for at, (token, is_response) in enumerate(zip(rollout["input_ids"], rollout["token_mask"], strict=True)):
+            if is_response:
+                expected = rows[next(versions)][at - 1, token].item()
+                assert rollout["logprobs"][at] == pytest.approx(expected, abs=10 * CLOSE), (rollout["sample_id"], at)
+        assert next(versions, None) is None
 
 
 def test_a_mismatch_ends_the_run(root, urls):

@@ -24,7 +24,10 @@ from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerP
 from mcore_rl.models.generation.vllm_generation import wait_until_ready
 from mcore_rl.models.generation.vllm_service import VLLMService, server_command
 
-GROUPS = [[Request((7, group), 5, seed=10 * group + row) for row in range(1 + group % 4)] for group in range(9)]
+GROUPS = [
+    [Request((7, group), 5, seed=10 * group + row, priority=group, group=(group,)) for row in range(1 + group % 4)]
+    for group in range(9)
+]
 PARAMS = SamplingParams(5, temperature=0.7, top_p=0.9, stop_token_ids=(1, 2), stop_strings=("!",), seed=3)
 
 
@@ -57,7 +60,7 @@ class Stub(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def pool_of(*behaviours, connections=3):
+def pool_of(*behaviours, connections=3, seconds=20.0):
     """A pool of stubs, their requests, and what it says of those that it drops."""
     stubs, dropped = [], {}
     for behave in behaviours:
@@ -66,9 +69,13 @@ def pool_of(*behaviours, connections=3):
         threading.Thread(target=stub.serve_forever, args=(0.05,), daemon=True).start()
         stubs.append(stub)
     urls = [f"http://127.0.0.1:{stub.server_port}" for stub in stubs]
+    pool = ServerPool([VLLMServer(url, connections) for url in urls], dropped.__setitem__, seconds)
+    pool.announce("a.3", 3)
+    pool.settle(urls)
     try:
-        yield ServerPool([VLLMServer(url, connections) for url in urls], dropped.__setitem__), stubs, dropped
+        yield pool, stubs, dropped
     finally:
+        pool.close()
         for stub in stubs:
             stub.shutdown()
             stub.server_close()
@@ -78,12 +85,17 @@ def well(_):
     time.sleep(0.02)
 
 
-def check_all_answered(pool, seconds=20.0):
-    responses = pool.generate(GROUPS, PARAMS, "a.3", seconds)
+def ask_all(pool):
+    asked = [[pool.submit(request, PARAMS) for request in group] for group in GROUPS]
+    return [[future.result(60) for future in group] for group in asked]
+
+
+def check_all_answered(pool):
+    responses = ask_all(pool)
     for group, answers in zip(GROUPS, responses, strict=True):
         assert [r.token_ids for r in answers] == [[request.token_ids[-1], request.seed] for request in group]
         assert [r.ended for r in answers] == [bool(request.seed % 2) for request in group]
-        assert all(r.logprobs == [-0.25, -0.5] for r in answers)
+        assert all(r.logprobs == [-0.25, -0.5] and r.weight_versions == [(3, 2)] for r in answers)
 
 
 def test_requests_are_spread_and_say_how_to_sample():
@@ -111,7 +123,10 @@ FAILURES = {
     "engine dead": (lambda n: (500, {}) if n > 1 else well(n), "status 500: told so"),
     "hangs": (lambda n: time.sleep(30) if n > 1 else well(n), "took too long"),
     "other weights": (
-        lambda n: (200, {"weight_versions": [{"version": "a.2"}, {"version": "a.3"}]}),
+        lambda n: (
+            200,
+            {"weight_versions": [{"version": v, "start": i, "end": i + 1} for i, v in enumerate(("a.2", "a.3"))]},
+        ),
         "has the weights of version a.2/a.3, not a.3",
     ),
     "aborted": (lambda n: (200, {"finish_reason": "abort"}), "was ended by others"),
@@ -120,8 +135,8 @@ FAILURES = {
 
 @pytest.mark.parametrize(("behave", "reason"), FAILURES.values(), ids=FAILURES)
 def test_what_a_failed_server_was_asked_is_asked_of_another(behave, reason):
-    with pool_of(behave, well) as (pool, stubs, dropped):
-        check_all_answered(pool, seconds=1.0)
+    with pool_of(behave, well, seconds=1.0) as (pool, stubs, dropped):
+        check_all_answered(pool)
         assert list(dropped) == [f"http://127.0.0.1:{stubs[0].server_port}"]
         assert reason in dropped[f"http://127.0.0.1:{stubs[0].server_port}"]
         before = len(stubs[0].asked)
@@ -134,14 +149,14 @@ def test_none_left_is_told_in_one_line():
         with pytest.raises(
             TrainingError, match=r"^no vLLM server is left; the last one's failure: http://\S+: [^\n]+$"
         ):
-            pool.generate(GROUPS, PARAMS, "a.3", 5.0)
+            ask_all(pool)
         assert len(dropped) == 2
 
 
 def test_a_wrong_request_is_nobody_elses():
     with pool_of(lambda n: (400, {})) as (pool, _, dropped):
         with pytest.raises(TrainingError, match="refuses what it is asked: told so"):
-            pool.generate(GROUPS, PARAMS, "a.3", 5.0)
+            ask_all(pool)
         assert dropped == {}
 
 
@@ -150,6 +165,45 @@ def test_nobody_listens():
     with pytest.raises(ServerError, match="does not answer"):
         VLLMServer("http://127.0.0.1:9", 1).get("/health", 5.0)
     assert time.monotonic() - started < 5
+
+
+def test_weights_may_change_while_a_server_answers():
+    """Each token is of the weights that the server says; ones older than those at its beginning are a failure."""
+    changing, asked = threading.Event(), threading.Event()
+
+    def behave(n):
+        asked.set()
+        assert changing.wait(20)
+        spans = [("a.3", 0, 1), ("a.4", 1, 2)]
+        return 200, {"weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans]}
+
+    with pool_of(behave) as (pool, _, dropped):
+        first = pool.submit(GROUPS[0][0], PARAMS)
+        assert asked.wait(20)
+        pool.announce("a.4", 4)
+        pool.settle(list(pool.servers))
+        changing.set()
+        assert first.result(20).weight_versions == [(3, 1), (4, 1)]
+        with pytest.raises(TrainingError, match=r"has the weights of version a.3/a.4, not a.4"):
+            pool.submit(GROUPS[0][0], PARAMS).result(20)
+        assert len(dropped) == 1
+        with pytest.raises(TrainingError, match="no vLLM server is left"):
+            pool.submit(GROUPS[0][0], PARAMS).result(20)
+
+
+def test_the_lowest_priority_is_served_first_and_what_nobody_wants_is_not_asked():
+    free = threading.Event()
+    with pool_of(lambda n: free.wait(20) and None, connections=1) as (pool, stubs, _):
+        requests = [Request((7, p), 5, seed=p, priority=p, group=(p,)) for p in (5, 3, 9, 1, 7)]
+        futures = [pool.submit(requests[0], PARAMS)]
+        deadline = time.monotonic() + 20
+        while not stubs[0].asked and time.monotonic() < deadline:
+            time.sleep(0.01)
+        futures += [pool.submit(request, PARAMS) for request in requests[1:]]
+        assert futures[4].cancel()
+        free.set()
+        assert [future.result(20).token_ids for future in futures[:4]] == [[5, 5], [3, 3], [9, 9], [1, 1]]
+        assert [body["token_ids"][1] for body in stubs[0].asked] == [5, 1, 3, 9]
 
 
 # ------------------------------------------------------------------ processes

@@ -13,36 +13,26 @@ import torch
 
 from mcore_rl import launch_environment, watchdog
 from mcore_rl.algorithms.advantages import advantages_of, has_signal
+from mcore_rl.algorithms.collection import RolloutCollector, rollout_metrics, staleness_metrics
 from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, calculate_kl
 from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
 from mcore_rl.algorithms.metrics import speaker
-from mcore_rl.algorithms.rollouts import (
-    REPLAYED_OPTIONS,
-    Rollout,
-    RolloutWorker,
-    check_record,
-    hash_of_weights,
-    read_recording,
-    recorded_by,
-    recorded_step,
-    to_batch,
-)
+from mcore_rl.algorithms.recordings import REPLAYED_OPTIONS, check_record, read_recording, recorded_by
+from mcore_rl.algorithms.rollouts import Conversation, Rollout, RolloutWorker, to_batch
 from mcore_rl.algorithms.step_log import StepLog
 from mcore_rl.algorithms.training import TrainingRun
 from mcore_rl.config import DataConfig, GRPOConfig
-from mcore_rl.data.batches import SampleOrder
 from mcore_rl.data.chat import check_keeps_turns
 from mcore_rl.data.progress import Say
 from mcore_rl.data.prompts import PromptDataset, load_prompt_dataset
 from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.environments.interfaces import Environment
+from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment
 from mcore_rl.environments.judged import JudgedEnvironment, probe
 from mcore_rl.environments.reward_model import RewardModelEnvironment, check_reward_model
 from mcore_rl.errors import TrainingError
 from mcore_rl.models.generation.backends import generation_of
-from mcore_rl.models.megatron.weights import export_hf_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.preflight import find_checkpoints, is_restart
 from mcore_rl.run_directory import JUDGE_LOG
@@ -52,8 +42,6 @@ FIRST_STEP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
 PROBED_RECORDS = 4
 """A judge may refuse an odd record; one that fails on all of these is wrong."""
-
-SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", *REPLAYED_OPTIONS}
 
 
 def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | None = None) -> None:
@@ -71,11 +59,12 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
     updates = steps * config.grpo.num_updates_per_rollout
     policy = MegatronPolicy(config, updates, keep_reference=config.loss.reference_policy_kl_penalty > 0)
     with contextlib.ExitStack() as started:
-        environment = environment_of(config, policy.is_writer)
+        environment = environment_of(config, policy)
         if environment is not None:
             started.callback(environment.close)
         worker = rollout_worker(config, inputs, policy, environment)
         started.callback(worker.generation.close)
+        started.callback(worker.close)
         GRPORun(config, inputs, policy, worker, StepLog(record) if record else None, recorded).run()
     policy.shutdown()
 
@@ -87,7 +76,7 @@ def _checked_inputs(
 
     def load_dataset(source: str, tokenizer: Any, data: DataConfig, say: Say, cache: TokenCache) -> PromptDataset:
         # The judges of this package compare with a text of the answer, which null has as well.
-        valued = () if config.environment.name in ("function", "reward_model") else ("answer",)
+        valued = ("answer",) if config.environment.compares else ()
         return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length, say, valued, cache)
 
     inputs = load_inputs(config, load_dataset, rows_per_unit=1)
@@ -102,32 +91,36 @@ def _checked_inputs(
         required = {**config.grpo.model_dump(include=REPLAYED_OPTIONS), "data": inputs.train.fingerprint}
         recorded = read_recording(replay, steps, required, config.model.moe_router_replay)
     elif launch_environment.rank() == 0 and config.environment.name != "reward_model":
-        first = prompts[:PROBED_RECORDS]
-        logs, records = [prompt.message_log for prompt in first], [prompt.record for prompt in first]
-        probe(config.environment, logs, records, config.parallel.timeout_seconds / 2)
+        first = [Conversation(Rollout.begin(0, 0, prompt), prompt).sample for prompt in prompts[:PROBED_RECORDS]]
+        probe(config.environment, first, config.parallel.timeout_seconds / 2)
     if record:
         goes_on = bool(find_checkpoints(config)[0]) or is_restart(config.output_dir)
         check_record(record, recorded_by(config, inputs.train.fingerprint), goes_on)
     return claim_output(config, inputs), recorded
 
 
-def environment_of(config: GRPOConfig, is_writer: bool) -> Environment | None:
+def environment_of(config: GRPOConfig, policy: MegatronPolicy) -> Environment | CollectiveEnvironment | None:
     """Who judges, on the ranks that have a part in it."""
     if config.environment.name == "reward_model":
         judge = RewardModelEnvironment(config)
-        speaker(is_writer)(f"reward model: {judge.model.describe()}")
+        speaker(policy.is_writer)(f"reward model: {judge.model.describe()}")
         return judge
-    return JudgedEnvironment(config.environment, config.output_dir / JUDGE_LOG) if is_writer else None
+    if policy.topology.leads_replica:
+        return JudgedEnvironment(config.environment, config.output_dir / JUDGE_LOG)
+    return None
 
 
 def rollout_worker(
-    config: GRPOConfig, inputs: Inputs[PromptDataset], policy: MegatronPolicy, environment: Environment | None
+    config: GRPOConfig,
+    inputs: Inputs[PromptDataset],
+    policy: MegatronPolicy,
+    environment: Environment | CollectiveEnvironment | None,
 ) -> RolloutWorker:
     """Generation with the policy's weights, as the configuration says."""
-    tokenizer = inputs.tokenizer
+    tokenizer, topology = inputs.tokenizer, policy.topology
     generation = generation_of(config, policy, tokenizer, speaker(policy.is_writer))
     meeting_seconds = min(5.0, config.parallel.timeout_seconds / 4)
-    return RolloutWorker(generation, environment, tokenizer, config.environment.max_turns, meeting_seconds)
+    return RolloutWorker(generation, environment, tokenizer, config.environment.max_turns, meeting_seconds, topology)
 
 
 @dataclass
@@ -148,7 +141,16 @@ class GRPORun(TrainingRun[PromptDataset]):
     """Of the run, which this process goes on with."""
 
     def __post_init__(self) -> None:
-        self.samples = StepLog(self.config.output_dir / "samples.jsonl")
+        self.collector = RolloutCollector(
+            self.config,
+            self.inputs,
+            self.policy,
+            self.worker,
+            self.say,
+            self.total_steps,
+            self.recording,
+            self.recorded,
+        )
         # The sampler's log-probabilities are the policy's own where the policy samples, in the precision that it is
         # trained in, from all tokens; then the only update on them is on-policy and needs no others.
         grpo, own = self.config.grpo, self.recorded is None and self.config.generation.backend == "megatron"
@@ -183,9 +185,12 @@ class GRPORun(TrainingRun[PromptDataset]):
         started = time.perf_counter()
         self.seconds = {}
         with self._sampling(step, "generation", weight_version=step - 1):
-            rollouts = self._collect(step)
+            rollouts, asked = self.collector.collect(step, self.consumed_samples)
+        self.consumed_samples += asked
         rewards = torch.tensor([r.reward for r in rollouts]).view(-1, self.config.grpo.num_generations_per_prompt)
         metrics = rollout_metrics(rollouts)
+        if self.config.grpo.max_staleness:
+            metrics |= staleness_metrics(rollouts, version=step - 1)
         self._check_judged(step, rollouts)
         rewards = self._shaped(rewards, rollouts)
         if nothing := self._nothing_to_learn(rewards, rollouts):
@@ -212,54 +217,6 @@ class GRPORun(TrainingRun[PromptDataset]):
                 f"step {step}: no sample could be judged in {self.failed_steps} "
                 f"{'step' if self.failed_steps == 1 else 'steps on end'}; the last error: {rollouts[-1].error}"
             )
-
-    def _collect(self, step: int) -> list[Rollout]:
-        """The step's groups: recorded ones, or new ones, those without signal replaced if so configured."""
-        if self.recorded is not None:
-            self.consumed_samples += self.config.grpo.num_prompts_per_step
-            return self.recorded[step]
-        grpo, size = self.config.grpo, self.config.grpo.num_generations_per_prompt
-        kept: list[Rollout] = []
-        for round_ in range(grpo.dynamic_sampling_rounds):
-            wanted = grpo.num_prompts_per_step - len(kept) // size
-            new = self._generate(wanted)
-            groups = [new[i : i + size] for i in range(0, len(new), size)]
-            signal = has_signal(torch.tensor([[r.reward for r in group] for group in groups])).tolist()
-            last = round_ == grpo.dynamic_sampling_rounds - 1
-            everything = grpo.dynamic_sampling_rounds == 1 or (last and not kept and not any(signal))
-            kept += [r for group, good in zip(groups, signal, strict=True) if good or everything for r in group]
-            if len(kept) == grpo.num_prompts_per_step * size:
-                break
-        if errors := [r.error for r in kept if r.error is not None]:
-            self.say(f"step {step}: {len(errors)} samples could not be judged and count as failed; first: {errors[0]}")
-        self._write_samples(step, kept)
-        return kept
-
-    def _generate(self, num_prompts: int) -> list[Rollout]:
-        """All responses to the next prompts."""
-        size, first = self.config.grpo.num_generations_per_prompt, self.consumed_samples
-        indices = SampleOrder(len(self.inputs.train), self.config.seed).indices(first, num_prompts)
-        prompts = [(i, self.inputs.train.prompts[i]) for i in indices for _ in range(size)]
-        self.consumed_samples += num_prompts
-        return self.worker.run(prompts, range(first * size, (first + num_prompts) * size))
-
-    def _write_samples(self, step: int, rollouts: list[Rollout]) -> None:
-        weights = hash_of_weights(export_hf_weights(self.policy.model)) if self.recording else ""
-        if not self.policy.is_writer:
-            return
-        if self.recording:
-            sampling = self.config.grpo.model_dump(include=SAMPLING_OPTIONS)
-            sampling |= recorded_by(self.config, self.inputs.train.fingerprint)
-            self.recording.append(step, recorded_step(weights, sampling, rollouts))
-        count = min(self.config.grpo.num_logged_samples, len(rollouts))
-        logged = [rollouts[i * len(rollouts) // count] for i in range(count)]  # of as many prompts as there are
-        self.samples.append(
-            step,
-            *(
-                {"reward": r.reward, "messages": r.message_log, "error": r.error, "weight_version": r.weight_version}
-                for r in logged
-            ),
-        )
 
     def _shaped(self, rewards: torch.Tensor, rollouts: list[Rollout]) -> torch.Tensor:
         """Rewards with the penalty on responses near the limit, if there is one."""
@@ -343,12 +300,12 @@ class GRPORun(TrainingRun[PromptDataset]):
         with self._phase(step, "refit"):
             if self.recorded is None or name == "validation":
                 self.worker.prepare(weight_version)
-        with self._phase(step, name):
+        with self._phase(step, name, f"{name}, answers and their judging"):
             yield
         self.worker.finish()
 
-    def _phase(self, step: int, name: str) -> _Timer:
-        watchdog.enter(f"step {step}: {name}")
+    def _phase(self, step: int, name: str, doing: str | None = None) -> _Timer:
+        watchdog.enter(f"step {step}: {doing or name}")
         return _Timer(self.seconds, name)
 
     def _timings(self, rollouts: list[Rollout], started: float, updates: int) -> dict[str, float]:
@@ -387,20 +344,3 @@ class _Timer:
 
     def __exit__(self, *error: object) -> None:
         self.seconds[self.name] = self.seconds.get(self.name, 0.0) + time.perf_counter() - self.started
-
-
-def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """What rewards and responses look like; accuracy is the share of samples with a positive reward."""
-    rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
-    lengths = torch.tensor([r.response_length for r in rollouts], dtype=torch.float64)
-    return {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std(unbiased=False)),
-        "accuracy": float((rewards > 0).double().mean()),
-        "response_length_mean": float(lengths.mean()),
-        "response_length_max": float(lengths.max()),
-        "truncated_fraction": sum(r.truncated for r in rollouts) / len(rollouts),
-        "turns_mean": sum(r.turns for r in rollouts) / len(rollouts),
-        "failed_fraction": sum(r.error is not None for r in rollouts) / len(rollouts),
-        "num_samples": float(len(rollouts)),
-    }

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 
-from mcore_rl.algorithms.step_log import read_step_log
-from mcore_rl.config import TrainingConfig
 from mcore_rl.data.chat import tokens_between
 from mcore_rl.data.prompts import Prompt
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.collectives import share_outcome
-from mcore_rl.environments.interfaces import Environment, MessageLog, Step
-from mcore_rl.errors import UserError
-from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface
+from mcore_rl.distributed.collectives import gather_objects, gather_outcomes
+from mcore_rl.distributed.topology import Topology
+from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment, MessageLog, Sample, Step
+from mcore_rl.models.generation.interfaces import (
+    GenerationDatumSpec,
+    GenerationInterface,
+    Response,
+    StreamingGeneration,
+)
+
+T = TypeVar("T")
+
+CLOSE_SECONDS = 10.0
 
 
 @dataclass
@@ -31,7 +39,6 @@ class Rollout:
         log-probabilities.
     truncated: the last response ran into the limit of new tokens.
     error: why it could not be judged, if so.
-    weight_version: of the weights that answered: updates since the run's start, in steps.
     """
 
     prompt: int
@@ -47,7 +54,11 @@ class Rollout:
     response_lengths: list[int] = field(default_factory=list)
     """Tokens of each response."""
     error: str | None = None
-    weight_version: int = 0
+    rewards: dict[str, float] = field(default_factory=dict)
+    """What the reward is the weighted sum of, by name."""
+    weight_versions: list[tuple[int, int]] = field(default_factory=list)
+    """(version, tokens) of the responses' tokens in their order: which weights they were drawn by. A version is the
+    number of steps that were trained."""
     message_log: MessageLog = field(default_factory=list)
     routed_experts: list[Any] | None = None
     """[tokens, layers, topk] the experts of its tokens, if they are to be replayed."""
@@ -72,6 +83,11 @@ class Rollout:
         self.logprobs += logprobs
 
     @property
+    def weight_version(self) -> int:
+        """Of the oldest weights that it has a token from."""
+        return min((version for version, _ in self.weight_versions), default=0)
+
+    @property
     def response_length(self) -> int:
         """Tokens of all responses."""
         return sum(self.token_mask)
@@ -82,25 +98,80 @@ class Rollout:
         return max(self.response_lengths, default=self.response_length)
 
 
+@dataclass
+class Conversation:
+    """A rollout on its way, and what is needed to go on with it."""
+
+    rollout: Rollout
+    prompt: Prompt
+
+    @property
+    def sample(self) -> Sample:
+        """For whoever judges its last response."""
+        log, start = self.prompt.message_log, len(self.prompt.input_ids)
+        is_text = isinstance(self.prompt.content, str)
+        return Sample(self.rollout.message_log, self.prompt.record, len(log), is_text, self.rollout.input_ids[start:])
+
+    def respond(self, response: Response, tokenizer: Any) -> None:
+        rollout = self.rollout
+        rollout.add_response(response.token_ids, response.logprobs)
+        rollout.weight_versions = [*rollout.weight_versions, *response.weight_versions]
+        rollout.truncated, rollout.turns = not response.ended, rollout.turns + 1
+        text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
+        rollout.message_log = [*rollout.message_log, {"role": "assistant", "content": text}]
+
+    def goes_on(self, step: Step, tokenizer: Any, max_turns: int, max_sequence_length: int) -> bool:
+        """Take the reward; True if there is an observation, and room, for another turn."""
+        rollout = self.rollout
+        rollout.reward += step.reward
+        rollout.rewards = rollout.rewards | {
+            name: rollout.rewards.get(name, 0.0) + reward for name, reward in step.rewards.items()
+        }
+        rollout.error = rollout.error or step.error
+        if step.done or step.error or step.observation is None or rollout.turns >= max_turns:
+            return False
+        observed = self._observed(step.observation, tokenizer)
+        if len(rollout.input_ids) + len(observed) >= max_sequence_length:
+            return False
+        rollout.add_observation(observed)
+        rollout.message_log = [*rollout.message_log, {"role": "user", "content": step.observation}]
+        return True
+
+    def _observed(self, observation: str, tokenizer: Any) -> list[int]:
+        """Tokens between the last response and the next: a plain text goes on as plain text."""
+        if isinstance(self.prompt.content, str):
+            return list(tokenizer(observation, add_special_tokens=False)["input_ids"])
+        return tokens_between(tokenizer, self.rollout.message_log[:-1], observation, self.rollout.input_ids)
+
+
 class RolloutWorker:
-    """Lets the policy answer prompts in an environment, which all ranks run, or rank 0 alone. Every call is collective.
+    """Lets the policy answer prompts in an environment. All but `begin` and `close` is collective.
+
+    Where a generation engine gives responses one by one, the first rank of each data-parallel replica leads the
+    conversations of the replica's own prompts, each as far as it has come, beside whatever else the rank does.
+    Otherwise all ranks generate all responses of a turn together, which then are judged, each by its own replica.
 
     Args:
-        meeting_seconds: how often ranks meet while rank 0 judges: well below the timeout of collectives.
+        environment: of the first rank of each replica, or a collective one of every rank.
+        meeting_seconds: how often ranks meet while some judge: well below the timeout of collectives.
     """
 
     def __init__(
         self,
         generation: GenerationInterface,
-        environment: Environment | None,
+        environment: Environment | CollectiveEnvironment | None,
         tokenizer: Any,
         max_turns: int,
         meeting_seconds: float = 5.0,
+        topology: Topology = Topology(),  # noqa: B008 (frozen)
     ) -> None:
-        self.generation, self.environment, self.tokenizer = generation, environment, tokenizer
+        self.generation, self.tokenizer, self.topology = generation, tokenizer, topology
         self.max_turns, self.meeting_seconds = max_turns, meeting_seconds
-        self._beside = ThreadPoolExecutor(1, "judging")
+        self.judges_together = hasattr(environment, "step")
+        self.environment: Any = environment
         self.weight_version = 0
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="conversations", daemon=True).start()
 
     def prepare(self, weight_version: int) -> None:
         """Let the weights of the policy, whose number this is, answer from now on."""
@@ -111,26 +182,68 @@ class RolloutWorker:
         """Nothing is asked until `prepare`."""
         self.generation.finish_generation()
 
+    def close(self) -> None:
+        """Nothing is asked or judged any more."""
+        wait([asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)], CLOSE_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    # ------------------------------------------------------------ conversations
+
     def run(
         self, prompts: Sequence[tuple[int, Prompt]], sample_ids: Sequence[int], greedy: bool = False
     ) -> list[Rollout]:
         """One conversation for each (index, prompt); `sample_ids` tell them apart."""
-        rollouts = [
-            Rollout.begin(index, sample_id, prompt)
-            for (index, prompt), sample_id in zip(prompts, sample_ids, strict=True)
-        ]
-        records = [prompt.record for _, prompt in prompts]
-        plain = [isinstance(prompt.content, str) for _, prompt in prompts]
-        going = list(range(len(rollouts)))
-        while going:
-            self._respond([rollouts[i] for i in going], greedy)
-            steps = self._judge([rollouts[i].message_log for i in going], [records[i] for i in going])
-            going = [
-                i for i, step in zip(going, steps, strict=True) if self._goes_on(rollouts[i], step, plain=plain[i])
-            ]
-        return rollouts
+        if self.streams:
+            return self.collect(self.begin(prompts, sample_ids, greedy))
+        conversations = _conversations(prompts, sample_ids)
+        self._in_lockstep(conversations, greedy)
+        return [conversation.rollout for conversation in conversations]
 
-    def _respond(self, rollouts: list[Rollout], greedy: bool) -> None:
+    @property
+    def streams(self) -> bool:
+        """Whether conversations can be begun now and collected later."""
+        return isinstance(self.generation, StreamingGeneration) and not self.judges_together
+
+    def begin(self, prompts: Sequence[tuple[int, Prompt]], sample_ids: Sequence[int], greedy: bool = False) -> Begun:
+        """As `run`, of which `collect` is the end: the conversations of this rank's replica go on meanwhile.
+
+        Those of a prompt are of one replica, the prompts in turn of one and the other.
+        """
+        replicas, conversations = self.topology.data.size, _conversations(prompts, sample_ids)
+        groups = groupby(conversations, key=lambda conversation: conversation.rollout.prompt)
+        owners = [number % replicas for number, (_, group) in enumerate(groups) for _ in group]
+        own = [c for c, owner in zip(conversations, owners, strict=True) if owner == self.topology.data.rank]
+        work = asyncio.run_coroutine_threadsafe(self._lead_all(own, greedy), self._loop) if self._leads else None
+        return Begun(owners, work)
+
+    def collect(self, begun: Begun) -> list[Rollout]:
+        """The rollouts of what was begun, from all replicas, in the order of their prompts."""
+        return self._in_turn(begun.owners, begun.work)
+
+    async def _lead_all(self, conversations: Sequence[Conversation], greedy: bool) -> list[Rollout]:
+        return await asyncio.gather(*(self._lead(conversation, greedy) for conversation in conversations))
+
+    async def _lead(self, conversation: Conversation, greedy: bool) -> Rollout:
+        """One conversation from its prompt to its end."""
+        assert isinstance(self.generation, StreamingGeneration)
+        while True:
+            rollout, group = conversation.rollout, conversation.prompt.input_ids
+            asked = self.generation.submit(tuple(rollout.input_ids), rollout.sample_id, group, greedy)
+            conversation.respond(await asyncio.wrap_future(asked), self.tokenizer)
+            step = await asyncio.wrap_future(self.environment.submit(conversation.sample))
+            if not self._goes_on(conversation, step):
+                return rollout
+
+    def _in_lockstep(self, conversations: Sequence[Conversation], greedy: bool) -> None:
+        """All turn by turn."""
+        going = list(conversations)
+        while going:
+            self._respond(going, greedy)
+            steps = self._judge([conversation.sample for conversation in going])
+            going = [c for c, step in zip(going, steps, strict=True) if self._goes_on(c, step)]
+
+    def _respond(self, conversations: Sequence[Conversation], greedy: bool) -> None:
+        rollouts = [conversation.rollout for conversation in conversations]
         lengths = [len(r.input_ids) for r in rollouts]
         data: BatchedDataDict[GenerationDatumSpec] = BatchedDataDict(
             input_ids=_padded([r.input_ids for r in rollouts], torch.long),
@@ -139,45 +252,68 @@ class RolloutWorker:
         )
         out = self.generation.generate(data, greedy)
         ends, truncated = out["unpadded_sequence_lengths"].tolist(), out["truncated"].tolist()
-        for row, rollout in enumerate(rollouts):
+        for row, conversation in enumerate(conversations):
             response = slice(lengths[row], ends[row])
-            tokens = out["output_ids"][row, response].tolist()
-            rollout.add_response(tokens, out["logprobs"][row, response].tolist())
-            rollout.truncated, rollout.turns = truncated[row], rollout.turns + 1
-            rollout.weight_version = self.weight_version
+            tokens, logprobs = out["output_ids"][row, response].tolist(), out["logprobs"][row, response].tolist()
+            versions = [(self.weight_version, len(tokens))]
+            conversation.respond(Response(tokens, logprobs, not truncated[row], versions), self.tokenizer)
             if "routed_experts" in out:
-                rollout.routed_experts = out["routed_experts"][row, : ends[row]].tolist()
-            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-            rollout.message_log = [*rollout.message_log, {"role": "assistant", "content": text}]
+                conversation.rollout.routed_experts = out["routed_experts"][row, : ends[row]].tolist()
 
-    def _judge(self, logs: list[MessageLog], records: list[dict[str, Any]]) -> list[Step]:
-        """All ranks judge together; or rank 0 beside, however long it takes, and the ranks meet often enough for no
-        collective to time out."""
+    def _judge(self, samples: Sequence[Sample]) -> list[Step]:
+        """Each replica judges its own beside, however long it takes; or all ranks judge all together."""
+        if self.judges_together:
+            steps: list[Step] = self.environment.step(samples)
+            return steps
+        replica, replicas = self.topology.data.rank, self.topology.data.size
+        owners = [number % replicas for number in range(len(samples))]
         judging = None
-        if self.environment is not None and getattr(self.environment, "on_every_rank", False):
-            return self.environment.step(logs, records)
-        if self.environment is not None:
-            judging = self._beside.submit(self.environment.step, logs, records)
-        return share_outcome(judging, self.meeting_seconds)
+        if self._leads:
+            judging = asyncio.run_coroutine_threadsafe(self._judge_all(samples[replica::replicas]), self._loop)
+        return self._in_turn(owners, judging)
 
-    def _goes_on(self, rollout: Rollout, step: Step, plain: bool) -> bool:
-        """Take the reward; True if there is an observation, and room, for another turn."""
-        rollout.reward += step.reward
-        rollout.error = rollout.error or step.error
-        if step.done or step.error or step.observation is None or rollout.turns >= self.max_turns:
-            return False
-        observed = self._observed(rollout, step.observation, plain)
-        if len(rollout.input_ids) + len(observed) >= self.generation.max_sequence_length:
-            return False
-        rollout.add_observation(observed)
-        rollout.message_log = [*rollout.message_log, {"role": "user", "content": step.observation}]
-        return True
+    async def _judge_all(self, samples: Sequence[Sample]) -> list[Step]:
+        return await asyncio.gather(*(asyncio.wrap_future(self.environment.submit(sample)) for sample in samples))
 
-    def _observed(self, rollout: Rollout, observation: str, plain: bool) -> list[int]:
-        """Tokens between the last response and the next: a plain text goes on as plain text."""
-        if plain:
-            return list(self.tokenizer(observation, add_special_tokens=False)["input_ids"])
-        return tokens_between(self.tokenizer, rollout.message_log[:-1], observation, rollout.input_ids)
+    def _goes_on(self, conversation: Conversation, step: Step) -> bool:
+        return conversation.goes_on(step, self.tokenizer, self.max_turns, self.generation.max_sequence_length)
+
+    # ------------------------------------------------------------ replicas
+
+    @property
+    def _leads(self) -> bool:
+        return self.topology.leads_replica
+
+    def _in_turn(self, owners: Sequence[int], work: Future[list[T]] | None) -> list[T]:
+        """The results of all replicas' work, whose owners in their order are these; of exceptions the first is raised.
+
+        The ranks meet often enough for no collective to time out.
+        """
+        outcomes, ranks = gather_outcomes(work, self.meeting_seconds), gather_objects(self.topology.data.rank)
+        of_replica = {rank: iter(results) for rank, results in zip(ranks, outcomes, strict=True) if results is not None}
+        return [next(of_replica[owner]) for owner in owners]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Conversations that go on beside. owners: the replica of each. work: of this rank's replica, if it leads it."""
+
+    owners: list[int]
+    work: Future[list[Rollout]] | None
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _conversations(prompts: Sequence[tuple[int, Prompt]], sample_ids: Sequence[int]) -> list[Conversation]:
+    return [
+        Conversation(Rollout.begin(index, sample_id, prompt), prompt)
+        for (index, prompt), sample_id in zip(prompts, sample_ids, strict=True)
+    ]
 
 
 def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> BatchedDataDict[Any]:
@@ -203,86 +339,3 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> BatchedDataDict[
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float = 0) -> torch.Tensor:
     tensors = [torch.tensor(row, dtype=dtype) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=padding)
-
-
-# ------------------------------------------------------------------ recordings
-
-
-REPLAYED_OPTIONS = {"temperature", "num_generations_per_prompt", "num_prompts_per_step"}
-"""Of the `grpo` section: what a replay must share with its recording."""
-
-
-def recorded_by(config: TrainingConfig, data: str) -> dict[str, Any]:
-    """What tells a recording's run from others; `data` is the fingerprint of its prompts."""
-    return {"output_dir": str(config.output_dir.resolve()), "seed": config.seed, "data": data}
-
-
-def check_record(path: Path, run: dict[str, Any], goes_on: bool) -> None:
-    """Refuse to record over a file, unless it is the recording of the run that goes on.
-
-    Args:
-        run: `recorded_by` it.
-
-    Raises:
-        UserError: what is wrong with the path.
-    """
-    if not path.parent.is_dir():
-        raise UserError(f"--record {path}: there is no directory {path.parent}")
-    if path.exists() and not goes_on:
-        raise UserError(f"--record {path}: exists already, and is not written over; name another file")
-    if path.exists():
-        try:
-            found = [entry["sampling"] for entry in read_step_log(path)]
-            others = [name for name in run if any(sampling.get(name) != run[name] for sampling in found)]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"--record {path}: is not a recording, and is not written over") from None
-        if others:
-            raise UserError(f"--record {path}: is of another run (other {', '.join(others)}), and is not written over")
-
-
-def recorded_step(weights: str, sampling: dict[str, Any], rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """A recording's entry: a step's rollouts, the options they were sampled with, and a hash of the weights."""
-    return {"weights": weights, "sampling": sampling, "rollouts": [asdict(r) for r in rollouts]}
-
-
-def read_recording(
-    path: Path, steps: int, required: dict[str, Any], replays_experts: bool = False
-) -> dict[int, list[Rollout]]:
-    """The rollouts of each recorded step.
-
-    Args:
-        replays_experts: whether tokens are sent to the experts that they went to while sampling.
-        required: sampling options that training on them depends on.
-
-    Raises:
-        UserError: no such file, not a recording, one of fewer than `steps` steps, or sampled otherwise.
-    """
-    try:
-        entries = {int(entry["step"]): entry for entry in read_step_log(path)}
-        recorded = {step: [Rollout(**r) for r in entry["rollouts"]] for step, entry in entries.items()}
-        found = {name: entry["sampling"][name] for entry in entries.values() for name in sorted(required)}
-    except OSError as error:
-        raise UserError(f"--replay {path}: cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--replay {path}: is not a recording of rollouts: {error}") from None
-    if missing := [step for step in range(1, steps + 1) if step not in recorded]:
-        raise UserError(f"--replay {path}: has no step {missing[0]} of the {steps} that are asked for")
-    with_experts = {r.routed_experts is not None for rollouts in recorded.values() for r in rollouts}
-    if with_experts - {replays_experts}:
-        has = "without" if replays_experts else "with"
-        raise UserError(f"--replay {path}: was recorded {has} experts; here model.moe_router_replay={replays_experts}")
-    for name, value in sorted(required.items()):
-        if found[name] != value:
-            if name == "data":
-                raise UserError(f"--replay {path}: was recorded on other prompts than those of data.train")
-            raise UserError(f"--replay {path}: was sampled with grpo.{name}={found[name]}; here it is {value}")
-    return recorded
-
-
-def hash_of_weights(tensors: Any) -> str:
-    """SHA-256 over (name, tensor) pairs in their order."""
-    digest = hashlib.sha256()
-    for name, tensor in tensors:
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

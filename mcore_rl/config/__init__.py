@@ -9,7 +9,6 @@ from mcore_rl.config.algorithms import (
     DistillationConfig,
     DPOAlgorithmConfig,
     DPOConfig,
-    EnvironmentConfig,
     GRPOAlgorithmConfig,
     GRPOConfig,
     KTOConfig,
@@ -17,6 +16,7 @@ from mcore_rl.config.algorithms import (
     RMConfig,
     SFTConfig,
 )
+from mcore_rl.config.environment import EnvironmentConfig
 from mcore_rl.config.fields import Section
 from mcore_rl.config.files import laid_over, read_yaml
 from mcore_rl.config.generation import GenerationConfig, VLLMConfig

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mcore_rl.config.fields import BelowOne, Count, Directory, NonNegative, Positive, Section, refuse_bool
+from mcore_rl.config.environment import EnvironmentConfig
+from mcore_rl.config.fields import BelowOne, Count, NonNegative, Positive, Section, refuse_bool
 from mcore_rl.config.generation import GenerationConfig
 from mcore_rl.config.sections import OptimizerConfig, TrainerConfig, TrainingConfig
 from mcore_rl.loss_options import Bounds, ClippedPGOptions, DistillationOptions, DPOOptions, KTOOptions
@@ -54,51 +54,6 @@ class DPOConfig(TrainingConfig):
         return 2  # chosen and rejected
 
 
-class EnvironmentConfig(Section):
-    """Who judges responses: see `mcore_rl.environments.judges`, and `reward_model` there."""
-
-    name: Literal["exact_match", "math", "try_again", "function", "reward_model"] = "exact_match"
-    """What judges responses."""
-    pattern: str | None = None
-    """exact_match, try_again: a regular expression whose first group, in its last match, is the answer."""
-    function: str | None = None
-    """function: `module:function`, called with (message_log, record); returns a reward or a Step."""
-    path: Directory | None = None
-    """reward_model: a directory that train_rm.py exported, or any sequence classifier of one label."""
-    format: Literal["chat", "text"] = "chat"
-    """reward_model: chat: it sees the conversation as its own chat template renders it; text: the texts, one after
-    the other, and an end token, as of plain prompts and completions."""
-    max_sequence_length: Positive | None = None
-    """reward_model: a conversation of more tokens of its own fails; twice data.max_sequence_length if not given."""
-    max_turns: Positive = 1
-    """Responses in a conversation at most."""
-    time_limit_seconds: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 10.0
-    """A sample whose judgement takes longer counts as failed."""
-    num_workers: Positive = 2
-    """Judging processes."""
-    max_failed_steps: Positive = 3
-    """So many steps on end in which no sample could be judged end the run."""
-
-    @model_validator(mode="after")
-    def _used(self) -> EnvironmentConfig:
-        if self.name != "function" and self.function is not None:
-            raise ValueError(f"function: goes with name=function alone, not with {self.name}")
-        if self.pattern is not None:
-            if self.name not in ("exact_match", "try_again"):
-                raise ValueError(f"pattern: goes with name=exact_match and try_again alone, not with {self.name}")
-            try:
-                re.compile(self.pattern)
-            except re.error as error:
-                raise ValueError(f"pattern: {self.pattern!r} is not a regular expression ({error})") from None
-        if (self.name == "reward_model") != (self.path is not None):
-            raise ValueError(f"path: goes with name=reward_model, which needs it (name={self.name}, path={self.path})")
-        if self.name != "reward_model" and (self.max_sequence_length is not None or self.format != "chat"):
-            raise ValueError(f"max_sequence_length, format: go with name=reward_model alone, not with {self.name}")
-        if self.max_turns > 1 and self.name in ("exact_match", "math", "reward_model"):
-            raise ValueError(f"max_turns: {self.name} ends every conversation after one response")
-        return self
-
-
 class GRPOAlgorithmConfig(Section):
     """Rollouts and what becomes of their rewards."""
 
@@ -137,6 +92,9 @@ class GRPOAlgorithmConfig(Section):
     """Optimizer steps on each step's rollouts."""
     dynamic_sampling_rounds: Positive = 1
     """More than 1: groups without signal are replaced by new prompts, in so many rounds at most (DAPO)."""
+    max_staleness: Count = 0
+    """Responses for so many further steps are generated while a step is trained; their weights are so many versions old
+    at most when they are trained on. More than 0 needs generation.backend=vllm (docs/rollouts.md)."""
     overlong_cache_length: Positive | None = None
     """Soft penalty on the last so many tokens before max_new_tokens (DAPO); none if not given."""
     mask_truncated: bool = False
@@ -236,14 +194,37 @@ class GRPOConfig(TrainingConfig):
             raise ValueError("loss.use_kl_in_reward: needs grpo.advantage_estimator=reinforce_plus_plus")
         if self.loss.force_on_policy_ratio and self.grpo.num_updates_per_rollout > 1:
             raise ValueError("loss.force_on_policy_ratio: is for a single update; grpo.num_updates_per_rollout is more")
-        function = self.environment.function
-        if self.environment.name == "function" and not re.fullmatch(r"[\w.]+:\w+", function or ""):
-            raise ValueError(f"environment.function: name the function, as module:function (got {function!r})")
         if self.model.moe_router_replay and self.generation.backend != "megatron":
             raise ValueError("model.moe_router_replay: needs generation.backend=megatron, which records the experts")
+        if self.grpo.max_staleness:
+            self._check_stale()
         if self.data.overlong != "drop":
             raise ValueError("data.overlong: prompts are never truncated, only dropped; leave it out")
         return self
+
+    def _check_stale(self) -> None:
+        """Raises ValueError for what does not go with samples of older weights."""
+        grpo, loss = self.grpo, self.loss
+        if self.generation.backend != "vllm":
+            raise ValueError("grpo.max_staleness: needs generation.backend=vllm, which answers while others train")
+        if self.environment.name == "reward_model":
+            raise ValueError(
+                "grpo.max_staleness: a reward model judges in the training processes; use another environment"
+            )
+        if grpo.dynamic_sampling_rounds > 1:
+            raise ValueError("grpo.max_staleness: which prompts a step takes must be known; no dynamic_sampling_rounds")
+        if not loss.use_importance_sampling_correction or loss.truncated_importance_sampling_ratio is None:
+            raise ValueError(
+                "grpo.max_staleness: samples are of older weights; set loss.use_importance_sampling_correction=true "
+                "and a loss.truncated_importance_sampling_ratio, such as 2"
+            )
+        if loss.force_on_policy_ratio:
+            raise ValueError("grpo.max_staleness: samples are of older weights; leave out loss.force_on_policy_ratio")
+        if self.generation.max_token_mult_prob_error is not None:
+            raise ValueError(
+                "grpo.max_staleness: samples are of older weights, which is no mismatch; leave out "
+                "generation.max_token_mult_prob_error"
+            )
 
 
 class KTOConfig(TrainingConfig):

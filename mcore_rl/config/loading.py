@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -93,7 +93,12 @@ def _explain_one(config_type: type[Section], problem: Any) -> str:
 def _fields_at(config_type: type[Section], sections: Sequence[str]) -> list[str]:
     kind: Any = config_type
     for section in sections:
+        if get_origin(kind) is dict:  # of sections, by names of the user's own
+            kind = get_args(kind)[1]
+            continue
         kind = kind.model_fields[section].annotation
         if type(None) in get_args(kind):  # a section that may be left out
             kind = next(part for part in get_args(kind) if part is not type(None))
+    if get_origin(kind) is dict:
+        return []
     return list(kind.model_fields) if hasattr(kind, "model_fields") else [f.name for f in dataclasses.fields(kind)]

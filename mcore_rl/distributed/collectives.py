@@ -59,6 +59,23 @@ def share_outcome(work: Future[T] | None, seconds: float) -> T:
             return result
 
 
+def gather_outcomes(work: Future[T] | None, seconds: float) -> list[T | None]:
+    """What each rank's `work` comes to, on every process, in rank order; None of those that have none.
+
+    They meet every `seconds`, as in `share_outcome`. Of exceptions the first rank's is raised, on all of them.
+    """
+    while True:
+        if work is not None:
+            wait([work], seconds)
+        if all(gather_objects(work is None or work.done())):
+            break
+    outcomes = gather_objects(None if work is None else (work.exception() or work.result(),))
+    for outcome in outcomes:
+        if outcome is not None and isinstance(outcome[0], BaseException):
+            raise outcome[0]
+    return [None if outcome is None else outcome[0] for outcome in outcomes]
+
+
 def all_gather(x: Shaped[Tensor, "*shape"], group: ProcessGroup | None) -> Shaped[Tensor, ranks * shape]:
     """[n, …] on each of P ranks → [P, n, …] in rank order on all of them. No gradient."""
     if group_size(group) == 1:

@@ -42,3 +42,8 @@ class Topology:
     @property
     def is_last_stage(self) -> bool:
         return self.pipeline.rank == self.pipeline.size - 1
+
+    @property
+    def leads_replica(self) -> bool:
+        """Whether this is the first rank of its data-parallel replica."""
+        return self.tensor.rank == self.pipeline.rank == self.context.rank == 0

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Message = dict[str, str]
 MessageLog = list[Message]
 """A conversation so far, the newest message last; a plain-text prompt is one message of the role `user`."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A response to judge.
+
+    message_log: the conversation that it ends.
+    record: its record of the data file, without the prompt (`answer` and whatever else it has).
+    num_prompt_messages: messages of the prompt, at the beginning of the conversation.
+    is_text: the prompt is a plain text, not messages.
+    completion_ids: tokens behind the prompt.
+    """
+
+    message_log: MessageLog
+    record: dict[str, Any]
+    num_prompt_messages: int = 1
+    is_text: bool = True
+    completion_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -19,28 +38,33 @@ class Step:
     done: whether the conversation ends here.
     observation: what the environment says next, if it goes on.
     error: why the sample could not be judged; it then counts as failed, with reward 0.
+    rewards: what the reward is the weighted sum of, by name; without those that do not apply.
     """
 
     reward: float = 0.0
     done: bool = True
     observation: str | None = None
     error: str | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
 
 
 class Environment(Protocol):
-    """Judges a batch of responses.
+    """Judges responses one by one, those of one data-parallel replica: its first rank has one."""
 
-    One with an attribute `on_every_rank` that is true is made on every rank, and all step together with the same
-    samples; any other is the first rank's.
-    """
+    def submit(self, sample: Sample) -> Future[Step]:
+        """Judge a response, beside; in the order of submission as far as there is room."""
+        ...
 
-    def step(self, message_logs: Sequence[MessageLog], records: Sequence[dict[str, Any]]) -> list[Step]:
-        """One step a sample.
+    def close(self) -> None:
+        """Release what it holds; what is being judged is not waited for."""
+        ...
 
-        Args:
-            message_logs: the conversations, each ending with the response to judge.
-            records: each sample's record of the data file (`answer` and whatever else it has).
-        """
+
+class CollectiveEnvironment(Protocol):
+    """Judges in the training processes: every rank has one, and all step together with the same samples."""
+
+    def step(self, samples: Sequence[Sample]) -> list[Step]:
+        """One step a sample."""
         ...
 
     def close(self) -> None:
@@ -51,4 +75,14 @@ class Environment(Protocol):
 class Judge(Protocol):
     """Judges one response; built-in judges are in `mcore_rl.environments.judges`."""
 
-    def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> float | Step: ...
+    def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> float | Step | Awaitable[float | Step]: ...
+
+
+class BatchJudge(Protocol):
+    """Judges several responses at a time.
+
+    Returns:
+        for each a reward, a Step, None if it does not apply, or the exception that it was met with.
+    """
+
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[float | Step | BaseException | None]: ...

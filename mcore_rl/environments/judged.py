@@ -6,24 +6,27 @@ import contextlib
 import json
 import math
 import os
-import selectors
+import select
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future, as_completed
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config import EnvironmentConfig
-from mcore_rl.environments.interfaces import MessageLog, Step
+from mcore_rl.environments.interfaces import Sample, Step
 from mcore_rl.errors import UserError
 
 START_SECONDS = 60.0
 
 
 class JudgedEnvironment:
-    """Hands samples to worker processes. One that raises, hangs or dies fails its own sample and no other.
+    """Hands samples to worker processes as they come. One that raises, hangs or dies fails its own sample and no other.
 
     Args:
         log: where what judges print goes; nowhere if not given.
@@ -34,76 +37,107 @@ class JudgedEnvironment:
 
     def __init__(self, config: EnvironmentConfig, log: Path | None = None) -> None:
         self.config = config
-        self.workers: list[_Worker] = []
+        self._waiting: deque[tuple[Sample, Future[Step]]] = deque()
+        self._changed, self._is_closed = threading.Condition(), False
+        self._workers: list[_Worker] = []
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             for _ in range(config.num_workers):
-                self.workers.append(_Worker(config, log))
+                self._workers.append(_Worker(config, log))
             undo.pop_all()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(worker,), name="judging", daemon=True)
+            for worker in self._workers
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def step(self, message_logs: Sequence[MessageLog], records: Sequence[dict[str, Any]]) -> list[Step]:
-        steps = dict(self.judged(message_logs, records))
-        return [steps[index] for index in range(len(message_logs))]
-
-    def judged(
-        self, message_logs: Sequence[MessageLog], records: Sequence[dict[str, Any]]
-    ) -> Iterator[tuple[int, Step]]:
-        """Each sample's number and step, as they come."""
-        samples = enumerate(zip(message_logs, records, strict=True))
-        waiting = deque((i, {"message_log": log, "record": record}) for i, (log, record) in samples)
-        idle, busy = list(self.workers), dict[_Worker, int]()
-        selector = selectors.DefaultSelector()
-        while waiting or busy:
-            while waiting and idle:
-                worker, (index, sample) = idle.pop(), waiting.popleft()
-                worker.restart_if_gone()
-                worker.send(sample, self.config.time_limit_seconds)
-                busy[worker] = index
-                selector.register(worker.answers, selectors.EVENT_READ, worker)
-            nearest = min(worker.deadline for worker in busy)
-            selector.select(max(0.0, nearest - time.monotonic()))
-            for worker in list(busy):
-                step = worker.poll()
-                if step is not None:
-                    selector.unregister(worker.answers)
-                    idle.append(worker)
-                    yield busy.pop(worker), step
+    def submit(self, sample: Sample) -> Future[Step]:
+        future: Future[Step] = Future()
+        with self._changed:
+            self._waiting.append((sample, future))
+            self._changed.notify()
+        return future
 
     def close(self) -> None:
-        for worker in self.workers:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for worker in self._workers:
+            worker.process.kill()  # whose thread then reads the end of its answers
+        for thread in getattr(self, "_threads", ()):
+            thread.join()
+        for worker in self._workers:
             worker.kill()
 
+    def _serve(self, worker: _Worker) -> None:
+        while batch := self._next_batch():
+            try:
+                steps = self._judge(worker, [sample for sample, _ in batch])
+            except Exception as error:  # the worker cannot be started again
+                for _, future in batch:
+                    future.set_exception(error)
+                continue
+            for (_, future), step in zip(batch, steps, strict=True):
+                future.set_result(step)
 
-def probe(
-    config: EnvironmentConfig,
-    message_logs: Sequence[MessageLog],
-    records: Sequence[dict[str, Any]],
-    seconds: float = math.inf,
-) -> None:
+    def _next_batch(self) -> list[tuple[Sample, Future[Step]]]:
+        """What waits, `batch_size` at most; empty at the end."""
+        with self._changed:
+            while True:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                if self._is_closed:
+                    return []
+                count = min(len(self._waiting), self.config.batch_size)
+                taken = [self._waiting.popleft() for _ in range(count)]
+                # Whoever asked may not want to know any more.
+                if batch := [entry for entry in taken if entry[1].set_running_or_notify_cancel()]:
+                    return batch
+
+    def _judge(self, worker: _Worker, samples: Sequence[Sample]) -> list[Step]:
+        """All at once; each alone if that fails, so that one fails no other."""
+        if self._is_closed:
+            return [Step(error="the environment is closed") for _ in samples]
+        worker.restart_if_gone()
+        answer = worker.ask(samples)
+        if isinstance(answer, list):
+            return answer
+        if len(samples) == 1:
+            return [Step(error=answer)]
+        return [step for sample in samples for step in self._judge(worker, [sample])]
+
+
+def probe(config: EnvironmentConfig, samples: Sequence[Sample], seconds: float = math.inf) -> None:
     """Judge answers to real prompts, the record's own `answer` if it has one, until one could be judged.
 
     Args:
+        samples: whose conversations are those of the prompts.
         seconds: that all judgements may take together.
 
     Raises:
         UserError: the judge cannot be made, or fails on all of them.
     """
-    workers = min(config.num_workers, len(records))
-    limit = min(config.time_limit_seconds, seconds / math.ceil(len(records) / workers))
-    environment = JudgedEnvironment(config.model_copy(update={"num_workers": workers, "time_limit_seconds": limit}))
-    answers = [{"role": "assistant", "content": str(record.get("answer", ""))} for record in records]
-    asked, errors = [[*log, answer] for log, answer in zip(message_logs, answers, strict=True)], dict[int, str]()
+    workers = min(config.num_workers, len(samples))
+    limit = min(config.time_limit_seconds, seconds / math.ceil(len(samples) / workers))
+    changes = {"num_workers": workers, "time_limit_seconds": limit, "batch_size": 1}
+    environment, errors = JudgedEnvironment(config.model_copy(update=changes)), dict[int, str]()
     with contextlib.closing(environment):
-        for index, step in environment.judged(asked, records):
-            if step.error is None:
+        judging = {environment.submit(_answered(sample)): index for index, sample in enumerate(samples)}
+        for future in as_completed(judging):
+            if (error := future.result().error) is None:
                 return
-            errors[index] = step.error
-    fields = ", ".join(sorted(records[0])) or "no field beside prompt"
+            errors[judging[future]] = error
+    fields = ", ".join(sorted(samples[0].record)) or "no field beside prompt"
     shortened = "; shortened for this trial, while other ranks wait" if limit < config.time_limit_seconds else ""
     raise UserError(
         f"environment.name={config.name}: an answer to a record of data.train cannot be judged: {errors[0]} "
         f"(the record has {fields}{shortened})"
     )
+
+
+def _answered(sample: Sample) -> Sample:
+    answer = {"role": "assistant", "content": str(sample.record.get("answer", ""))}
+    return replace(sample, message_log=[*sample.message_log, answer])
 
 
 class _Worker:
@@ -125,21 +159,22 @@ class _Worker:
         assert self.process.stdout is not None
         self.answers, self._partial, self.gone = self.process.stdout.fileno(), b"", False
         os.set_blocking(self.answers, False)
-        options = {"pattern": self.config.pattern, "function": self.config.function}
-        self._write({"judge": self.config.name, "options": options})
-        deadline = time.monotonic() + START_SECONDS
-        while (answer := self._read()) is None:
-            if self.gone or time.monotonic() > deadline:
-                answer = {"error": "its process did not start"}
-                break
-            time.sleep(0.01)
+        self._write(self.config.model_dump(mode="json"))
+        answer = self._wait(START_SECONDS) or {"error": "its process did not start"}
         if "error" in answer:
             self.kill()
             raise UserError(f"environment.{self.config.name}: {answer['error']}")
 
-    def send(self, sample: dict[str, Any], seconds: float) -> None:
-        self.deadline = time.monotonic() + seconds
-        self._write(sample)
+    def ask(self, samples: Sequence[Sample]) -> list[Step] | str:
+        """Steps of these samples, or why there are none."""
+        self._write({"samples": [asdict(sample) for sample in samples]})
+        answer = self._wait(self.config.time_limit_seconds)
+        if answer is None and self.gone:
+            return "the process that judged it died"
+        if answer is None:
+            self.kill()
+            return f"no answer within environment.time_limit_seconds={self.config.time_limit_seconds:g}"
+        return [Step(**step) for step in answer["steps"]] if "steps" in answer else str(answer["error"])
 
     def _write(self, value: dict[str, Any]) -> None:
         assert self.process.stdin is not None
@@ -149,16 +184,16 @@ class _Worker:
         except BrokenPipeError:
             self.gone = True
 
-    def poll(self) -> Step | None:
-        """The answer, or what became of the process; None while it thinks."""
-        if (answer := self._read()) is not None:
-            return Step(**answer)
-        if self.gone:
-            return Step(error="the process that judged it died")
-        if time.monotonic() > self.deadline:
-            self.kill()
-            return Step(error=f"no answer within environment.time_limit_seconds={self.config.time_limit_seconds:g}")
-        return None
+    def _wait(self, seconds: float) -> dict[str, Any] | None:
+        """The next answer; None if there is none within so many seconds, or the process is gone."""
+        deadline, poll = time.monotonic() + seconds, select.poll()
+        poll.register(self.answers, select.POLLIN)
+        while (answer := self._read()) is None:
+            left = deadline - time.monotonic()
+            if self.gone or left <= 0:
+                return None
+            poll.poll(1000 * left)
+        return answer
 
     def _read(self) -> dict[str, Any] | None:
         try:

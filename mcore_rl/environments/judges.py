@@ -1,16 +1,19 @@
-"""The built-in judges of one response.
+"""The built-in judges.
 
-A judge is made once in each worker process from the options of the configuration's `environment` section.
+Judges are made once in each worker process, from the options of the configuration's `environment` section.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mcore_rl.environments.interfaces import Judge, MessageLog, Step
+from mcore_rl.environments.interfaces import BatchJudge, Judge, MessageLog, Sample, Step
+from mcore_rl.environments.trl_reward import TRLReward
 
 
 class ExactMatch:
@@ -20,7 +23,7 @@ class ExactMatch:
         without one, the whole response is, stripped.
     """
 
-    def __init__(self, pattern: str | None = None, **_: Any) -> None:
+    def __init__(self, pattern: str | None = None) -> None:
         self.pattern = re.compile(pattern) if pattern else None
 
     def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> float:
@@ -38,7 +41,7 @@ class ExactMatch:
 class MathVerify:
     """1 if the response's mathematical answer equals the record's `answer`, by math-verify; else 0."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self) -> None:
         try:
             from math_verify import parse, verify
         except ImportError:
@@ -61,18 +64,96 @@ class TryAgain(ExactMatch):
         return Step(done=False, observation="That is wrong. Try again: ")
 
 
-def load_function(function: str | None = None, **options: Any) -> Judge:
-    """`module:function` of the user's own, called with (message_log, record); returns a number or a Step."""
+class EachAlone:
+    """A judge of one response, for several: coroutine functions judge them all at the same time."""
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
+
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[float | Step | BaseException | None]:
+        return await asyncio.gather(*map(self._one, samples), return_exceptions=True)
+
+    async def _one(self, sample: Sample) -> float | Step:
+        judged = self.judge(sample.message_log, sample.record)
+        return await judged if inspect.isawaitable(judged) else judged
+
+
+class Weighted:
+    """The weighted sum of what several judges say.
+
+    A conversation goes on as long as one of them says so, with what the first of those observes.
+    """
+
+    def __init__(self, judges: Mapping[str, tuple[float, BatchJudge]]) -> None:
+        self.judges = judges
+
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Step | None]:
+        judged = await asyncio.gather(*(self._judged(name, samples) for name in self.judges))
+        return [self._sum(results) for results in zip(*judged, strict=True)]
+
+    async def _judged(self, name: str, samples: Sequence[Sample]) -> Sequence[float | Step | BaseException | None]:
+        try:
+            return await self.judges[name][1](samples)
+        except Exception as error:
+            if len(samples) > 1:  # they are judged again one by one
+                raise
+            return [error]
+
+    def _sum(self, results: Sequence[float | Step | BaseException | None]) -> Step | None:
+        rewards, reward, done, observation = dict[str, float](), 0.0, True, None
+        for (name, (weight, _)), result in zip(self.judges.items(), results, strict=True):
+            if isinstance(result, BaseException):
+                return Step(error=f"{name}: {type(result).__name__}: {result}")
+            if result is None:
+                continue
+            step = step_of(result)
+            if step.error is not None:
+                return Step(error=f"{name}: {step.error}")
+            rewards[name] = step.reward
+            reward += weight * step.reward
+            if not step.done:
+                done = False
+                observation = step.observation if observation is None else observation
+        return Step(reward, done, observation, rewards=rewards) if rewards else None
+
+
+def step_of(result: float | Step) -> Step:
+    """What a judge says, as a Step."""
+    return result if isinstance(result, Step) else Step(float(result))
+
+
+def load_function(function: str | None) -> Callable[..., Any]:
+    """`module:function` of the user's own."""
     module, _colon, name = (function or "").partition(":")
     if not module or not name:
         raise ImportError(f"environment.function must be written module:function, got {function!r}")
-    judge: Judge = getattr(importlib.import_module(module), name)
-    return judge
+    loaded: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return loaded
 
 
-JUDGES: dict[str, Callable[..., Judge]] = {
-    "exact_match": ExactMatch,
-    "math": MathVerify,
-    "try_again": TryAgain,
-    "function": load_function,
-}
+def make_judge(options: Mapping[str, Any]) -> BatchJudge:
+    """The judge that a section of the configuration describes.
+
+    Raises:
+        ImportError, AttributeError: what it needs is not there.
+    """
+    match options["name"]:
+        case "exact_match":
+            return EachAlone(ExactMatch(options["pattern"]))
+        case "math":
+            return EachAlone(MathVerify())
+        case "try_again":
+            return EachAlone(TryAgain(options["pattern"]))
+        case "function":
+            return EachAlone(load_function(options["function"]))
+        case "trl":
+            return TRLReward(load_function(options["function"]))
+        case "http":
+            from mcore_rl.environments.http_judge import HTTPJudge  # and requests, which others need not wait for
+
+            return HTTPJudge(options["url"], options["retries"], options["time_limit_seconds"])
+        case "weighted":
+            shared = {"time_limit_seconds": options["time_limit_seconds"]}
+            judges = {name: (part["weight"], make_judge(part | shared)) for name, part in options["rewards"].items()}
+            return Weighted(judges)
+    raise AssertionError(f"the configuration knows no {options['name']}")

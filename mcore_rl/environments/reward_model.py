@@ -14,7 +14,7 @@ from mcore_rl.data.chat import render
 from mcore_rl.data.messages import check_tools
 from mcore_rl.data.tokenize import load_tokenizer, tokenize_completion
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.environments.interfaces import MessageLog, Step
+from mcore_rl.environments.interfaces import MessageLog, Sample, Step
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.family import REWARD_HEAD
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
@@ -29,15 +29,13 @@ class RewardModelEnvironment:
     Every rank makes one, and steps it with the same samples.
     """
 
-    on_every_rank = True
-
     def __init__(self, config: GRPOConfig) -> None:
         self.config, self.limit = config.environment, _limit(config)
         self.tokenizer = load_tokenizer(_path(config.environment))
         self.model = ScoringModel(_judging(config))
 
-    def step(self, message_logs: Sequence[MessageLog], records: Sequence[dict[str, Any]]) -> list[Step]:
-        rows = [self._tokens(log, record) for log, record in zip(message_logs, records, strict=True)]
+    def step(self, samples: Sequence[Sample]) -> list[Step]:
+        rows = [self._tokens(sample.message_log, sample.record) for sample in samples]
         steps = [Step(error=row) if isinstance(row, str) else Step() for row in rows]
         fitting = [index for index, row in enumerate(rows) if not isinstance(row, str)]
         if not fitting:

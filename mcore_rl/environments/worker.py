@@ -1,11 +1,12 @@
 """The process that judges: `python -m mcore_rl.environments.worker`, one JSON object a line in and out.
 
-In: {"judge": name, "options": {…}} first, then {"message_log": […], "record": {…}} for each sample.
-Out: {"ready": true}, then a step for each sample; {"error": text} where something went wrong.
+In: the options of the configuration's section first, then {"samples": […]} for each call.
+Out: {"ready": true}, then {"steps": […]} for each call; {"error": text} where something went wrong.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -14,8 +15,8 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from mcore_rl.environments.interfaces import Step
-from mcore_rl.environments.judges import JUDGES
+from mcore_rl.environments.interfaces import BatchJudge, Sample, Step
+from mcore_rl.environments.judges import make_judge, step_of
 
 
 def main() -> None:
@@ -27,33 +28,47 @@ def main() -> None:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
 
-    made = json.loads(sys.stdin.readline())
     try:
-        judge = JUDGES[made["judge"]](**made["options"])
+        judge = make_judge(json.loads(sys.stdin.readline()))
     except Exception as error:
-        return answer({"error": f"{type(error).__name__}: {error}"})
+        return answer({"error": _told(error)})
     answer({"ready": True})
-    for line in sys.stdin:
-        sample = json.loads(line)
-        try:
-            step = judge(sample["message_log"], sample["record"])
-            step = step if isinstance(step, Step) else Step(float(step))
-            _check(step)
-            answer(asdict(step))
-        except Exception as error:
-            answer({"error": f"{type(error).__name__}: {error}"})
+    with asyncio.Runner() as runner:
+        for line in sys.stdin:
+            samples = [Sample(**sample) for sample in json.loads(line)["samples"]]
+            try:
+                answer({"steps": [asdict(step) for step in runner.run(_judged(judge, samples))]})
+            except Exception as error:
+                answer({"error": _told(error)})
 
 
-def _check(step: Step) -> None:
-    """Raises TypeError or ValueError for a step that the conversation cannot go on with."""
-    if not math.isfinite(step.reward):
-        raise ValueError(f"the reward is {step.reward}")
-    if not isinstance(step.done, bool):
-        raise TypeError(f"done must be true or false, got {step.done!r}")
-    if step.observation is not None:
-        if not isinstance(step.observation, str):
-            raise TypeError(f"the observation must be a text, got {step.observation!r}")
-        step.observation.encode()  # tokenizers refuse what is no Unicode
+async def _judged(judge: BatchJudge, samples: list[Sample]) -> list[Step]:
+    return [_checked(result) for result in await judge(samples)]
+
+
+def _checked(result: float | Step | BaseException | None) -> Step:
+    """A step that the conversation can go on with, or that says why there is none."""
+    try:
+        if isinstance(result, BaseException):
+            raise result
+        if result is None:
+            raise ValueError("no reward applies to this sample")
+        step = step_of(result)
+        if not math.isfinite(step.reward):
+            raise ValueError(f"the reward is {step.reward}")
+        if not isinstance(step.done, bool):
+            raise TypeError(f"done must be true or false, got {step.done!r}")
+        if step.observation is not None:
+            if not isinstance(step.observation, str):
+                raise TypeError(f"the observation must be a text, got {step.observation!r}")
+            step.observation.encode()  # tokenizers refuse what is no Unicode
+        return step
+    except Exception as error:
+        return Step(error=_told(error))
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
@@ -85,11 +86,28 @@ class Response:
 
     logprobs: of its tokens.
     ended: by a stop token or string, not by the limit of new tokens.
+    weight_versions: (version, tokens) of its tokens in their order.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     ended: bool
+    weight_versions: Sequence[tuple[int, int]] = ()
+
+
+class StreamingGeneration(GenerationInterface):
+    """One that gives responses one by one, on the first rank of each data-parallel replica."""
+
+    @abstractmethod
+    def submit(
+        self, prompt: tuple[int, ...], sample_id: int, group: tuple[int, ...], greedy: bool = False
+    ) -> Future[Response]:
+        """Continue one prompt, beside; not collective. Weights may change meanwhile, from one token to the next.
+
+        Args:
+            sample_id: tells samples apart, as in `generate`; of those that wait the lowest is served first.
+            group: what the prompt begins with, in common with others.
+        """
 
 
 def prompts_of(data: BatchedDataDict[Any], max_sequence_length: int) -> list[tuple[int, tuple[int, ...]]]:

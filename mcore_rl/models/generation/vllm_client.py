@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from bisect import insort
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from threading import Lock
+from dataclasses import dataclass, replace
+from threading import Condition, Thread
 from typing import Any, TypeVar
 
 import requests
@@ -31,11 +31,30 @@ class Request:
     token_ids: the prompt.
     max_tokens: of the response.
     seed: of its random numbers.
+    priority: the lowest is served first.
+    group: what the prompt begins with, in common with others.
     """
 
     token_ids: tuple[int, ...]
     max_tokens: int
     seed: int
+    priority: int
+    group: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """spans: (version, tokens) of the response's tokens in their order, versions as the servers were told them."""
+
+    response: Response
+    spans: list[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class _Task:
+    request: Request
+    params: SamplingParams
+    future: Future[Response]
 
 
 class VLLMServer:
@@ -77,23 +96,20 @@ class VLLMServer:
             raise ServerError(f"{self.url}{path}: status {answer.status_code}: {_told(content)}")
         return content
 
-    def generate(self, request: Request, params: SamplingParams, version: str, seconds: float) -> Response:
-        """A response by the weights of this version.
+    def generate(self, request: Request, params: SamplingParams, seconds: float) -> Answer:
+        """A response, and what weights it is by.
 
         Raises:
-            ServerError: as `post`; or the server has other weights, such as one that was started again.
+            ServerError: as `post`; or somebody has ended the request.
         """
         body = {"token_ids": request.token_ids, "sampling_params": sampling_params(request, params)}
         (choice,) = self.post("/inference/v1/generate", body, seconds)["choices"]
-        versions = {span["version"] for span in choice["weight_versions"]}
-        if versions != {version} or choice["finish_reason"] not in ("stop", "length"):
-            raise ServerError(
-                f"{self.url}: has the weights of version {'/'.join(sorted(versions))}, not {version}"
-                if versions != {version}
-                else f"{self.url}: a request was ended by others ({choice['finish_reason']})"
-            )
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise ServerError(f"{self.url}: a request was ended by others ({choice['finish_reason']})")
         logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
-        return Response(choice["token_ids"], logprobs, ended=choice["finish_reason"] == "stop")
+        response = Response(choice["token_ids"], logprobs, ended=choice["finish_reason"] == "stop")
+        spans = [(span["version"], span["end"] - span["start"]) for span in choice["weight_versions"]]
+        return Answer(response, spans)
 
 
 def sampling_params(request: Request, params: SamplingParams) -> dict[str, Any]:
@@ -118,32 +134,123 @@ def sampling_params(request: Request, params: SamplingParams) -> dict[str, Any]:
 class ServerPool:
     """Servers that share the work. One that fails is dropped, and what it was asked is asked of another.
 
+    A server takes the next request when it has room, of the lowest priority. Those of a group, which begin alike, go to
+    one server, where they share what is computed of their beginning.
+
     Args:
         drop: called with the URL of a server that is given up, and why.
+        seconds: that a response may take.
     """
 
-    def __init__(self, servers: Iterable[VLLMServer], drop: Callable[[str, str], None]) -> None:
+    def __init__(self, servers: Iterable[VLLMServer], drop: Callable[[str, str], None], seconds: float) -> None:
         self.servers = {server.url: server for server in servers}
-        self._drop, self._lock = drop, Lock()
+        self._drop, self._seconds = drop, seconds
         self.last_failure = "there never was one"
-        threads = sum(server.connections for server in self.servers.values())
-        self._threads = ThreadPoolExecutor(threads, "vllm")
+        self._changed, self._is_closed = Condition(), False
+        self._waiting: list[_Task] = []
+        self._homes: dict[tuple[int, ...], str] = {}
+        self._versions: dict[str, int] = {}
+        self._announced = self._settled = -1
+        for server in self.servers.values():
+            for _ in range(server.connections):  # daemons: what a server still thinks about holds no process back
+                Thread(target=self._serve, args=(server,), name="vllm", daemon=True).start()
+        self._control = ThreadPoolExecutor(max(1, len(self.servers)), "vllm-control")
+
+    # ------------------------------------------------------------ responses
+
+    def submit(self, request: Request, params: SamplingParams) -> Future[Response]:
+        """A response by the weights that the servers have; by several, where these change meanwhile.
+
+        The future raises TrainingError if no server is left, or the request is wrong.
+        """
+        task = _Task(request, params, Future())
+        with self._changed:
+            if self.servers:
+                insort(self._waiting, task, key=lambda task: task.request.priority)
+                self._changed.notify_all()
+        if not self.servers:
+            self._fail_waiting(task)
+        return task.future
+
+    def announce(self, name: str, number: int) -> None:
+        """The servers get weights of this name and number from now on, until `settle`."""
+        with self._changed:
+            self._versions[name] = self._announced = number
+
+    def settle(self, servers: Collection[str]) -> None:
+        """These servers have the weights that were announced last; others are not asked any more."""
+        with self._changed:
+            self._settled = self._announced
+            self._homes.clear()
+        for url in set(self.servers) - set(servers):
+            self.drop(url, f"{url}: the first rank has dropped it")
+
+    def _serve(self, server: VLLMServer) -> None:
+        """One connection."""
+        while (task := self._next_for(server.url)) is not None:
+            oldest = self._settled
+            try:
+                response = self._checked(server, server.generate(task.request, task.params, self._seconds), oldest)
+            except ServerError as error:
+                with self._changed:
+                    insort(self._waiting, task, key=lambda task: task.request.priority)
+                self.drop(server.url, str(error))
+            except Exception as error:  # the request's own
+                _resolve(task.future, error)
+            else:
+                _resolve(task.future, response)
+
+    def _next_for(self, url: str) -> _Task | None:
+        """What this server is to be asked next; None when it is not to be asked any more."""
+        with self._changed:
+            while url in self.servers and not self._is_closed:
+                self._waiting = [task for task in self._waiting if not task.future.cancelled()]
+                for index, task in enumerate(self._waiting):
+                    if self._homes.setdefault(task.request.group, url) == url:
+                        del self._waiting[index]
+                        return task
+                self._changed.wait()
+        return None
+
+    def _checked(self, server: VLLMServer, answer: Answer, oldest: int) -> Response:
+        """Raises ServerError for weights older than those at its beginning, or not of this run."""
+        numbers = [self._versions.get(name, -1) for name, _ in answer.spans]
+        if not numbers or min(numbers) < oldest:
+            has = "/".join(sorted({name for name, _ in answer.spans}))
+            wanted = next((name for name, number in self._versions.items() if number == oldest), "none")
+            raise ServerError(f"{server.url}: has the weights of version {has}, not {wanted}")
+        spans = [(number, tokens) for number, (_, tokens) in zip(numbers, answer.spans, strict=True)]
+        return replace(answer.response, weight_versions=spans)
+
+    # ------------------------------------------------------------ servers
 
     def drop(self, url: str, reason: str) -> None:
         """Ask this server nothing from now on."""
-        with self._lock:
-            if self.servers.pop(url, None) is not None:
+        with self._changed:
+            dropped = self.servers.pop(url, None) is not None
+            self._homes = {group: home for group, home in self._homes.items() if home != url}
+            if dropped:
                 self.last_failure = reason
                 self._drop(url, reason)
+            self._changed.notify_all()
+        if not self.servers:
+            self._fail_waiting()
+
+    def _fail_waiting(self, *more: _Task) -> None:
+        with self._changed:
+            tasks, self._waiting = [*self._waiting, *more], []
+        for task in tasks:
+            _resolve(task.future, self._none_left())
 
     def close(self) -> None:
         """Ask nothing more; what is being asked is not waited for."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._control.shutdown(wait=False, cancel_futures=True)
 
-    def require_one(self) -> None:
-        """Raises TrainingError if no server is left."""
-        if not self.servers:
-            raise TrainingError(f"no vLLM server is left; the last one's failure: {self.last_failure}")
+    def _none_left(self) -> TrainingError:
+        return TrainingError(f"no vLLM server is left; the last one's failure: {self.last_failure}")
 
     def each(self, call: Callable[[VLLMServer], T]) -> dict[str, T]:
         """What `call` gives for each server at the same time, by URL; those that fail are dropped.
@@ -155,7 +262,7 @@ class ServerPool:
 
     def begin_each(self, call: Callable[[VLLMServer], T]) -> dict[str, Future[T]]:
         """As `each`, of which `gather` is the end."""
-        return {url: self._threads.submit(call, server) for url, server in list(self.servers.items())}
+        return {url: self._control.submit(call, server) for url, server in list(self.servers.items())}
 
     def gather(self, begun: dict[str, Future[T]]) -> dict[str, T]:
         """The results of what has begun, by URL."""
@@ -165,60 +272,18 @@ class ServerPool:
                 results[url] = future.result()
             except (ServerError, TrainingError) as error:
                 self.drop(url, str(error))
-        self.require_one()
+        if not self.servers:
+            raise self._none_left()
         return results
 
-    def generate(
-        self, groups: Sequence[Sequence[Request]], params: SamplingParams, version: str, seconds: float
-    ) -> list[list[Response]]:
-        """Responses to all requests, by weights of this version.
 
-        A server takes the next group when it has room. The requests of a group, which begin alike, go to one server,
-        where they share what is computed of their beginning.
-
-        Args:
-            seconds: that a response may take.
-
-        Raises:
-            TrainingError: no server is left, or a request is wrong.
-        """
-        done: dict[tuple[int, int], Response] = {}
-        wanted = [[(index, row) for row in range(len(group))] for index, group in enumerate(groups)]
-
-        def serve(server: VLLMServer, work: _Work) -> None:
-            while server.url in self.servers and (place := work.next_for(server.url)):
-                index, row = place
-                try:
-                    done[place] = server.generate(groups[index][row], params, version, seconds)
-                except ServerError as error:
-                    self.drop(server.url, str(error))
-
-        while missing := [left for group in wanted if (left := [place for place in group if place not in done])]:
-            self.require_one()
-            work = _Work(missing)
-            serving = [
-                self._threads.submit(serve, server, work)
-                for server in list(self.servers.values())
-                for _ in range(server.connections)
-            ]
-            for future in serving:
-                future.result()
-        return [[done[place] for place in group] for group in wanted]
-
-
-class _Work:
-    """Groups of what is to be done, each for one of those that ask."""
-
-    def __init__(self, groups: Iterable[Sequence[tuple[int, int]]]) -> None:
-        self._groups, self._lock = deque(map(deque, groups)), Lock()
-        self._begun: dict[str, deque[tuple[int, int]]] = {}
-
-    def next_for(self, name: str) -> tuple[int, int] | None:
-        with self._lock:
-            if not self._begun.get(name) and self._groups:
-                self._begun[name] = self._groups.popleft()
-            group = self._begun.get(name)
-            return group.popleft() if group else None
+def _resolve(future: Future[T], result: T | Exception) -> None:
+    """Tell whoever waits; nobody may, any more."""
+    if future.set_running_or_notify_cancel():
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
 
 
 def _reason(error: Exception) -> str:

@@ -1,29 +1,33 @@
 """Generation by vLLM's servers, which are sent the policy's weights before they answer.
 
-The first rank speaks with the servers, beside; the others wait for what it was told, and take part in gathering the
-weights. A server that fails is dropped, and the run goes on with those that are left.
+The first rank of each data-parallel replica asks the servers, beside; the very first one also sends them the weights,
+which all ranks gather. A server that fails is dropped, and the run goes on with those that are left.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from itertools import groupby
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
+
+import torch
 
 from mcore_rl.config import GRPOConfig
 from mcore_rl.data.progress import Say
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import share_outcome
+from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.interfaces import (
     GenerationDatumSpec,
-    GenerationInterface,
     GenerationOutputSpec,
+    Response,
+    StreamingGeneration,
     output_of,
     prompts_of,
 )
@@ -56,12 +60,15 @@ class Sender(Protocol):
 
     model: BuiltModel
     is_writer: bool
+    topology: Topology
 
     def prepare_refit_info(self) -> RefitInfo: ...
 
 
-class VLLMGeneration(GenerationInterface):
-    """Continues prompts by servers that are started here, or that the configuration names. Every call is collective.
+class VLLMGeneration(StreamingGeneration):
+    """Continues prompts by servers that are started here, or that the configuration names.
+
+    Every call but `submit` and `close` is collective.
 
     Args:
         policy: whose weights they get.
@@ -73,7 +80,7 @@ class VLLMGeneration(GenerationInterface):
         self.config, self.policy, self.params, self.tokenizer, self.say = config, policy, params, tokenizer, say
         self.max_sequence_length = config.data.max_sequence_length
         self.weight_version: int | None = None
-        self._launch = secrets.token_hex(4)  # versions of other runs, and of a server started anew, are not ours
+        self._launch = ""
         self._beside = ThreadPoolExecutor(1, "generation")
         self._service: VLLMService | None = None
         self._pool: ServerPool | None = None
@@ -97,18 +104,30 @@ class VLLMGeneration(GenerationInterface):
             TrainingError: no server is left.
         """
         if not self._is_connected:
-            self._on_first_rank(self._connect)
-            self._is_connected = True
+            self._connect()
         if weight_version is None:
             weight_version = 0 if self.weight_version is None else self.weight_version + 1
         if weight_version != self.weight_version:
             self._refit(weight_version)
         return True
 
+    def submit(
+        self, prompt: tuple[int, ...], sample_id: int, group: tuple[int, ...], greedy: bool = False
+    ) -> Future[Response]:
+        """One response; its random numbers are of seed, sample id and prompt length.
+
+        The future raises TrainingError if no server is left, or they do not take the prompt.
+        """
+        assert self._pool is not None, "on the first rank of a replica, when weights have been sent"
+        params = replace(self.params, temperature=0.0) if greedy else self.params
+        longest = min(params.max_new_tokens, self.max_sequence_length - len(prompt))
+        seed = int(uniforms(params.seed, [sample_id], [len(prompt)]).item() * 2**53)
+        return self._pool.submit(Request(prompt, longest, seed, sample_id, group), params)
+
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """A response to each row; a sample's random numbers are of seed, sample id and prompt length.
+        """A response to each row, as of `submit`.
 
         Raises:
             UserError: a prompt that is empty, or leaves no room for a response.
@@ -116,23 +135,13 @@ class VLLMGeneration(GenerationInterface):
         """
         if not self._is_connected:
             self.prepare_for_generation()
-        params = replace(self.params, temperature=0.0) if greedy else self.params
         rows = prompts_of(data, self.max_sequence_length)
-        prompts = [prompt for _, prompt in rows]
-        numbers = uniforms(params.seed, [sample_id for sample_id, _ in rows], [len(prompt) for prompt in prompts])
-        requests = [
-            Request(prompt, min(params.max_new_tokens, self.max_sequence_length - len(prompt)), int(number * 2**53))
-            for prompt, number in zip(prompts, numbers.tolist(), strict=True)
-        ]
-        groups = [list(group) for _, group in groupby(requests, key=lambda request: request.token_ids)]
 
-        def ask() -> Any:
-            assert self._pool is not None
-            seconds = self.config.generation.vllm.request_seconds
-            return self._pool.generate(groups, params, self._version(), seconds)
+        def ask() -> list[Response]:
+            asked = [self.submit(prompt, sample_id, prompt, greedy) for sample_id, prompt in rows]
+            return [future.result() for future in asked]
 
-        responses = [response for group in self._on_first_rank(ask) for response in group]
-        return output_of(prompts, responses, self.tokenizer.pad_token_id)
+        return output_of([prompt for _, prompt in rows], self._on_first_rank(ask), self.tokenizer.pad_token_id)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         return True
@@ -155,16 +164,32 @@ class VLLMGeneration(GenerationInterface):
     # ------------------------------------------------------------ servers
 
     def _connect(self) -> None:
+        """Start or find the servers; the first rank of each replica asks them from now on."""
+        # Versions of other runs, and of a server started anew, are not ours.
+        self._launch, urls = self._on_first_rank(lambda: (secrets.token_hex(4), self._find()))
+        if self.policy.topology.leads_replica:
+            connections = math.ceil(self.config.grpo.generation_batch_size / self.policy.topology.data.size)
+            drop = self._drop if self.policy.is_writer else _drop_in_silence
+            servers = [VLLMServer(url, connections) for url in urls]
+            self._pool = ServerPool(servers, drop, self.config.generation.vllm.request_seconds)
+        self._on_first_rank(self._join_all)
+        self._is_connected = True
+
+    def _find(self) -> list[str]:
+        """URLs of servers that are ready for this run."""
         vllm = self.config.generation.vllm
         if not vllm.urls:
             self._service = VLLMService(self.config, self.config.output_dir / SERVER_LOGS)
         urls = vllm.urls or self._service.urls  # type: ignore[union-attr]
-        servers = [VLLMServer(url, self.config.grpo.generation_batch_size) for url in urls]
         deadline = time.monotonic() + vllm.start_seconds
-        for server in servers:
+        for url in urls:
+            server = VLLMServer(url, connections=1)
             wait_until_ready(server, self._service, deadline)
             check_server(server, self.config)
-        self._pool = ServerPool(servers, self._drop)
+        return list(urls)
+
+    def _join_all(self) -> None:
+        assert self._pool is not None
         self._groups = RefitGroups(self._pool.each(self._join))
 
     def _drop(self, url: str, reason: str) -> None:
@@ -196,12 +221,18 @@ class VLLMGeneration(GenerationInterface):
     # ------------------------------------------------------------ weights
 
     def _refit(self, version: int) -> None:
-        """Pause, send, resume. What a server has computed of prompts goes with the old weights."""
+        """Pause, send, resume. What a server has computed of prompts goes with the old weights; what it is answering
+        goes on with the new ones."""
+        self.weight_version = version
+        if self._pool is not None:
+            self._pool.announce(self._version(), version)
+        torch.distributed.barrier()  # a response with the new weights is for no rank one of unknown weights
         self._on_first_rank(self._begin_update)
         tensors, info = export_hf_weights(self.policy.model, copies=False), self.policy.prepare_refit_info()
         send_weights(tensors, info, self._groups if self.policy.is_writer else None, BUCKET_BYTES)
-        self.weight_version = version
-        self._on_first_rank(self._finish_update)
+        servers = self._on_first_rank(self._finish_update)
+        if self._pool is not None:
+            self._pool.settle(servers)
 
     def _begin_update(self) -> None:
         def begin(server: VLLMServer) -> None:
@@ -215,7 +246,7 @@ class VLLMGeneration(GenerationInterface):
         self._pool.each(begin)
         self._updating = self._pool.begin_each(receive)
 
-    def _finish_update(self) -> None:
+    def _finish_update(self) -> list[str]:
         def finish(server: VLLMServer) -> None:
             server.post("/finish_weight_update", {"weight_version": self._version()}, self._refit_seconds)
             server.post("/resume", {}, CONTROL_SECONDS)
@@ -225,6 +256,11 @@ class VLLMGeneration(GenerationInterface):
             self._pool.drop(url, f"{url}: the weights could not be sent: {error}")
         self._pool.gather(self._updating)
         self._pool.each(finish)
+        return self.servers
+
+
+def _drop_in_silence(url: str, reason: str) -> None:
+    """The first rank tells of what becomes of servers."""
 
 
 def wait_until_ready(server: VLLMServer, service: VLLMService | None, deadline: float) -> None:

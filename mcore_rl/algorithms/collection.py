@@ -1,0 +1,164 @@
+"""A step's rollouts: which prompts are answered for it, which groups are kept, and what is written about them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from mcore_rl.algorithms.advantages import has_signal
+from mcore_rl.algorithms.inputs import Inputs
+from mcore_rl.algorithms.recordings import REPLAYED_OPTIONS, hash_of_weights, recorded_by, recorded_step
+from mcore_rl.algorithms.rollouts import Begun, Rollout, RolloutWorker
+from mcore_rl.algorithms.step_log import StepLog
+from mcore_rl.config import GRPOConfig
+from mcore_rl.data.batches import SampleOrder
+from mcore_rl.data.progress import Say
+from mcore_rl.data.prompts import Prompt, PromptDataset
+from mcore_rl.models.megatron.weights import export_hf_weights
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", *REPLAYED_OPTIONS}
+
+
+class RolloutCollector:
+    """Gives each step its groups, new ones or recorded ones. Every call is collective.
+
+    With `grpo.max_staleness` those of so many further steps are begun when a step's are asked for, and go on beside its
+    training. A step always gets the same prompts, whatever is ready first. So its oldest token is of weights that are
+    so many versions old at most, those that its prompts were begun with; and no more is begun than that.
+
+    Args:
+        steps: of the run.
+        recording: keeps every step's rollouts.
+        recorded: of each step, to train on instead of generating.
+    """
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        inputs: Inputs[PromptDataset],
+        policy: MegatronPolicy,
+        worker: RolloutWorker,
+        say: Say,
+        steps: int,
+        recording: StepLog | None = None,
+        recorded: dict[int, list[Rollout]] | None = None,
+    ) -> None:
+        self.config, self.inputs, self.policy, self.worker, self.say = config, inputs, policy, worker, say
+        self.recording, self.recorded, self.steps = recording, recorded, steps
+        self._ahead: dict[int, Begun] = {}
+        """What is being answered, by the position of its first prompt."""
+        self.samples = StepLog(config.output_dir / "samples.jsonl")
+
+    def collect(self, step: int, position: int) -> tuple[list[Rollout], int]:
+        """The step's groups, those without signal replaced if so configured; and how many prompts that took.
+
+        Args:
+            position: of the step's first prompt in the order of the run.
+        """
+        grpo = self.config.grpo
+        if self.recorded is not None:
+            return self.recorded[step], grpo.num_prompts_per_step
+        if grpo.max_staleness:
+            self._begin_ahead(step, position)
+        kept: list[Rollout] = []
+        asked, size = 0, grpo.num_generations_per_prompt
+        for round_ in range(grpo.dynamic_sampling_rounds):
+            wanted = grpo.num_prompts_per_step - len(kept) // size
+            new = self._generate(position + asked, wanted)
+            asked += wanted
+            groups = [new[i : i + size] for i in range(0, len(new), size)]
+            signal = has_signal(torch.tensor([[r.reward for r in group] for group in groups])).tolist()
+            last = round_ == grpo.dynamic_sampling_rounds - 1
+            everything = grpo.dynamic_sampling_rounds == 1 or (last and not kept and not any(signal))
+            kept += [r for group, good in zip(groups, signal, strict=True) if good or everything for r in group]
+            if len(kept) == grpo.num_prompts_per_step * size:
+                break
+        if errors := [r.error for r in kept if r.error is not None]:
+            self.say(f"step {step}: {len(errors)} samples could not be judged and count as failed; first: {errors[0]}")
+        self._write(step, kept)
+        return kept, asked
+
+    def _begin_ahead(self, step: int, position: int) -> None:
+        """Begin what is not begun yet of this step's prompts and of those of `max_staleness` further steps."""
+        grpo = self.config.grpo
+        for ahead in range(min(grpo.max_staleness, self.steps - step) + 1):
+            first = position + ahead * grpo.num_prompts_per_step
+            if first not in self._ahead:
+                self._ahead[first] = self.worker.begin(*self._prompts(first, grpo.num_prompts_per_step))
+
+    def _generate(self, position: int, num_prompts: int) -> list[Rollout]:
+        """All responses to the prompts from `position` on."""
+        if (begun := self._ahead.pop(position, None)) is not None:
+            return self.worker.collect(begun)
+        return self.worker.run(*self._prompts(position, num_prompts))
+
+    def _prompts(self, position: int, count: int) -> tuple[list[tuple[int, Prompt]], range]:
+        """Each prompt with its index, once for each response, and the responses' sample ids."""
+        size = self.config.grpo.num_generations_per_prompt
+        indices = SampleOrder(len(self.inputs.train), self.config.seed).indices(position, count)
+        prompts = [(i, self.inputs.train.prompts[i]) for i in indices for _ in range(size)]
+        return prompts, range(position * size, (position + count) * size)
+
+    def _write(self, step: int, rollouts: list[Rollout]) -> None:
+        weights = hash_of_weights(export_hf_weights(self.policy.model)) if self.recording else ""
+        if not self.policy.is_writer:
+            return
+        if self.recording:
+            sampling = self.config.grpo.model_dump(include=SAMPLING_OPTIONS)
+            sampling |= recorded_by(self.config, self.inputs.train.fingerprint)
+            self.recording.append(step, recorded_step(weights, sampling, rollouts))
+        count = min(self.config.grpo.num_logged_samples, len(rollouts))
+        logged = [rollouts[i * len(rollouts) // count] for i in range(count)]  # of as many prompts as there are
+        self.samples.append(step, *map(_logged, logged))
+
+
+def _logged(rollout: Rollout) -> dict[str, Any]:
+    """What samples.jsonl says of a sample."""
+    return {
+        "reward": rollout.reward,
+        "messages": rollout.message_log,
+        "error": rollout.error,
+        "weight_version": rollout.weight_version,
+        **({"weight_versions": rollout.weight_versions} if len(rollout.weight_versions) > rollout.turns else {}),
+        **({"rewards": rollout.rewards} if rollout.rewards else {}),
+    }
+
+
+def staleness_metrics(rollouts: list[Rollout], version: int) -> dict[str, float]:
+    """How many versions older than `version` the weights of each sample's oldest token are; and the share of samples
+    whose tokens are of several versions."""
+    ages = [version - rollout.weight_version for rollout in rollouts]
+    mixed = sum(len({version for version, _ in rollout.weight_versions}) > 1 for rollout in rollouts)
+    return {
+        "staleness_mean": sum(ages) / len(ages),
+        "staleness_max": float(max(ages)),
+        "mixed_versions_fraction": mixed / len(rollouts),
+    }
+
+
+def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+    """What rewards and responses look like; accuracy is the share of samples with a positive reward.
+
+    The mean of each of several rewards is over the samples that it applies to.
+    """
+    rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
+    lengths = torch.tensor([r.response_length for r in rollouts], dtype=torch.float64)
+    named: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, reward in rollout.rewards.items():
+            named.setdefault(name, []).append(reward)
+    return {
+        **{f"reward_{name}_mean": math.fsum(values) / len(values) for name, values in sorted(named.items())},
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std(unbiased=False)),
+        "accuracy": float((rewards > 0).double().mean()),
+        "response_length_mean": float(lengths.mean()),
+        "response_length_max": float(lengths.max()),
+        "truncated_fraction": sum(r.truncated for r in rollouts) / len(rollouts),
+        "turns_mean": sum(r.turns for r in rollouts) / len(rollouts),
+        "failed_fraction": sum(r.error is not None for r in rollouts) / len(rollouts),
+        "num_samples": float(len(rollouts)),
+    }

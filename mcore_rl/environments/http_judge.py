@@ -1,0 +1,56 @@
+"""A judge behind a URL."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import requests
+
+from mcore_rl.environments.interfaces import Sample, Step
+
+FIRST_PAUSE_SECONDS = 0.5
+"""Before the second attempt; twice as long before each further one."""
+
+
+class HTTPJudge:
+    """POSTs {"samples": [{"messages": […], "record": {…}}, …]}, and is answered {"rewards": […]}.
+
+    A reward is a number, null where it does not apply, or an object with the fields of `Step`. Tried again is where
+    there is no answer, or one of a status from 500 on, or 429.
+
+    Args:
+        retries: attempts after the first.
+        time_limit_seconds: of all attempts together, each of which has an equal part.
+    """
+
+    def __init__(self, url: str, retries: int, time_limit_seconds: float) -> None:
+        self.url, self.attempts = url, 1 + retries
+        self.seconds = (
+            0.9 * time_limit_seconds / self.attempts
+        )  # the process that waits for this must not give up first
+
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[float | Step | None]:
+        body = {"samples": [{"messages": sample.message_log, "record": sample.record} for sample in samples]}
+        rewards = (await asyncio.to_thread(self._ask, body))["rewards"]
+        if len(rewards) != len(samples):
+            raise ValueError(f"{self.url} answered {len(rewards)} rewards for {len(samples)} samples")
+        return [Step(**reward) if isinstance(reward, dict) else reward for reward in rewards]
+
+    def _ask(self, body: dict[str, Any]) -> Any:
+        for attempt in range(self.attempts):
+            started = time.monotonic()
+            try:
+                answer = requests.post(self.url, json=body, timeout=self.seconds)
+                if answer.status_code < 500 and answer.status_code != 429:
+                    answer.raise_for_status()
+                    return answer.json()
+                reason = f"status {answer.status_code}"
+            except (requests.ConnectionError, requests.Timeout) as error:
+                reason = "took too long" if isinstance(error, requests.Timeout) else "does not answer"
+            left = self.seconds - (time.monotonic() - started)
+            if attempt + 1 < self.attempts:
+                time.sleep(max(0.0, min(left, FIRST_PAUSE_SECONDS * 2**attempt)))
+        raise RuntimeError(f"{self.url}: {reason} ({self.attempts} attempts)")

@@ -1,0 +1,174 @@
+"""Steps an hour of asynchronous rollouts beside synchronous ones, measured within one run.
+
+    OMP_NUM_THREADS=1 python scripts/bench_async.py [--steps 16] [--hidden 256] [--layers 4]
+
+Training is real, by this package on the CPU; the engine that answers is a stub, which computes nothing: it sleeps for
+as long as the last step's training took, and then gives random tokens. So it shows what overlapping is worth where
+generation and training take equally long on hardware of their own, and nothing about an engine. The ratio is of times
+in units of each run's own training, which does not depend on what else the machine does. Exits with 1 where it is below
+its bound.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mcore_rl.config import GRPOConfig, build_config
+from mcore_rl.data.prompts import Prompt
+from mcore_rl.quiet import quiet_libraries
+
+BOUND = 1.6
+PROMPTS, GROUP, NEW_TOKENS, VOCABULARY = 4, 4, 64, 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    arguments = parser.parse_args()
+    quiet_libraries()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        make_model(Path(directory) / "model", arguments)
+        from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+        policy = MegatronPolicy(config_of(directory, arguments.steps, staleness=0), total_steps=4 + 2 * arguments.steps)
+        training = statistics.median(train(directory, policy, 4, staleness=0, latency=0.0)[1])
+        (now, of_now), (ahead, of_ahead) = (
+            train(directory, policy, arguments.steps, s, latency=training) for s in (0, 1)
+        )
+        policy.shutdown()
+    ratio = (now / sum(of_now)) / (ahead / sum(of_ahead))
+    per_hour = [3600 * arguments.steps / seconds for seconds in (now, ahead)]
+    print(f"training takes {statistics.median(of_now):.2f} s a step; the stub engine sleeps as long for its responses")
+    print(
+        f"{per_hour[0]:,.0f} steps an hour with max_staleness=0, {per_hour[1]:,.0f} with 1, "
+        f"over {arguments.steps} steps; ratio {ratio:.2f} (at least {BOUND})"
+    )
+    sys.exit(ratio < BOUND)
+
+
+def train(directory, policy, steps, staleness, latency):
+    """Seconds of all steps, and of each step's training; the engine begins with this latency."""
+    from mcore_rl.algorithms.grpo import GRPORun
+    from mcore_rl.algorithms.rollouts import RolloutWorker
+
+    prompts = tuple(Prompt((3, 4, 5 + i), "text", {}) for i in range(64))
+    dataset = PromptList(prompts)
+    tokenizer = SimpleNamespace(pad_token_id=0, decode=lambda ids, **_: "")
+    inputs = SimpleNamespace(train=dataset, validation=None, tokenizer=tokenizer)
+    config = config_of(directory, steps, staleness)
+    config.output_dir.mkdir(exist_ok=True)
+    engine = make_engine(latency)
+    worker = RolloutWorker(engine, RandomRewards(), tokenizer, 1)
+    run, training = GRPORun(config, inputs, policy, worker), []
+    started = time.perf_counter()
+    for step in range(1, steps + 1):
+        run.step(step)
+        training.append(run.seconds["logprobs"] + run.seconds["training"])
+        engine.latency = training[-1] if latency else 0.0
+    seconds = time.perf_counter() - started
+    worker.close()
+    return seconds, training
+
+
+def make_engine(latency):
+    """An engine of as many places as a step has responses, each of which sleeps, and then answers anything."""
+    from mcore_rl.models.generation.interfaces import Response, StreamingGeneration
+
+    class StubEngine(StreamingGeneration):
+        max_sequence_length = 3 + NEW_TOKENS
+
+        def __init__(self):
+            self.places, self.version, self.latency = ThreadPoolExecutor(PROMPTS * GROUP), 0, latency
+
+        def submit(self, prompt, sample_id, group, greedy=False):
+            return self.places.submit(self.answer, sample_id)
+
+        def answer(self, sample_id):
+            version, drawn = self.version, random.Random(sample_id)
+            time.sleep(self.latency)
+            tokens = [drawn.randrange(3, VOCABULARY) for _ in range(NEW_TOKENS)]
+            return Response(tokens, [-7.0] * NEW_TOKENS, True, [(version, NEW_TOKENS)])
+
+        def prepare_for_generation(self, *args, weight_version=0, **kwargs):
+            self.version = weight_version
+            return True
+
+        def finish_generation(self, *args, **kwargs):
+            return True
+
+        def generate(self, data, greedy=False):
+            raise NotImplementedError("it answers one by one")
+
+    return StubEngine()
+
+
+class RandomRewards:
+    """An environment."""
+
+    def submit(self, sample):
+        from mcore_rl.environments.interfaces import Step
+
+        judged = Future()
+        judged.set_result(Step(reward=float(sum(sample.completion_ids) % 7)))
+        return judged
+
+
+class PromptList:
+    """A dataset of these prompts."""
+
+    def __init__(self, prompts):
+        self.prompts = prompts
+
+    def __len__(self):
+        return len(self.prompts)
+
+
+def make_model(path, arguments):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=arguments.hidden,
+        intermediate_size=3 * arguments.hidden,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.hidden // 32,
+        num_key_value_heads=arguments.hidden // 64,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+
+
+def config_of(directory, steps, staleness):
+    values = {
+        "output_dir": f"{directory}/out_{staleness}",
+        "model": {"path": f"{directory}/model"},
+        "data": {"train": "unused", "max_sequence_length": 3 + NEW_TOKENS},
+        "optimizer": {"lr": 1e-4},
+        "trainer": {"max_steps": steps},
+        "grpo": {
+            "num_prompts_per_step": PROMPTS,
+            "num_generations_per_prompt": GROUP,
+            "max_new_tokens": NEW_TOKENS,
+            "max_staleness": staleness,
+            # The stub's log-probabilities are made up: with filtered tokens they need not be the policy's.
+            "top_k": VOCABULARY,
+            "num_logged_samples": 0,
+        },
+        "loss": {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 2.0},
+        "generation": {"backend": "vllm"},
+    }
+    return build_config(GRPOConfig, values, [], "this benchmark")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""Judges of several samples at a time: batches, coroutines, TRL's reward functions, weighted sums, URLs, tools."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from models import and_long
+from ports import free_port
+
+from mcore_rl.config import EnvironmentConfig
+from mcore_rl.environments.interfaces import Sample, Step
+from mcore_rl.environments.judged import JudgedEnvironment
+
+# ------------------------------------------------------------------ functions of a user's
+
+
+running = 0
+
+
+async def together(message_log, record):
+    """How many are judged at the same time."""
+    global running
+    running += 1
+    try:
+        await asyncio.sleep(0.2)
+        if message_log[-1]["content"] == "raise":
+            raise KeyError("that")
+        return running
+    finally:
+        await asyncio.sleep(0.2)
+        running -= 1
+
+
+async def thirds(message_log, record):
+    await asyncio.sleep(0)
+    if message_log[-1]["content"] == "raise":
+        raise KeyError("that")
+    return len(message_log[-1]["content"]) / 3
+
+
+def lengths(prompts, completions, completion_ids, scale, **columns):
+    """In TRL's form: what it was called with decides."""
+    if "die" in completions:
+        os._exit(3)
+    if "hang" in completions:
+        time.sleep(100)
+    if "raise" in completions:
+        raise ValueError("no such completion")
+    assert all(len(ids) == len(text) for ids, text in zip(completion_ids, completions, strict=True))
+    return [None if text == "none" else len(text) / by for text, by in zip(completions, scale, strict=True)]
+
+
+async def batch_size(prompts, completions, **columns):
+    return [len(completions)] * len(completions)
+
+
+def one_too_few(prompts, completions, **columns):
+    return [1.0] * (len(completions) - 1)
+
+
+def calculator(message_log, record):
+    """A tool between turns: `calc: 6*7` is answered; anything else is the answer."""
+    response = message_log[-1]["content"]
+    if response.startswith("calc:"):
+        left, right = response.removeprefix("calc:").split("*")
+        return Step(-0.125, done=False, observation=f"{int(left) * int(right)}")
+    return float(response == record["answer"])
+
+
+@pytest.fixture
+def judge(tmp_path, monkeypatch):
+    """A function from options and samples to steps."""
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+
+    def run(samples, **options):
+        environment = JudgedEnvironment(EnvironmentConfig(**options), tmp_path / "judge.log")
+        try:
+            return [future.result(60) for future in [environment.submit(sample) for sample in samples]]
+        finally:
+            environment.close()
+
+    return run
+
+
+def sample(text, **record):
+    log = [{"role": "user", "content": "say"}, {"role": "assistant", "content": text}]
+    return Sample(log, record, completion_ids=list(range(len(text))))
+
+
+# ------------------------------------------------------------------ batches and coroutines
+
+
+def test_coroutine_functions_judge_a_batch_at_the_same_time(judge):
+    texts = ["a"] * 12 + ["raise"]
+    options = {"name": "function", "function": "test_judges:together", "num_workers": 1, "batch_size": 16}
+    steps = judge([sample(text) for text in texts], **options)
+    assert max(step.reward for step in steps) >= 6
+    assert (steps[-1].reward, steps[-1].error) == (0.0, "KeyError: 'that'")
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    and_long(
+        [("die", "the process that judged it died"), ("none", "ValueError: no reward applies to this sample")],
+        [
+            ("raise", "ValueError: no such completion"),
+            ("hang", "no answer within environment.time_limit_seconds=1"),
+        ],
+    ),
+)
+def test_a_sample_that_makes_its_batch_fail_is_judged_apart(bad, error, judge):
+    texts = ["a", "bcd", bad, "ef", ""]
+    options = {"name": "trl", "function": "test_judges:lengths", "num_workers": 1, "batch_size": 5}
+    steps = judge([sample(text, scale=3) for text in texts], **options, time_limit_seconds=1)
+    assert [step.reward for step in steps] == [1 / 3, 1.0, 0.0, 2 / 3, 0.0]
+    assert [step.error for step in steps] == [None, None, error, None, None]
+
+
+def test_a_batch_is_what_waits_at_most_so_much(judge):
+    options = {"name": "trl", "function": "test_judges:batch_size", "num_workers": 1, "batch_size": 4}
+    steps = judge([sample("x") for _ in range(40)], **options)
+    assert {step.reward for step in steps} <= {1.0, 2.0, 3.0, 4.0}
+    assert sum(step.reward == 4.0 for step in steps) > 20
+
+
+def test_a_function_that_returns_too_few_is_told(judge):
+    steps = judge([sample("x")], name="trl", function="test_judges:one_too_few")
+    assert steps[0].error == "ValueError: the function returned 0 rewards for 1 completions"
+
+
+# ------------------------------------------------------------------ TRL
+
+
+def conversations():
+    """Samples of either kind of prompt, records that lack a field, and a completion of several messages."""
+    system, user = {"role": "system", "content": "be brief"}, {"role": "user", "content": "6*7?"}
+    thought = {"role": "assistant", "content": "<think>\neasy\n</think>\n42"}
+    more, last = {"role": "user", "content": "sure?"}, {"role": "assistant", "content": "yes"}
+    chats = [
+        Sample([system, user, thought], {"answer": "42", "level": 1}, 2, False, [5, 6, 7]),
+        Sample([user, last], {"answer": "41", "level": None}, 1, False, [8]),
+        Sample([user, thought, more, last], {"answer": "42", "level": 3}, 1, False, [1, 2, 3, 4]),
+    ]
+    texts = [
+        Sample(
+            [{"role": "user", "content": "6*7="}, {"role": "assistant", "content": "42"}],
+            {"answer": "42"},
+            1,
+            True,
+            [9],
+        ),
+        Sample([{"role": "user", "content": ""}, {"role": "assistant", "content": ""}], {"answer": ""}, 1, True, [0]),
+    ]
+    return chats, texts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [0, 1], ids=["messages", "texts"])
+def test_functions_are_called_as_trls_trainer_calls_them(kind, monkeypatch):
+    """The same arguments as its `_calculate_rewards` passes, but for its own objects."""
+    from types import SimpleNamespace
+
+    import torch
+    from accelerate import PartialState
+    from trl.trainer import grpo_trainer
+
+    from mcore_rl.environments.trl_reward import TRLReward
+
+    samples, seen = conversations()[kind], []
+
+    def reward(**arguments):
+        seen.append(arguments)
+        return [0.3 * len(str(c)) for c in arguments["completions"]]
+
+    ours = asyncio.run(TRLReward(reward)(samples))
+    prompts = [s.message_log[: s.num_prompt_messages] for s in samples]
+    completions = [s.message_log[s.num_prompt_messages :] for s in samples]
+    if kind == 1:
+        prompts, completions = ([messages[0]["content"] for messages in part] for part in (prompts, completions))
+    inputs = [{"prompt": p, **s.record} for p, s in zip(prompts, samples, strict=True)]
+    PartialState(cpu=True)
+    monkeypatch.setattr(grpo_trainer, "gather", lambda tensor: tensor)
+    monkeypatch.setattr(grpo_trainer, "profiling_context", lambda *_: contextlib.nullcontext())
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(device="cpu", is_main_process=False),
+        reward_funcs=[reward], reward_processing_classes=[None],
+        reward_func_names=["reward"], state=None,
+        environments=None, _log_completion_extra=None, _log_metric=None,
+    )  # fmt: skip
+    ids = [list(s.completion_ids) for s in samples]
+    theirs = grpo_trainer.GRPOTrainer._calculate_rewards(trainer, inputs, prompts, completions, ids)
+    passed = {
+        name: value for name, value in seen[1].items() if name not in ("trainer_state", "log_extra", "log_metric")
+    }
+    assert seen[0] == passed
+    torch.testing.assert_close(torch.tensor(ours)[:, None], theirs)
+
+
+@pytest.mark.long
+def test_trls_own_reward_functions(judge):
+    chats, _ = conversations()
+    thinks = judge(chats, name="trl", function="trl.rewards:think_format_reward", batch_size=3, time_limit_seconds=60)
+    assert [step.error for step in thinks] == [None] * 3
+    from trl.rewards import think_format_reward
+
+    expected = think_format_reward([s.message_log[s.num_prompt_messages :] for s in chats])
+    assert [step.reward for step in thinks] == expected
+    assert {1.0, 0.0} == set(expected)
+
+
+# ------------------------------------------------------------------ several rewards
+
+
+def test_several_weighted_rewards(judge):
+    rewards = {
+        "exact": {"name": "exact_match", "weight": 2.0},
+        "length": {"name": "trl", "function": "test_judges:lengths", "weight": -0.3},
+        "slow": {"name": "function", "function": "test_judges:thirds", "weight": 0.0},
+    }
+    samples = [
+        sample("ab", answer="ab", scale=7),
+        sample("none", answer="x", scale=7),
+        sample("raise", answer="x", scale=7),
+    ]
+    steps = judge(samples, name="weighted", rewards=rewards, num_workers=1)
+    assert steps[0].reward == pytest.approx(2.0 - 0.3 * 2 / 7, abs=1e-12)
+    assert steps[0].rewards == {"exact": 1.0, "length": 2 / 7, "slow": 2 / 3}
+    assert steps[1].rewards == {"exact": 0.0, "slow": 4 / 3}, "None does not apply"
+    assert steps[1].reward == 0.0
+    assert (steps[2].reward, steps[2].error) == (0.0, "length: ValueError: no such completion")
+    only = judge([sample("none", scale=1)], name="weighted", rewards={"length": rewards["length"]})
+    assert only[0].error == "ValueError: no reward applies to this sample"
+
+
+def test_a_tool_between_turns_and_another_reward_beside_it(judge):
+    tool = {"name": "function", "function": "test_judges:calculator"}
+    asked, answered = sample("calc: 6*7", answer="42"), sample("42", answer="42")
+    assert judge([asked, answered], **tool, max_turns=3) == [
+        Step(-0.125, done=False, observation="42"),
+        Step(1.0),
+    ]
+    rewards = {"same": {"name": "exact_match"}, "tool": tool}
+    steps = judge([asked, answered], name="weighted", rewards=rewards, max_turns=3)
+    assert steps == [
+        Step(-0.125, done=False, observation="42", rewards={"same": 0.0, "tool": -0.125}),
+        Step(2.0, rewards={"same": 1.0, "tool": 1.0}),
+    ]
+
+
+# ------------------------------------------------------------------ a URL
+
+
+class Remote(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(body)
+        status, answer = self.server.behave(len(self.server.asked), body)
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def remote():
+    servers = []
+
+    def serve(behave):
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Remote)
+        server.daemon_threads, server.block_on_close, server.asked, server.behave = True, False, [], behave
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        servers.append(server)
+        return server, f"http://127.0.0.1:{server.server_port}/judge"
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def counted(_, body):
+    return 200, {"rewards": [len(s["messages"][-1]["content"]) * s["record"]["scale"] for s in body["samples"]]}
+
+
+def test_a_remote_judge_is_asked_again_when_it_fails(judge, remote):
+    server, url = remote(lambda n, body: counted(n, body) if n > 2 else ((503, 429)[n - 1], {}))
+    steps = judge([sample("abc", scale=0.1)], name="http", url=url, retries=2, num_workers=1)
+    assert steps == [Step(3 * 0.1)]
+    assert len(server.asked) == 3
+    assert server.asked[0] == {"samples": [{"messages": sample("abc").message_log, "record": {"scale": 0.1}}]}
+
+
+def test_what_a_remote_judge_may_answer(judge, remote):
+    going = {"reward": 0.25, "done": False, "observation": "go on"}
+    _, url = remote(lambda n, body: (200, {"rewards": [[0.5, None, going][s["record"]["n"]] for s in body["samples"]]}))
+    steps = judge([sample("x", n=n) for n in range(3)], name="http", url=url, num_workers=1, batch_size=3)
+    assert steps[0] == Step(0.5)
+    assert steps[1].error == "ValueError: no reward applies to this sample"
+    assert steps[2] == Step(0.25, done=False, observation="go on")
+
+
+@pytest.mark.parametrize(
+    ("behave", "limit", "asked", "error"),
+    [
+        (lambda n, body: (500, {}), 3, 2, r"status 500 \(2 attempts\)"),
+        (lambda n, body: (422, {"detail": "what?"}), 3, 1, "422 Client Error"),
+        (lambda n, body: time.sleep(30), 1, 2, r"took too long \(2 attempts\)"),
+        (lambda n, body: (200, {"rewards": []}), 3, 1, "answered 0 rewards for 1 samples"),
+        (lambda n, body: (200, {"score": 1}), 3, 1, "KeyError: 'rewards'"),
+        (None, 3, 0, r"does not answer \(2 attempts\)"),
+    ],
+    ids=["fails", "refuses", "hangs", "too few", "other words", "not there"],
+)
+def test_a_remote_judge_that_fails_fails_its_sample_in_time(behave, limit, asked, error, judge, remote):
+    server, url = remote(behave)
+    if behave is None:
+        url = f"http://127.0.0.1:{free_port()}/judge"
+    started = time.monotonic()
+    (step,) = judge([sample("x")], name="http", url=url, retries=1, time_limit_seconds=limit, num_workers=1)
+    assert time.monotonic() - started < limit + 5
+    assert step.reward == 0.0
+    assert re.search(error, step.error), step.error
+    assert len(server.asked) == asked

@@ -1,0 +1,58 @@
+"""The Slurm script with stand-ins for Slurm's commands, which are not here."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from test_training import ROOT
+
+from mcore_rl.config import VLLMConfig, build_config
+
+SCRIPT = ROOT / "scripts" / "slurm" / "grpo_vllm.sbatch"
+STAND_INS = {
+    "scontrol": "printf 'n1\\nn2\\nn3\\n'",
+    "getent": "echo '10.0.0.1  n1'",
+    "srun": """echo "$*" >> "$STARTED"
+case "$*" in
+*serve_vllm*) trap 'echo servers ended >> "$STARTED"; exit 0' TERM ;;
+*) trap 'echo saved >> "$STARTED"; exit 0' TERM; [ -z "$FAILS" ] || exit 3 ;;
+esac
+for _ in $(seq 600); do sleep 0.1; done""",
+}
+
+
+@pytest.mark.parametrize("fails", ["yes", ""], ids=["the trainer fails", "time is up"])
+def test_servers_and_trainer_are_started_and_end_together(fails, tmp_path):
+    for name, body in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    started = tmp_path / "started"
+    environment = {
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "STARTED": str(started), "FAILS": fails,
+        "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4", "NUM_SERVERS": "2",
+    }  # fmt: skip
+    process = subprocess.Popen(["bash", SCRIPT, "c.yaml", "seed=1"], env=environment, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 20
+        while not (started.exists() and started.read_text().count("c.yaml") == 2) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not fails:
+            time.sleep(0.3)  # the stand-ins have set their traps
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == (3 if fails else 0)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    said = started.read_text().splitlines()
+    serving, training = sorted((line for line in said if "c.yaml" in line), key=lambda line: "train grpo" in line)
+    assert "--nodelist n1" in serving and "generation.vllm.host=10.0.0.1" in serving.split()
+    words = training.split()
+    assert words[words.index("--nnodes") + 1] == "2" and words[words.index("--nproc-per-node") + 1] == "4"
+    assert words[words.index("--exclude") + 1] == "n1" and words[words.index("--rdzv-endpoint") + 1] == "n2:29500"
+    assert "servers ended" in said
+    assert ("saved" in said) != bool(fails)
+    overrides = [word.removeprefix("generation.vllm.") for word in words if word.startswith("generation.vllm.")]
+    servers = build_config(VLLMConfig, {}, overrides, "here")
+    assert servers.urls == ("http://10.0.0.1:8100", "http://10.0.0.1:8101")
