@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +20,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 from mcore_rl import launch_environment
+from mcore_rl.errors import UserError
 
 _installed = False
 _simulates = False
@@ -65,6 +67,29 @@ def initialize_platform(simulate: bool = False) -> None:
             raise RuntimeError("initialize_platform() must be called before megatron.core is imported")
         _install_stand_ins(device())
     _installed = True
+
+
+DETERMINISTIC_ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+    "NCCL_ALGO": ("^NVLS", "Ring", "Tree"),
+}
+"""What cuBLAS, Transformer Engine and NCCL must be told to give the same sums each time; the first is set here."""
+
+
+def make_deterministic() -> None:
+    """Take deterministic kernels alone from now on; to be called before anything runs on the device.
+
+    An operation that has none raises RuntimeError when it is met, and is named.
+
+    Raises:
+        UserError: the environment asks for the contrary.
+    """
+    for name, right in DETERMINISTIC_ENVIRONMENT.items():
+        value = os.environ.setdefault(name, right[0])
+        if value not in right:
+            raise UserError(f"deterministic: the environment has {name}={value}; with it, one of {', '.join(right)}")
+    torch.use_deterministic_algorithms(True)
 
 
 def initialize_process_group(timeout: timedelta) -> None:

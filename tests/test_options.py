@@ -16,7 +16,7 @@ from rich.console import Console
 from test_layouts import make_config, make_data
 from transformers import LlamaConfig
 
-from mcore_rl import watchdog
+from mcore_rl import platform, watchdog
 from mcore_rl.algorithms import grpo, metrics
 from mcore_rl.algorithms.checkpointing import RunCheckpoints
 from mcore_rl.algorithms.metrics import Reporter
@@ -33,6 +33,7 @@ from mcore_rl.distributed.topology import Topology
 from mcore_rl.environments.interfaces import Sample
 from mcore_rl.environments.judged import JudgedEnvironment
 from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.layout_check import Layout
 from mcore_rl.models.generation import megatron_generation
 from mcore_rl.models.megatron.hf_config import load_hf_config
 
@@ -412,7 +413,9 @@ def train_counting_layers(config):
                 module.register_forward_hook(lambda *_: calls.update(["mlp"]))
     metrics = [policy.train(make_data(), NLLLoss()) for _ in range(2)]
     policy.shutdown()
-    return metrics, calls["mlp"], torch.are_deterministic_algorithms_enabled()
+    deterministic = policy.chunks[0].config.deterministic_mode, torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    return metrics, calls["mlp"], deterministic
 
 
 def test_recomputation_runs_layers_twice_and_changes_no_number(model_of):
@@ -424,7 +427,30 @@ def test_recomputation_runs_layers_twice_and_changes_no_number(model_of):
     )
     assert again == plain
     assert more == 2 * calls
-    assert (deterministic, asked) == (False, True)
+    assert (deterministic, asked) == ((False, False), (True, True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(cp=2), Layout(dp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_deterministic_runs_are_equal_bit_for_bit(layout, family, model_of):
+    """And no operation that training needs lacks a deterministic form on the CPU."""
+    config = layout.apply(make_config(model_of(family)))
+    runs = [
+        run_processes(train_counting_layers, c, world_size=layout.world_size)[0][0]
+        for c in (config, *(2 * [config.model_copy(update={"deterministic": True})]))
+    ]
+    assert runs[1] == runs[2]
+    assert runs[1][-1]["loss"] == pytest.approx(runs[0][-1]["loss"], rel=1e-6)
+
+
+def test_an_environment_that_contradicts_is_refused(monkeypatch):
+    for name in platform.DETERMINISTIC_ENVIRONMENT:
+        monkeypatch.setenv(name, "else")
+        with pytest.raises(UserError, match=f"deterministic: the environment has {name}=else; with it, one of"):
+            platform.make_deterministic()
+        monkeypatch.delenv(name)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_code_of_a_model_directory_runs_only_if_trusted(tmp_path, monkeypatch):

@@ -26,6 +26,8 @@ class LoRAConfig(Section):
     """16 if not given, or that of `path`."""
     alpha: AboveZero | None = None
     """The adapters' product is multiplied with alpha / rank; 32 if not given, or that of `path`."""
+    lr_ratio: AboveZero = 1.0
+    """Learning rate of the matrices B (which begin as zeros) by that of the matrices A (LoRA+, arXiv:2402.12354)."""
     dropout: BelowOne = 0.0
     """Share of an adapter's inputs that are left out while training."""
     target_modules: tuple[Name, ...] = ()

@@ -104,6 +104,8 @@ class OptimizerConfig(Section):
     """Learning rate, after warm-up. Adapters (LoRA) want about ten times as much."""
     min_lr: NonNegative = 0.0
     """Learning rate at the last step; inverse_square_root: the least."""
+    embedding_lr: BelowOne | None = None
+    """Learning rate of the embedding and of the projection onto the vocabulary; `lr` if not given."""
     weight_decay: NonNegative = 0.0
     """Decoupled (AdamW); not of biases and norms."""
     adam_beta1: BelowOne = 0.9
@@ -248,7 +250,8 @@ class TrainingConfig(Section):
     seed: Seed = 0
     """Of the order of the data, dropout and sampling."""
     deterministic: bool = False
-    """Ask torch for deterministic kernels."""
+    """Take kernels alone, of torch, Megatron, cuBLAS, NCCL and Transformer Engine, that give the same bits each time;
+    an operation that has none ends the run, named."""
     dry_run: bool = False
     """Check everything, tell what would be done, and stop (`--dry-run`)."""
     output_dir: Directory
@@ -273,6 +276,12 @@ class TrainingConfig(Section):
             raise ValueError("trainer.early_stopping_patience: needs checkpoint.best_metric")
         if self.checkpoint.best_metric is not None and trainer.validation_interval is None:
             raise ValueError("checkpoint.best_metric: is never measured; give trainer.validation_interval")
+        return self
+
+    @model_validator(mode="after")
+    def _trains_embeddings(self) -> TrainingConfig:
+        if self.optimizer.embedding_lr is not None and self.model.lora is not None:
+            raise ValueError("optimizer.embedding_lr: adapters alone are trained with model.lora; leave it out")
         return self
 
     @model_validator(mode="after")

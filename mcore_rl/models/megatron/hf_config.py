@@ -159,6 +159,7 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         sequence_parallel=parallel.sequence_parallel,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_size,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         use_cpu_initialization=True,
         perform_initialization=False,
         # With a per-token loss neither the schedule nor DDP rescales anything: see optimizer.py.

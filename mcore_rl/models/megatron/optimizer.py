@@ -24,7 +24,12 @@ from megatron.core.distributed import (  # isort: skip
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer  # isort: skip
+from megatron.core.optimizer import (  # isort: skip
+    MegatronOptimizer,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig  # isort: skip
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
@@ -55,25 +60,40 @@ def finalize_gradients(model: Sequence[torch.nn.Module], num_tokens: Any = None,
 
 
 def build_optimizer(
-    wrapped: Sequence[DistributedDataParallel], config: OptimizerConfig, dtype: torch.dtype
+    wrapped: Sequence[DistributedDataParallel], config: OptimizerConfig, dtype: torch.dtype, lora_lr_ratio: float = 1.0
 ) -> MegatronOptimizer:
-    """AdamW, its fp32 state sharded over data-parallel ranks."""
-    return get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=config.min_lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.adam_beta1,
-            adam_beta2=config.adam_beta2,
-            adam_eps=config.adam_eps,
-            clip_grad=config.clip_grad,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=True,
-        ),
-        list(wrapped),
+    """AdamW, its fp32 state sharded over data-parallel ranks.
+
+    Args:
+        lora_lr_ratio: learning rate of the adapters' B by that of all else.
+    """
+    megatron = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
     )
+    overrides = get_standard_config_overrides(megatron)
+    for key, ratio in (
+        (ParamKey(name="*.lora_B"), lora_lr_ratio),
+        (ParamKey(attr="is_embedding_or_output_parameter"), _ratio(config.embedding_lr, config.lr)),
+    ):
+        if ratio != 1:
+            # Megatron tells groups apart by lr_mult when a checkpoint is loaded, not by the rates that it takes.
+            rates: Any = {"max_lr": ratio * config.lr, "min_lr": ratio * config.min_lr, "lr_mult": ratio}
+            overrides[key] = rates
+    return get_megatron_optimizer(megatron, list(wrapped), config_overrides=overrides)
+
+
+def _ratio(rate: float | None, base: float) -> float:
+    return 1.0 if rate is None or base == 0 else rate / base
 
 
 def optimizer_step(optimizer: MegatronOptimizer, clip_grad: float) -> tuple[bool, float]:

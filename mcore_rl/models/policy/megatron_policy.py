@@ -44,8 +44,6 @@ class MegatronPolicy(Keeping, Generating):
     ) -> None:
         super().__init__(config, rows_per_unit)
         seed_everything(config.seed)
-        if config.deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=True)
         lora = config.model.lora
         begun = lora is not None and lora.path is not None
         self.reference = self._new_reference(begun) if keep_reference else None
@@ -56,7 +54,8 @@ class MegatronPolicy(Keeping, Generating):
         if self.is_trained:
             self.chunks = wrap_for_training(self.model)
             dtype = getattr(torch, "float32" if self.model.lora else config.model.dtype)
-            self.optimizer = build_optimizer(self.chunks, config.optimizer, dtype)
+            ratio = 1.0 if lora is None else lora.lr_ratio
+            self.optimizer = build_optimizer(self.chunks, config.optimizer, dtype, ratio)
             self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps)
 
     def get_reference_policy_logprobs(

@@ -46,6 +46,8 @@ class ScoringModel:
 
     def __init__(self, config: TrainingConfig, rows_per_unit: int = 1) -> None:
         self.config = config
+        if config.deterministic:
+            platform.make_deterministic()
         self.hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
         self.topology = initialize_parallel(config.parallel)
         try:
