@@ -222,7 +222,7 @@ class LoggingConfig(Section):
     """Where metrics go beside the console and metrics.jsonl."""
 
     tensorboard: bool = False
-    """Write metrics to output_dir/tensorboard as well."""
+    """Write metrics to output_dir/tensorboard as well; needs the `tensorboard` extra."""
     wandb: Name | None = None
     """Project on Weights & Biases; needs the `wandb` extra."""
     wandb_tags: tuple[Name, ...] = ()
@@ -234,8 +234,8 @@ class LoggingConfig(Section):
 
     @model_validator(mode="after")
     def _installed(self) -> LoggingConfig:
-        for name in ("wandb", "mlflow"):
-            if getattr(self, name) is not None and find_spec(name) is None:
+        for name in ("tensorboard", "wandb", "mlflow"):
+            if getattr(self, name) not in (None, False) and find_spec(name) is None:
                 raise ValueError(f"{name}: install the {name} extra (pip install 'mcore_rl[{name}]')")
         if self.wandb_tags and self.wandb is None:
             raise ValueError("wandb_tags: need wandb, the project")
