@@ -59,11 +59,10 @@ class _Help(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, section: Any, option: Any = None) -> NoReturn:
         with told_in_one_line():
             if section:
-                print("\n".join(as_text([section_of(self.config_type, section)])).strip())
+                show("\n".join(as_text([section_of(self.config_type, section)])).strip())
             else:
-                print(parser.format_help())
-                print("Sections of the configuration and their keys (--help SECTION tells what each means):")
-                print("\n".join(as_list(reference_of(self.config_type))))
+                told = "Sections of the configuration and their keys (--help SECTION tells what each means):"
+                show("\n".join([parser.format_help(), told, *as_list(reference_of(self.config_type))]))
         sys.exit(0)
 
 
@@ -106,7 +105,7 @@ def run_script(
         if parsed.dry_run and not is_launched():
             pretend(parsed.dry_run)
         if parsed.print_config:
-            print(resolved_yaml(config), end="")
+            show(resolved_yaml(config).rstrip())
             return
         config = with_local_models(config)
         preflight(config, world_size(), paths)
@@ -121,7 +120,8 @@ def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.
     """What the command line says, and where it comes from."""
     words = list(parsed.words)
     path = words.pop(0) if words and ("=" not in words[0] or Path(words[0]).is_file()) else None
-    given = {key: str(value) for option, key in KEYS_OF_OPTIONS.items() if (value := getattr(parsed, option))}
+    options = {key: getattr(parsed, option) for option, key in KEYS_OF_OPTIONS.items()}
+    given = {key: value for key, value in options.items() if value is not None}
     values: dict[str, Any] = {"dry_run": True} if parsed.dry_run else {}
     for key, value in given.items():
         section, _, name = key.rpartition(".")
@@ -163,6 +163,14 @@ def told_in_one_line() -> Iterator[None]:
     except Exception as error:
         text = traceback.format_exc()
         leave(1, text + watchdog.explain(error, text), lost_peer=any(sign in str(error).lower() for sign in LOST_PEER))
+
+
+def show(text: str) -> None:
+    """Print what somebody wants to see, who may have seen enough before its end (`| head`)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os._exit(0)
 
 
 def count(text: str) -> int:

@@ -58,6 +58,7 @@ WRONG = [
         ["train", "sft", "--model", "/nowhere", "--data", "x.jsonl"],
         "error: model.path: /nowhere must be a Hugging Face",
     ),
+    (["train", "sft", "--model=m", "--data=d", "--output="], "error: command line: output_dir: must not be empty"),
     (["schema"], "error: mcore-rl schema: name one of sft"),
     (["schema", "sft", "x"], "error: mcore-rl schema sft: takes nothing more, got x"),
     (["train", "sft", "nowhere.yaml"], "error: nowhere.yaml: cannot be read"),
@@ -91,6 +92,13 @@ def test_help():
     assert call("--help").stdout.startswith("mcore-rl train {")
     text = call("train", "grpo", "--help").stdout
     assert text.startswith("usage: mcore-rl train grpo ") and "--replay FILE" in text
+
+
+def test_who_has_seen_enough():
+    for arguments in ("train dpo --help", "train dpo --help dpo", "schema grpo"):
+        command = f"{sys.executable} -m mcore_rl {arguments} | head -n 1"
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+        assert done.stdout and not done.stderr, done.stderr
 
 
 @pytest.mark.long

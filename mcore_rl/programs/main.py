@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from mcore_rl import launch_environment
 from mcore_rl.config.schema import json_schema
-from mcore_rl.entry_point import leave, told_in_one_line
+from mcore_rl.entry_point import leave, show, told_in_one_line
 from mcore_rl.programs.doctor import report
 from mcore_rl.programs.launch import launch, split
 from mcore_rl.programs.training import PROGRAMS, train
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if command == "schema":
         if rest:
             leave(2, f"mcore-rl schema {algorithm}: takes nothing more, got {' '.join(rest)}")
-        print(json.dumps(json_schema(PROGRAMS[algorithm].config), indent=1))
+        show(json.dumps(json_schema(PROGRAMS[algorithm].config), indent=1))
         return
     if not launch_environment.is_launched():
         launch_options, rest = split(rest)
