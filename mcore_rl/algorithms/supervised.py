@@ -58,6 +58,9 @@ class SupervisedRun(TrainingRun[Dataset]):
         """The batch of these records, whose first is the run's sample of this number."""
         return collate(units, self.inputs.tokenizer.pad_token_id)
 
+    def reference_moved(self) -> None:
+        self.__dict__.pop("_validation_batch", None)
+
     def validate(self, step: int) -> dict[str, float]:
         """Metrics over the whole validation set, as one batch, so that they are exact means."""
         if self.inputs.validation is None:

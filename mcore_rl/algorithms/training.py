@@ -103,6 +103,7 @@ class TrainingRun(ABC, Generic[DatasetT]):
             while done < steps and signal is None and not (best and best.is_exhausted):
                 done += 1
                 metrics = self._step_or_stop(done, checkpoints)
+                self._move_reference(done)
                 if validates := self._validates_after(done):
                     metrics.update(self.validate(done))
                 bettered = best is not None and validates and best.is_bettered(done, metrics)
@@ -142,6 +143,15 @@ class TrainingRun(ABC, Generic[DatasetT]):
             checkpoints.poll(step, wait=True)
             newest = checkpoints.newest() or "none"
             raise TrainingError(f"step {step}: {error}; the last checkpoint is {newest}") from None
+
+    def _move_reference(self, step: int) -> None:
+        sync = self.config.reference_sync_of
+        if sync is not None and _divides(sync.interval, step):
+            self.policy.move_reference(sync.alpha)
+            self.reference_moved()
+
+    def reference_moved(self) -> None:
+        """What was computed by the reference is no longer true."""
 
     def _validates_after(self, step: int) -> bool:
         trainer = self.config.trainer

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from mcore_rl.config.environment import EnvironmentConfig
 from mcore_rl.config.fields import BelowOne, Count, NonNegative, Positive, Section, refuse_bool
 from mcore_rl.config.generation import GenerationConfig
-from mcore_rl.config.sections import OptimizerConfig, TrainerConfig, TrainingConfig
+from mcore_rl.config.sections import OptimizerConfig, ReferenceSyncConfig, TrainerConfig, TrainingConfig
 from mcore_rl.loss_options import Bounds, ClippedPGOptions, DistillationOptions, DPOOptions, KTOOptions
 
 
@@ -48,6 +48,14 @@ class DPOAlgorithmConfig(DPOOptions):
 
 class DPOConfig(TrainingConfig):
     dpo: DPOAlgorithmConfig = DPOAlgorithmConfig()
+    reference_sync: ReferenceSyncConfig | None = None
+
+    @model_validator(mode="after")
+    def _moves_a_copy(self) -> DPOConfig:
+        own = self.dpo.needs_reference and self.dpo.reference == "swap" and self.dpo.reference_model is None
+        if self.reference_sync is not None and not own:
+            raise ValueError("reference_sync: moves the policy's own reference: dpo.reference=swap, no reference_model")
+        return self
 
     @property
     def rows_per_unit(self) -> int:
@@ -152,6 +160,13 @@ class GRPOConfig(TrainingConfig):
     loss: Annotated[ClippedPGOptions, BeforeValidator(_translated)] = ClippedPGOptions()
     environment: EnvironmentConfig = EnvironmentConfig()
     generation: GenerationConfig = GenerationConfig()
+    reference_sync: ReferenceSyncConfig | None = None
+
+    @model_validator(mode="after")
+    def _has_a_reference(self) -> GRPOConfig:
+        if self.reference_sync is not None and self.loss.reference_policy_kl_penalty == 0:
+            raise ValueError("reference_sync: there is no reference with loss.reference_policy_kl_penalty=0")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -229,6 +244,7 @@ class GRPOConfig(TrainingConfig):
 
 class KTOConfig(TrainingConfig):
     kto: KTOOptions = KTOOptions()
+    reference_sync: ReferenceSyncConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -244,6 +244,16 @@ class LoggingConfig(Section):
         return self
 
 
+class ReferenceSyncConfig(Section):
+    """The reference follows the policy (arXiv:2404.09656): every `interval` steps it becomes
+    (1 − alpha) · reference + alpha · policy. A small alpha at each step is an exponential average."""
+
+    interval: Positive = 512
+    """Steps between."""
+    alpha: Annotated[float, Field(gt=0, le=1), BeforeValidator(refuse_bool)] = 0.6
+    """The policy's share. With adapters, whose products do not mix, 1 alone."""
+
+
 class TrainingConfig(Section):
     """What every algorithm shares."""
 
@@ -285,10 +295,22 @@ class TrainingConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _mixes_weights(self) -> TrainingConfig:
+        sync = self.reference_sync_of
+        if sync is not None and sync.alpha != 1 and self.model.lora is not None:
+            raise ValueError("reference_sync.alpha: with model.lora it must be 1: mixed adapters are no mixed weights")
+        return self
+
+    @model_validator(mode="after")
     def _replays(self) -> TrainingConfig:
         if self.model.moe_router_replay and not self.samples:
             raise ValueError("model.moe_router_replay: goes with GRPO alone, whose samples tell where tokens went")
         return self
+
+    @property
+    def reference_sync_of(self) -> ReferenceSyncConfig | None:
+        """How the reference follows the policy, in algorithms that have one; None: it stays as it was."""
+        return getattr(self, "reference_sync", None)
 
     @property
     def samples(self) -> bool:

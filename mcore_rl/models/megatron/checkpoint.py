@@ -10,15 +10,17 @@ import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from mcore_rl import __version__
 from mcore_rl.checkpoint_store import CheckpointStore, digest_problems, digests_of
 from mcore_rl.config import TrainingConfig, resolved_yaml
 from mcore_rl.distributed.collectives import gather_objects
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron import reference_state
 from mcore_rl.models.megatron.adapters import adapter_state
 from mcore_rl.models.megatron.checkpoint_trust import check_trusted
 from mcore_rl.models.megatron.checkpoint_writer import (
@@ -50,14 +52,28 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_f
 VERSIONS = {"mcore_rl": __version__, **{name: version(name) for name in ("torch", "megatron-core")}}
 
 
+class MovingReference(Protocol):
+    """Weights beside the policy's."""
+
+    has_moved: bool
+
+    def by_tensor(self) -> dict[int, Tensor]:
+        """Its value of each of the model's tensors, by the tensor's `id`."""
+        ...
+
+
 @dataclass(frozen=True)
 class TrainingState:
-    """What a checkpoint holds of a run beside the loop's own values."""
+    """What a checkpoint holds of a run beside the loop's own values.
+
+    reference: its weights, if it has a copy of them; they are part of a checkpoint once they have moved.
+    """
 
     model: BuiltModel
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     config: TrainingConfig
+    reference: MovingReference | None = None
 
     @property
     def layout(self) -> list[int]:
@@ -96,6 +112,7 @@ class PendingSave:
         shards, common = save_preprocess(
             {
                 **weights,
+                **_reference_part(run, weights),
                 "optimizer": _optimizer_common(run.optimizer),
                 "scheduler": run.scheduler.state_dict(),
                 "state": {**state, "step": step},
@@ -137,6 +154,12 @@ class PendingSave:
 
         final: Path = on_first_rank(write_index_and_rename)
         return final
+
+
+def _reference_part(run: TrainingState, weights: dict[str, Any]) -> dict[str, Any]:
+    if run.reference is None or not run.reference.has_moved:
+        return {}
+    return {reference_state.KEY: reference_state.reference_state(weights, run.reference.by_tensor())}
 
 
 def _optimizer_common(optimizer: MegatronOptimizer) -> dict[Any, Any]:
@@ -201,12 +224,20 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
             "set checkpoint.allow_partial=true to go on from what it has"
         )
     _load_model_and_optimizer(iteration, run, present["optimizer"])
+    if run.reference is not None and holds_reference(iteration):
+        restored.pieces.append("reference")
     if present["schedule"]:
         run.scheduler.load_state_dict(common["scheduler"])
     restored.pieces += [name for name in ("optimizer", "schedule") if present[name]]
     if present["random states"]:
         restored.pieces.append(_restore_random(common["random"], run, restored.state))
     return restored
+
+
+def holds_reference(iteration: Path) -> bool:
+    """Whether a checkpoint has the weights of a reference that has moved."""
+    keys = check_trusted(iteration).state_dict_metadata
+    return any(key.startswith(f"{reference_state.KEY}.") for key in keys)
 
 
 def _restore_random(saved: dict[str, Any], run: TrainingState, state: dict[str, Any]) -> str:
@@ -225,7 +256,13 @@ def _load_model_and_optimizer(iteration: Path, run: TrainingState, with_optimize
         for index, inner in enumerate(optimizers_with_parameters(run.optimizer)):
             described = inner.sharded_state_dict(weights, is_loading=True, metadata=METADATA)
             wanted[f"moments{index}"] = described["param_state"]
+    moved = run.reference is not None and holds_reference(iteration)
+    if run.reference is not None and moved:
+        wanted[reference_state.KEY] = reference_state.reference_state(weights, run.reference.by_tensor())
     loaded = load_sharded(wanted, iteration)
+    if run.reference is not None and moved:
+        reference_state.set_reference(weights, run.reference.by_tensor(), loaded[reference_state.KEY])
+        run.reference.has_moved = True
     _set_model_state(run.model, loaded)
     if with_optimizer:
         step = loaded["optimizer"]["optimizer"]["param_groups"][0].get("step")

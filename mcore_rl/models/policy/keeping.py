@@ -35,11 +35,17 @@ class Keeping(Colocation):
         with self.reference.in_place():
             yield
 
+    def move_reference(self, alpha: float) -> None:
+        """reference ← (1 − alpha) · reference + alpha · policy. From then on checkpoints hold it."""
+        assert isinstance(self.reference, KeptWeights), "the policy was built without a reference that can move"
+        self.reference.move(alpha)
+
     def _new_reference(self, begun: bool) -> Reference:
         """The weights as they are now; `begun`: whether adapters, if there are some, do anything yet."""
         if self.model.lora is None:
             return KeptWeights(self.parameters())
-        return KeptWeights(adapters_in(self.model)) if begun else AdaptersOff(adapters_of(self.model).values())
+        moves = self.config.reference_sync_of is not None
+        return KeptWeights(adapters_in(self.model)) if begun or moves else AdaptersOff(adapters_of(self.model).values())
 
     def export_adapters(self, destination: Path) -> None:
         """Write the current adapters as a PEFT directory. Collective."""
@@ -107,13 +113,16 @@ class Keeping(Colocation):
         Raises:
             UserError: the checkpoint does not fit, or lacks a piece and `allow_partial` is not set.
         """
+        if isinstance(self.reference, AdaptersOff) and checkpoint.holds_reference(iteration):
+            self.reference = KeptWeights(adapters_in(self.model))
         restored = checkpoint.load(iteration, self._training_state(), allow_partial)
         if self.reference is not None and not restored.state:  # training begins from these weights
             self.reference = self._new_reference(begun=True)
         return restored
 
     def _training_state(self) -> checkpoint.TrainingState:
-        return checkpoint.TrainingState(self.model, self.optimizer, self.scheduler, self.config)
+        kept = self.reference if isinstance(self.reference, KeptWeights) else None
+        return checkpoint.TrainingState(self.model, self.optimizer, self.scheduler, self.config, kept)
 
     def verify_checkpoint(self, iteration: Path) -> list[str]:
         """What is damaged in a checkpoint, every byte read; the same answer on every rank."""

@@ -26,6 +26,20 @@ class KeptWeights:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = list(tensors)
         self.kept = _on_host(self.tensors)
+        self.has_moved = False
+        """Whether they are no longer what training began from, so that checkpoints must hold them."""
+
+    @torch.no_grad()
+    def move(self, alpha: float) -> None:
+        """reference ← (1 − alpha) · reference + alpha · current, as in arXiv:2404.09656."""
+        for kept, tensor in zip(self.kept, _on_host(self.tensors), strict=True):
+            # In fp32: a small alpha would be lost in bfloat16's rounding of each product.
+            kept.copy_(torch.lerp(kept.float(), tensor.float(), alpha))
+        self.has_moved = True
+
+    def by_tensor(self) -> dict[int, Tensor]:
+        """The reference's value of each of the model's tensors, by its `id`."""
+        return {id(tensor): kept for tensor, kept in zip(self.tensors, self.kept, strict=True)}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
