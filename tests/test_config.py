@@ -119,6 +119,7 @@ def test_what_need_not_be_said(write):
         assert (config.trainer.max_steps, config.trainer.max_epochs) == (None, 1)
         assert (config.model.head == "reward") == (kind is RMConfig)
     assert config.batch.global_batch_size == 16 * 8
+    assert not load_config(GRPOConfig, write(text), ["trainer.validate_at_start=false"]).trainer.validate_at_start
     assert load_config(DPOConfig, write(text)).optimizer.lr == 1e-6
     assert load_config(SFTConfig, write(text), ["optimizer.min_lr=1e-6"]).optimizer.lr == 2e-5
     assert load_config(SFTConfig, write(text), ["trainer.max_steps=4"]).trainer.max_epochs is None

@@ -279,8 +279,8 @@ class TrainingConfig(Section):
     def _validates_something(self) -> TrainingConfig:
         trainer = self.trainer
         for key in ("validation_interval", "validate_at_start", "validate_at_end"):
-            unasked = getattr(trainer, key) == type(trainer).model_fields[key].default
-            if not unasked and self.data.validation is None:
+            asked = getattr(trainer, key) and not type(trainer).model_fields[key].default
+            if asked and self.data.validation is None:
                 raise ValueError(f"trainer.{key}: there is nothing to validate on; give data.validation")
         if trainer.early_stopping_patience is not None and self.checkpoint.best_metric is None:
             raise ValueError("trainer.early_stopping_patience: needs checkpoint.best_metric")
