@@ -225,6 +225,7 @@ def test_damage_falls_back_and_the_run_ends_bit_for_bit_the_same(files, whole_ru
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_sigterm_saves_and_the_run_ends_bit_for_bit_the_same(files, whole_run):
     out = files / "stopped"
     process = start(files, out)

@@ -83,6 +83,7 @@ def test_any_layout_loads_what_was_converted(family, layout, model_of, tmp_path)
         assert torch.equal(loaded[name], tensor), name
 
 
+@pytest.mark.long
 def test_the_script(model_of, tmp_path):
     made = run("convert_checkpoint.py", "hf-to-megatron", model_of("llama"), tmp_path / "megatron")
     assert f"Megatron checkpoint: {tmp_path / 'megatron' / 'iter_0000000'}" in made.stdout_text

@@ -150,6 +150,7 @@ def judge_slowly(store, numbers):
     return worker._judge([Sample(log("?", "!"), {"number": number}) for number in numbers])
 
 
+@pytest.mark.long
 def test_each_replica_judges_its_own_for_longer_than_a_collective_may_take(tmp_path):
     from mcore_rl.distributed.processes import run_processes  # not above: the judges' processes import this file
 

@@ -278,6 +278,7 @@ def test_the_same_run_under_other_layouts(files, whole_run, layout):
             assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-4), name
 
 
+@pytest.mark.long
 def test_replay_trains_on_what_was_recorded(files, whole_run):
     lines = [json.loads(line) for line in (files / "recording.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
@@ -295,6 +296,7 @@ def test_replay_trains_on_what_was_recorded(files, whole_run):
     assert "recording.jsonl: was sampled with grpo.temperature=1.0; here it is 2.0" in hotter.stderr_text
 
 
+@pytest.mark.long
 def test_several_turns_updates_and_dynamic_sampling(files):
     process = train(
         files, "several", "environment.function=judging:twice", "environment.max_turns=2", "trainer.max_steps=2",

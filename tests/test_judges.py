@@ -217,6 +217,7 @@ def test_trls_own_reward_functions(judge):
 # ------------------------------------------------------------------ several rewards
 
 
+@pytest.mark.long
 def test_several_weighted_rewards(judge):
     rewards = {
         "exact": {"name": "exact_match", "weight": 2.0},
@@ -238,6 +239,7 @@ def test_several_weighted_rewards(judge):
     assert only[0].error == "ValueError: no reward applies to this sample"
 
 
+@pytest.mark.long
 def test_a_tool_between_turns_and_another_reward_beside_it(judge):
     tool = {"name": "function", "function": "test_judges:calculator"}
     asked, answered = sample("calc: 6*7", answer="42"), sample("42", answer="42")

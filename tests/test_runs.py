@@ -162,6 +162,7 @@ def test_afresh_beside_a_run_only_when_told_to(files, out):
     assert (out / "notes.txt").read_text() == "a user's"
 
 
+@pytest.mark.long
 def test_an_export_has_the_template_that_it_was_trained_with(files, tmp_path):
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}"
     (tmp_path / "own.jinja").write_text(template)
