@@ -260,6 +260,29 @@ def test_options_that_the_family_has_no_use_for(family, option, message):
         check_model_fits(make_config(family), ParallelConfig(), 64, ModelConfig(path="unused", **option))
 
 
+@pytest.mark.parametrize(
+    ("changes", "dtype", "etp", "message"),
+    [
+        ({"intermediate_size": 90}, "float32", 1, r"float32 the model's width of an expert \(90\) .* multiple of 4;"),
+        ({"hidden_size": 100}, "bfloat16", 1, r"the model's hidden size \(100\) must be a multiple of 8;"),
+        ({"hidden_size": 100, "intermediate_size": 92}, "float32", 1, None),
+        ({"intermediate_size": 48}, "bfloat16", 2, None),
+        ({"intermediate_size": 24}, "bfloat16", 2, r"expert on each of 2 processes \(12\) must be a multiple of 8"),
+        ({"intermediate_size": 24}, "float32", 2, None),
+    ],
+)
+def test_widths_that_a_grouped_product_takes(changes, dtype, etp, message):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    hf, model = make_config("mixtral", **changes), ModelConfig(path="unused", dtype=dtype, moe_grouped_gemm=True)
+    parallel = ParallelConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=etp)
+    if message is None:
+        check_model_fits(hf, parallel, 64, model)
+    else:
+        with pytest.raises(UserError, match=f"model.moe_grouped_gemm: .*{message}"):
+            check_model_fits(hf, parallel, 64, model)
+
+
 def test_weights_must_be_safetensors_and_complete(tmp_path):
     from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
     from mcore_rl.models.megatron.weights import check_hf_tensors

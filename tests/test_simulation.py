@@ -12,11 +12,11 @@ import pytest
 from models import and_long, make_model
 from ports import free_port
 
-from mcore_rl.config import DPOConfig, GRPOConfig, SFTConfig
+from mcore_rl.config import DPOConfig, GRPOConfig, ParallelConfig, SFTConfig
 from mcore_rl.errors import UserError
 from mcore_rl.layouts import Layout
 from mcore_rl.simulation.hardware import Hardware
-from mcore_rl.simulation.run import chosen_ranks, layouts_to_try
+from mcore_rl.simulation.run import chosen_ranks, layouts_to_try, search, simulate
 from mcore_rl.simulation.step import RankReport, Sequences, measure_step, simulate_rank
 
 LENGTHS = (270, 99, 384, 2, 231, 192, 303, 45)
@@ -262,15 +262,39 @@ def test_experts_are_refused(tmp_path):
         in_processes(simulate_rank, (config, 0, 2, SEQUENCES))
 
 
+@pytest.mark.long
+def test_the_distinct_stages_have_the_largest_peak(tmp_path):
+    path = make_model("llama", tmp_path, num_hidden_layers=8)
+    config = Layout(pp=4, stages="Et|ttt|ttt|tL", tokens_per_pack=384).apply(config_of(path))
+    reports = simulate(config, 4, chosen_ranks(config, 4, "stages"), SEQUENCES, workers=2)
+    peaks = {report.rank: report.peak for report in reports}
+    assert max(peaks[rank] for rank in chosen_ranks(config, 4, "distinct")) == max(peaks.values()) == peaks[1]
+    assert peaks[1] > peaks[2]
+
+
+def test_a_layout_that_the_configuration_refuses_is_a_candidate_with_a_reason(model, monkeypatch):
+    refused = config_of(model).model_dump()
+    refused["parallel"]["expert_tensor_parallel_size"] = 2
+    monkeypatch.setattr("mcore_rl.simulation.run.layouts_to_try", lambda *_: [("tp1", refused)])
+    (candidate,) = search(config_of(model), 2, SEQUENCES, Hardware.load("h100"), 1, print)
+    assert candidate.text == "tp1"
+    assert candidate.reason.startswith("layout: parallel.expert_tensor_parallel_size: other than tensor_model_parall")
+
+
 def test_ranks_and_layouts(model):
     config = Layout(pp=2).apply(config_of(model))
     assert chosen_ranks(config, 8, "first,last") == [0, 4]
     assert chosen_ranks(config, 8, "stages,3") == [0, 3, 4]
     uneven = Layout(pp=4, stages="E|tt|tt|L").apply(config_of(model))
-    assert chosen_ranks(uneven, 8, "distinct") == [0, 4, 6]
+    assert chosen_ranks(uneven, 8, "distinct") == [0, 2, 6]
+    interleaved = Layout(pp=4, vpp=2, stages="E|t|tt|t|t|tt|t|L").apply(config_of(model))
+    assert chosen_ranks(interleaved, 4, "distinct") == [0, 1, 2, 3]  # 3 layers on two of them, in other chunks
     assert chosen_ranks(config, 8, "distinct") == [0, 4]
     assert chosen_ranks(Layout(pp=4, first=1, last=1).apply(config_of(model)), 4, "distinct") == [0, 1, 3]
     for one in (uneven, Layout(pp=2, first=1).apply(config_of(model))):
         assert next(iter(layouts_to_try(one, 2, Hardware.load("h100"))))[0] == "tp1 pp1 cp1 dp2"
+    whole = config.model_copy(update={"parallel": ParallelConfig(expert_tensor_parallel_size=1)})
+    for _, values in layouts_to_try(whole, 2, Hardware.load("h100")):
+        assert SFTConfig.model_validate(values).parallel.expert_tensor_parallel_size is None
     texts = [text for text, _ in layouts_to_try(config, 6, Hardware.load("h100"))]
     assert "tp2 pp1 cp1 dp3" in texts and not [text for text in texts if text.startswith("tp4")]

@@ -138,11 +138,12 @@ class PipelineConfig(Section):
         return [sum(counts[stage::size]) for stage in range(size)]
 
     def distinct_stages(self) -> list[int]:
-        """The first and the last stage, and of those between them one of each number of layers, if it is uneven."""
+        """The first and the last stage, and of those between them, if uneven, the first with each share of layers:
+        of equal ones it keeps the activations of the most microbatches."""
         size, between = self.pipeline_model_parallel_size, []
         if layout := self.pipeline_model_parallel_layout:
-            counts = self.layers_of_stages(sum(layers_of_layout(layout)))
-            between = list({counts[stage]: stage for stage in range(1, size - 1)}.values())
+            counts = layers_of_layout(layout)
+            between = list({tuple(counts[stage::size]): stage for stage in range(size - 2, 0, -1)}.values())
         elif size > 2 and (self._ends or self._accounts):
             between = [1]
         return sorted({0, *between, size - 1})

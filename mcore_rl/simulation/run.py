@@ -7,8 +7,9 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
-from mcore_rl.config import TrainingConfig
+from mcore_rl.config import TrainingConfig, build_config
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.step import RankReport, Sequences, simulate_rank
@@ -16,7 +17,7 @@ from mcore_rl.simulation.step import RankReport, Sequences, simulate_rank
 
 def chosen_ranks(config: TrainingConfig, world_size: int, wanted: str) -> list[int]:
     """One rank of each pipeline stage (`stages`), of the `first`, of the `last`, or of the `distinct` ones, which are
-    these two and of an uneven pipeline one of each number of layers; or numbers.
+    these two and of an uneven pipeline the first with each share of layers; or numbers.
 
     Raises:
         UserError: something else, or no rank of this run.
@@ -66,8 +67,9 @@ class Candidate:
     reason: str = ""
 
 
-def layouts_to_try(config: TrainingConfig, world_size: int, gpu: Hardware) -> Iterator[tuple[str, TrainingConfig]]:
-    """Powers of 2: tensor parallelism inside a node, pipelines and context parallelism of up to 16 ranks."""
+def layouts_to_try(config: TrainingConfig, world_size: int, gpu: Hardware) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Powers of 2: tensor parallelism inside a node, pipelines and context parallelism of up to 16 ranks; each with
+    the configuration's values, which it may refuse."""
 
     def powers(largest: int) -> list[int]:
         return [2**n for n in range(largest.bit_length()) if 2**n <= largest]
@@ -89,11 +91,12 @@ def layouts_to_try(config: TrainingConfig, world_size: int, gpu: Hardware) -> It
             account_for_embedding_in_pipeline_split=False,
             account_for_loss_in_pipeline_split=False,
             pipeline_model_parallel_layout=None,
+            expert_tensor_parallel_size=None,
         )
         values["model"]["recompute_activations"] = recompute
         dp = world_size // (tp * pp * cp)
         text = f"tp{tp} pp{pp} cp{cp} dp{dp}" + (" recompute" if recompute else "")
-        yield text, type(config).model_validate(values)
+        yield text, values
 
 
 def search(
@@ -108,8 +111,9 @@ def search(
     found: list[Candidate] = []
     with _pool(workers) as pool:
         waiting: list[tuple[str, TrainingConfig, list[Future[RankReport]]]] = []
-        for text, layout in layouts_to_try(config, world_size, gpu):
+        for text, values in layouts_to_try(config, world_size, gpu):
             try:
+                layout = build_config(type(config), values, (), origin="layout")
                 layout.pack_width(layout.rows_per_unit)
                 ranks = chosen_ranks(layout, world_size, "first,last")
             except UserError as error:

@@ -65,6 +65,8 @@ def check_model_fits(
     _check_experts(family, parallel)
     if model is not None:
         _check_options(family, model)
+        if model.moe_grouped_gemm and isinstance(family, Mixture):
+            _check_grouped_gemm(family, model, parallel.expert_tensor_size)
     stages = parallel.layers_of_stages(family.num_layers)
     if model is not None and model.lora and 0 in stages:
         raise UserError("model.lora: a pipeline stage without layers has no adapters to train; give each a layer")
@@ -121,6 +123,21 @@ def _check_options(family: Family, model: ModelConfig) -> None:
         raise UserError(f"model.moe_grouped_gemm: torch {torch.__version__} has no grouped_mm; leave it out")
     if model.moe_grouped_gemm and uses_transformer_engine():
         raise UserError("model.moe_grouped_gemm: is not supported where Transformer Engine is installed; leave it out")
+
+
+def _check_grouped_gemm(family: Mixture, model: ModelConfig, expert_tensor_size: int) -> None:
+    """`grouped_mm` takes matrices whose rows are multiples of 16 bytes."""
+    multiple = 16 // getattr(torch, model.dtype).itemsize
+    of_rank = f" on each of {expert_tensor_size} processes" if expert_tensor_size > 1 else ""
+    for what, size in (
+        ("hidden size", family.hidden_size),
+        (f"width of an expert{of_rank}", family.experts.width // expert_tensor_size),
+    ):
+        if size % multiple:
+            raise UserError(
+                f"model.moe_grouped_gemm: in {model.dtype} the model's {what} ({size}) must be a multiple of "
+                f"{multiple}; leave it out"
+            )
 
 
 def _check_adapters(family: Family, model: ModelConfig, lora: LoRAConfig) -> None:
