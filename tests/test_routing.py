@@ -151,26 +151,54 @@ def test_load_is_that_of_real_tokens_once(family, layout, recompute, model_of):
         check_load(metrics, name.split(".")[2], tokens, entropy, topk=3)
 
 
-def metrics_of_losses(config):
-    """Metrics of a step of which 7 choices are lost in the first layer."""
-    from mcore_rl.models.megatron.router_load import GlobalLoad, routers_of
+def lossy_step(config):
+    """Metrics of a step whose dispatcher loses every other token at the first layer, and of how many choices."""
+    from mcore_rl.distributed.collectives import all_reduce
+    from mcore_rl.models.megatron.router_load import routers_of
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
-    policy, data = MegatronPolicy(config, total_steps=10, rows_per_unit=2), make_data()
-    policy.compute_gradients(data, loss_of(config))
-    first = next((router for router in routers_of(policy.model) if router.layer_number == 1), None)
-    if first is not None and policy.topology.data.rank == 0:
-        first.load.tokens[3] -= 7
-    metrics = GlobalLoad(policy.model, int((data["input_lengths"] * data["sample_mask"]).sum())).metrics()
+    policy, lost = MegatronPolicy(config, total_steps=10, rows_per_unit=2), torch.zeros(1)
+    routers = routers_of(policy.model)
+    dispatchers = [m.token_dispatcher for c in policy.chunks for m in c.modules() if hasattr(m, "token_dispatcher")]
+
+    def losing(preprocess):
+        def lossy(hidden, routing_map, probs):
+            if torch.is_grad_enabled():
+                lost.add_(routing_map[::2].sum())
+            routing_map = routing_map.clone()
+            routing_map[::2] = False
+            return preprocess(hidden, routing_map, probs)
+
+        return lossy
+
+    for router, dispatcher in zip(routers, dispatchers, strict=True):
+        if router.layer_number == 1:
+            dispatcher.dispatch_preprocess = losing(dispatcher.dispatch_preprocess)
+    metrics = policy.train(make_data(), loss_of(config))
+    whole = all_reduce(lost, torch.distributed.group.WORLD)
     policy.shutdown()
-    return metrics
+    return metrics, int(whole)
 
 
-@pytest.mark.parametrize("layout", and_long([Layout()], [Layout(pp=2, dp=2)]), ids=str)
-def test_choices_that_no_expert_gets_are_counted(layout, model_of):
-    config = layout.apply(make_config(model_of("mixtral")))
-    for metrics in run_processes(metrics_of_losses, config, world_size=layout.world_size):
-        assert [metrics[f"moe_dropped/layer_{layer}"] for layer in (0, 1)] == [7, 0]
+LOSSES = and_long(
+    [(Layout(), False, False)],
+    [
+        (Layout(pp=2, dp=2, ep=2), False, True),
+        (Layout(tp=2, dp=2, ep=2, sp=True), True, True),
+        (Layout(tp=2, dp=2, ep=2, etp=1, sp=True, tokens_per_pack=128), True, False),
+        (Layout(tp=2, sp=True), False, True),
+    ],
+)
+
+
+@pytest.mark.parametrize(("layout", "grouped", "recompute"), LOSSES, ids=str)
+def test_choices_that_reach_no_expert_are_counted(layout, grouped, recompute, model_of):
+    config = make_config(model_of("mixtral"))
+    changes = {"moe_grouped_gemm": grouped, "recompute_activations": recompute}
+    config = layout.apply(config.model_copy(update={"model": config.model.model_copy(update=changes)}))
+    for metrics, lost in run_processes(lossy_step, config, world_size=layout.world_size):
+        assert lost > 0
+        assert [metrics[f"moe_dropped/layer_{layer}"] for layer in (0, 1)] == [lost, 0]
 
 
 # ------------------------------------------------------------------ replay

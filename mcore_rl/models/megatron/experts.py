@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl.models.megatron.linear import FasterInGeneration
+from mcore_rl.models.megatron.router import RouterLoad
 
 from megatron.core.transformer.moe.experts import SequentialMLP  # isort: skip
 
@@ -40,17 +41,35 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_rows, None, *grad_weights
 
 
-class GroupedExperts(FasterInGeneration, SequentialMLP):
+class CountingExperts(SequentialMLP):
+    """Megatron's experts, which note how many tokens reach them.
+
+    load: where a training step's are noted; None outside of one.
+    """
+
+    load: RouterLoad | None = None
+
+    def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Tokens [T, hidden] that stand expert by expert, with the weights [T] of their outputs → [T, hidden]."""
+        # As in the router: of a recomputation the pass with gradient counts.
+        if self.load is not None and self.training and torch.is_grad_enabled():
+            self.load.received += len(hidden)
+        return self._compute(hidden, tokens_per_expert, probs)
+
+    def _compute(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        output: tuple[Tensor, None] = super().forward(hidden, tokens_per_expert, probs)
+        return output
+
+
+class GroupedExperts(FasterInGeneration, CountingExperts):
     """Megatron's experts with the same parameters, each linear layer computed by one grouped product.
 
     While sequences are generated a pass has few tokens, too few to stack the weights for.
     """
 
-    def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Tokens [T, hidden] that stand expert by expert, with the weights [T] of their outputs → [T, hidden]."""
+    def _compute(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         if self.in_generation:
-            output: tuple[Tensor, None] = super().forward(hidden, tokens_per_expert, probs)
-            return output
+            return super()._compute(hidden, tokens_per_expert, probs)
         ends = tokens_per_expert.to(hidden.device).cumsum(0, dtype=torch.int32)
         first, second = ([getattr(e, name).weight for e in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
         gate, up = _GroupedLinear.apply(hidden, ends, *first).chunk(2, dim=-1)

@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_rl import platform
 from mcore_rl.models.megatron.attention import PackedCausalAttention
-from mcore_rl.models.megatron.experts import GroupedExperts
+from mcore_rl.models.megatron.experts import CountingExperts, GroupedExperts
 from mcore_rl.models.megatron.families import Family
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.linear import ColumnLinear, RowLinear
@@ -22,7 +22,6 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.mlp import MLP, MLPSubmodules  # isort: skip
-from megatron.core.transformer.moe.experts import SequentialMLP  # isort: skip
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules  # isort: skip
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
@@ -120,7 +119,7 @@ def _linears(family: Family) -> MLPSubmodules:
 
 
 def _sparse_mlp(family: Family, config: TransformerConfig) -> ModuleSpec:
-    linears, experts = _linears(family), GroupedExperts if config.moe_grouped_gemm else SequentialMLP
+    linears, experts = _linears(family), GroupedExperts if config.moe_grouped_gemm else CountingExperts
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(

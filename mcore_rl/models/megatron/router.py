@@ -28,7 +28,9 @@ class RouterLoad:
     """What a router sees in a step, and the global batch's denominators.
 
     num_sequences, num_tokens: of the global batch's sequences that count.
-    tokens: [experts] that went to each, of this rank's; entropy, balance, z: this rank's parts of means.
+    tokens: [experts] that were sent to each, of this rank's; entropy, balance, z: this rank's parts of means.
+    uncounted: choices of tokens that do not count (padding), which are sent as well.
+    received: tokens that reached this rank's experts, once for each expert.
     """
 
     num_sequences: Tensor
@@ -37,9 +39,11 @@ class RouterLoad:
     entropy: Tensor | float = 0.0
     balance: Tensor | float = 0.0
     z: Tensor | float = 0.0
+    uncounted: Tensor | int = 0
+    received: int = 0
 
-    def add(self, tokens: Tensor, entropy: Tensor, balance: Tensor, z: Tensor) -> None:
-        self.tokens = self.tokens + tokens
+    def add(self, tokens: Tensor, uncounted: Tensor, entropy: Tensor, balance: Tensor, z: Tensor) -> None:
+        self.tokens, self.uncounted = self.tokens + tokens, self.uncounted + uncounted
         self.entropy = self.entropy + entropy.detach()
         self.balance, self.z = self.balance + balance.detach(), self.z + z.detach()
 
@@ -137,7 +141,7 @@ class Router(TopKRouter):
             balance = (per_token * weight).sum() / load.num_sequences
         z = (logits.logsumexp(-1).square() * weight).sum() / load.num_tokens
         entropy = -(probabilities * probabilities.clamp(min=1e-30).log()).sum(-1)
-        load.add(counted.sum(0), (entropy * weight).sum() / load.num_tokens, balance, z)
+        load.add(counted.sum(0), chosen.sum() - counted.sum(), (entropy * weight).sum() / load.num_tokens, balance, z)
         return self.config.moe_aux_loss_coeff * balance + (self.config.moe_z_loss_coeff or 0.0) * z
 
     @torch.no_grad()

@@ -14,6 +14,8 @@ from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.model import BuiltModel
 from mcore_rl.models.megatron.router import Router, RouterLoad
 
+from megatron.core.transformer.moe.moe_layer import MoELayer  # isort: skip
+
 
 def routers_of(model: BuiltModel) -> list[Router]:
     """This rank's, in the order of their layers."""
@@ -24,16 +26,17 @@ def begin_step(model: BuiltModel, data: BatchedDataDict[Any]) -> int:
     """Let the routers note the load of a global batch, and know its numbers of sequences and tokens; the latter."""
     mask = data["sample_mask"].double()  # exact beyond 2^24 tokens
     sequences, tokens = mask.sum(), (mask * data["input_lengths"]).sum()
-    for router in routers_of(model):
+    for layer in (module for chunk in model.chunks for module in chunk.modules() if isinstance(module, MoELayer)):
         counts = (count.clamp(min=1).to(platform.device()) for count in (sequences, tokens))
-        router.load = RouterLoad(*counts)
+        layer.router.load = layer.experts.load = RouterLoad(*counts)
     return int(tokens)
 
 
 class GlobalLoad:
     """The load of a whole step, on every rank. Collective.
 
-    tokens: [sparse layers, experts] that went to each expert, of the sequences that count.
+    tokens: [sparse layers, experts] that were sent to each expert, of the sequences that count.
+    dropped: [sparse layers] of the choices of these tokens, those that reached no expert.
     means: [sparse layers, 3] entropy of the scores (nats), balance loss and z-loss, without their coefficients.
 
     Args:
@@ -44,20 +47,22 @@ class GlobalLoad:
         assert isinstance(model.family, Mixture), "only mixtures route"
         experts, topology = model.family.experts, model.topology
         local = torch.zeros(
-            sum(experts.sparse_layers), experts.count + 3, dtype=torch.float64, device=platform.device()
+            sum(experts.sparse_layers), experts.count + 4, dtype=torch.float64, device=platform.device()
         )
         for router in routers_of(model):
             load = router.load
             if load is not None and isinstance(load.tokens, Tensor):
-                means = torch.stack([torch.as_tensor(x).double() for x in (load.entropy, load.balance, load.z)])
-                local[router.index] = torch.cat((load.tokens.double(), means.to(local)))
+                # Every rank of an expert's tensor parallelism receives all of its tokens.
+                reached = load.received / topology.expert_tensor.size - load.uncounted
+                rest = [torch.as_tensor(x).to(local) for x in (load.entropy, load.balance, load.z, reached)]
+                local[router.index] = torch.cat((load.tokens.double(), torch.stack(rest)))
         dimensions = [topology.context, topology.data, topology.pipeline]
         if topology.sequence_parallel:
             dimensions.append(topology.tensor)
         for dimension in dimensions:
             local = all_reduce(local, dimension.group)
-        self.tokens, self.means = local[:, : experts.count], local[:, experts.count :]
-        self.dropped = num_tokens * experts.topk - self.tokens.sum(1)
+        self.tokens, self.means = local[:, : experts.count], local[:, experts.count : -1]
+        self.dropped = num_tokens * experts.topk - local[:, -1]
         self.balances = bool(model.chunks[0].config.moe_aux_loss_coeff)
         self.layers = [layer for layer, sparse in enumerate(experts.sparse_layers) if sparse]
 
