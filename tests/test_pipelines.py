@@ -91,7 +91,7 @@ def test_layouts_are_read_as_megatron_does(head, groups, tail):
         ("Et|tL", {"num_layers_in_last_pipeline_stage": 1}, "says what every stage has; leave num_layers_in_first/la"),
         ("Et|tL", {"account_for_loss_in_pipeline_split": True}, "says what every stage has"),
         (None, {"account_for_loss_in_pipeline_split": True, "num_layers_in_last_pipeline_stage": 1}, "out evenly"),
-        ("", {}, "must begin with its one E"),
+        ("", {}, "must not be empty"),
     ],
 )
 def test_layouts_that_cannot_be(layout, sizes, message):
@@ -100,10 +100,20 @@ def test_layouts_that_cannot_be(layout, sizes, message):
         ParallelConfig(**values)
 
 
+def test_the_way_out_of_accounted_layers_is_taken():
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, account_for_loss_in_pipeline_split=True)
+    with pytest.raises(UserError, match=r"and leave account_for_embedding/loss_in_pipeline_split out$"):
+        parallel.layers_of_stages(4)
+
+
 def test_layouts_of_another_model():
     parallel = ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|t|t|L")
-    assert parallel.virtual_pipeline_model_parallel_size == 2
+    assert parallel.chunks_per_stage == 2
     assert ParallelConfig(**parallel.model_dump()) == parallel
+    another = {**parallel.model_dump(), "pipeline_model_parallel_layout": "Et|tL"}
+    assert ParallelConfig(**another).chunks_per_stage == 1
+    for size in ("2", 2.0):
+        assert ParallelConfig(**{**parallel.model_dump(), "pipeline_model_parallel_size": size}) == parallel
     with pytest.raises(UserError, match=r"layout=Et\|t\|t\|L: has 3 layers; the model has 2"):
         check_model_fits(make_config("llama"), parallel, 64)
     parallel = ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|L")
@@ -125,8 +135,17 @@ def test_pipeline_options_need_a_pipeline(sizes):
         ParallelConfig(**sizes)
 
 
-def test_a_dry_run_tells_the_layers_of_a_layout():
-    parallel = ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="E|ttt|t|L")
-    header, stages, *ranks = layout_picture(parallel, 4)
+@pytest.mark.parametrize(
+    ("given", "stages"),
+    [
+        ({"pipeline_model_parallel_layout": "E|ttt|t|L"}, "0 + 1, 3 + 0"),
+        ({"num_layers_in_first_pipeline_stage": 1}, "1, 3"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "1 + 1, 1 + 1"),
+        ({}, "2, 2"),
+    ],
+)
+def test_a_dry_run_tells_the_layers_of_each_chunk(given, stages):
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, **given)
+    header, told, *ranks = layout_picture(parallel, 4, 4)
     assert header.endswith("pipeline 2") and len(ranks) == 4
-    assert stages == "  layers of the pipeline stages: 1, 3"
+    assert told == f"  layers of the pipeline stages: {stages}"

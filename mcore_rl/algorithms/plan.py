@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mcore_rl.config import GRPOConfig, ParallelConfig, TrainingConfig
-from mcore_rl.config.pipeline import layers_of_layout
 from mcore_rl.data.batches import SampleOrder
 from mcore_rl.data.packing import batching_of
 from mcore_rl.data.prompts import PromptDataset
@@ -25,7 +24,7 @@ def describe_plan(config: TrainingConfig, inputs: Any, steps: int, world_size: i
         inputs: the run's `Inputs`.
         steps: of the whole run.
     """
-    yield from layout_picture(config.parallel, world_size)
+    yield from layout_picture(config.parallel, world_size, inputs.hf_config.num_hidden_layers)
     dataset = inputs.train
     yield dataset.describe("train", config.data.max_sequence_length)
     sequences, of_records = first_batch(config, dataset)
@@ -37,16 +36,21 @@ def describe_plan(config: TrainingConfig, inputs: Any, steps: int, world_size: i
     yield from memory(config, sequences, world_size)
 
 
-def layout_picture(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
-    """Each rank's coordinates; a line for each tensor-parallel group, whose ranks are neighbours."""
+def layout_picture(parallel: ParallelConfig, world_size: int, layers: int) -> Iterator[str]:
+    """Each rank's coordinates; a line for each tensor-parallel group, whose ranks are neighbours.
+
+    Args:
+        layers: of the model.
+    """
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     pp, dp = parallel.pipeline_model_parallel_size, parallel.data_parallel_size(world_size)
     yield f"{world_size} processes: tensor {tp} x context {cp} x data {dp} x pipeline {pp}"
     if parallel.expert_model_parallel_size > 1:
         yield f"  experts over {parallel.expert_model_parallel_size} processes, each over {parallel.expert_tensor_size}"
-    if layout := parallel.pipeline_model_parallel_layout:
-        stages = parallel.layers_of_stages(sum(layers_of_layout(layout)))
-        yield f"  layers of the pipeline stages: {', '.join(map(str, stages))}"
+    if pp > 1:
+        chunks = parallel.layers_of_chunks(layers)
+        stages = (" + ".join(map(str, chunks[stage::pp])) for stage in range(pp))
+        yield f"  layers of the pipeline stages: {', '.join(stages)}"
     for first in range(0, min(world_size, SHOWN_RANKS), tp):  # Megatron's order: tensor, context, data, pipeline
         group = first // tp
         place = f"context {group % cp}  data {group // cp % dp}  pipeline stage {group // cp // dp}"

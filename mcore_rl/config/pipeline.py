@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from pydantic import model_validator
 
@@ -19,8 +18,9 @@ class PipelineConfig(Section):
 
     pipeline_model_parallel_size: Positive = 1
     """Stages that share out the layers."""
-    virtual_pipeline_model_parallel_size: Positive = 1
-    """Chunks of layers on each pipeline stage, whose passes interleave."""
+    virtual_pipeline_model_parallel_size: Positive | None = None
+    """Chunks of layers on each pipeline stage, whose passes interleave; if not given, as many as the layout string
+    makes, otherwise 1."""
     num_layers_in_first_pipeline_stage: Positive | None = None
     """See the next."""
     num_layers_in_last_pipeline_stage: Positive | None = None
@@ -35,25 +35,15 @@ class PipelineConfig(Section):
     vocabulary's projection, `|` between stages, `*3` for repetitions (`Et*3|(tt|)*2tL`). With more stages than
     `pipeline_model_parallel_size` they are virtual ones, dealt out in turn."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _count_virtual_stages(cls, values: Any) -> Any:
-        """Of a layout, if their number is not given."""
-        key = "virtual_pipeline_model_parallel_size"
-        match values:
-            case {"pipeline_model_parallel_size": int(size), "pipeline_model_parallel_layout": str(layout)} if size > 0:
-                return {key: max(1, len(layers_of_layout(layout)) // size), **values}
-        return values
-
     @model_validator(mode="after")
     def _one_way(self) -> PipelineConfig:
         size, chunks, layout = (
             self.pipeline_model_parallel_size,
-            self.virtual_pipeline_model_parallel_size,
+            self.chunks_per_stage,
             self.pipeline_model_parallel_layout,
         )
         for given, keys in (
-            (chunks > 1, "virtual_pipeline_model_parallel_size: needs"),
+            ((self.virtual_pipeline_model_parallel_size or 1) > 1, "virtual_pipeline_model_parallel_size: needs"),
             (self._ends, "num_layers_in_first/last_pipeline_stage: need"),
             (self._accounts, "account_for_embedding/loss_in_pipeline_split: need"),
             (layout, "pipeline_model_parallel_layout: needs"),
@@ -86,9 +76,17 @@ class PipelineConfig(Section):
         return self.account_for_embedding_in_pipeline_split or self.account_for_loss_in_pipeline_split
 
     @property
+    def chunks_per_stage(self) -> int:
+        """Virtual stages on each stage, given or those of the layout string."""
+        given, layout = self.virtual_pipeline_model_parallel_size, self.pipeline_model_parallel_layout
+        if given is None and layout is not None:
+            return max(1, len(layers_of_layout(layout)) // self.pipeline_model_parallel_size)
+        return given or 1
+
+    @property
     def microbatch_multiple(self) -> int:
         """The number of microbatches is a multiple of this: interleaved chunks run in rounds of all stages."""
-        return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size > 1 else 1
+        return self.pipeline_model_parallel_size if self.chunks_per_stage > 1 else 1
 
     def layers_of_chunks(self, layers: int) -> list[int]:
         """How many of a model's layers each chunk has, in the order in which tokens pass them.
@@ -98,7 +96,7 @@ class PipelineConfig(Section):
         Raises:
             UserError: they cannot be shared out so.
         """
-        size, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        size, chunks = self.pipeline_model_parallel_size, self.chunks_per_stage
         if layout := self.pipeline_model_parallel_layout:
             counts = layers_of_layout(layout)
             if sum(counts) != layers:
@@ -117,6 +115,7 @@ class PipelineConfig(Section):
                 f"parallel.pipeline_model_parallel_size={size}: the model's {layers} layers cannot be shared out "
                 f"evenly{given}; set num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage or "
                 "pipeline_model_parallel_layout"
+                + (" and leave account_for_embedding/loss_in_pipeline_split out" if self._accounts else "")
             )
         if any(count % chunks for count in stages):
             raise UserError(

@@ -16,7 +16,7 @@ def describe(config: TrainingConfig, world_size: int, reports: Sequence[RankRepo
     for report in reports:
         yield from _rank(report, gpu)
     dtype, parallel = config.model.dtype, config.parallel
-    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.chunks_per_stage
     seconds = gpu.step_seconds(reports, dtype, stages, chunks)
     flops = reports[0].model_flops
     yield (

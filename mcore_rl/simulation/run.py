@@ -85,7 +85,7 @@ def layouts_to_try(config: TrainingConfig, world_size: int, gpu: Hardware) -> It
             pipeline_model_parallel_size=pp,
             context_parallel_size=cp,
             sequence_parallel=tp > 1,
-            virtual_pipeline_model_parallel_size=1,
+            virtual_pipeline_model_parallel_size=None,
             num_layers_in_first_pipeline_stage=None,
             num_layers_in_last_pipeline_stage=None,
             account_for_embedding_in_pipeline_split=False,

@@ -153,7 +153,7 @@ def _check_adapters(family: Family, model: ModelConfig, lora: LoRAConfig) -> Non
 def transformer_config(family: Family, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
     """Megatron's configuration of the family's architecture under `parallel`."""
     dtype = getattr(torch, model.dtype)
-    use_te, chunks = uses_transformer_engine(), parallel.virtual_pipeline_model_parallel_size
+    use_te, chunks = uses_transformer_engine(), parallel.chunks_per_stage
     config = TransformerConfig(
         **family.megatron_fields(),
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,

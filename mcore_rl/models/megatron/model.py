@@ -95,7 +95,7 @@ def build_model(
     memory = memory and not platform.simulates()
     family = family_of(hf)
     config = transformer_config(family, model, parallel)
-    count = parallel.virtual_pipeline_model_parallel_size
+    count = parallel.chunks_per_stage
     chunks = []
     for index in range(count):
         spec = block_spec(config, family, topology.pipeline.rank, index if count > 1 else None)

@@ -27,6 +27,7 @@ class _Layout:
 _layout: _Layout | None = None
 
 OF_A_MODEL = {
+    "virtual_pipeline_model_parallel_size",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
     "account_for_embedding_in_pipeline_split",
@@ -34,7 +35,7 @@ OF_A_MODEL = {
     "pipeline_model_parallel_layout",
     "timeout_seconds",
 }
-"""Keys of `parallel` that make no other groups."""
+"""Keys of `parallel` that do not themselves make other groups."""
 
 
 def initialize_parallel(config: ParallelConfig) -> Topology:
@@ -48,7 +49,10 @@ def initialize_parallel(config: ParallelConfig) -> Topology:
     global _layout
     if _layout is None:
         _layout = _Layout(config, _build_groups(config))
-    there, wanted = (layout.model_dump(exclude=OF_A_MODEL) for layout in (_layout.config, config))
+    there, wanted = (
+        {**layout.model_dump(exclude=OF_A_MODEL), "virtual_pipeline_model_parallel_size": layout.chunks_per_stage}
+        for layout in (_layout.config, config)
+    )
     if different := [key for key in there if there[key] != wanted[key]]:
         key = different[0]
         raise RuntimeError(
@@ -74,7 +78,7 @@ def _build_groups(config: ParallelConfig) -> Topology:
     timeout = timedelta(seconds=config.timeout_seconds)
     platform.initialize_process_group(timeout)
     config.data_parallel_size(torch.distributed.get_world_size())
-    chunks = config.virtual_pipeline_model_parallel_size
+    chunks = config.chunks_per_stage
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
