@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mcore_rl.config import TrainingConfig
+from mcore_rl.config.pipeline import layers_of_layout
 from mcore_rl.errors import UserError
 
 SIZES = ("tp", "pp", "cp", "dp", "ep", "vpp")
 FLAGS = ("sp", "packing", "prefix")
+SPLIT = ("first", "last", "stages")
 
 
 @dataclass(frozen=True, order=True)
@@ -45,10 +48,12 @@ class Layout:
     def is_possible(self) -> bool:
         """Whether the sizes go together."""
         etp = self.etp or self.tp
+        if self.stages and (self.first or self.last or len(layers_of_layout(self.stages)) != self.pp * self.vpp):
+            return False
         return (
             (not self.sp or self.tp > 1)
             and (not self.prefix or self.packing)
-            and (self.vpp == 1 or self.pp > 1)
+            and (self.pp > 1 or (self.vpp == 1 and not (self.first or self.last or self.stages)))
             and (self.ep > 1 or etp == self.tp)
             and not self.world_size % (self.pp * self.ep * etp)
         )
@@ -91,15 +96,24 @@ class Layout:
 
 
 def parse_layouts(choices: Sequence[str]) -> list[Layout]:
-    """`["tp=1,2", "cp=1,2"]` → every combination; keys tp, pp, vpp, cp, dp, ep, etp, sp, packing and prefix (0 or 1).
+    """`["tp=1,2", "cp=1,2"]` → every combination; keys tp, pp, vpp, cp, dp, ep, etp, sp, packing and prefix (0 or 1),
+    and of a pipeline first, last (layers of these stages) and stages (what each has, as `E|t*4L`).
 
     Raises:
         UserError: not of that form.
     """
-    known = {*SIZES, "etp", *FLAGS}
-    values: dict[str, list[int]] = {}
+    known = {*SIZES, "etp", *FLAGS, *SPLIT}
+    values: dict[str, list[Any]] = {}
     for choice in choices:
         key, _, text = choice.partition("=")
+        if key == "stages":
+            values[key] = text.split(",")
+            try:
+                for layout in values[key]:
+                    layers_of_layout(layout)
+            except ValueError as error:
+                raise UserError(f"--layouts {choice!r}: {error}") from None
+            continue
         if key not in known or not all(part.isdecimal() for part in text.split(",")):
             raise UserError(f"--layouts {choice!r}: write KEY=1,2 with KEY one of {', '.join(sorted(known))}")
         values[key] = [int(part) for part in text.split(",")]
@@ -108,5 +122,20 @@ def parse_layouts(choices: Sequence[str]) -> list[Layout]:
         if key not in FLAGS and 0 in values[key]:
             raise UserError(f"--layouts {choice!r}: sizes are 1 or more")
     combinations = itertools.product(*values.values())
-    layouts = [Layout(**dict(zip(values, combination, strict=True))) for combination in combinations]  # type: ignore[arg-type]
-    return sorted({layout for layout in layouts if layout.is_possible})
+    layouts = [Layout(**dict(zip(values, combination, strict=True))) for combination in combinations]
+    return sorted(
+        {layout for layout in layouts if layout.is_possible}, key=lambda layout: (layout.world_size, str(layout))
+    )
+
+
+def own_split(config: TrainingConfig, layers: int) -> Layout | None:
+    """The configuration's own pipeline of a model of so many layers; None if it has none, or an even one.
+
+    Raises:
+        UserError: its layers are others.
+    """
+    parallel = config.parallel
+    if not parallel.is_uneven:
+        return None
+    stages = "|".join("t" * count for count in parallel.layers_of_chunks(layers))
+    return Layout(pp=parallel.pipeline_model_parallel_size, vpp=parallel.chunks_per_stage, stages=f"E{stages}L")

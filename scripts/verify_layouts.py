@@ -24,7 +24,7 @@ from mcore_rl.config import (
 from mcore_rl.data.reading import check_file
 from mcore_rl.entry_point import Parser, count, told_in_one_line
 from mcore_rl.errors import UserError
-from mcore_rl.layouts import parse_layouts
+from mcore_rl.layouts import own_split, parse_layouts
 from mcore_rl.preflight import check_model_directory
 from mcore_rl.programs.training import PROGRAMS
 from mcore_rl.quiet import quiet_libraries
@@ -76,6 +76,11 @@ def verify(arguments, config, layouts):
             model = invent_adapter(model, Path(directory) / "adapter")
         config = config.model_copy(update={"model": model})
         print(f"{data.size} sequences of {config.data.train}, relative differences from one process")
+        try:
+            own = own_split(config, load_hf_config(small).num_hidden_layers)
+            layouts = [*layouts, *([own] if own and own.world_size <= arguments.max_processes else [])]
+        except UserError as error:
+            print(f"left out: the configuration's own pipeline split: {error}")
         layouts, refused = fitting(layouts, config)
         for layout, reason in refused:
             print(f"left out: {layout}: {reason}")

@@ -15,6 +15,7 @@ from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
 from mcore_rl.config import DPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
+from mcore_rl.errors import UserError
 from mcore_rl.layout_check import Layout, Outcome, compare, compute_outcome, fitting, shrink_model, table_row
 
 STEPS = 3
@@ -431,3 +432,20 @@ def test_a_shrunken_mixture_has_experts(family, changes, tmp_path):
     shrink_model(make_config(tmp_path / "large").model, tmp_path / "small", [Layout(dp=2, ep=2)])
     sparse = family_of(load_hf_config(tmp_path / "small")).experts.sparse_layers
     assert not sparse[0] and all(sparse[1:])
+
+
+def test_uneven_pipelines_can_be_asked_for(model_of):
+    from mcore_rl.layouts import own_split, parse_layouts
+
+    assert parse_layouts(["pp=1,2", "first=1"]) == [Layout(pp=2, first=1)]
+    assert parse_layouts(["pp=2", "vpp=1,2", "stages=E|t*4L,Et|t|t|tL"]) == [
+        Layout(pp=2, stages="E|t*4L"),
+        Layout(pp=2, vpp=2, stages="Et|t|t|tL"),
+    ]
+    with pytest.raises(UserError, match=r"--layouts 'stages=E\|x': pipeline_model_parallel_layout: cannot be read"):
+        parse_layouts(["pp=2", "stages=E|x"])
+    config = make_config(model_of("llama"))
+    assert own_split(config, 4) is None
+    assert own_split(Layout(pp=2, last=1).apply(config), 4) == Layout(pp=2, stages="Ettt|tL")
+    with pytest.raises(UserError, match="has 3 layers; the model has 4"):
+        own_split(Layout(pp=2, stages="Et|ttL").apply(config), 4)

@@ -92,6 +92,8 @@ def test_layouts_are_read_as_megatron_does(head, groups, tail):
         ("Et|tL", {"account_for_loss_in_pipeline_split": True}, "says what every stage has"),
         (None, {"account_for_loss_in_pipeline_split": True, "num_layers_in_last_pipeline_stage": 1}, "out evenly"),
         ("", {}, "must not be empty"),
+        ("E(t*9999)*9999|tL", {}, "is longer than 10,000 with its repetitions"),
+        ("E(t*99)*99|(t*99)*99L", {}, "is longer than 10,000 with its repetitions"),
     ],
 )
 def test_layouts_that_cannot_be(layout, sizes, message):

@@ -10,6 +10,8 @@ from mcore_rl.config.fields import Name, Positive, Section
 from mcore_rl.errors import UserError
 
 EMBEDDING, LAYER, LOSS = "E", "t", "L"
+LONGEST_LAYOUT = 10_000
+"""Letters and bars of a layout string without repetitions."""
 _TERM = re.compile(r"\((?P<group>[^()]+)\)\*(?P<times>\d{1,4})|(?P<one>[EtL|])(?:\*(?P<count>\d{1,4}))?")
 
 
@@ -74,6 +76,11 @@ class PipelineConfig(Section):
     @property
     def _accounts(self) -> bool:
         return self.account_for_embedding_in_pipeline_split or self.account_for_loss_in_pipeline_split
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether it is said what stages have."""
+        return self._ends or self._accounts or self.pipeline_model_parallel_layout is not None
 
     @property
     def chunks_per_stage(self) -> int:
@@ -169,10 +176,14 @@ def _without_repetitions(text: str) -> str:
     out, end = "", 0
     while term := _TERM.match(text, end):
         end = term.end()
+        part, times = term["one"], int(term["times"] or term["count"] or 1)
         if term["group"]:
-            out += _without_repetitions(term["group"]) * int(term["times"])
-        else:
-            out += term["one"] * int(term["count"] or 1)
+            part = _without_repetitions(term["group"])
+        if len(out) + len(part) * times > LONGEST_LAYOUT:
+            raise ValueError(
+                f"pipeline_model_parallel_layout: {text!r} is longer than {LONGEST_LAYOUT:,} with its repetitions"
+            )
+        out += part * times
     if end < len(text):
         raise ValueError(
             f"pipeline_model_parallel_layout: cannot be read from {text[end:]!r} on; E, t, L, |, t*3 and (tt|)*3 can"
