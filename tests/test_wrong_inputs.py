@@ -55,8 +55,6 @@ COMMANDS = [
     ("grpo", ["{root}/grpo.yaml", "--replay"], "argument --replay: expected one argument"),
     ("serve_vllm", ["{root}/grpo.yaml", "generation.vllm.python=/no/where"], "generation.vllm.python: there is no /no/where"),
     ("serve_vllm", ["{root}/grpo.yaml", "model.path=/no/where"], "model.path: /no/where must be a Hugging Face model"),
-    ("plot_metrics", ["{root}/nowhere"], "nowhere/metrics.jsonl: cannot be read"),
-    ("plot_metrics", ["{root}/logs", "loss"], "cannot be read (a line of it is not an object with its step)"),
     ("convert_checkpoint", [], "the following arguments are required: command"),
     ("convert_checkpoint", ["hf-to-torch", "a", "b"], "invalid choice: 'hf-to-torch'"),
     ("convert_checkpoint", ["inspect", "{root}/nowhere"], "nowhere is not a directory"),
@@ -446,7 +444,7 @@ def test_under_torchrun_the_line_comes_first_and_last(script, overrides, message
 
 def test_help_makes_nothing(attempt, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for script in ("sft", "grpo", "make_demo_data", "make_arithmetic_data", "plot_metrics", "convert_checkpoint",
+    for script in ("sft", "grpo", "make_demo_data", "make_arithmetic_data", "convert_checkpoint",
                    "verify_layouts", "ray_dpo", "serve_vllm"):  # fmt: skip
         assert attempt(script, ["--help"])[:2] == (0, "")
     assert not list(tmp_path.iterdir())
