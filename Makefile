@@ -3,7 +3,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: install install-vllm demo demo-grpo test test-long test-vllm test-browser faults layouts bench lint clean
+.PHONY: install install-vllm demo demo-grpo test test-long test-vllm test-browser faults layouts bench lint docs clean
 
 install: .venv/installed
 
@@ -87,6 +87,10 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: install
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv .venv-vllm outputs
