@@ -3,7 +3,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: install install-vllm demo demo-grpo test test-long test-vllm faults layouts bench lint clean
+.PHONY: install install-vllm demo demo-grpo test test-long test-vllm test-browser faults layouts bench lint docs clean
 
 install: .venv/installed
 
@@ -50,7 +50,7 @@ demo-grpo: outputs/arithmetic/model/config.json
 	rm -rf outputs/sft_arithmetic outputs/grpo_cpu
 	$(BIN)/torchrun --nproc-per-node 2 scripts/train_sft.py configs/sft_arithmetic.yaml
 	$(BIN)/torchrun --nproc-per-node 2 scripts/train_grpo.py configs/grpo_cpu.yaml parallel.tensor_model_parallel_size=2
-	$(BIN)/python scripts/plot_metrics.py outputs/grpo_cpu
+	$(BIN)/python scripts/report.py outputs/grpo_cpu
 
 test: install
 	$(BIN)/pytest
@@ -60,6 +60,12 @@ test-long: install
 
 test-vllm: install install-vllm
 	$(BIN)/pytest -m vllm
+
+# With the Chromium that is installed, or else the one that Playwright downloads.
+test-browser: install
+	$(BIN)/pip install --quiet 'playwright>=1.40'
+	command -v chromium || command -v google-chrome || command -v chromium-browser || $(BIN)/playwright install chromium
+	$(BIN)/pytest -m browser
 
 faults: install
 	$(BIN)/pytest -m faults --kills 50 -rP
@@ -81,6 +87,10 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: install
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv .venv-vllm outputs

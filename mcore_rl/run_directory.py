@@ -14,6 +14,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -25,8 +26,10 @@ MARKER, LOCK = "run.json", "run.lock"
 STEP_LOGS, JUDGE_LOG, SERVER_LOGS = ("metrics.jsonl", "samples.jsonl"), "judge.log", "vllm"
 LOGS = (*STEP_LOGS, JUDGE_LOG)
 WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "stacks", "tensorboard")
-"""What a run replaces or removes; judge.log and vllm/ only grow, and precomputed references are named by content."""
-OWN = (*WRITTEN, JUDGE_LOG, SERVER_LOGS, MARKER, LOCK)
+"""What a run replaces or removes; judge.log and vllm/ only grow; precomputed references are named by content."""
+REPORT, REPORT_MARK = "report.html", '<meta name="generator" content="mcore_rl report">'
+"""Written by `mcore-rl report`, with this mark in it; another file of that name is not touched."""
+OWN = (*WRITTEN, JUDGE_LOG, SERVER_LOGS, REPORT, MARKER, LOCK)
 
 
 class RunDirectory:
@@ -92,6 +95,14 @@ class RunDirectory:
         logs = any((self.path / name).is_file() and (self.path / name).stat().st_size for name in LOGS)
         return bool(self.checkpoints.iterations()) or _exists(self.export) or _exists(self.adapter) or logs
 
+    def lock_state(self) -> Literal["free", "held", "left"]:
+        """Whether a run goes on here, as far as its lock tells without touching it; `left`: it was killed."""
+        try:
+            holder = _holder((self.path / LOCK).read_bytes())
+        except OSError:
+            return "free"
+        return "held" if _may_live(holder) else "left"
+
     def claim(self) -> str | None:
         """Make the directory and lock it until `release`, or until this process ends however it ends.
 
@@ -156,6 +167,8 @@ class RunDirectory:
         events = (self.path / "tensorboard").glob("events.out.tfevents.*")
         for file in (*(self.path / name for name in (*STEP_LOGS, "config.yaml", MARKER)), *events):
             file.unlink(missing_ok=True)
+        if is_report(self.path / REPORT):
+            (self.path / REPORT).unlink()
         if (self.path / JUDGE_LOG).exists():  # judges may have it open already
             os.truncate(self.path / JUDGE_LOG, 0)
 
@@ -165,6 +178,15 @@ class RunDirectory:
             temporary = self.path / f".{name}.partial"
             temporary.write_text(text)
             temporary.replace(self.path / name)
+
+
+def is_report(path: Path) -> bool:
+    """Whether the file is there and `mcore-rl report` has written it."""
+    try:
+        with open(path, "rb") as file:
+            return REPORT_MARK.encode() in file.read(1000)
+    except OSError:
+        return False
 
 
 _claimed: RunDirectory | None = None

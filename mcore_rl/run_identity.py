@@ -108,7 +108,7 @@ class RunIdentity:
         """(key, earlier value, value now) of what makes the runs different."""
         if earlier.algorithm != self.algorithm:
             yield "the algorithm", earlier.algorithm, self.algorithm
-        before, now = _flat(earlier.config), _flat(self.config)
+        before, now = flattened(earlier.config), flattened(self.config)
         for key in IDENTIFYING_KEYS:
             if key in before and key in now and before[key] != now[key]:
                 yield key, str(before[key]), str(now[key])
@@ -130,14 +130,14 @@ class RunIdentity:
 
     def changes(self, earlier: RunIdentity) -> list[str]:
         """What else is configured otherwise than it was, as `key old → new`."""
-        before, now = _flat(earlier.config), _flat(self.config)
+        before, now = flattened(earlier.config), flattened(self.config)
         common = [key for key in now if key in before and not key.startswith(INSIGNIFICANT)]
         return [f"{key} {before[key]} → {now[key]}" for key in common if before[key] != now[key]]
 
 
 def models_of(config: TrainingConfig) -> dict[str, Path]:
     """Every directory that a run reads weights from, by the key that names it."""
-    values = _flat(config.model_dump(mode="json"))
+    values = flattened(config.model_dump(mode="json"))
     keys = ("model.path", *BESIDE_THE_MODEL)
     return {key: Path(values[key]) for key in keys if values.get(key) is not None}
 
@@ -221,9 +221,9 @@ def _blocks(begin: int, size: int) -> list[tuple[int, int]]:
     return [(begin + index * (size - BLOCK_BYTES) // (BLOCKS - 1), BLOCK_BYTES) for index in range(BLOCKS)]
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} → {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+        flat.update(flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
     return flat

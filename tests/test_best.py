@@ -137,4 +137,5 @@ def test_validation_at_the_end(files):
     step = min(found, key=found.get)
     assert f"  validation_loss: {shown[0]} → {shown[1]}, best {shown[2]} at step {step}" in summary
     assert f"  metrics: {config.output_dir}/metrics.jsonl" in summary
+    assert f"  curves and samples: mcore-rl report {config.output_dir}" in summary
     assert summary[-1] == f"Hugging Face model: {config.output_dir}/hf"

@@ -33,6 +33,7 @@ FLOORS = {
     "layout_check": 5,
     "layouts": 1,
     "entry_point": 6,
+    "report": 5,
     "programs": 6,
     "simulation": 5,
     "__main__": 6,

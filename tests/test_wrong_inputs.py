@@ -17,6 +17,7 @@ from wrong_files import make_everything
 from mcore_rl import entry_point
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
+SCRIPTS = Path(__file__).parent.parent / "scripts"
 SECONDS = 5  # beside the imports
 
 
@@ -55,8 +56,10 @@ COMMANDS = [
     ("grpo", ["{root}/grpo.yaml", "--replay"], "argument --replay: expected one argument"),
     ("serve_vllm", ["{root}/grpo.yaml", "generation.vllm.python=/no/where"], "generation.vllm.python: there is no /no/where"),
     ("serve_vllm", ["{root}/grpo.yaml", "model.path=/no/where"], "model.path: /no/where must be a Hugging Face model"),
-    ("plot_metrics", ["{root}/nowhere"], "nowhere/metrics.jsonl: cannot be read"),
-    ("plot_metrics", ["{root}/logs", "loss"], "cannot be read (a line of it is not an object with its step)"),
+    ("report", [], "the following arguments are required: RUN"),
+    ("report", ["{root}/nowhere"], "nowhere: is no directory of a run"),
+    ("report", ["{root}/logs"], "cannot be read (a line of it is not an object with its step)"),
+    ("report", ["{root}/an_ended_run", "--output", "{root}/mine"], "mine: exists already and is no report"),
     ("convert_checkpoint", [], "the following arguments are required: command"),
     ("convert_checkpoint", ["hf-to-torch", "a", "b"], "invalid choice: 'hf-to-torch'"),
     ("convert_checkpoint", ["inspect", "{root}/nowhere"], "nowhere is not a directory"),
@@ -350,7 +353,7 @@ def attempt(monkeypatch, capfd, root):
     monkeypatch.chdir(root)
 
     def run(script, arguments):
-        name = script if "_" in script else f"train_{script}"
+        name = script if (SCRIPTS / f"{script}.py").exists() else f"train_{script}"
         module = importlib.import_module(name)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
         capfd.readouterr()
@@ -446,7 +449,7 @@ def test_under_torchrun_the_line_comes_first_and_last(script, overrides, message
 
 def test_help_makes_nothing(attempt, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for script in ("sft", "grpo", "make_demo_data", "make_arithmetic_data", "plot_metrics", "convert_checkpoint",
+    for script in ("sft", "grpo", "make_demo_data", "make_arithmetic_data", "report", "convert_checkpoint",
                    "verify_layouts", "ray_dpo", "serve_vllm"):  # fmt: skip
         assert attempt(script, ["--help"])[:2] == (0, "")
     assert not list(tmp_path.iterdir())

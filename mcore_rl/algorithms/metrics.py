@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -104,6 +105,7 @@ class Reporter:
         for name, course in self._course.items():
             yield f"  {name}: {course}"
         yield f"  metrics: {self.directory / 'metrics.jsonl'}"
+        yield f"  curves and samples: mcore-rl report {shlex.quote(str(self.directory))}"
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 class StepLog:
@@ -41,7 +41,16 @@ def read_step_log(path: Path) -> list[dict[str, Any]]:
         ValueError: it holds something else.
     """
     with open(path, "rb") as file:
-        return [entry for _, entry in _whole_lines(file)]
+        return list(step_log_entries(file))
+
+
+def step_log_entries(file: IO[bytes]) -> Iterator[dict[str, Any]]:
+    """The same of an open file, one after the other.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    return (entry for _, entry in _whole_lines(file))
 
 
 def _whole_lines(lines: Any) -> Iterator[tuple[bytes, dict[str, Any]]]:

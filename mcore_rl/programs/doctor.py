@@ -17,6 +17,7 @@ OPTIONAL = {
     "ray": "ray_dpo.py and the Ray policy (pip install 'mcore_rl[ray]')",
     "math-verify": "environment.name=math (pip install 'mcore_rl[math]')",
     "tensorboard": "logging.tensorboard (pip install 'mcore_rl[tensorboard]')",
+    "plotly": "mcore-rl report (pip install 'mcore_rl[report]')",
     "wandb": "logging.wandb (pip install 'mcore_rl[wandb]')",
     "mlflow-skinny": "logging.mlflow (pip install 'mcore_rl[mlflow]')",
     "peft": "the tests of adapters; training and files need none",

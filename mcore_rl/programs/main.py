@@ -11,11 +11,13 @@ from mcore_rl.config.schema import json_schema
 from mcore_rl.entry_point import leave, show, told_in_one_line
 from mcore_rl.programs.doctor import report
 from mcore_rl.programs.launch import launch, split
+from mcore_rl.programs.report import main as write_report
 from mcore_rl.programs.training import PROGRAMS, train
 
 USAGE = f"""\
 mcore-rl train {{{",".join(PROGRAMS)}}} [torchrun's options] CONFIG [section.key=value …]
 mcore-rl train {{…}} [torchrun's options] --model PATH --data FILE [--output DIRECTORY] [section.key=value …]
+mcore-rl report RUN [RUN …] [--output FILE]
 mcore-rl schema {{…}}
 mcore-rl doctor
 
@@ -24,8 +26,8 @@ mcore-rl doctor
     mcore-rl train grpo --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 grpo.yaml
 
 `mcore-rl train dpo --help` tells the program's own options, `torchrun --help` those of the launch;
-`mcore-rl schema dpo` prints the JSON schema of its configuration, `mcore-rl doctor` what is installed here, and what is
-missing for what."""
+`mcore-rl report OUTPUT` draws what a run has measured, as OUTPUT/report.html; `mcore-rl schema dpo` prints the JSON
+schema of its configuration, `mcore-rl doctor` what is installed here, and what is missing for what."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,8 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for line in report():
                 print(line, flush=True)
         return
+    if words[0] == "report":
+        write_report(words[1:], "mcore-rl report")
+        return
     if words[0] not in ("train", "schema"):
-        known = "mcore-rl train …, mcore-rl schema … or mcore-rl doctor"
+        known = "mcore-rl train …, mcore-rl report …, mcore-rl schema … or mcore-rl doctor"
         leave(2, f"mcore-rl {' '.join(words)}: there is no such command; write {known}")
     if len(words) < 2 or words[1] not in PROGRAMS:
         leave(2, f"mcore-rl {' '.join(words[:2])}: name one of {', '.join(PROGRAMS)}")

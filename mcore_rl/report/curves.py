@@ -1,0 +1,216 @@
+"""Which metrics are drawn together, and how."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+
+from mcore_rl.report.runs import Run, Series
+
+MAX_POINTS = 1000
+"""Of a curve. Of more steps the least and the greatest value of every stretch are drawn."""
+MAX_PHASE_POINTS = 300
+"""Of a stack, whose stretches are drawn by their means: extremes would not add up."""
+
+GROUPS = {
+    "Loss": {
+        "loss": r"loss|preference_loss|sft_loss|nll_loss",
+        "balance of experts": r"moe_(aux|z)_loss",
+    },
+    "Rewards": {
+        "reward": r"reward_mean",
+        "deviation of rewards": r"reward_std",
+        "rewards of pairs": r"rewards_(chosen|rejected)_mean|rewards_(desirable|undesirable)_mean",
+        "margin": r"reward_margin",
+        "log-probabilities": r"logprobs_(chosen|rejected)_mean",
+        "accuracy": r"accuracy",
+    },
+    "KL": {
+        "KL": r"kl_penalty|forward_kl|reverse_kl|kl_reference_point",
+        "entropy": r"approx_entropy",
+    },
+    "Responses": {
+        "length (tokens)": r"response_length_.*",
+        "fractions": r"truncated_fraction|failed_fraction|kept_fraction",
+        "turns": r"turns_mean",
+    },
+    "Mismatch between sampler and trainer": {
+        "token_mult_prob_error": r"token_mult_prob_error",
+        "errors in KL": r"gen_kl_error|policy_kl_error|js_divergence_error",
+        "importance ratio": r"sampling_importance_ratio",
+        "staleness": r"staleness.*",
+    },
+    "Update": {
+        "probability ratio": r"probs_ratio(_.*)?",
+        "clipped": r"clip_fraction_.*",
+        "gradient norm": r"grad_norm",
+        "learning rate": r"lr",
+    },
+    "Speed": {
+        "tokens/s": r"tokens_per_second",
+        "tokens/s of phases": r".*_tokens_per_second",
+        "TFLOP/s": r"tflops_per_second",
+        "memory": r".*(memory|_gib|_bytes).*",
+    },
+}
+"""Section → chart → its metrics, by the whole name without `validation_`. Each other one has a chart in `Other`."""
+
+
+@dataclass
+class Chart:
+    title: str
+    figure: go.Figure
+    note: str = ""
+
+
+@dataclass
+class Section:
+    title: str
+    charts: list[Chart] = field(default_factory=list)
+
+
+def sections(runs: Sequence[Run]) -> list[Section]:
+    """Of everything that any of the runs has measured."""
+    names = list(dict.fromkeys(name for run in runs for name in _series(run)))
+    places: dict[str, dict[str, list[str]]] = {
+        title: {chart: [] for chart in charts} for title, charts in GROUPS.items()
+    }
+    for name in names:
+        section, chart = _place(name)
+        places.setdefault(section, {}).setdefault(chart, []).append(name)
+    found = []
+    for section, charts in places.items():
+        drawn = [_chart(title, metrics, runs) for title, metrics in charts.items() if metrics]
+        if section == "Speed":
+            drawn += [phases(run, f"seconds of a step{f', {run.label}' if len(runs) > 1 else ''}") for run in runs]
+        if shown := [chart for chart in drawn if chart.figure.data]:
+            found.append(Section(section, shown))
+    return found
+
+
+def _place(name: str) -> tuple[str, str]:
+    """The section and the chart of a metric."""
+    plain = name.removeprefix("validation_")
+    for section, charts in GROUPS.items():
+        for chart, pattern in charts.items():
+            if re.fullmatch(pattern, plain):
+                return section, chart
+    if plain.endswith("_seconds"):
+        return "Speed", "seconds"
+    return "Other", plain.partition("/")[0]
+
+
+def _series(run: Run) -> dict[str, Series]:
+    """The run's metrics that are drawn as curves: without the phases, with the margin of a preference."""
+    shown = {name: series for name, series in run.metrics.items() if name not in _phases(run)}
+    for prefix in ("", "validation_"):
+        chosen, rejected = (run.metrics.get(f"{prefix}rewards_{kind}_mean") for kind in ("chosen", "rejected"))
+        if chosen and rejected and chosen.steps == rejected.steps:
+            margins = array("d", np.asarray(chosen.values) - np.asarray(rejected.values))
+            shown[f"{prefix}reward_margin"] = Series(chosen.steps, margins)
+    return shown
+
+
+def _chart(title: str, names: Sequence[str], runs: Sequence[Run]) -> Chart:
+    figure, longest = go.Figure(), 0
+    for run in runs:
+        series = _series(run)
+        for name in (name for name in names if name in series):
+            steps, values = thinned(series[name])
+            longest = max(longest, len(series[name].steps) if len(steps) < len(series[name].steps) else 0)
+            validation = name.startswith("validation_")
+            figure.add_scatter(
+                x=steps,
+                y=values,
+                name=html.escape(_label(run, name, names, runs)),
+                mode="lines+markers" if validation or len(steps) < 20 else "lines",
+                line={"width": 1.6, "dash": "dot" if validation else "solid"},
+            )
+    if title == "token_mult_prob_error":
+        for bound in {run.config.get("generation.max_token_mult_prob_error") for run in runs} - {None}:
+            figure.add_hline(y=bound, line_dash="dash", line_width=1, annotation_text="bound")
+    _widen(figure)
+    per_point = longest // (MAX_POINTS // 2)
+    thin = (
+        f"{longest:,} steps: of every {per_point} or so the least and the greatest value are drawn" if longest else ""
+    )
+    return Chart(title, figure, thin)
+
+
+def _label(run: Run, name: str, names: Sequence[str], runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        return name
+    return run.label if len(names) == 1 else f"{run.label}: {name}"
+
+
+def _widen(figure: go.Figure) -> None:
+    """Around curves that are all one value, whose axis would otherwise span ±1: a learning rate would read as 0."""
+    found = np.concatenate([trace.y for trace in figure.data] or [[]])
+    found = np.unique(found[np.isfinite(found)])
+    if len(found) == 1 and found[0]:
+        figure.update_yaxes(range=sorted([0.5 * found[0], 1.5 * found[0]]))
+
+
+def thinned(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """At most `MAX_POINTS` (step, value), the least and the greatest of each stretch of steps in their order."""
+    steps, values = np.array(series.steps), np.array(series.values)
+    values[~np.isfinite(values)] = np.nan
+    if len(steps) <= MAX_POINTS:
+        return steps, values
+    edges = np.linspace(0, len(steps), MAX_POINTS // 2 + 1).astype(int)
+    kept: list[int] = []
+    for start, end in itertools.pairwise(edges):
+        stretch = values[start:end]
+        if np.isnan(stretch).all():
+            kept.append(start)
+        else:
+            kept += sorted({start + int(np.nanargmin(stretch)), start + int(np.nanargmax(stretch))})
+    return steps[kept], values[kept]
+
+
+def _phases(run: Run) -> list[str]:
+    """Names of the seconds that make up a step."""
+    return [name for name in run.metrics if name.endswith("_seconds") and not name.startswith("validation_")]
+
+
+def phases(run: Run, title: str) -> Chart:
+    """Where the seconds of a step went, one upon the other."""
+    total = run.metrics.get("step_seconds")
+    figure = go.Figure()
+    if total is None:
+        return Chart(title, figure)
+    steps = np.array(total.steps)
+    rest = np.array(total.values)
+    stack: list[tuple[str, NDArray[np.float64]]] = []
+    for name in _phases(run):
+        if name != "step_seconds":
+            series = run.metrics[name]
+            of_step = dict(zip(series.steps, series.values, strict=True))
+            seconds = np.array([of_step.get(step, 0.0) for step in total.steps])
+            rest = rest - seconds
+            stack.append((name.removesuffix("_seconds"), seconds))
+    stack.append(("other" if stack else "step", np.maximum(rest, 0.0)))  # phases may overlap
+    parts = min(len(steps), MAX_PHASE_POINTS)
+    edges = np.linspace(0, len(steps), parts + 1).astype(int)[:-1]
+    widths = np.diff([*edges, len(steps)])
+    for name, seconds in stack:
+        means = np.add.reduceat(seconds, edges) / widths
+        figure.add_scatter(
+            x=steps[edges], y=means, name=html.escape(name), mode="lines", stackgroup="step", line={"width": 0.5}
+        )
+    note = f"{len(steps):,} steps: means of {parts} stretches" if parts < len(steps) else ""
+    return Chart(title, figure, note)
+
+
+def ranges(runs: Sequence[Run]) -> Iterator[tuple[str, str, Series]]:
+    """(metric, run's label, series) of all validations."""
+    for name in dict.fromkeys(name for run in runs for name in run.metrics if name.startswith("validation_")):
+        yield from ((name, run.label, run.metrics[name]) for run in runs if name in run.metrics)

@@ -1,0 +1,50 @@
+"use strict";
+const figures = JSON.parse(document.getElementById("figures").textContent);
+const charts = [...document.querySelectorAll(".chart")];
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+
+function layout() {
+  const style = getComputedStyle(document.documentElement);
+  const color = (name) => style.getPropertyValue(`--${name}`).trim();
+  const axis = { gridcolor: color("line"), zerolinecolor: color("line"), linecolor: color("line"), automargin: true };
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { color: color("text"), size: 12 },
+    colorway: ["#4c82d8", "#e07b39", "#2aa17a", "#cf5a86", "#9273d0", "#b5902a", "#35a3bd", "#8c95a3"],
+    margin: { l: 10, r: 10, t: 8, b: 10 },
+    xaxis: { ...axis, title: { text: "step", standoff: 6 } },
+    yaxis: { ...axis, exponentformat: "power" },
+    hovermode: "x unified",
+    hoverlabel: { bgcolor: color("surface"), bordercolor: color("line"), font: { color: color("text") } },
+    legend: { orientation: "h", y: -0.28, yanchor: "top", maxheight: 0.3 },
+  };
+}
+
+function draw() {
+  const themed = layout();
+  charts.forEach((chart, number) => {
+    const { data, layout: own } = figures[number];
+    const { template, yaxis, ...kept } = own;
+    const axes = { yaxis: { ...themed.yaxis, ...yaxis } };
+    Plotly.react(chart, data, { ...themed, showlegend: data.length > 1, ...kept, ...axes }, {
+      displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+    });
+  });
+}
+draw();
+dark.addEventListener("change", draw);
+
+const search = document.getElementById("search");
+if (search) {
+  const rows = [...document.querySelectorAll(".row")].map((row) => [row, row.textContent.toLowerCase()]);
+  search.addEventListener("input", () => {
+    const wanted = search.value.toLowerCase();
+    let shown = 0;
+    for (const [row, text] of rows) {
+      row.hidden = !text.includes(wanted);
+      shown += row.hidden ? 0 : 1;
+    }
+    document.getElementById("found").textContent = wanted ? `${shown} of ${rows.length}` : "";
+  });
+}

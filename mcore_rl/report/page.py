@@ -1,0 +1,157 @@
+"""The report as one HTML file that needs nothing else: no network, no files beside it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from mcore_rl.report.curves import Section, ranges, sections
+from mcore_rl.report.findings import findings
+from mcore_rl.report.runs import Run
+from mcore_rl.run_directory import REPORT_MARK
+
+MAX_CHARACTERS = 4000
+"""Of a message. How many more there are is told."""
+SIZES = {
+    "tensor": "parallel.tensor_model_parallel_size",
+    "pipeline": "parallel.pipeline_model_parallel_size",
+    "virtual pipeline": "parallel.virtual_pipeline_model_parallel_size",
+    "context": "parallel.context_parallel_size",
+    "expert": "parallel.expert_model_parallel_size",
+}
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The whole HTML text. Everything that comes from the runs' files is escaped."""
+    charts = sections(runs)
+    environment = Environment(
+        loader=PackageLoader("mcore_rl.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    here = resources.files("mcore_rl.report")
+    return environment.get_template("page.html").render(
+        mark=Markup(REPORT_MARK),
+        title=" · ".join(run.label for run in runs),
+        written=f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
+        style=Markup((here / "page.css").read_text()),
+        script=Markup((here / "page.js").read_text()),
+        plotly=Markup(get_plotlyjs()),
+        figures=_figures(charts),
+        runs=[_overview(run) for run in runs],
+        sections=charts,
+        validation=list(_validation(runs)),
+        samples=sample_rows(runs),
+        sampled=[_sampled(run) for run in runs if run.samples],
+        checkpoints=[(run.label, run.checkpoints) for run in runs if run.checkpoints],
+        configuration=configuration_rows(runs),
+        several=len(runs) > 1,
+        gib=lambda size: f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB",
+    )
+
+
+def _figures(charts: Sequence[Section]) -> Markup:
+    """JSON of every chart in the page's order, in which no `</script>` can stand."""
+    figures = (chart.figure.to_json() for section in charts for chart in section.charts)
+    return Markup(f"[{','.join(figures)}]".replace("<", "\\u003c"))
+
+
+def _overview(run: Run) -> dict[str, Any]:
+    """What stands on the run's card."""
+    tokens, seconds = run.total("num_tokens"), run.total("step_seconds")
+    sizes = [f"{name} {run.config[key]}" for name, key in SIZES.items() if run.config.get(key, 1) not in (None, 1)]
+    facts = {
+        "algorithm": run.algorithm or "not told",
+        "model": str(run.config.get("model.path", "not told")),
+        "layout": " × ".join(sizes) or "data parallelism alone",
+        "steps": "none" if run.last_step is None else f"{run.last_step:,}",
+        "tokens": f"{tokens:,.0f}",
+        "time in steps": str(datetime.timedelta(seconds=round(seconds))),
+        "tokens/s": f"{tokens / seconds:,.0f}" if seconds else "none",
+        "checkpoints": f"{len(run.checkpoints)}"
+        + (f", of step {run.checkpoints[-1].step} last" if run.checkpoints else ""),
+    }
+    return {"label": run.label, "path": str(run.path), "state": run.state, "facts": facts, "findings": [*findings(run)]}
+
+
+def _validation(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
+    """Rows: metric, run, first, last, lowest, highest."""
+    for name, label, series in ranges(runs):
+        found = list(series.finite())
+        if found:
+            ends = (found[0], found[-1], min(found, key=lambda p: p[1]), max(found, key=lambda p: p[1]))
+            plain = name.removeprefix("validation_")
+            yield (plain, label, *(f"{value:.5g} (step {step})" for step, value in ends))
+
+
+@dataclass
+class SampleRow:
+    """
+    prompt: messages that come before the first response.
+    cells: the sample of each run, None where it has no such one.
+    """
+
+    step: int
+    prompt: list[dict[str, str]]
+    cells: list[dict[str, Any] | None]
+
+
+def sample_rows(runs: Sequence[Run]) -> list[SampleRow]:
+    """Samples of the same step and prompt side by side; the n-th to a prompt beside the n-th."""
+    rows: dict[tuple[int, str, int], SampleRow] = {}
+    for column, run in enumerate(runs):
+        seen = Counter[tuple[int, str]]()
+        for sample in run.samples:
+            messages = [_message(message) for message in sample.get("messages") or []]
+            roles = [message["role"] for message in messages]
+            start = roles.index("assistant") if "assistant" in roles else len(roles)
+            key = (sample["step"], json.dumps(messages[:start]))
+            row = rows.setdefault((*key, seen[key]), SampleRow(sample["step"], messages[:start], [None] * len(runs)))
+            seen[key] += 1
+            row.cells[column] = {
+                "reward": _number(sample.get("reward")),
+                "parts": [f"{name} {_number(value)}" for name, value in (sample.get("rewards") or {}).items()],
+                "error": sample.get("error"),
+                "messages": messages[start:],
+            }
+    return sorted(rows.values(), key=lambda row: row.step)
+
+
+def _message(message: Any) -> dict[str, str]:
+    role, content = (
+        (message.get("role", ""), message.get("content", "")) if isinstance(message, dict) else ("", message)
+    )
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    if len(text) > MAX_CHARACTERS:
+        text = f"{text[:MAX_CHARACTERS]} … ({len(text) - MAX_CHARACTERS:,} more characters)"
+    return {"role": str(role), "text": text}
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "none"
+
+
+def _sampled(run: Run) -> str:
+    """How many of the run's samples are shown."""
+    everything = run.steps_with_samples == run.sampled_steps
+    steps = f"all {run.sampled_steps:,}" if everything else f"{run.sampled_steps:,} of {run.steps_with_samples:,}"
+    return f"{run.label}: {len(run.samples):,} samples, of {steps} steps that have some"
+
+
+def configuration_rows(runs: Sequence[Run]) -> list[tuple[str, list[str], bool]]:
+    """(key, its value in each run, whether they differ), differing ones first."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    rows = [(key, [_value(run, key) for run in runs]) for key in keys]
+    told = [(key, values, len(set(values)) > 1) for key, values in rows]
+    return sorted(told, key=lambda row: not row[2])
+
+
+def _value(run: Run, key: str) -> str:
+    return json.dumps(run.config[key], ensure_ascii=False) if key in run.config else "—"

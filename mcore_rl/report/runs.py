@@ -1,0 +1,172 @@
+"""What a run has left in its directory, read for a report."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.algorithms.step_log import step_log_entries
+from mcore_rl.checkpoint_store import quick_problems, step_of
+from mcore_rl.config import read_yaml
+from mcore_rl.errors import UserError
+from mcore_rl.run_directory import RunDirectory
+from mcore_rl.run_identity import flattened
+
+MAX_SAMPLES = 400
+"""Shown of a run. What is left out is told."""
+
+
+@dataclass
+class Series:
+    """The values of one metric: numbers, NaN and infinities among them, of ascending steps."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def append(self, step: int, value: float) -> None:
+        self.steps.append(step)
+        self.values.append(value)
+
+    def finite(self) -> Iterator[tuple[int, float]]:
+        """(step, value) without NaN and infinities."""
+        return ((step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """
+    size: in bytes.
+    problem: what is wrong with it, as far as can be seen without reading it whole; "" if nothing.
+    """
+
+    path: Path
+    step: int
+    size: int
+    problem: str
+
+
+@dataclass
+class Run:
+    """
+    label: what the report calls it.
+    metrics: by name, in the order in which they first came.
+    last_step: of the metrics; None before the first line.
+    samples: entries of samples.jsonl, those of `sampled_steps` of all its steps.
+    cut_short: names of the files whose last line is not whole.
+    config: every value of config.yaml by its dotted key; empty without the file.
+    """
+
+    path: Path
+    label: str
+    metrics: dict[str, Series] = field(default_factory=dict)
+    last_step: int | None = None
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    steps_with_samples: int = 0
+    sampled_steps: int = 0
+    cut_short: list[str] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(self.path)
+
+    @cached_property
+    def algorithm(self) -> str:
+        """Its usual name; "" where the directory does not say."""
+        identity = self.directory.identity
+        return identity.algorithm if identity else ""
+
+    @cached_property
+    def state(self) -> str:
+        """In words, as far as the lock tells."""
+        return {"held": "going on", "left": "killed", "free": "ended"}[self.directory.lock_state()]
+
+    @cached_property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Oldest first; one that is removed meanwhile is left out."""
+        found = []
+        for path in self.directory.checkpoints.iterations():
+            try:
+                size = sum(file.stat().st_size for file in path.iterdir())
+                found.append(Checkpoint(path, step_of(path), size, "; ".join(quick_problems(path)[:1])))
+            except OSError:
+                continue
+        return found
+
+    @cached_property
+    def stacks(self) -> list[str]:
+        """What each rank said last, of a run that did not end well."""
+        files = sorted((self.path / "stacks").glob("rank_*.txt"))
+        return [line for file in files if (line := file.read_text(errors="replace").partition("\n")[0])]
+
+    def total(self, name: str) -> float:
+        """The sum of a metric over all steps; 0.0 without it."""
+        series = self.metrics.get(name)
+        return math.fsum(value for _, value in series.finite()) if series else 0.0
+
+
+def read_runs(paths: list[Path]) -> list[Run]:
+    """Each of these once, under labels that differ.
+
+    Raises:
+        UserError: one is no run's directory, or its files hold something else.
+    """
+    unique = list({path.resolve(): path for path in paths}.values())
+    names = [path.resolve().name for path in unique]
+    labels = [name if names.count(name) == 1 else str(path) for name, path in zip(names, unique, strict=True)]
+    return [_read(path, label) for path, label in zip(unique, labels, strict=True)]
+
+
+def _read(path: Path, label: str) -> Run:
+    run = Run(path, label)
+    if not path.is_dir():
+        raise UserError(f"{path}: is no directory of a run")
+    if not ((path / "metrics.jsonl").exists() or run.directory.identity):
+        raise UserError(f"{path}: has no metrics.jsonl; give the output_dir of a run")
+    for entry in _entries(run, "metrics.jsonl"):
+        run.last_step = entry.pop("step")
+        for name, value in entry.items():
+            if isinstance(value, int | float):
+                run.metrics.setdefault(name, Series()).append(run.last_step, float(value))
+    steps = list(dict.fromkeys(entry["step"] for entry in _entries(run, "samples.jsonl")))
+    run.samples, run.sampled_steps = _samples(run, steps)
+    run.steps_with_samples = len(steps)
+    if (path / "config.yaml").exists():
+        run.config = flattened(read_yaml(path / "config.yaml"))
+    return run
+
+
+def _samples(run: Run, steps: list[int]) -> tuple[list[dict[str, Any]], int]:
+    """At most `MAX_SAMPLES`, those of evenly spaced steps; and of how many steps."""
+    chosen = {steps[round(k * (len(steps) - 1) / 99)] for k in range(100)} if steps else set()
+    samples = [entry for entry in _entries(run, "samples.jsonl", tell=False) if entry["step"] in chosen]
+    while len(samples) > MAX_SAMPLES and len(chosen) > 1:
+        chosen = set(sorted(chosen)[::2])
+        samples = [sample for sample in samples if sample["step"] in chosen]
+    return samples[-MAX_SAMPLES:], len(chosen)
+
+
+def _entries(run: Run, name: str, tell: bool = True) -> Iterator[dict[str, Any]]:
+    """Of a file that may be missing; `tell`: note a last line that is cut short."""
+    path = run.path / name
+    try:
+        with open(path, "rb") as file:
+            yield from step_log_entries(file)
+            size = file.tell()
+            file.seek(max(0, size - 1))
+            if tell and file.read(1) not in (b"", b"\n"):
+                run.cut_short.append(name)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise UserError(f"{path}: a line of it is not JSON") from None
+    except ValueError as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None

@@ -1,0 +1,86 @@
+"""Hooks of mkdocs: pages are written for the repository, where they link to its files, and work on the site as well.
+
+README.md becomes the first page, other Markdown files that are linked get pages of their own, and so do linked source
+files and directories (under source/). Links are rewritten; one that leads nowhere is left for mkdocs to warn of.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)\s#]+)(?=[)#])")
+CODE = re.compile(r"`[^`]+`")
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", ".toml": "toml"}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add a page for everything outside docs/ that can be reached by links from README.md and docs/."""
+    waiting = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    seen = set(waiting)
+    while waiting:
+        path = waiting.pop()
+        if not path.is_relative_to(ROOT / "docs"):
+            text = path.read_text() if path.suffix == ".md" else source_page(path)
+            inclusion = InclusionLevel.INCLUDED if path.suffix == ".md" else InclusionLevel.NOT_IN_NAV
+            files.append(File.generated(config, str(place(path)), content=text, inclusion=inclusion))
+        for target in linked(path) - seen:
+            seen.add(target)
+            waiting.append(target)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """The page as mkdocs reads what GitHub shows: links to places on the site, names of files as titles of code."""
+    if page.file.src_uri.startswith("source/"):
+        return markdown
+    # GitHub reads \| in a table's code as |, mkdocs as it stands.
+    markdown = re.sub(
+        r"^\|.*", lambda row: CODE.sub(lambda code: code[0].replace(r"\|", "|"), row[0]), markdown, flags=re.M
+    )
+    markdown = re.sub(r"^```(\w+) ([\w.]+)$", r'```\1 title="\2"', markdown, flags=re.M)
+    return LINK.sub(lambda link: rewritten(link[1], origin_of(page.file.src_uri), page.file.src_uri), markdown)
+
+
+def origin_of(uri: str) -> Path:
+    """The repository's file that a page of the site is made from."""
+    in_docs = ROOT / "docs" / uri
+    return ROOT / "README.md" if uri == "index.md" else in_docs if in_docs.exists() else ROOT / uri
+
+
+def rewritten(link: str, origin: Path, here: str) -> str:
+    """A link of the file `origin`, as it must be in the site's page `here`."""
+    target = Path(os.path.normpath(origin.parent / link))
+    return os.path.relpath(place(target), Path(here).parent) if target.exists() else link
+
+
+def place(path: Path) -> Path:
+    """Where the site has a file or a directory of the repository, as mkdocs names sources."""
+    inside = path.relative_to(ROOT)
+    if inside == Path("README.md"):
+        return Path("index.md")
+    if inside.parts[0] == "docs":
+        return inside.relative_to("docs")
+    return inside if path.suffix == ".md" else Path("source", f"{inside}.md")
+
+
+def linked(path: Path) -> set[Path]:
+    """Files and directories that a Markdown file links to, or that are in a directory."""
+    if path.is_dir():
+        return {child for child in path.iterdir() if child.suffix in LANGUAGES}
+    if path.suffix != ".md":
+        return set()
+    targets = {Path(os.path.normpath(path.parent / link)) for link in LINK.findall(path.read_text())}
+    return {target for target in targets if target.exists() and target.is_relative_to(ROOT)}
+
+
+def source_page(path: Path) -> str:
+    """A source file as code, a directory as a list of its files."""
+    title = f"# {path.relative_to(ROOT)}\n\n"
+    if path.is_dir():
+        return title + "\n".join(f"- [{child.name}]({path.name}/{child.name}.md)" for child in sorted(linked(path)))
+    return f"{title}``````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}\n``````\n"

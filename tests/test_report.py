@@ -1,0 +1,250 @@
+"""The report: of every kind of run's files, whatever state they are in; and as a browser shows it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mcore_rl.programs.report import write_report
+from mcore_rl.report.curves import MAX_POINTS, phases, sections, thinned
+from mcore_rl.report.findings import findings
+from mcore_rl.report.page import page, sample_rows
+from mcore_rl.report.runs import Series, read_runs
+from mcore_rl.run_directory import REPORT_MARK, RunDirectory
+from mcore_rl.run_identity import RunIdentity
+
+HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>&lt;\u202e"
+SCRIPT = Path(__file__).parent.parent / "scripts" / "report.py"
+
+
+def write_run(path, metrics=(), samples=(), config="", state="ended"):
+    path.mkdir(parents=True, exist_ok=True)
+    for name, lines in (("metrics.jsonl", metrics), ("samples.jsonl", samples)):
+        (path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "config.yaml").write_text(config)
+    if state != "ended":
+        pid = os.getpid() if state == "going on" else 2**22 - 1
+        (path / "run.lock").write_text(json.dumps({"pid": pid, "host": os.uname().nodename}) + "\n")
+    return path
+
+
+def sample(step, answer, reward=1.0, prompt="2+2=", **more):
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    return {"step": step, "reward": reward, "messages": messages, "error": None, **more}
+
+
+def grpo(path, steps=30, state="ended"):
+    def line(step):
+        spent = {"generation_seconds": 0.5, "training_seconds": 0.25, "step_seconds": 1.0}
+        mismatch = {"token_mult_prob_error": 1.001 + 0.5 * (step == 7), "skipped_update": float(step in (3, 4))}
+        held_out = {"validation_reward_mean": 0.1 * step} if step % 10 == 0 else {}
+        loss = float("nan") if step == 5 else 1 / step
+        return {"step": step, "loss": loss, "reward_mean": step / 50, "num_tokens": 100, HOSTILE: 1.0, **spent,
+                **mismatch, **held_out}  # fmt: skip
+
+    samples = [sample(step, HOSTILE if step == 2 else f"answer {step}", step / 7) for step in range(1, steps + 1)]
+    samples[-1] |= {"error": "judge <b>timed out</b>", "rewards": {"format": 0.5}}
+    config = "parallel: {tensor_model_parallel_size: 2}\ngeneration: {max_token_mult_prob_error: 1.5}\nseed: 1\n"
+    return write_run(path, map(line, range(1, steps + 1)), samples, config, state)
+
+
+def dpo(path):
+    line = {"loss": 0.6931, "rewards_chosen_mean": 1.25, "rewards_rejected_mean": -0.5, "accuracy": 0.75, "lr": 3e-7}
+    return write_run(path, [{"step": step, **line, "step_seconds": 0.5} for step in (1, 2)], config="seed: 2\n")
+
+
+def titles(runs):
+    return {section.title: [chart.title for chart in section.charts] for section in sections(runs)}
+
+
+def test_curves_stand_in_groups(tmp_path):
+    found = titles(read_runs([grpo(tmp_path / "a"), dpo(tmp_path / "b")]))
+    assert found["Rewards"] == ["reward", "rewards of pairs", "margin", "accuracy"]
+    assert found["Mismatch between sampler and trainer"] == ["token_mult_prob_error"]
+    assert found["Speed"] == ["seconds of a step, a", "seconds of a step, b"]
+    assert {"num_tokens", "skipped_update"} <= set(found["Other"]), "nothing that was measured is left out"
+    (margin,) = (c for s in sections(read_runs([tmp_path / "b"])) for c in s.charts if c.title == "margin")
+    assert list(margin.figure.data[0].y) == [1.75, 1.75]
+
+
+def test_phases_add_up_to_the_step(tmp_path):
+    (run,) = read_runs([grpo(tmp_path / "a", steps=1000)])
+    chart = phases(run, "")
+    assert [trace.name for trace in chart.figure.data] == ["generation", "training", "other"]
+    assert np.allclose(sum(trace.y for trace in chart.figure.data), 1.0)
+    assert chart.note == "1,000 steps: means of 300 stretches"
+
+
+def test_what_is_to_be_looked_at(tmp_path):
+    (run,) = read_runs([grpo(tmp_path / "a", state="killed")])
+    with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 31, "lo')
+    (tmp_path / "a" / "stacks").mkdir()
+    (tmp_path / "a" / "stacks" / "rank_00000.txt").write_text("rank 0, step 30: training, since 12:00\nFile …")
+    (run,) = read_runs([tmp_path / "a"])
+    said = list(findings(run))
+    assert said[0].startswith("the run was killed")
+    assert "stacks/ tells what each of 1 ranks was doing (step 30: training, since 12:00)" in said[1]
+    assert "loss is NaN or infinite at step 5" in said
+    assert "no update at 2 steps (3, 4): there was nothing to learn from" in said
+    assert "token_mult_prob_error is above 1.4 at step 7 (generation.max_token_mult_prob_error=1.5)" in said
+    assert said[-1] == "metrics.jsonl: its last line is cut short, and left out here"
+    assert list(findings(read_runs([dpo(tmp_path / "b")])[0])) == []
+    assert read_runs([grpo(tmp_path / "c", state="going on")])[0].state == "going on"
+
+
+def test_a_hundred_thousand_steps(tmp_path):
+    values = np.sin(np.arange(100_000) / 1000)
+    values[54_321], values[99_998] = 40.0, np.nan
+    steps, shown = thinned(Series(np.arange(100_000), values))
+    assert len(steps) <= MAX_POINTS and (np.diff(steps) > 0).all()
+    assert (steps[np.nanargmax(shown)], np.nanmax(shown)) == (54_321, 40.0), "a spike stays"
+    assert np.nanmin(shown) == np.nanmin(values)
+
+
+@pytest.mark.long
+def test_a_long_run_in_seconds_and_megabytes(tmp_path):
+    lines = ({"step": n, **{f"m{k}": n * 0.1 + k for k in range(40)}, "step_seconds": 0.1} for n in range(100_000))
+    write_run(tmp_path / "a", lines, (sample(n, "x" * 9000) for n in range(0, 100_000, 10)))
+    started = time.monotonic()
+    text = write_report([tmp_path / "a"], tmp_path / "a.html").read_text()
+    assert time.monotonic() - started < 40
+    assert len(text) < 20e6
+    assert "100,000 steps: of every 200 or so the least and the greatest value are drawn" in text
+    assert "100 samples, of 100 of 10,000 steps that have some" in text
+    assert "… (5,000 more characters)" in text
+
+
+def test_samples_of_runs_side_by_side(tmp_path):
+    a = write_run(tmp_path / "a", samples=[sample(1, "4"), sample(1, "5", 0.0), sample(2, "6", prompt="3+3=")])
+    b = write_run(tmp_path / "b", samples=[sample(1, "four", 0.5)])
+    rows = sample_rows(read_runs([a, b]))
+    shown = [[cell and (cell["messages"][0]["text"], cell["reward"]) for cell in row.cells] for row in rows]
+    assert shown == [[("4", "1"), ("four", "0.5")], [("5", "0"), None], [("6", "1"), None]]
+    assert [row.prompt[0]["text"] for row in rows] == ["2+2=", "2+2=", "3+3="]
+
+
+def test_text_of_samples_stays_text(tmp_path):
+    written = page(read_runs([grpo(tmp_path / "<i>a", state="killed")]))
+    plain = written[: written.rindex('<script type="application/json"')]
+    assert "<script" not in plain and "<img" not in plain and "<i>" not in plain and "<b>" not in plain
+    assert "&lt;/script&gt;&lt;script&gt;window.hacked" in plain
+    (figures,) = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', written, re.DOTALL)
+    assert len(json.loads(figures)) == len(re.findall('class="chart"', plain))
+    lone = write_run(tmp_path / "b", samples=[sample(1, "\ud83d")])
+    assert "answer" not in write_report([lone], tmp_path / "b.html").read_text()
+
+
+@pytest.mark.parametrize("state", ["nothing", "empty", "one cut line", "odd values"])
+def test_runs_with_little_in_them(state, tmp_path):
+    run = write_run(tmp_path / "run")
+    if state == "nothing":
+        (run / "samples.jsonl").unlink()
+        (run / "config.yaml").unlink()
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss"' if state == "one cut line" else "")
+    if state == "odd values":
+        (run / "metrics.jsonl").write_text('{"step": 1, "loss": null, "x": "text", "y": Infinity, "z": {}}\n')
+        (run / "samples.jsonl").write_text('{"step": 1}\n{"step": 1, "messages": [1], "rewards": null}\n')
+    text = write_report([run], run / "report.html").read_text()
+    assert ("no step has been finished" in text) == (state != "odd values")
+    assert write_report([run], run / "report.html"), "an earlier report is replaced"
+
+
+def call(*arguments):
+    command = [sys.executable, SCRIPT, *arguments]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
+
+
+def test_the_command(tmp_path):
+    run = dpo(tmp_path / "run")
+    done = call(run)
+    assert (done.returncode, done.stdout) == (0, f"{run / 'report.html'}\n"), done.stderr
+    (tmp_path / "mine.html").write_text("mine")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "metrics.jsonl").write_text("[1]\n")
+    for arguments, message in [
+        ((tmp_path / "nowhere",), f"{tmp_path}/nowhere: is no directory of a run"),
+        ((tmp_path,), f"{tmp_path}: has no metrics.jsonl; give the output_dir of a run"),
+        ((tmp_path / "broken",), "broken/metrics.jsonl: cannot be read (a line of it is not an object with its step)"),
+        ((run, "--output", tmp_path / "mine.html"), "mine.html: exists already and is no report; name another file"),
+        ((run, "--output", tmp_path / "no" / "where.html"), "where.html: cannot be written (No such file"),
+        ((run, "--output", run / "hf" / "a.html"), "is what the run in"),
+    ]:
+        done = call(*arguments)
+        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert (tmp_path / "mine.html").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "mine.html", "run"]
+
+
+@pytest.mark.parametrize("text", ["mine", REPORT_MARK])
+def test_a_run_that_starts_afresh_removes_only_a_report(text, tmp_path):
+    identity = RunIdentity("sft", {}, "", "", {}).to_json()
+    (write_run(tmp_path / "run") / "run.json").write_text(identity)
+    (tmp_path / "run" / "report.html").write_text(text)
+    RunDirectory(tmp_path / "run").clear()
+    assert (tmp_path / "run" / "report.html").exists() == (text == "mine")
+
+
+# ------------------------------------------------------------------ as a browser shows it
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    installed = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=installed, args=["--no-sandbox"], timeout=60_000)
+        yield browser
+        browser.close()
+
+
+def contrast(tab):
+    """`light` for dark letters in charts on a light page, `dark` the other way round."""
+    background, ink = (
+        tab.evaluate(f"Math.max(...getComputedStyle({it}).{what}.match(/[0-9]+/g).slice(0, 3).map(Number))")
+        for it, what in (("document.body", "backgroundColor"), ("document.querySelector('.chart .xtick text')", "fill"))
+    )
+    return {(True, False): "light", (False, True): "dark"}.get((background > 200, ink > 180))
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1600])
+def test_in_a_browser(width, scheme, browser, tmp_path):
+    runs = [grpo(tmp_path / "a", state="killed"), dpo(tmp_path / "b")]
+    output = write_report(runs, tmp_path / "report.html")
+    tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    trouble, asked = [], []
+    tab.on("console", lambda message: trouble.append(message.text) if message.type in ("error", "warning") else None)
+    tab.on("pageerror", lambda error: trouble.append(str(error)))
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.goto(output.as_uri())
+    tab.wait_for_function("[...document.querySelectorAll('.chart')].every((c) => c.querySelector('svg.main-svg'))")
+    charts = tab.locator(".chart")
+    assert charts.count() == sum(len(section.charts) for section in sections(read_runs(runs)))
+    for box in (charts.nth(n).bounding_box() for n in range(charts.count())):
+        assert 250 < box["width"] <= width and 280 < box["height"] < 350
+    assert tab.locator(".chart .scatterlayer .trace").count() >= charts.count()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width, "nothing is wider than the screen"
+    assert tab.evaluate("window.hacked") is None
+    assert contrast(tab) == scheme
+    rows = tab.locator(".row:visible")
+    assert rows.count() == 30
+    tab.fill("#search", "ANSWER 17")
+    assert rows.count() == 1 and tab.locator("#found").inner_text() == "1 of 30"
+    tab.fill("#search", "window.hacked")
+    assert rows.count() == 1 and "</script>" in rows.inner_text()
+    other = "light" if scheme == "dark" else "dark"
+    tab.emulate_media(color_scheme=other)
+    assert contrast(tab) == other
+    assert not trouble
+    assert all(url.startswith(("file:", "data:")) for url in asked)
+    tab.close()
