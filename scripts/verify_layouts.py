@@ -77,8 +77,10 @@ def verify(arguments, config, layouts):
         config = config.model_copy(update={"model": model})
         print(f"{data.size} sequences of {config.data.train}, relative differences from one process")
         try:
-            own = own_split(config, load_hf_config(small).num_hidden_layers)
-            layouts = [*layouts, *([own] if own and own.world_size <= arguments.max_processes else [])]
+            own = own_split(config, load_hf_config(small, model.trust_remote_code, model.head).num_hidden_layers)
+            if own and own.world_size > arguments.max_processes:
+                raise UserError(f"needs {own.world_size} processes, more than --max-processes")
+            layouts += [own] if own else []
         except UserError as error:
             print(f"left out: the configuration's own pipeline split: {error}")
         layouts, refused = fitting(layouts, config)
