@@ -28,7 +28,7 @@ GROUPS = {
     "Rewards": {
         "reward": r"reward_mean",
         "deviation of rewards": r"reward_std",
-        "rewards of pairs": r"rewards_(chosen|rejected)_mean|rewards_(desirable|undesirable)_mean",
+        "rewards of pairs": r"rewards_(chosen|rejected)_mean|rewards_(desirable|undesirable)_(mean|sum)",
         "margin": r"reward_margin",
         "log-probabilities": r"logprobs_(chosen|rejected)_mean",
         "accuracy": r"accuracy",

@@ -70,7 +70,7 @@ def _overview(run: Run) -> dict[str, Any]:
     facts = {
         "algorithm": run.algorithm or "not told",
         "model": str(run.config.get("model.path", "not told")),
-        "layout": " × ".join(sizes) or "data parallelism alone",
+        "layout": " × ".join(sizes) or ("no model parallelism" if run.config else "not told"),
         "steps": "none" if run.last_step is None else f"{run.last_step:,}",
         "tokens": f"{tokens:,.0f}",
         "time in steps": str(datetime.timedelta(seconds=round(seconds))),
