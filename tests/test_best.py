@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from mcore_rl.algorithms.best import BestValidation
 from mcore_rl.checkpoint_store import CheckpointStore
-from mcore_rl.config import SFTConfig, build_config
+from mcore_rl.config import CheckpointConfig, SFTConfig, build_config
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError, WorkerError
 
@@ -29,6 +29,37 @@ def test_what_is_better():
     assert taken(best, 0.6) == [False] and best.is_exhausted
     with pytest.raises(UserError, match=r"checkpoint\.best_metric=loss: validations have accuracy, reward_mean"):
         best.is_bettered(1, {"validation_reward_mean": 1.0, "validation_accuracy": 0.0, "loss": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "highest"),
+    [
+        ("loss", None, False),
+        ("policy_kl_error", None, False),
+        ("accuracy", None, True),
+        ("reward_mean", None, True),
+        ("accuracy", "min", False),
+        ("kl", "max", True),
+    ],
+)
+def test_which_way_is_up(metric, mode, highest):
+    assert CheckpointConfig(best_metric=metric, best_mode=mode).best_is_highest == highest
+
+
+def test_a_way_that_the_name_does_not_tell():
+    values = {"output_dir": "o", "model": {"path": "m"}, "data": {"train": "x", "validation": "y"}}
+    values |= {"trainer": {"validation_interval": 1}, "checkpoint": {"best_metric": "kl"}}
+    with pytest.raises(UserError, match=r"checkpoint\.best_mode: say whether the least \(min\) or the greatest"):
+        build_config(SFTConfig, values, [], "")
+
+
+def test_none_is_better_than_before_training():
+    best = BestValidation("loss", False, 2)
+    assert best.is_bettered(0, {"validation_loss": 0.5})
+    assert taken(best, 0.6, 0.7) == [False, False] and best.is_exhausted
+    assert (best.step, str(best)) == (0, "best validation: none has a better loss than 0.5 before the first step")
+    best.forget()
+    assert taken(best, 0.9) == [True]
 
 
 def config_of(directory, model, **changes):
@@ -105,6 +136,25 @@ def test_training_ends_after_the_best_which_is_kept_and_exported(files):
 
 
 @pytest.mark.long
+def test_the_best_of_another_run_is_not_looked_for(files):
+    """It began from a checkpoint of a run whose best is not here."""
+    first = config_of(files, files / "model", optimizer={"lr": 3e-2}, trainer={"max_steps": 9})
+    run_processes(train, first, world_size=1)
+    last = CheckpointStore(first.output_dir / "checkpoints").iterations()[-1]
+    second = config_of(
+        files,
+        files / "model",
+        trainer={"max_steps": int(last.name[5:]) + 3, "early_stopping_patience": 50},
+        checkpoint={"resume": str(last)},
+    )
+    second = second.model_copy(update={"output_dir": files / "second"})
+    (said,) = run_processes(train, second, world_size=1)
+    assert (second.output_dir / "hf" / "model.safetensors").is_file()
+    named = [line for line in said.splitlines() if "best validation" in line]
+    assert len(named) == 1 and str(second.output_dir) in named[0]
+
+
+@pytest.mark.long
 def test_a_run_that_is_taken_up_again_goes_on_waiting(files):
     whole = config_of(files, files / "model")
     run_processes(train, whole, world_size=1)
@@ -117,9 +167,21 @@ def test_a_run_that_is_taken_up_again_goes_on_waiting(files):
 
 
 def test_a_metric_that_is_not_there(files):
-    config = config_of(files, files / "model", checkpoint={"best_metric": "lost"})
+    config = config_of(files, files / "model", checkpoint={"best_metric": "lost", "best_mode": "min"})
     with pytest.raises(WorkerError, match=r"checkpoint\.best_metric=lost: validations have .*loss"):
         run_processes(train, config, world_size=1)
+    store = CheckpointStore(config.output_dir / "checkpoints")
+    assert store.iterations() == [store.iteration(1)], "what was trained so far is kept"
+    early = config_of(
+        files,
+        files / "model",
+        checkpoint={"best_metric": "lost", "best_mode": "min"},
+        trainer={"validate_at_start": True},
+    )
+    early = early.model_copy(update={"output_dir": files / "early"})
+    with pytest.raises(WorkerError, match=r"checkpoint\.best_metric=lost: validations have .*loss"):
+        run_processes(train, early, world_size=1)
+    assert not CheckpointStore(files / "early" / "checkpoints").iterations()
 
 
 def test_validation_at_the_end(files):

@@ -175,7 +175,8 @@ def test_a_signal_ends_in_a_few_lines(who, number, status, config, tmp_path):
         assert lines[-1] == "error: rank 1 was ended by SIGKILL", text
         assert not saved
     else:
-        asked, checkpoint, stopped = lines
+        asked, checkpoint, summary, *_, stopped = lines
+        assert summary.startswith("steps 1–")
         assert asked.startswith(f"{number.name}: finishing the step and saving")
         assert checkpoint == f"checkpoint: {out / 'checkpoints' / saved[0]}"
         assert stopped.startswith(f"stopped by {number.name} after step ")

@@ -166,5 +166,9 @@ def test_variables_of_the_environment(write, monkeypatch):
     assert config.optimizer.lr == 3e-4
     assert config.data.chat_template == "{{ ${x} }}${"
     assert load_config(SFTConfig, write(resolved_yaml(config))) == config
+    for odd in ("${HOME:?x}", "${RATE:1}", "${}", "${:-x}"):
+        with pytest.raises(UserError, match="names no environment variable"):
+            load_config(SFTConfig, write(MINIMAL), [f"data.train='{odd}'"])
+    assert load_config(SFTConfig, write(MINIMAL), ["data.train=${NOT_SET:-}x"]).data.train == "x"
     with pytest.raises(UserError, match=r"config\.yaml: model\.path: the environment variable UNSET_HERE is not set"):
         load_config(SFTConfig, write(MINIMAL.replace("{path: model}", "{path: '${UNSET_HERE}/m'}")))

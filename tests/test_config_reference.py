@@ -53,6 +53,11 @@ def test_the_schema_takes_what_the_program_takes(path: Path):
     jsonschema.validate({"base": "other.yaml", **read_yaml(path)}, schema)
 
 
+def test_the_schema_takes_variables():
+    values = {"seed": "${SEED}", "optimizer": {"lr": "${LR:-1e-4}", "schedule": "${SCHEDULE}"}, "base": "b.yaml"}
+    jsonschema.validate(values, json_schema(PROGRAMS["dpo"].config))
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("optimizer", {"lr": 2}), ("optimizer", {"lrr": 1e-3}), ("seed", 1.5), ("batch", {"global_batch_size": 0})],

@@ -64,6 +64,20 @@ def one_too_few(prompts, completions, **columns):
     return [1.0] * (len(completions) - 1)
 
 
+ODD = {
+    "none": {"rewards": None},
+    "text": {"rewards": {"a": "x"}},
+    "nan": {"rewards": {"a": float("nan")}},
+    "bool": {"rewards": {"a": True}},
+    "empty": {"error": ""},
+}
+
+
+def oddly(message_log, record):
+    """A step that no conversation could go on with."""
+    return Step(1.0, **ODD[message_log[-1]["content"]])
+
+
 def calculator(message_log, record):
     """A tool between turns: `calc: 6*7` is answered; anything else is the answer."""
     response = message_log[-1]["content"]
@@ -255,6 +269,13 @@ def test_a_tool_between_turns_and_another_reward_beside_it(judge):
     ]
 
 
+def test_a_step_that_is_none_fails_its_sample_alone(judge):
+    steps = judge([sample(text) for text in ODD], name="function", function="test_judges:oddly", num_workers=1)
+    told = ("rewards must be numbers by name, got None", "the reward a is 'x'", "the reward a is nan")
+    for step, error in zip(steps, (*told, "the reward a is True", "the error must be a text, got ''"), strict=True):
+        assert step.reward == 0.0 and step.error.endswith(error), step
+
+
 # ------------------------------------------------------------------ a URL
 
 
@@ -265,7 +286,7 @@ class Remote(BaseHTTPRequestHandler):
         status, answer = self.server.behave(len(self.server.asked), body)
         content = json.dumps(answer).encode()
         self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Length", str(len(content) + 100 * ("cut" in answer)))
         self.end_headers()
         self.wfile.write(content)
 
@@ -302,6 +323,12 @@ def test_a_remote_judge_is_asked_again_when_it_fails(judge, remote):
     assert server.asked[0] == {"samples": [{"messages": sample("abc").message_log, "record": {"scale": 0.1}}]}
 
 
+def test_an_answer_that_breaks_off_is_asked_for_again(judge, remote):
+    server, url = remote(lambda n, body: counted(n, body) if n > 1 else (200, {"cut": 1}))
+    steps = judge([sample("abc", scale=0.1)], name="http", url=url, retries=1, num_workers=1)
+    assert steps == [Step(3 * 0.1)] and len(server.asked) == 2
+
+
 def test_what_a_remote_judge_may_answer(judge, remote):
     going = {"reward": 0.25, "done": False, "observation": "go on"}
     _, url = remote(lambda n, body: (200, {"rewards": [[0.5, None, going][s["record"]["n"]] for s in body["samples"]]}))
@@ -318,10 +345,12 @@ def test_what_a_remote_judge_may_answer(judge, remote):
         (lambda n, body: (422, {"detail": "what?"}), 3, 1, "422 Client Error"),
         (lambda n, body: time.sleep(30), 1, 2, r"took too long \(2 attempts\)"),
         (lambda n, body: (200, {"rewards": []}), 3, 1, "answered 0 rewards for 1 samples"),
-        (lambda n, body: (200, {"score": 1}), 3, 1, "KeyError: 'rewards'"),
+        (lambda n, body: (200, {"score": 1}), 3, 1, "/judge must answer an object with a list of"),
+        (lambda n, body: (200, [1]), 3, 1, "/judge must answer an object with a list of rewards, got \\[1\\]"),
+        (lambda n, body: (200, {"rewards": [{"reward": 1, "rewards": None}]}), 3, 1, "rewards must be numbers by name"),
         (None, 3, 0, r"does not answer \(2 attempts\)"),
     ],
-    ids=["fails", "refuses", "hangs", "too few", "other words", "not there"],
+    ids=["fails", "refuses", "hangs", "too few", "other words", "a list", "no rewards", "not there"],
 )
 def test_a_remote_judge_that_fails_fails_its_sample_in_time(behave, limit, asked, error, judge, remote):
     server, url = remote(behave)

@@ -78,6 +78,12 @@ def test_a_checkpoint_goes_on_elsewhere(model_of, tmp_path):
         torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=2e-6, msg=name)
 
 
+def test_embeddings_alone(model_of):
+    (changes,) = run_processes(first_step, make_config(model_of("llama"), lr=0, embedding_lr=4e-3), world_size=1)
+    changed = {name for name, change in changes.items() if change.any()}
+    assert changed == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
 def test_adapters_train_no_embeddings():
     values = {"output_dir": "o", "model": {"path": "m", "lora": {"rank": 2}}, "data": {"train": "x"}}
     with pytest.raises(UserError, match=r"optimizer\.embedding_lr: adapters alone are trained"):

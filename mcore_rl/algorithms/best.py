@@ -15,7 +15,7 @@ class BestValidation:
     """
     metric: of the validations, without their prefix `validation_`.
     patience: so many validations on end that are no better are enough; None: never.
-    step: of the best so far; 0 before the first.
+    step: of the best so far; 0 before the first, and as long as none is better than that before training.
     waited: validations since then.
     """
 
@@ -32,7 +32,7 @@ class BestValidation:
         asked = config.checkpoint
         if asked.best_metric is None:
             return None
-        best = cls(asked.best_metric, asked.best_mode == "max", config.trainer.early_stopping_patience)
+        best = cls(asked.best_metric, asked.best_is_highest is True, config.trainer.early_stopping_patience)
         earlier = state.get("best", {})
         if (earlier.get("metric"), earlier.get("highest")) == (best.metric, best.highest):
             best.step, best.value, best.waited = earlier["step"], earlier["value"], earlier["waited"]
@@ -60,6 +60,10 @@ class BestValidation:
         """Whether training has waited long enough for a better one."""
         return self.patience is not None and self.waited >= self.patience
 
+    def forget(self) -> None:
+        """Begin anew: the best so far is another run's."""
+        self.step, self.value, self.waited = 0, None, 0
+
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
         return {
@@ -71,4 +75,8 @@ class BestValidation:
         }
 
     def __str__(self) -> str:
+        if self.value is None:
+            return f"best validation: none has a {self.metric}"
+        if self.step == 0:
+            return f"best validation: none has a better {self.metric} than {self.value:.4g} before the first step"
         return f"best validation: {self.metric} {self.value:.4g} at step {self.step}"

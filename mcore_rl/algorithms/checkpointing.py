@@ -94,6 +94,10 @@ class RunCheckpoints:
         """Between two steps: commit what has been written meanwhile, notice what went wrong."""
         self._or_fail(step, lambda: self.policy.finish_saving(wait))
 
+    def has(self, step: int) -> bool:
+        """Whether iteration `step` is on disk, as the first rank sees it."""
+        return bool(broadcast_object(self.store.iteration(step).is_dir()))
+
     def newest(self) -> Path | None:
         """The newest checkpoint on disk."""
         return next(reversed(self.store.iterations()), None)

@@ -163,7 +163,7 @@ def tell_what_never_comes(config: TrainingConfig, steps: int, say: Say, updates_
     trainer = config.trainer
     if config.data.validation is not None and trainer.validation_interval is None and not trainer.validate_at_end:
         say("data.validation is not used during training: there is no trainer.validation_interval")
-    if config.optimizer.lr == 0:
+    if config.optimizer.lr == 0 and not config.optimizer.embedding_lr:
         say("optimizer.lr=0: the weights will not change")
 
 

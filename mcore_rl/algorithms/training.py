@@ -15,7 +15,7 @@ from mcore_rl.algorithms.interruption import Interruption
 from mcore_rl.algorithms.metrics import Reporter, speaker
 from mcore_rl.config import TrainingConfig, resolved_yaml
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.errors import TrainingError
+from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.preflight import is_restart
 from mcore_rl.run_directory import RunDirectory
@@ -94,20 +94,28 @@ class TrainingRun(ABC, Generic[DatasetT]):
         self._begin()
         done, self.consumed_samples = state["step"], state["consumed_samples"]
         best = BestValidation.of(config, state)
+        if best is not None and best.step and not checkpoints.has(best.step):  # it began from another run's checkpoint
+            best.forget()
         reporter = Reporter(config, policy.is_writer, done + 1, steps)
         self._introduce(done, steps)
         signal = None
         with contextlib.closing(reporter), reporter.live():
             if done == 0 and config.trainer.validate_at_start and (metrics := self.validate(0)):
                 reporter.record(0, metrics)
+                if best is not None:
+                    best.is_bettered(0, metrics)
             while done < steps and signal is None and not (best and best.is_exhausted):
                 done += 1
                 metrics = self._step_or_stop(done, checkpoints)
                 self._move_reference(done)
                 if validates := self._validates_after(done):
                     metrics.update(self.validate(done))
-                bettered = best is not None and validates and best.is_bettered(done, metrics)
                 reporter.record(done, metrics)
+                try:
+                    bettered = best is not None and validates and best.is_bettered(done, metrics)
+                except UserError:  # a metric that there is not: what was trained so far is kept
+                    checkpoints.save(done, {"consumed_samples": self.consumed_samples}, wait=True)
+                    raise
                 if _divides(config.trainer.log_interval, done) or done in (1, steps):
                     reporter.progress(done, metrics)
                 reporter.advance(done)
@@ -122,15 +130,18 @@ class TrainingRun(ABC, Generic[DatasetT]):
                     interruption.saved()
         for line in reporter.summary(done):
             self.say(line)
-        if best is not None and best.step:
-            self.say(f"  {best}: {checkpoints.store.iteration(best.step)}")
+        if best is not None:
+            self.say(f"  {best}" + (f": {checkpoints.store.iteration(best.step)}" if best.step else ""))
         if signal and done < steps:
             self.say(f"stopped by {signal} after step {done}; the same command goes on from here")
         else:
             if done < steps and best is not None:
                 self.say(f"step {done}: {best.waited} validations without a better {best.metric}; training ends here")
-            if config.checkpoint.export_best and best is not None and best.step not in (0, done):
-                policy.load_weights(checkpoints.store.iteration(best.step))
+            if config.checkpoint.export_best and best is not None and best.step != done:
+                if best.step and checkpoints.has(best.step):
+                    policy.load_weights(checkpoints.store.iteration(best.step))
+                else:
+                    self.say("export_best: no checkpoint is of the best validation; the last weights are exported")
             self._export()
         watchdog.stop()
         run_directory.release()

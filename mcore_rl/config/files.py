@@ -14,7 +14,7 @@ from mcore_rl.errors import UserError
 BASE = "base"
 """The key under which a file names the one that it builds on."""
 
-_VARIABLE = re.compile(r"\$?\$\{([^}:]*)(:-[^}]*)?\}")
+_VARIABLE = re.compile(r"\$?\$\{([^}]*)\}")
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -52,16 +52,16 @@ def expand_variables(value: Any, name: str) -> Any:
         return value
 
     def text_of(match: re.Match[str]) -> str:
-        whole, variable, default = match[0], match[1], match[2]
-        if whole.startswith("$$"):
-            return whole[1:]
+        if match[0].startswith("$$"):
+            return match[0][1:]
+        variable, separator, default = match[1].partition(":-")
         if not re.fullmatch(r"\w+", variable):
-            raise UserError(f"{name or value}: {whole} names no environment variable; $${{ is a plain ${{")
+            raise UserError(f"{name or value}: {match[0]} names no environment variable; $${{ is a plain ${{")
         if variable in os.environ:
             return os.environ[variable]
-        if default is None:
+        if not separator:
             raise UserError(f"{name or value}: the environment variable {variable} is not set")
-        return str(default).removeprefix(":-")
+        return default
 
     return _VARIABLE.sub(text_of, value)
 

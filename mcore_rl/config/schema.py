@@ -9,6 +9,9 @@ from pydantic import BaseModel
 from mcore_rl.config.files import BASE
 from mcore_rl.config.reference import meanings_of, section_classes
 
+VARIABLE = {"type": "string", "pattern": r"\$\{"}
+"""A value that the environment gives, whatever it is."""
+
 
 def json_schema(config: type[BaseModel]) -> dict[str, Any]:
     """Of the files that a program takes. Nothing is required: it may stand in a base, or on the command line."""
@@ -19,5 +22,9 @@ def json_schema(config: type[BaseModel]) -> dict[str, Any]:
         for name, meaning in meanings_of(cls).items():
             if name in definition["properties"]:
                 definition["properties"][name]["description"] = meaning
+        for name, kind in definition["properties"].items():
+            if {"enum", "anyOf"} & set(kind) or kind.get("type") in ("number", "integer", "boolean"):
+                outer = {key: kind.pop(key) for key in ("title", "description", "default") if key in kind}
+                definition["properties"][name] = {**outer, "anyOf": [kind, VARIABLE]}
     schema["properties"][BASE] = {"type": "string", "description": "A file that this one builds on."}
     return schema

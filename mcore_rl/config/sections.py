@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -198,8 +199,9 @@ class CheckpointConfig(Section):
     best_metric: Name | None = None
     """A metric of the validations, as `loss` or `accuracy`: whenever it is better than ever before a checkpoint is
     saved, and retention keeps the best."""
-    best_mode: Literal["min", "max"] = "min"
-    """Whether the least or the greatest best_metric is the best."""
+    best_mode: Literal["min", "max"] | None = None
+    """Whether the least or the greatest best_metric is the best; if not given, the least of losses and errors, the
+    greatest of accuracies, rewards and margins."""
     export_best: bool = False
     """Export the weights of the best checkpoint instead of the last ones."""
     export_hf: bool = True
@@ -211,11 +213,23 @@ class CheckpointConfig(Section):
             raise ValueError("overwrite: removes an earlier run; it goes with resume=none alone")
         if self.keep_every is not None and self.keep_last is None:
             raise ValueError("keep_every: without keep_last all checkpoints stay; give both, or leave it out")
-        if self.best_metric is None and (self.best_mode != "min" or self.export_best):
+        if self.best_metric is None and (self.best_mode is not None or self.export_best):
             raise ValueError("best_mode, export_best: need best_metric")
+        if self.best_metric is not None and self.best_is_highest is None:
+            raise ValueError(f"best_mode: say whether the least (min) or the greatest (max) {self.best_metric} is best")
         if self.export_best and not self.export_hf:
             raise ValueError("export_best: nothing is exported with export_hf=false")
         return self
+
+    @property
+    def best_is_highest(self) -> bool | None:
+        """Whether the greatest best_metric is the best; None where nobody has said so and its name does not tell."""
+        name = self.best_metric or ""
+        if self.best_mode is not None:
+            return self.best_mode == "max"
+        if name.endswith(("loss", "error")):
+            return False
+        return True if re.search("accuracy|reward|margin", name) else None
 
 
 class LoggingConfig(Section):

@@ -34,7 +34,10 @@ class HTTPJudge:
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[float | Step | None]:
         body = {"samples": [{"messages": sample.message_log, "record": sample.record} for sample in samples]}
-        rewards = (await asyncio.to_thread(self._ask, body))["rewards"]
+        answer = await asyncio.to_thread(self._ask, body)
+        rewards = answer.get("rewards") if isinstance(answer, dict) else None
+        if not isinstance(rewards, list):
+            raise ValueError(f"{self.url} must answer an object with a list of rewards, got {str(answer)[:200]}")
         if len(rewards) != len(samples):
             raise ValueError(f"{self.url} answered {len(rewards)} rewards for {len(samples)} samples")
         return [Step(**reward) if isinstance(reward, dict) else reward for reward in rewards]
@@ -48,8 +51,10 @@ class HTTPJudge:
                     answer.raise_for_status()
                     return answer.json()
                 reason = f"status {answer.status_code}"
-            except (requests.ConnectionError, requests.Timeout) as error:
-                reason = "took too long" if isinstance(error, requests.Timeout) else "does not answer"
+            except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
+                broken = isinstance(error, requests.exceptions.ChunkedEncodingError)
+                reason = "its answer broke off" if broken else "does not answer"
+                reason = "took too long" if isinstance(error, requests.Timeout) else reason
             left = self.seconds - (time.monotonic() - started)
             if attempt + 1 < self.attempts:
                 time.sleep(max(0.0, min(left, FIRST_PAUSE_SECONDS * 2**attempt)))

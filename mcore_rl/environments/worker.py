@@ -56,6 +56,13 @@ def _checked(result: float | Step | BaseException | None) -> Step:
         step = step_of(result)
         if not math.isfinite(step.reward):
             raise ValueError(f"the reward is {step.reward}")
+        if step.error is not None and not (isinstance(step.error, str) and step.error):
+            raise TypeError(f"the error must be a text, got {step.error!r}")
+        if not isinstance(step.rewards, dict) or not all(isinstance(name, str) for name in step.rewards):
+            raise TypeError(f"rewards must be numbers by name, got {step.rewards!r}")
+        for name, reward in step.rewards.items():
+            if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+                raise ValueError(f"the reward {name} is {reward!r}")
         if not isinstance(step.done, bool):
             raise TypeError(f"done must be true or false, got {step.done!r}")
         if step.observation is not None:

@@ -81,19 +81,18 @@ def build_optimizer(
         use_distributed_optimizer=True,
     )
     overrides = get_standard_config_overrides(megatron)
-    for key, ratio in (
-        (ParamKey(name="*.lora_B"), lora_lr_ratio),
-        (ParamKey(attr="is_embedding_or_output_parameter"), _ratio(config.embedding_lr, config.lr)),
+    embedding_lr = config.lr if config.embedding_lr is None else config.embedding_lr
+    for key, rate in (
+        (ParamKey(name="*.lora_B"), lora_lr_ratio * config.lr),
+        (ParamKey(attr="is_embedding_or_output_parameter"), embedding_lr),
     ):
-        if ratio != 1:
+        if rate != config.lr:
+            ratio = rate / config.lr if config.lr else math.inf
+            min_lr = ratio * config.min_lr if config.lr else 0.0
             # Megatron tells groups apart by lr_mult when a checkpoint is loaded, not by the rates that it takes.
-            rates: Any = {"max_lr": ratio * config.lr, "min_lr": ratio * config.min_lr, "lr_mult": ratio}
+            rates: Any = {"max_lr": rate, "min_lr": min_lr, "lr_mult": ratio}
             overrides[key] = rates
     return get_megatron_optimizer(megatron, list(wrapped), config_overrides=overrides)
-
-
-def _ratio(rate: float | None, base: float) -> float:
-    return 1.0 if rate is None or base == 0 else rate / base
 
 
 def optimizer_step(optimizer: MegatronOptimizer, clip_grad: float) -> tuple[bool, float]:
