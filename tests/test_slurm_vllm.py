@@ -17,8 +17,11 @@ STAND_INS = {
     "srun": """echo "$*" >> "$STARTED"
 case "$*" in
 *serve_vllm*) trap 'echo servers ended >> "$STARTED"; exit 0' TERM ;;
-*) trap 'echo saved >> "$STARTED"; exit 0' TERM; [ -z "$FAILS" ] || exit 3 ;;
+*) trap 'echo saved >> "$STARTED"; exit 0' TERM
+   for _ in $(seq 200); do [ -n "$FAILS" ] && ! grep -q ready "$STARTED" && sleep 0.1; done
+   [ -z "$FAILS" ] || exit 3 ;;
 esac
+echo ready >> "$STARTED"
 for _ in $(seq 600); do sleep 0.1; done""",
 }
 
@@ -36,10 +39,10 @@ def test_servers_and_trainer_are_started_and_end_together(fails, tmp_path):
     process = subprocess.Popen(["bash", SCRIPT, "c.yaml", "seed=1"], env=environment, start_new_session=True)
     try:
         deadline = time.monotonic() + 20
-        while not (started.exists() and started.read_text().count("c.yaml") == 2) and time.monotonic() < deadline:
+        while not fails and not (started.exists() and started.read_text().count("ready") == 2):
+            assert time.monotonic() < deadline, "servers and trainer do not start"
             time.sleep(0.05)
         if not fails:
-            time.sleep(0.3)  # the stand-ins have set their traps
             process.send_signal(signal.SIGTERM)
         assert process.wait(30) == (3 if fails else 0)
     finally:
