@@ -3,7 +3,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: install install-vllm demo demo-grpo test test-long test-vllm test-browser faults layouts bench lint docs clean
+.PHONY: install install-vllm demo demo-grpo demo-ppo test test-long test-vllm test-browser faults layouts bench lint docs clean
 
 install: .venv/installed
 
@@ -46,11 +46,19 @@ outputs/arithmetic/model/config.json: scripts/make_arithmetic_data.py | install
 	rm -rf outputs/arithmetic
 	$(BIN)/python scripts/make_arithmetic_data.py outputs/arithmetic
 
-demo-grpo: outputs/arithmetic/model/config.json
-	rm -rf outputs/sft_arithmetic outputs/grpo_cpu
+outputs/sft_arithmetic/hf/config.json: outputs/arithmetic/model/config.json
+	rm -rf outputs/sft_arithmetic
 	$(BIN)/torchrun --nproc-per-node 2 scripts/train_sft.py configs/sft_arithmetic.yaml
+
+demo-grpo: outputs/sft_arithmetic/hf/config.json
+	rm -rf outputs/grpo_cpu
 	$(BIN)/torchrun --nproc-per-node 2 scripts/train_grpo.py configs/grpo_cpu.yaml parallel.tensor_model_parallel_size=2
 	$(BIN)/python scripts/report.py outputs/grpo_cpu
+
+demo-ppo: outputs/sft_arithmetic/hf/config.json
+	rm -rf outputs/ppo_cpu
+	$(BIN)/torchrun --nproc-per-node 2 scripts/train_ppo.py configs/ppo_cpu.yaml parallel.tensor_model_parallel_size=2
+	$(BIN)/python scripts/report.py outputs/ppo_cpu
 
 test: install
 	$(BIN)/pytest
@@ -82,6 +90,7 @@ bench: install
 	$(BIN)/python scripts/bench_checkpoints.py
 	$(BIN)/python scripts/bench_generation.py
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_async.py
+	$(BIN)/python scripts/bench_dpo.py
 
 lint: install
 	$(BIN)/ruff format --check .

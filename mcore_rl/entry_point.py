@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from mcore_rl import run_directory, watchdog
-from mcore_rl.config import TrainingConfig, build_config, laid_over, read_yaml, resolved_yaml
+from mcore_rl.config import TrainingConfig, build_config, laid_over, read_overridable, resolved_yaml
 from mcore_rl.config.reference import as_list, as_text, reference_of, section_of
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.hub import download, is_hub_name
@@ -127,7 +127,7 @@ def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.
         section, _, name = key.rpartition(".")
         (values.setdefault(section, {}) if section else values)[name] = value
     if path is not None:
-        return build_config(config_type, laid_over(read_yaml(path), values), words, path), path
+        return build_config(config_type, laid_over(read_overridable(path), values), words, path), path
     if not {"model.path", "data.train"} <= {*given, *(word.partition("=")[0] for word in words)}:
         raise UserError("give a configuration file, or --model and --data (--help says more)")
     if "output_dir" not in given:  # where a run of nothing but a model and data goes; an override may say otherwise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -11,6 +12,8 @@ _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 """Files of a model that is trained here; not its weights in other formats."""
 CODE = ["*.py"]
+PUSH = "checkpoint.push_to_hub"
+"""The key that errors name."""
 
 
 def is_hub_name(path: Path) -> bool:
@@ -47,3 +50,46 @@ def download(name: str, key: str, with_code: bool = False) -> Path:
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
     raise UserError(f"{key}: {name} is no directory, and as a name on the hub: {reason}")
+
+
+def is_repository_name(name: str) -> bool:
+    """Whether the hub would take OWNER/NAME for a new repository."""
+    return re.fullmatch(r"\b[\w.-]+\b/\b[\w.-]{1,96}\b", name) is not None and not re.search(r"--|\.\.", name)
+
+
+def make_repository(name: str) -> None:
+    """Make sure that `push` will be let in: the model's repository on the hub is there, made (private) if it was not.
+
+    Raises:
+        UserError: the hub cannot be reached, or does not let one write there.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        api.create_repo(name, private=True, exist_ok=True)  # of another's that one may read it says nothing
+        if "write" in inspect.signature(api.auth_check).parameters:  # in newer versions of the client
+            api.auth_check(name, write=True)
+    except Exception as error:  # the client's HTTP library, and so what it raises, changes with its versions
+        hint = "log in with `hf auth login` or $HF_TOKEN, or leave it out and upload later"
+        raise UserError(f"{PUSH}: {name} is not to be written to ({_reason(error)}); {hint}") from None
+
+
+def push(directory: Path, name: str) -> str:
+    """Upload an exported model; returns its address.
+
+    Raises:
+        UserError: it did not arrive; the directory is as it was.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().upload_folder(repo_id=name, folder_path=directory, commit_message="Trained with mcore_rl")
+    except Exception as error:  # as above
+        remedy = f"it is whole in {directory}; `hf upload {name} {directory}` sends it"
+        raise UserError(f"{PUSH}: the model did not get to {name} ({_reason(error)}); {remedy}") from None
+    return f"{HfApi().endpoint}/{name}"
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.config import (
     DistillationConfig,
     DPOConfig,
-    GRPOConfig,
     KTOConfig,
     LoRAConfig,
     ModelConfig,
+    RLConfig,
     RMConfig,
     TrainingConfig,
 )
@@ -31,6 +31,9 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
 from mcore_rl.layouts import Layout
+
+if TYPE_CHECKING:
+    from mcore_rl.models.policy.teacher import TeacherModel
 
 ROUNDING = 1e-12
 
@@ -64,14 +67,32 @@ def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: T
     if isinstance(config, KTOConfig):
         data["reference_policy_logprobs"] = nearly_the_same().roll(-1, dims=1)
         data["kl_reference_point"] = torch.full((data.size,), 0.3)
-    if isinstance(config, DistillationConfig):
+    if isinstance(config, DistillationConfig) and config.distillation.topk is not None:
         shape, k = data["input_ids"].shape, config.distillation.topk
         tokens = max(k, int(data["input_ids"].max()) + 1)
         data["teacher_topk_logits"] = torch.randn(*shape, k, generator=generator)
         data["teacher_topk_indices"] = torch.rand(*shape, tokens, generator=generator).topk(k).indices
-    if isinstance(config, GRPOConfig):
+    if isinstance(config, RLConfig):
         for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
             data[name] = nearly_the_same()
+
+
+def invented_teacher(config: DistillationConfig) -> TeacherModel | None:
+    """Where its whole distributions are learned: the policy's initial weights, a quarter larger."""
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.policy.teacher import TeacherModel
+
+    if config.distillation.topk is not None:
+        return None
+    model = ModelConfig(
+        path=config.model.path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code
+    )
+    hf = load_hf_config(model.path, model.trust_remote_code)
+    teacher = TeacherModel(config.model_copy(update={"model": model}), hf.vocab_size)
+    with torch.no_grad():
+        for weight in teacher.parameters():
+            weight.mul_(1.25)
+    return teacher
 
 
 def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: int) -> Outcome | None:
@@ -83,7 +104,8 @@ def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: i
 
     pairs = isinstance(config, DPOConfig | RMConfig)
     policy = MegatronPolicy(config, total_steps=1000, rows_per_unit=2 if pairs else 1)
-    loss_fn = loss_of(config)
+    teacher = invented_teacher(config) if isinstance(config, DistillationConfig) else None
+    loss_fn = loss_of(config, teacher)
     if config.model.head == "reward":
         scores = policy.get_rewards(data)["rewards"]
     else:
@@ -97,7 +119,9 @@ def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: i
     metrics.pop("all_mb_metrics")
     weights = {name: w.cpu() for name, w in export_hf_weights(policy.model)}
     is_writer = policy.is_writer
-    policy.shutdown()
+    for model in (policy, teacher):
+        if model is not None:
+            model.shutdown()
     return Outcome(metrics, scores, gradients, weights) if is_writer else None
 
 

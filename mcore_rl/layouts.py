@@ -70,23 +70,28 @@ class Layout:
         )
         return " ".join([*sizes, *extras]) or "one process"
 
+    @property
+    def parallel_values(self) -> dict[str, Any]:
+        """Every key of the section `parallel` that says a layout."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp,
+            "num_layers_in_first_pipeline_stage": self.first,
+            "num_layers_in_last_pipeline_stage": self.last,
+            "account_for_embedding_in_pipeline_split": False,
+            "account_for_loss_in_pipeline_split": False,
+            "pipeline_model_parallel_layout": self.stages,
+            "context_parallel_size": self.cp,
+            "sequence_parallel": self.sp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp or None,
+        }
+
     def apply(self, config: TrainingConfig) -> TrainingConfig:
         """`config` under this layout."""
         values = config.model_dump()
-        values["parallel"].update(
-            tensor_model_parallel_size=self.tp,
-            pipeline_model_parallel_size=self.pp,
-            virtual_pipeline_model_parallel_size=self.vpp,
-            num_layers_in_first_pipeline_stage=self.first,
-            num_layers_in_last_pipeline_stage=self.last,
-            account_for_embedding_in_pipeline_split=False,
-            account_for_loss_in_pipeline_split=False,
-            pipeline_model_parallel_layout=self.stages,
-            context_parallel_size=self.cp,
-            sequence_parallel=self.sp,
-            expert_model_parallel_size=self.ep,
-            expert_tensor_parallel_size=self.etp or None,
-        )
+        values["parallel"].update(self.parallel_values)
         values["batch"].update(packing=self.packing, tokens_per_pack=self.tokens_per_pack, share_prefixes=self.prefix)
         if self.packing:
             values["batch"]["micro_batch_size"] = 1

@@ -43,6 +43,21 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
 
 
+def device_id(of: torch.device | None = None) -> str:
+    """A name that processes on the same device have in common, whatever number each gives it: a GPU's UUID, or "cpu".
+
+    Args:
+        of: `device()` if left out.
+    """
+    of = of or device()
+    return str(torch.cuda.get_device_properties(of).uuid) if of.type == "cuda" else of.type
+
+
+def release_cached_memory() -> None:
+    """Give memory that no tensor uses back to the device, for other processes; the allocator keeps it otherwise."""
+    torch.cuda.empty_cache()
+
+
 def backend() -> str:
     """The torch.distributed backend for `device()`."""
     if _simulates:

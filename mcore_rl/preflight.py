@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mcore_rl.checkpoint_store import CheckpointStore, quick_problems
-from mcore_rl.config import GRPOConfig, RMConfig, TrainingConfig
+from mcore_rl.config import RLConfig, RMConfig, TrainingConfig
 from mcore_rl.data.reading import check_file
 from mcore_rl.errors import UserError
 from mcore_rl.launch_environment import has_name, launch_id, node, restarts
@@ -33,11 +33,10 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
     for key, path in models_of(config).items():
         if key != "model.lora.path":
             check_model_directory(path, key)
-    for source in (config.data.train, config.data.validation):
-        if source is not None:
-            check_file(source)
+    for source in (*config.data.train_sources, *config.data.validation_sets.values()):
+        check_file(source)
     _check_files(files, RunDirectory(config.output_dir))
-    if isinstance(config, GRPOConfig) and not (files.get("replay") and config.data.validation is None):
+    if isinstance(config, RLConfig) and not (files.get("replay") and config.data.validation is None):
         check_vllm(config)
     check_output(config)
     find_checkpoints(config)
@@ -59,14 +58,24 @@ def check_model_directory(path: Path, key: str = "model.path") -> None:
         raise UserError(f"{key}: {path / 'config.json'} names no model_type")
 
 
-def check_vllm(config: GRPOConfig) -> None:
-    """Raises UserError if servers are to be started, and there is nothing to run them."""
+def check_vllm(config: RLConfig) -> None:
+    """Raises UserError if servers are to be started, and nothing can run them, or they could not tell experts."""
     generation = config.generation
-    if generation.backend == "vllm" and not generation.vllm.urls and not os.access(generation.vllm.python, os.X_OK):
+    if generation.backend != "vllm" or generation.vllm.urls:
+        return
+    if not os.access(generation.vllm.python, os.X_OK):
         raise UserError(
             f"generation.vllm.python: there is no {generation.vllm.python}; `make install-vllm` makes it, or give "
             "generation.vllm.urls of servers that run already"
         )
+    if config.model.moe_router_replay:
+        from mcore_rl import platform  # with PyTorch
+
+        if not platform.has_gpu():
+            raise UserError(
+                "model.moe_router_replay: vLLM's build for the CPU cannot return experts; give generation.vllm.urls of "
+                "servers on GPUs, or use generation.backend=megatron"
+            )
 
 
 def _check_files(files: Mapping[str, Path | None], directory: RunDirectory) -> None:

@@ -25,7 +25,7 @@ from mcore_rl.run_identity import RunIdentity
 MARKER, LOCK = "run.json", "run.lock"
 STEP_LOGS, JUDGE_LOG, SERVER_LOGS = ("metrics.jsonl", "samples.jsonl"), "judge.log", "vllm"
 LOGS = (*STEP_LOGS, JUDGE_LOG)
-WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "stacks", "tensorboard")
+WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "critic", "stacks", "tensorboard")
 """What a run replaces or removes; judge.log and vllm/ only grow; precomputed references are named by content."""
 REPORT, REPORT_MARK = "report.html", '<meta name="generator" content="mcore_rl report">'
 """Written by `mcore-rl report`, with this mark in it; another file of that name is not touched."""
@@ -38,9 +38,14 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = CheckpointStore(path / "checkpoints")
-        self.export, self.adapter = path / "hf", path / "adapter"
+        self.export, self.adapter, self.critic = path / "hf", path / "adapter", path / "critic"
         self._lock = -1
         self._made: list[Path] = []
+
+    @property
+    def exports(self) -> tuple[Path, ...]:
+        """Directories of models and adapters."""
+        return self.export, self.adapter, self.critic
 
     @property
     def identity(self) -> RunIdentity | None:
@@ -53,14 +58,14 @@ class RunDirectory:
     def writes(self, path: Path, exports: bool = True) -> bool:
         """Whether a path is, or lies in, what a run writes here; `exports`: whether models and adapters are."""
         own, path = self.path.resolve(), path.resolve()
-        kept = set() if exports else {self.export.name, self.adapter.name}
+        kept = set() if exports else {exported.name for exported in self.exports}
         return path.is_relative_to(own) and path.relative_to(own).parts[:1] in {(name,) for name in {*OWN} - kept}
 
     def check(self, export: bool, overwrite: bool = False) -> None:
         """Refuse a directory that cannot be written, or holds something that a run would destroy.
 
         Args:
-            export: whether the run will write a model to `hf/`, or adapters to `adapter/`.
+            export: whether the run will write models or adapters.
             overwrite: whether the user wants an earlier run's files gone.
 
         Raises:
@@ -79,7 +84,7 @@ class RunDirectory:
             raise UserError(
                 f"output_dir: {self.path} holds {', '.join(foreign)}, which no run wrote; choose another directory"
             )
-        for exported in (self.export, self.adapter) if export else ():
+        for exported in self.exports if export else ():
             if foreign := foreign_files(exported):
                 raise UserError(
                     f"output_dir: {exported} holds {', '.join(foreign[:3])}, not as a run exported it; "
@@ -93,7 +98,7 @@ class RunDirectory:
     def holds_results(self) -> bool:
         """Whether a run has left anything here that another run would mix with."""
         logs = any((self.path / name).is_file() and (self.path / name).stat().st_size for name in LOGS)
-        return bool(self.checkpoints.iterations()) or _exists(self.export) or _exists(self.adapter) or logs
+        return bool(self.checkpoints.iterations()) or any(map(_exists, self.exports)) or logs
 
     def lock_state(self) -> Literal["free", "held", "left"]:
         """Whether a run goes on here, as far as its lock tells without touching it; `left`: it was killed."""
@@ -161,7 +166,7 @@ class RunDirectory:
             return
         for iteration in self.checkpoints.iterations():
             remove_listed(iteration)
-        for exported in (self.export, self.adapter):
+        for exported in self.exports:
             remove_listed(exported)
         self.checkpoints.forget()
         events = (self.path / "tensorboard").glob("events.out.tfevents.*")

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RMConfig, TrainingConfig, read_yaml
+from mcore_rl.config import TrainingConfig, read_yaml
 from mcore_rl.errors import UserError
 from mcore_rl.launch_environment import launch_id
 
@@ -36,9 +36,11 @@ IDENTIFYING_KEYS = (
 ADAPTER_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
 """The same, and without adapters there are none of these."""
 NO_ADAPTER = "no adapter"
-BESIDE_THE_MODEL = ("model.lora.path", "dpo.reference_model", "distillation.teacher", "environment.path")
+BESIDE_THE_MODEL = (
+    *("model.lora.path", "dpo.reference_model", "distillation.teacher", "environment.path"),
+    "critic.path",
+)
 """Keys of what a run reads weights from, beside the model that it trains."""
-DATA = ("data.train", "data.validation", "data.chat_template")
 INSIGNIFICANT = (
     *("output_dir", "dry_run", "checkpoint.", "logging."),
     *("model.path", *BESIDE_THE_MODEL, "data.train"),
@@ -57,7 +59,8 @@ class RunIdentity:
     data: fingerprint of the tokenized training data, hence of tokenizer and chat template.
     config: every value of the configuration.
     launch: `launch_id` of what wrote this; "" where nothing restarts it.
-    other_weights: digests of what else the run reads weights from (adapter, reference, teacher, reward model), by key.
+    other_weights: digests of what else the run reads weights from (adapter, reference, teacher, reward model, critic),
+        by key.
     """
 
     algorithm: str
@@ -71,7 +74,7 @@ class RunIdentity:
     @classmethod
     def of(cls, config: TrainingConfig, hf_config: Any, data: str) -> RunIdentity:
         return cls(
-            algorithm_of(config),
+            config.algorithm,
             architecture_of(hf_config),
             digest_of_weights(config.model.path),
             data,
@@ -144,17 +147,16 @@ def models_of(config: TrainingConfig) -> dict[str, Path]:
 
 def inputs_of(config: TrainingConfig) -> dict[str, Path]:
     """Every file and directory that a run reads, by the key that names it."""
-    data = {key: getattr(config.data, key.removeprefix("data.")) for key in DATA}
-    if "{" in (data["data.chat_template"] or ""):  # the template itself
-        del data["data.chat_template"]
-    files = {key: Path(source) for key, source in data.items() if source}
+    data, template = config.data, config.data.chat_template
+    files = {_named("data.train", i): Path(source) for i, source in enumerate(data.train_sources)}
+    files |= {_named("data.validation", i): Path(source) for i, source in enumerate(data.validation_sets.values())}
+    if template is not None and "{" not in template:  # the template itself
+        files["data.chat_template"] = Path(template)
     return {**models_of(config), **files}
 
 
-def algorithm_of(config: TrainingConfig) -> str:
-    """The algorithm that a configuration is for, by its usual name."""
-    names = {DPOConfig: "dpo", RMConfig: "rm", KTOConfig: "kto", DistillationConfig: "distill", GRPOConfig: "grpo"}
-    return next((name for kind, name in names.items() if isinstance(config, kind)), "sft")
+def _named(key: str, number: int) -> str:
+    return f"{key}[{number}]" if number else key
 
 
 def architecture_of(hf_config: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mcore_rl.data.batches import SampleOrder
+from mcore_rl.data.order import SampleOrder
 from mcore_rl.data.token_store import TokenizedChunk, collect
 from mcore_rl.entry_point import Parser, count
 
@@ -30,7 +30,8 @@ RANK = """
 import json, resource, sys, time
 started = time.perf_counter()
 from pathlib import Path
-from mcore_rl.data.batches import SampleOrder, collate
+from mcore_rl.data.batches import collate
+from mcore_rl.data.order import SampleOrder
 from mcore_rl.data.token_store import TokenStore
 
 store = TokenStore.open(Path(sys.argv[1]))

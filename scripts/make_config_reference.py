@@ -6,7 +6,7 @@ python scripts/make_config_reference.py
 from dataclasses import replace
 from pathlib import Path
 
-from mcore_rl.config import TrainingConfig
+from mcore_rl.config import RLConfig, TrainingConfig
 from mcore_rl.config.reference import SectionReference, as_markdown, reference_of
 from mcore_rl.programs.training import PROGRAMS
 
@@ -24,21 +24,30 @@ prints the JSON schema by which an editor completes and checks a file. Most edit
 
 A file builds on another with `base: other.yaml`, relative to its own directory: sections are joined, other values
 replaced. `${NAME}` in a value, or in an override, is the environment variable's text, `${NAME:-text}` that text where
-it is not set; `$${NAME}` is left as `${NAME}`.
+it is not set; `$${NAME}` is left as `${NAME}`. A variable must be set only where nothing else gives the value.
 
 Written by `scripts/make_config_reference.py`.
 """
 
 
 def page() -> str:
-    """Sections that all programs have, then what each program has beside them, or otherwise."""
-    references = {name: reference_of(program.config) for name, program in PROGRAMS.items()}
-    base = {section.name: section for section in reference_of(TrainingConfig)}
-    lines = [INTRODUCTION, "# All programs", "", *as_markdown(list(base.values()))]
-    for name, sections in references.items():
-        if own := [part for section in sections if (part := beside(base.get(section.name), section)).keys]:
+    """Sections that all programs have, then what some or one of them have beside these, or otherwise."""
+    lines = [INTRODUCTION, "# All programs", "", *as_markdown(reference_of(TrainingConfig))]
+    on_rollouts = [name for name, program in PROGRAMS.items() if issubclass(program.config, RLConfig)]
+    for name, program in PROGRAMS.items():
+        base: type[TrainingConfig] = RLConfig if name in on_rollouts else TrainingConfig
+        if name == on_rollouts[0]:
+            lines += [f"# {' and '.join(on_rollouts)}", "", *as_markdown(added(TrainingConfig, RLConfig))]
+        if own := added(base, program.config):
             lines += [f"# {name}", "", *as_markdown(own)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def added(base: type[TrainingConfig], config: type[TrainingConfig]) -> list[SectionReference]:
+    """What `config` has that `base` does not have in the same words."""
+    known = {section.name: section for section in reference_of(base)}
+    parts = (beside(known.get(section.name), section) for section in reference_of(config))
+    return [part for part in parts if part.keys]
 
 
 def beside(base: SectionReference | None, section: SectionReference) -> SectionReference:

@@ -24,14 +24,15 @@ def main() -> None:
         config = load_config(DPOConfig, arguments.config, arguments.overrides)
         config.parallel.data_parallel_size(arguments.workers)
         check_model_directory(config.model.path)
-        check_file(config.data.train)
+        for source in config.data.train_sources:
+            check_file(source)
         train(config, arguments.workers, arguments.steps)
 
 
 def train(config: DPOConfig, workers: int, steps: int) -> None:
     from mcore_rl.algorithms.inputs import load_inputs, total_steps
     from mcore_rl.algorithms.objectives import loss_of
-    from mcore_rl.data.batches import SampleOrder, collate
+    from mcore_rl.data.batches import collate
     from mcore_rl.data.records import load_preference_dataset
     from mcore_rl.models.policy.ray_policy import Policy
 
@@ -39,7 +40,7 @@ def train(config: DPOConfig, workers: int, steps: int) -> None:
     whole_run = total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size)
     policy = Policy(config, workers, total_steps=whole_run, rows_per_unit=2, keep_reference=True)
     loss_fn = loss_of(config)
-    order, size = SampleOrder(len(inputs.train), config.seed), config.batch.global_batch_size
+    order, size = inputs.train.order(config.seed), config.batch.global_batch_size
     for step in range(steps):
         units = [inputs.train.units[i] for i in order.indices(step * size, size)]
         data = collate(units, inputs.tokenizer.pad_token_id)

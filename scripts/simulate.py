@@ -11,11 +11,11 @@ needed. Lengths are the data's, or those of --lengths.
 import argparse
 import sys
 
-from mcore_rl.config import GRPOConfig, SFTConfig, load_config
+from mcore_rl.config import GRPOConfig, SFTConfig
 from mcore_rl.entry_point import Parser, count, told_in_one_line
 from mcore_rl.errors import UserError
 from mcore_rl.preflight import check_model_directory
-from mcore_rl.programs.training import PROGRAMS
+from mcore_rl.programs.training import load_for
 from mcore_rl.quiet import quiet_libraries
 
 ALGORITHMS = ("dpo", "sft", "rm", "grpo")
@@ -40,7 +40,7 @@ def main() -> None:
         from mcore_rl.simulation.report import describe, table
         from mcore_rl.simulation.run import chosen_ranks, search, simulate
 
-        config = load_config(PROGRAMS[arguments.algorithm].config, arguments.config, arguments.overrides)
+        config = load_for(arguments.algorithm, arguments.config, arguments.overrides)
         gpu, size = Hardware.load(arguments.hardware), arguments.world_size
         check_model_directory(config.model.path)
         if config.model.dtype not in gpu.flops_per_second:

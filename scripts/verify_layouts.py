@@ -19,14 +19,13 @@ from mcore_rl.config import (
     KTOConfig,
     ParallelConfig,
     SFTConfig,
-    load_config,
 )
 from mcore_rl.data.reading import check_file
 from mcore_rl.entry_point import Parser, count, told_in_one_line
 from mcore_rl.errors import UserError
 from mcore_rl.layouts import own_split, parse_layouts
 from mcore_rl.preflight import check_model_directory
-from mcore_rl.programs.training import PROGRAMS
+from mcore_rl.programs.training import PROGRAMS, load_for
 from mcore_rl.quiet import quiet_libraries
 
 DEFAULT_LAYOUTS = ["tp=1,2", "pp=1,2", "cp=1,2"]
@@ -38,14 +37,15 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--layouts", nargs="+", default=DEFAULT_LAYOUTS, metavar="KEY=1,2")
     parser.add_argument("--max-processes", type=count, default=8, help="leave out larger layouts")
-    parser.add_argument("--algorithm", choices=PROGRAMS, default="dpo")
+    parser.add_argument("--algorithm", choices=[name for name in PROGRAMS if name != "ppo"], default="dpo")
     parser.add_argument("--steps", type=count, default=3, help="optimizer steps before weights are compared")
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
     with told_in_one_line():
-        config = load_config(PROGRAMS[arguments.algorithm].config, arguments.config, arguments.overrides)
+        config = load_for(arguments.algorithm, arguments.config, arguments.overrides)
         check_model_directory(config.model.path)
-        check_file(config.data.train)
+        for source in config.data.train_sources:
+            check_file(source)
         layouts = [x for x in parse_layouts(arguments.layouts) if x.world_size <= arguments.max_processes]
         if not layouts:
             raise UserError(f"--max-processes {arguments.max_processes}: leaves none of the layouts")
@@ -75,7 +75,7 @@ def verify(arguments, config, layouts):
         if model.lora is not None:
             model = invent_adapter(model, Path(directory) / "adapter")
         config = config.model_copy(update={"model": model})
-        print(f"{data.size} sequences of {config.data.train}, relative differences from one process")
+        print(f"{data.size} sequences of {', '.join(config.data.train_sources)}, relative differences from one process")
         try:
             own = own_split(config, load_hf_config(small, model.trust_remote_code, model.head).num_hidden_layers)
             if own and own.world_size > arguments.max_processes:
@@ -95,14 +95,14 @@ def verify(arguments, config, layouts):
 
 
 def first_batch(config, tokenizer):
-    from mcore_rl.data.batches import SampleOrder, collate
+    from mcore_rl.data.batches import collate
     from mcore_rl.data.records import load_preference_dataset, load_sft_dataset, load_unpaired_dataset
 
     loaders = {SFTConfig: load_sft_dataset, DistillationConfig: load_sft_dataset, KTOConfig: load_unpaired_dataset}
     load_dataset = loaders.get(type(config), load_preference_dataset)
     dataset = load_dataset(config.data.train, tokenizer, config.data)
     count = min(config.batch.global_batch_size, len(dataset))
-    indices = SampleOrder(len(dataset), config.seed).indices(0, count)
+    indices = dataset.order(config.seed).indices(0, count)
     data = collate([dataset.units[i] for i in indices], tokenizer.pad_token_id)
     if isinstance(config, KTOConfig):
         import torch
@@ -115,15 +115,15 @@ def invent_rollouts(config, tokenizer):
     """Random answers to the first prompts, with random rewards: what they say makes no difference here."""
     import torch
 
-    from mcore_rl.algorithms.grpo import add_advantages
+    from mcore_rl.algorithms.advantages import advantages_of
+    from mcore_rl.algorithms.grpo import add_positive_examples
     from mcore_rl.algorithms.rollouts import Rollout, to_batch
-    from mcore_rl.data.batches import SampleOrder
     from mcore_rl.data.prompts import load_prompt_dataset
 
     dataset = load_prompt_dataset(config.data.train, tokenizer, config.data, config.max_prompt_length)
     prompts, group = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
     generator, rollouts = torch.Generator().manual_seed(config.seed), []
-    for index in SampleOrder(len(dataset), config.seed).indices(0, prompts):
+    for index in dataset.order(config.seed).indices(0, prompts):
         for length in torch.randint(1, config.grpo.max_new_tokens + 1, (group,), generator=generator).tolist():
             rollout = Rollout.begin(index, len(rollouts), dataset.prompts[index])
             tokens = torch.randint(len(tokenizer), (length,), generator=generator).tolist()
@@ -131,7 +131,9 @@ def invent_rollouts(config, tokenizer):
             rollouts.append(rollout)
     rewards = torch.rand(prompts, group, generator=generator)
     data = to_batch(rollouts, tokenizer.pad_token_id)
-    add_advantages(data, config, rewards)
+    data["advantages"] = advantages_of(config.grpo, rewards, data["token_mask"])
+    if config.loss.positive_example_nll_weight:
+        add_positive_examples(data, rewards)
     return data
 
 

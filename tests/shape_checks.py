@@ -5,6 +5,7 @@ from jaxtyping import install_import_hook
 TENSOR_MODULES = (
     "collectives",
     "context_parallel",
+    "linear_divergences",
     "linear_logprobs",
     "model_utils",
     "pack_layout",

@@ -22,9 +22,15 @@ def taken(best, *values):
 
 
 def test_what_is_better():
-    assert taken(BestValidation("loss", False, None), 0.5, 0.5, 0.4, math.nan, 0.3) == [True, False, True, False, True]
-    assert taken(BestValidation("loss", True, None), math.nan, -0.5, -0.4, math.inf) == [False, True, True, True]
-    best = BestValidation("loss", False, 2)
+    assert taken(BestValidation("loss", False, "", None), 0.5, 0.5, 0.4, math.nan, 0.3) == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert taken(BestValidation("loss", True, "", None), math.nan, -0.5, -0.4, math.inf) == [False, True, True, True]
+    best = BestValidation("loss", False, "", 2)
     assert taken(best, 0.5, math.nan) == [True, False] and not best.is_exhausted
     assert taken(best, 0.6) == [False] and best.is_exhausted
     with pytest.raises(UserError, match=r"checkpoint\.best_metric=loss: validations have accuracy, reward_mean"):
@@ -54,12 +60,24 @@ def test_a_way_that_the_name_does_not_tell():
 
 
 def test_none_is_better_than_before_training():
-    best = BestValidation("loss", False, 2)
+    best = BestValidation("loss", False, "", 2)
     assert best.is_bettered(0, {"validation_loss": 0.5})
     assert taken(best, 0.6, 0.7) == [False, False] and best.is_exhausted
     assert (best.step, str(best)) == (0, "best validation: none has a better loss than 0.5 before the first step")
     best.forget()
     assert taken(best, 0.9) == [True]
+
+
+def test_what_was_measured_on_other_data_is_forgotten():
+    values = {"output_dir": "o", "model": {"path": "m"}, "data": {"train": "x", "validation": "y"}}
+    values |= {"trainer": {"validation_interval": 1}, "checkpoint": {"best_metric": "loss"}}
+    config, said = build_config(SFTConfig, values, [], ""), []
+    best = BestValidation.of(config, {}, "one", said.append)
+    assert best.is_bettered(1, {"validation_loss": 0.5})
+    state = {"best": best.state()}
+    assert BestValidation.of(config, state, "one", said.append).value == 0.5 and not said
+    assert BestValidation.of(config, state, "two", said.append).value is None
+    assert said == ["data.validation is other data than before: the best validation so far is forgotten"]
 
 
 def config_of(directory, model, **changes):

@@ -274,6 +274,7 @@ def test_resuming_is_bit_for_bit(files, algorithm, dtype):
     assert_bit_equal(resumed, whole)
 
 
+@pytest.mark.long
 def test_other_data_is_refused(files, whole_run):
     out = files / "other"
     shutil.copytree(whole_run, out)
@@ -282,7 +283,7 @@ def test_other_data_is_refused(files, whole_run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("on_failure", "status"), and_long([("continue", 0)], [("stop", 3)]))
+@pytest.mark.parametrize(("on_failure", "status"), and_long([], [("continue", 0), ("stop", 3)]))
 def test_a_save_that_fails(files, on_failure, status):
     out = files / f"failing_{on_failure}"
     out.mkdir()

@@ -9,6 +9,7 @@ from mcore_rl.config import (
     GRPOConfig,
     KTOConfig,
     ParallelConfig,
+    PPOConfig,
     RMConfig,
     SFTConfig,
     load_config,
@@ -39,7 +40,7 @@ def write(tmp_path):
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_configurations_load(path):
-    kinds = {"dpo": DPOConfig, "sft": SFTConfig, "grpo": GRPOConfig, "rm": RMConfig, "kto": KTOConfig}
+    kinds = {"dpo": DPOConfig, "sft": SFTConfig, "grpo": GRPOConfig, "rm": RMConfig, "kto": KTOConfig, "ppo": PPOConfig}
     config = load_config(kinds[path.name.split("_")[0]], path)
     assert config.optimizer.lr > 0
 
@@ -113,7 +114,7 @@ def test_world_size():
 def test_what_need_not_be_said(write):
     """Model, data and output directory are all that a file must have."""
     text = "output_dir: out\nmodel: {path: model}\ndata: {train: x.jsonl}"
-    for kind in (SFTConfig, DPOConfig, RMConfig, KTOConfig, GRPOConfig):
+    for kind in (SFTConfig, DPOConfig, RMConfig, KTOConfig, PPOConfig, GRPOConfig):
         config = load_config(kind, write(text))
         assert load_config(kind, write(resolved_yaml(config))) == config
         assert (config.trainer.max_steps, config.trainer.max_epochs) == (None, 1)
@@ -154,6 +155,25 @@ def test_a_file_builds_on_another(tmp_path):
         load_config(SFTConfig, child)
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [("{sigmoid: 1}", r"\(got keys\)"), ("[sigmoid, sft]", r"\(got 'sft'\)"), ("other", r"\(got 'other'\)")],
+)
+def test_of_several_forms_the_nearest_one_is_told(write, given, told):
+    with pytest.raises(UserError, match=rf"config\.yaml: dpo\.preference_loss(\.1)?: Input should be [^;]*{told}$"):
+        load_config(DPOConfig, write(MINIMAL), [f"dpo.preference_loss={given}"])
+
+
+def test_a_file_of_another_algorithm_is_told_as_what_it_was_read(write):
+    from mcore_rl.programs.training import load_for
+
+    batch, grpo = "batch: {global_batch_size: 8}", "grpo: {num_prompts_per_step: 4, max_new_tokens: 9}"
+    grpo = write(MINIMAL.replace(batch, grpo))
+    assert load_for("grpo", grpo, []).grpo.num_prompts_per_step == 4
+    with pytest.raises(UserError, match=r"unknown key grpo; .* \(taken for a configuration of --algorithm dpo\)"):
+        load_for("dpo", grpo, [])
+
+
 def test_variables_of_the_environment(write, monkeypatch):
     monkeypatch.setenv("SCRATCH", "/scratch/me")
     monkeypatch.setenv("RATE", "3e-4")
@@ -172,3 +192,17 @@ def test_variables_of_the_environment(write, monkeypatch):
     assert load_config(SFTConfig, write(MINIMAL), ["data.train=${NOT_SET:-}x"]).data.train == "x"
     with pytest.raises(UserError, match=r"config\.yaml: model\.path: the environment variable UNSET_HERE is not set"):
         load_config(SFTConfig, write(MINIMAL.replace("{path: model}", "{path: '${UNSET_HERE}/m'}")))
+
+
+def test_what_is_laid_over_need_not_be_set(write, tmp_path):
+    unset = write(MINIMAL.replace("{path: model}", "{path: '${UNSET_HERE}/m'}"))
+    assert str(load_config(SFTConfig, unset, ["model.path=own"]).model.path) == "own"
+    child = tmp_path / "child.yaml"
+    child.write_text(f"base: {unset.name}\nmodel: {{path: own}}\n")
+    assert str(load_config(SFTConfig, child).model.path) == "own"
+    child.write_text(f"base: {unset.name}\nseed: 1\n")
+    with pytest.raises(UserError, match=rf"{unset.name}: model\.path: the environment variable UNSET_HERE is not set"):
+        load_config(SFTConfig, child)
+    child.write_text("base: ${UNSET_HERE}.yaml\n")
+    with pytest.raises(UserError, match=r"child\.yaml: base: the environment variable UNSET_HERE is not set"):
+        load_config(SFTConfig, child)

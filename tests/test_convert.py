@@ -17,10 +17,12 @@ from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import WorkerError
 from mcore_rl.layout_check import Layout
 
-FAMILIES = and_long(("llama", "qwen2", "glm4_moe"), ("qwen3", "phi3", "olmo2", "gemma3", "mixtral", "qwen2_moe"))
+FAMILIES = and_long(("llama", "glm4_moe"), ("qwen2", "qwen3", "phi3", "olmo2", "gemma3", "mixtral", "qwen2_moe"))
 LAYOUTS = and_long(
-    [("llama", Layout(pp=2)), ("qwen2", Layout(tp=2)), ("mixtral", Layout(dp=2, ep=2))],
+    [("mixtral", Layout(dp=2, ep=2))],
     [
+        ("llama", Layout(pp=2)),
+        ("qwen2", Layout(tp=2)),
         ("llama", Layout(tp=2)),
         ("qwen2", Layout(pp=2)),
         ("qwen3", Layout(tp=2)),

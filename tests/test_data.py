@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from models import make_tokenizer
 
 from mcore_rl.config import DataConfig
-from mcore_rl.data.batches import SampleOrder, collate, valid_counts
+from mcore_rl.data.batches import collate, valid_counts
+from mcore_rl.data.order import SampleOrder
 from mcore_rl.data.packing import Batching
 from mcore_rl.data.prompts import load_prompt_dataset
 from mcore_rl.data.records import load_preference_dataset, load_sft_dataset

@@ -1,15 +1,23 @@
 """Distillation: plain PyTorch's steps from another model's logits, and training on the student's own answers."""
 
+import functools
 import json
 
 import pytest
 import torch
 import yaml
-from models import make_model
+from models import and_long, make_model
+from test_layouts import as_saved, gradient_of, make_data
 from test_training import metrics_of, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mcore_rl.data.batches import SampleOrder
+from mcore_rl.algorithms.inputs import _check_vocabulary
+from mcore_rl.config import DistillationConfig, ModelConfig
+from mcore_rl.config.algorithms import DistillationAlgorithmConfig
+from mcore_rl.data.order import SampleOrder
+from mcore_rl.distributed.processes import run_processes
+from mcore_rl.errors import UserError
+from mcore_rl.layout_check import Layout
 
 STEPS, SIZE, COUNT, K = 3, 5, 11, 9
 
@@ -22,7 +30,9 @@ def records():
 def files(tmp_path_factory):
     root = tmp_path_factory.mktemp("distill")
     make_model("qwen2", root / "student", initializer_range=0.05)
+    make_model("qwen3", root / "untied", initializer_range=0.05)
     make_model("deep", root / "teacher", initializer_range=0.1, hidden_size=48)
+    make_model("llama", root / "wide", initializer_range=0.1, hidden_size=48, vocab_size=300)
     (root / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records()))
     config = {
         "output_dir": "set below",
@@ -84,9 +94,141 @@ def test_a_run_equals_plain_pytorch(name, arguments, files, plain):
         assert ours == pytest.approx(theirs, rel=2e-4, abs=2e-5)
 
 
+DIVERGENCES = {  # of log p, the teacher's, and log q, the student's
+    "forward": lambda p, q: (p.exp() * (p - q)).sum(-1),
+    "reverse": lambda p, q: (q.exp() * (q - p)).sum(-1),
+    "mixed": lambda p, q: 0.3 * (p.exp() * (p - q)).sum(-1) + 0.7 * (q.exp() * (q - p)).sum(-1),
+    "js": lambda p, q: 0.8 * (p.exp() * (p - mixture(p, q))).sum(-1) + 0.2 * (q.exp() * (q - mixture(p, q))).sum(-1),
+}
+EXTRA = {"mixed": {"mixed_kl_weight": 0.3}, "js": {"js_beta": 0.8}}
+TEMPERATURE = 1.7
+
+
+def mixture(p, q):
+    return torch.log(0.8 * p.exp() + 0.2 * q.exp())
+
+
+def distilled(config, kind, topk):
+    """Metrics of a step, and every gradient of the student in its Hugging Face shape."""
+    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.layout_check import _main_grad
+    from mcore_rl.models.megatron.optimizer import gather_gradients
+    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+    from mcore_rl.models.policy.teacher import TeacherModel
+
+    options = {"teacher": config.distillation.teacher, "topk": topk, "kl_type": kind, **EXTRA.get(kind, {})}
+    distillation = DistillationAlgorithmConfig(**options, loss_temperature=TEMPERATURE)
+    config = config.model_copy(update={"distillation": distillation})
+    student = MegatronPolicy(config, total_steps=10)
+    teaching = config.model_copy(update={"model": ModelConfig(path=distillation.teacher)})
+    teacher, data = TeacherModel(teaching, student.hf_config.vocab_size), make_data()
+    if topk is not None:
+        best = teacher.get_topk_logits(data, topk)
+        data["teacher_topk_logits"], data["teacher_topk_indices"] = best["topk_logits"], best["topk_indices"]
+    loss_fn = loss_of(config, teacher)
+    metrics = student.compute_gradients(data, loss_fn)
+    gather_gradients(student.chunks)
+    gradients = dict(export_hf_weights(student.model, _main_grad))
+    validation = student.evaluate(data, loss_fn)
+    for model in (student, teacher):
+        model.shutdown()
+    return metrics, gradients, validation
+
+
+def plainly_distilled(student_path, teacher_path, kind, topk):
+    """The same by transformers in float64."""
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (student_path, teacher_path)
+    )
+    data, total = make_data(), 0.0
+    counts = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+    for row, length in enumerate(data["input_lengths"].tolist()):
+        ids = data["input_ids"][row, None, :length]
+        with torch.no_grad():
+            taught = teacher(ids).logits[0, :-1, :250] / TEMPERATURE
+        scores = student(ids).logits[0, :-1] / TEMPERATURE
+        if topk is not None:
+            best = taught.topk(topk)
+            taught, scores = best.values, scores.gather(1, best.indices)
+        divergence = DIVERGENCES[kind](taught.log_softmax(-1), scores.log_softmax(-1))
+        total = total + (divergence * counts[row, : length - 1]).sum() / counts.sum()
+    total.backward()
+    return total.item(), as_saved(student, gradient_of)
+
+
+@pytest.fixture(scope="module")
+def plain_of(files):
+    """By plain PyTorch, computed once."""
+    return functools.cache(
+        lambda student, teacher, kind, topk: plainly_distilled(files / student, files / teacher, kind, topk)
+    )
+
+
+CASES = and_long(
+    [
+        ("student", "wide", "js", None, Layout(tp=2, sp=True)),
+    ],
+    [
+        ("untied", "teacher", "reverse", None, Layout(cp=2, dp=2)),
+        ("student", "teacher", "js", K, Layout(tp=2, cp=2)),
+        ("student", "wide", "forward", None, Layout()),
+        ("untied", "wide", "mixed", None, Layout(tp=2, pp=2)),
+        ("student", "teacher", "js", None, Layout(pp=2, dp=2)),
+        ("student", "teacher", "js", None, Layout(tp=2, cp=2, packing=False)),
+        ("untied", "wide", "reverse", None, Layout(tp=2, pp=2, cp=2, sp=True)),
+        ("untied", "teacher", "mixed", K, Layout(pp=2, dp=2)),
+    ],
+)
+
+
+@pytest.mark.parametrize(("student", "teacher", "kind", "topk", "layout"), CASES, ids=str)
+def test_a_step_equals_plain_pytorch(student, teacher, kind, topk, layout, files, plain_of):
+    """Over the whole vocabulary (a teacher's LM head may have more rows) and over k tokens: loss, every gradient."""
+    config = DistillationConfig.model_validate(yaml.safe_load((files / "distill.yaml").read_text()))
+    paths = {
+        "model": ModelConfig(path=files / student),
+        "data": config.data.model_copy(update={"max_sequence_length": 60}),
+    }
+    options = DistillationAlgorithmConfig(teacher=str(files / teacher))
+    config = layout.apply(config.model_copy(update={**paths, "distillation": options}))
+    metrics, gradients, validation = run_processes(distilled, config, kind, topk, world_size=layout.world_size)[0]
+    loss, expected = plain_of(student, teacher, kind, topk)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["js" if kind == "js" else "forward_kl"] > 0
+    assert {name: validation[name] for name in metrics} == pytest.approx(metrics, rel=1e-6)
+    whole = sum(g.square().sum() for g in expected.values()).sqrt()
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        difference = (gradients[name].double() - gradient).norm() / max(gradient.norm(), 1e-3 * whole)
+        assert difference < 1e-4, (name, difference)
+
+
+@pytest.mark.long
+def test_a_run_over_the_whole_vocabulary(files):
+    """A larger teacher with another LM head, its step beside the one over as many tokens as there are."""
+    metrics = {}
+    for name, teacher, topk in (("whole", "wide", "null"), ("all", "teacher", "250"), ("same", "teacher", "null")):
+        more = [
+            f"distillation.teacher={files / teacher}",
+            f"distillation.topk={topk}",
+            "parallel.tensor_model_parallel_size=2",
+        ]
+        run("train_distill.py", files / "distill.yaml", f"output_dir={files / name}", *more, processes=2)
+        metrics[name] = metrics_of(files / name)
+    for one, other in zip(metrics["all"], metrics["same"], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    assert metrics["whole"][-1]["loss"] < metrics["whole"][0]["loss"]
+
+
 @pytest.mark.long
 def test_a_student_learns_on_its_own_answers(files):
-    more = ["distillation.on_policy=true", "distillation.max_new_tokens=12", "trainer.max_steps=25"]
+    more = [
+        "distillation.on_policy=true",
+        "distillation.topk=null",
+        "distillation.max_new_tokens=12",
+        "trainer.max_steps=25",
+    ]
     run("train_distill.py", files / "distill.yaml", f"output_dir={files / 'own'}", *more, processes=2)
     metrics = metrics_of(files / "own")
     assert metrics[-1]["reverse_kl"] < 0.5 * metrics[0]["reverse_kl"]
@@ -95,6 +237,8 @@ def test_a_student_learns_on_its_own_answers(files):
     for change, message in (
         (f"distillation.teacher={files / 'nothing'}", "distillation.teacher: "),
         ("distillation.topk=251", "distillation.topk=251: the teacher has 250 tokens"),
+        (f"distillation.teacher={files / 'wide'}", "an LM head of 300 rows, the student one of 250"),
+        ("distillation.js_beta=0.2", "js_beta applies to kl_type=js, not to mixed"),
         ("distillation.max_new_tokens=9", "are of the student's own answers: set on_policy=true"),
         ("distillation.teacher=", "distillation.teacher: "),
     ):
@@ -102,3 +246,16 @@ def test_a_student_learns_on_its_own_answers(files):
         assert refused.returncode == 2, change
         assert message in refused.stderr_text
         assert refused.stderr_text.count("\n") == 1
+
+
+def test_another_vocabulary_is_told_by_its_first_token():
+    student = {"a": 0, "b": 1, "c": 2}
+    for teacher, told in (
+        ({"a": 0, "c": 1, "b": 2}, "(3 and 3 tokens; 'b' is id 2 of its own, id 1 of the policy's)"),
+        ({"a": 0, "b": 1}, "(2 and 3 tokens; 'c' is no token of its own, id 2 of the policy's)"),
+        ({**student, "d": 3}, "(4 and 3 tokens; 'd' is id 3 of its own, no token of the policy's)"),
+    ):
+        with pytest.raises(UserError, match="has another vocabulary") as error:
+            _check_vocabulary("TEACHER", teacher, student)
+        assert told in str(error.value)
+    _check_vocabulary("TEACHER", dict(student), student)

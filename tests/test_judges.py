@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -73,6 +74,20 @@ ODD = {
 }
 
 
+def by_token(message_log, record, response_ids):
+    """Each token earns its own number; of odd texts something else."""
+    odd = {"nan": [float("nan")], "text": "1", "number": 1.0, "bool": [True]}
+    return Step(1.0, token_rewards=odd.get(message_log[-1]["content"], [float(token) for token in response_ids]))
+
+
+def alike(message_log, record, response_ids):
+    return Step(token_rewards=[0.5] * len(response_ids))
+
+
+def one_token(message_log, record):
+    return Step(token_rewards=[0.5])
+
+
 def oddly(message_log, record):
     """A step that no conversation could go on with."""
     return Step(1.0, **ODD[message_log[-1]["content"]])
@@ -121,8 +136,9 @@ def test_coroutine_functions_judge_a_batch_at_the_same_time(judge):
 @pytest.mark.parametrize(
     ("bad", "error"),
     and_long(
-        [("die", "the process that judged it died"), ("none", "ValueError: no reward applies to this sample")],
+        [("none", "ValueError: no reward applies to this sample")],
         [
+            ("die", "the process that judged it died"),
             ("raise", "ValueError: no such completion"),
             ("hang", "no answer within environment.time_limit_seconds=1"),
         ],
@@ -143,6 +159,7 @@ def test_a_batch_is_what_waits_at_most_so_much(judge):
     assert sum(step.reward == 4.0 for step in steps) > 20
 
 
+@pytest.mark.long
 def test_a_function_that_returns_too_few_is_told(judge):
     steps = judge([sample("x")], name="trl", function="test_judges:one_too_few")
     assert steps[0].error == "ValueError: the function returned 0 rewards for 1 completions"
@@ -267,6 +284,32 @@ def test_a_tool_between_turns_and_another_reward_beside_it(judge):
         Step(-0.125, done=False, observation="42", rewards={"same": 0.0, "tool": -0.125}),
         Step(2.0, rewards={"same": 1.0, "tool": 1.0}),
     ]
+
+
+def of_tokens(text, count):
+    """A response whose last `count` tokens are the one to judge."""
+    return replace(sample(text), num_response_tokens=count)
+
+
+def test_a_function_that_asks_for_tokens_rewards_each(judge):
+    assert list(of_tokens("abcd", 0).response_ids) == []
+    function = {"name": "function", "function": "test_judges:by_token"}
+    steps = judge([of_tokens("abcd", 3), *(of_tokens(odd, 1) for odd in ("nan", "text", "number", "bool"))], **function)
+    assert steps[0] == Step(1.0, token_rewards=[1.0, 2.0, 3.0])
+    told = ("token_rewards must be finite numbers, got [nan]", "got ['1']", "'float' object is not iterable", "[True]")
+    for step, error in zip(steps[1:], told, strict=True):
+        assert error in step.error and step.reward == 0
+
+
+@pytest.mark.long
+def test_rewards_of_tokens_are_weighted_too(judge):
+    own = {"name": "function", "function": "test_judges:by_token", "weight": 2.0}
+    rewards = {"own": own, "alike": {"name": "function", "function": "test_judges:alike", "weight": -1.0}}
+    (step,) = judge([of_tokens("abcd", 2)], name="weighted", rewards=rewards)
+    assert step.reward == 2 and step.token_rewards == [2 * 2 - 0.5, 2 * 3 - 0.5]
+    rewards["few"] = {"name": "function", "function": "test_judges:one_token"}
+    (step,) = judge([of_tokens("abcd", 2)], name="weighted", rewards=rewards)
+    assert step.error == "few: gives rewards of 1 tokens, others of 2"
 
 
 def test_a_step_that_is_none_fails_its_sample_alone(judge):

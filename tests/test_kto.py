@@ -13,7 +13,7 @@ from test_training import metrics_of, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.algorithms.loss_functions import KTOLossFn
-from mcore_rl.data.batches import SampleOrder
+from mcore_rl.data.order import SampleOrder
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 
 BETA, GOOD, BAD = 0.31, 1.3, 0.7

@@ -187,7 +187,7 @@ def test_bad_input():
     linear_logprobs, vocab_parallel_logprobs = map(
         inspect.unwrap, (fused.linear_logprobs, parallel_logprobs.vocab_parallel_logprobs)
     )
-    with pytest.raises(ValueError, match=r"\[T, H\], \[Vp, H\] and \[T\]"):
+    with pytest.raises(ValueError, match=r"\[T, H\], \[Vp, H\] and \[T\] or \[T, K\]"):
         linear_logprobs(torch.zeros(3, 4), torch.zeros(5, 6), torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match="temperature"):
         linear_logprobs(torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, dtype=torch.long), temperature=0)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shutil
 
 import peft
 import pytest
@@ -14,7 +16,9 @@ from test_layouts import make_config, make_data, plain_logprobs
 from test_training import metrics_of, run
 from transformers import AutoModelForCausalLM
 
+from mcore_rl.config import LoRAConfig
 from mcore_rl.distributed.processes import run_processes
+from mcore_rl.errors import UserError
 from mcore_rl.layout_check import Layout, compute_outcome
 from mcore_rl.models.megatron.checkpoint_trust import read_index
 
@@ -30,7 +34,10 @@ TARGETS = {
 def make_adapter(path, directory, targets):
     """A PEFT directory whose B is not zero, so that A has gradients too."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
+    modules, parameters = ([t for t in targets if t.startswith("mlp.experts.") is kind] for kind in (False, True))
+    config = peft.LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM"
+    )
     adapted = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -98,9 +105,10 @@ def plain(model_of, adapter_of):
 CASES = and_long(
     [
         ("llama", "some", Layout(tp=2, sp=True)),
-        ("deep", "all", Layout(pp=2, cp=2)),
+        ("mixtral", "experts", Layout(tp=2, sp=True)),
     ],
     [
+        ("deep", "all", Layout(pp=2, cp=2)),
         ("llama", "all", Layout()),
         ("phi3", "phi3", Layout(tp=2)),
         ("llama", "all", Layout(tp=4)),  # more ranks than key-value heads
@@ -111,9 +119,23 @@ CASES = and_long(
         ("deep", "some", Layout(pp=2, vpp=3, dp=2)),
         ("qwen2", "all", Layout(dp=4, packing=False)),
         ("qwen3_moe", "attention", Layout(tp=2, dp=2, ep=2, sp=True)),
+        ("mixtral", "experts", Layout(dp=2, ep=2)),
+        ("mixtral", "experts", Layout(tp=2, ep=2, etp=1, sp=True)),
+        ("mixtral", "experts", Layout(tp=2, dp=2, ep=2, sp=True)),
+        ("qwen3_moe", "experts_and_attention", Layout(tp=2, dp=2, ep=2, etp=1, sp=True)),
+        ("qwen3_moe", "experts_and_attention", Layout(pp=2, cp=2, ep=2)),
+        ("glm4_moe", "experts_down", Layout(pp=2, dp=2, ep=2)),
+        ("qwen2_moe", "experts_gate_up", Layout(tp=2, sp=True)),
     ],
 )
-TARGETS["attention"] = ALL[:4]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+TARGETS |= {
+    "attention": ALL[:4],
+    "experts": EXPERTS,
+    "experts_and_attention": [*EXPERTS, "q_proj", "o_proj"],
+    "experts_down": [EXPERTS[1], "v_proj"],
+    "experts_gate_up": [EXPERTS[0]],
+}
 
 
 @pytest.mark.parametrize(("family", "targets", "layout"), CASES, ids=str)
@@ -134,6 +156,55 @@ def test_gradients_are_pefts(family, targets, layout, model_of, adapter_of, plai
         error = (outcome.gradients[name] - expected).norm()
         assert error <= 2e-5 * max(expected.norm(), 1e-3 * whole), name
     assert outcome.metrics["grad_norm"] == pytest.approx(whole, rel=1e-5)
+
+
+def lora_of_family(model, **lora):
+    from mcore_rl.models.megatron.families import family_of
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.lora import lora_of
+
+    family = family_of(load_hf_config(model))
+    return lora_of(LoRAConfig(**lora), family), family
+
+
+def test_experts_are_adapted_where_they_are_named(model_of):
+    everything, _ = lora_of_family(model_of("mixtral"), rank=2)
+    assert everything.target_modules == tuple(ALL[:4])
+    named, family = lora_of_family(model_of("mixtral"), rank=2, target_modules=["experts.down_proj"])
+    assert named.settings["target_modules"] == []
+    assert named.settings["target_parameters"] == ["mlp.experts.down_proj"]
+    layers, experts, hidden, width = 2, 6, 64, 96
+    assert named.num_parameters() == layers * experts * 2 * (hidden + width)
+    assert named.active_parameters(family) == layers * family.experts.topk * 2 * (hidden + width)
+
+
+DOWN = ["experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "model", "message"),
+    [
+        ("mixtral", {"target_modules": DOWN, "dropout": 0.1}, {}, "model.lora.dropout: is not for experts.down_proj"),
+        ("mixtral", {"target_modules": DOWN}, {"moe_grouped_gemm": True}, "are computed one after the other"),
+        ("mixtral", {"target_modules": ["gate_up_proj"]}, {}, "there are q_proj, k_proj, v_proj, o_proj, experts."),
+        ("llama", {"target_modules": DOWN}, {}, "llama has no experts.down_proj to adapt"),
+    ],
+)
+def test_what_experts_do_not_go_with(family, lora, model, message, model_of):
+    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+
+    config = lora_config(model_of(family), **lora)
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_model_fits(load_hf_config(model_of(family)), config.parallel, 60, config.model.model_copy(update=model))
+
+
+def test_other_parameters_than_experts_are_refused(model_of, adapter_of, tmp_path):
+    directory = shutil.copytree(adapter_of("mixtral", "experts"), tmp_path / "adapter")
+    config = json.loads((directory / "adapter_config.json").read_text())
+    config["target_parameters"] = ["mlp.gate.weight"]
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"target_parameters=\['mlp.gate.weight'\] is not supported"):
+        lora_of_family(model_of("mixtral"), path=directory)
 
 
 # ------------------------------------------------------------------ a run
@@ -196,11 +267,24 @@ def plain_run(path, adapter, config):
     return losses, peft.get_peft_model_state_dict(model)
 
 
+DENSE, SPARSE = ["q_proj", "k_proj", "down_proj"], ["experts.gate_up_proj", "experts.down_proj", "o_proj"]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(pp=2, cp=2), Layout(dp=2)], ids=str)
-def test_a_run_equals_pefts_and_its_files_are_pefts(layout, model_of, tmp_path):
-    path = model_of("llama")
-    config = layout.apply(lora_config(path, rank=RANK, alpha=ALPHA, target_modules=["q_proj", "k_proj", "down_proj"]))
+@pytest.mark.parametrize(
+    ("family", "targets", "layout"),
+    [
+        ("llama", DENSE, Layout(tp=2, sp=True)),
+        ("llama", DENSE, Layout(pp=2, cp=2)),
+        ("llama", DENSE, Layout(dp=2)),
+        ("mixtral", SPARSE, Layout(dp=2, ep=2)),
+        ("qwen3_moe", SPARSE, Layout(tp=2, sp=True)),
+    ],
+    ids=str,
+)
+def test_a_run_equals_pefts_and_its_files_are_pefts(family, targets, layout, model_of, tmp_path):
+    path = model_of(family)
+    config = layout.apply(lora_config(path, rank=RANK, alpha=ALPHA, target_modules=targets))
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 1e-2})})
     metrics, before, after, moments = run_processes(a_run, config, tmp_path, world_size=layout.world_size)[0]
     assert moments <= 2  # two numbers for each of the adapters', and none for the model's
@@ -235,6 +319,8 @@ def run_steps(config, directory, load, steps):
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
     done = policy.load_checkpoint(load).state["step"] if load else 0
     losses = [policy.train(make_data(), loss_of(config))["loss"] for _ in range(steps)]
+    policy.offload_before_refit()
+    policy.prepare_for_training()
     saved = policy.save_checkpoint(directory, done + steps, {})
     adapters = dict(export_adapters(policy.model))
     policy.shutdown()
@@ -246,13 +332,16 @@ ELSEWHERE = [
     ("llama", Layout(dp=3), Layout(tp=4)),
     ("deep", Layout(pp=2, vpp=3), Layout(cp=2, dp=2)),
     ("deep", Layout(pp=2), Layout(pp=2, vpp=2, stages="E|ttt|ttt|L")),
+    ("mixtral", Layout(dp=2, ep=2), Layout(tp=2, sp=True)),
+    ("qwen3_moe", Layout(tp=2, ep=2, etp=1, sp=True), Layout(pp=2, dp=2, ep=2)),
 ]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "first", "second"), ELSEWHERE, ids=str)
 def test_going_on_under_another_layout(family, first, second, model_of, tmp_path):
-    config = lora_config(model_of(family), rank=RANK)
+    targets = {"mixtral": SPARSE[:2], "qwen3_moe": SPARSE}.get(family, [])  # experts alone, and with attention
+    config = lora_config(model_of(family), rank=RANK, target_modules=targets)
     expected, adapters, _ = run_processes(run_steps, config, tmp_path / "whole", None, 4, world_size=1)[0]
     losses, load = [], None
     for layout in (first, second):

@@ -17,13 +17,14 @@ from test_layouts import make_config, make_data
 from transformers import LlamaConfig
 
 from mcore_rl import platform, watchdog
-from mcore_rl.algorithms import grpo, metrics
+from mcore_rl.algorithms import grpo, metrics, rl
 from mcore_rl.algorithms.checkpointing import RunCheckpoints
 from mcore_rl.algorithms.metrics import Reporter
+from mcore_rl.algorithms.ppo import PPORun
 from mcore_rl.algorithms.rollouts import Rollout
 from mcore_rl.algorithms.step_log import read_step_log
-from mcore_rl.config import EnvironmentConfig, GRPOConfig, SFTConfig, load_config
-from mcore_rl.data.batches import SampleOrder
+from mcore_rl.config import EnvironmentConfig, GRPOConfig, PPOConfig, SFTConfig, load_config
+from mcore_rl.data.order import SampleOrder
 from mcore_rl.data.packing import Batching
 from mcore_rl.data.prompts import PromptDataset, StoredPrompts
 from mcore_rl.data.token_store import TokenizedChunk, collect
@@ -121,7 +122,7 @@ def step(tmp_path):
         for _ in range(DATASET_SIZE):
             chunk.add((TokenSequence((1, 2), (False, False)),), b'{"prompt": ""}')
         prompts = PromptDataset(StoredPrompts(collect([chunk], 1)))
-        inputs = SimpleNamespace(train=prompts, validation=None, tokenizer=SimpleNamespace(pad_token_id=0))
+        inputs = SimpleNamespace(train=prompts, validation={}, tokenizer=SimpleNamespace(pad_token_id=0))
         run = grpo.GRPORun(config, inputs, Policy(), worker or Worker())
         run.metrics = run.step(1)
         return run
@@ -258,9 +259,17 @@ def test_updates_per_rollout_and_logged_samples(step, tmp_path):
     assert read_step_log(tmp_path / "samples.jsonl") == []
 
 
+@pytest.mark.parametrize(("config_type", "run_type"), [(GRPOConfig, grpo.GRPORun), (PPOConfig, PPORun)])
+def test_where_nothing_could_be_judged_nothing_is_learned(tmp_path, config_type, run_type):
+    run = object.__new__(run_type)
+    run.config = load(config_type, tmp_path, **{config_type.algorithm: {"max_new_tokens": 8}})
+    rollouts = [replace(rollout, error="down") for rollout in Worker().run([(0, None)], range(1))]
+    assert run._nothing_to_learn(torch.zeros(1, 1), rollouts) == "no sample could be judged"
+
+
 def test_the_last_steps_of_a_resumed_run_may_not_all_fail(tmp_path):
     section = {"num_prompts_per_step": 1, "num_generations_per_prompt": 2, "max_new_tokens": 8}
-    inputs = SimpleNamespace(train=range(9), validation=None)
+    inputs = SimpleNamespace(train=range(9), validation={})
     run = grpo.GRPORun(load(GRPOConfig, tmp_path, grpo=section), inputs, Policy(), Worker())
     run.steps_before = 2
     failed = [replace(rollout, error="down") for rollout in Worker().run([(0, None)], range(1))]
@@ -292,7 +301,7 @@ def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
     tokenizer = make_tokenizer()
     tokenizer.eos_token = "<|unk|>"  # a response ends with it, or with the end token that the chat template writes
     inputs = SimpleNamespace(tokenizer=tokenizer)
-    worker = grpo.rollout_worker(
+    worker = rl.rollout_worker(
         config, inputs, SimpleNamespace(model="model", is_writer=True, topology=Topology()), None
     )
     model, params, longest, _, at_once, records = taken

@@ -1,6 +1,7 @@
 """Losses on pairs: TRL's own numbers and gradients on the same log-probabilities."""
 
 import json
+import math
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -54,8 +55,9 @@ def sides(x):
     return torch.cat([x[::2], x[1::2]])
 
 
-def of_trainer(logprobs, data, loss_type, smoothing):
+def of_trainer(logprobs, data, loss_type, smoothing, weights=(1.0,)):
     """`DPOTrainer`'s loss, its model replaced by the log-probabilities."""
+    loss_types = [loss_type] if isinstance(loss_type, str) else list(loss_type)
     trainer = trl.DPOTrainer
     mask = data["token_mask"]
     summed = sides((data["reference_policy_logprobs"][:, :-1] * mask[:, 1:]).sum(1))
@@ -67,7 +69,7 @@ def of_trainer(logprobs, data, loss_type, smoothing):
         accelerator=SimpleNamespace(device="cpu", gather=same, gather_for_metrics=same),
         model=SimpleNamespace(training=True),
         aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl",
-        loss_types=[loss_type], loss_weights=[1.0], beta=BETA, label_smoothing=smoothing, use_weighting=False,
+        loss_types=loss_types, loss_weights=list(weights), beta=BETA, label_smoothing=smoothing, use_weighting=False,
         _metrics={"train": defaultdict(list)}, _total_train_tokens=0, _tp_size=1,
     )  # fmt: skip
     chosen, rejected = summed.chunk(2)
@@ -101,6 +103,61 @@ def test_a_loss_with_a_reference_is_trls(kind, theirs, options):
         if not options.get("preference_average_log_probs"):
             reward = BETA * float(metrics[f"rewards_{name}_mean"])
             assert reward == pytest.approx(their_metrics[f"rewards/{name}"][0], rel=1e-5)
+
+
+def alone(kind, logprobs, data, **options):
+    return ours(logprobs, data, preference_loss=kind, **options)[0].item()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "weights", "options"),
+    [
+        (["sigmoid", "hinge"], [0.8, 0.2], {}),
+        (["hinge", "apo_zero", "robust"], [0.5, 1.5, 0.25], {"label_smoothing": EPSILON}),
+        (["apo_down", "apo_zero"], None, {}),
+        (["hinge"], [0.3], {}),
+        (["sigmoid", "hinge"], [0.0, 1.0], {}),
+    ],
+)
+@pytest.mark.parametrize("sft", [0.0, 0.7])
+def test_a_weighted_sum_is_trls(kinds, weights, options, sft):
+    """With the likelihood as one more of TRL's: a mean over all tokens, which ours is where responses are as long."""
+    logprobs, data = batch()
+    data["token_mask"][::2] = data["token_mask"][0]  # chosen responses of one length
+    given = {} if weights is None else {"preference_loss_weights": weights}
+    more = {**options, "sft_loss_weight": sft, "sft_average_log_probs": True}
+    loss, gradient, metrics = ours(logprobs, data, preference_loss=kinds, **given, **more)
+    weights = weights or [1.0] * len(kinds)
+    theirs, their_weights = ([*kinds, "sft"], [*weights, sft]) if sft else (kinds, weights)
+    expected, _ = of_trainer(logprobs, data, theirs, options.get("label_smoothing", 0.0), their_weights)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logprobs)[0], rtol=1e-5, atol=1e-7)
+    smoothing = {"robust": options}
+    parts = {kind: alone(kind, logprobs, data, **smoothing.get(kind, {})) for kind in kinds}
+    if len(kinds) > 1:
+        assert {kind: float(metrics[f"preference_loss_{kind}"]) for kind in kinds} == pytest.approx(parts, rel=1e-6)
+    else:
+        assert not [name for name in metrics if name.startswith("preference_loss_")]
+    whole = sum(weight * parts[kind] for kind, weight in zip(kinds, weights, strict=True))
+    assert float(metrics["preference_loss"]) == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_weighted_sum_without_a_reference():
+    logprobs, data = batch()
+    del data["reference_policy_logprobs"]
+    likelihood = {"sft_loss_weight": 1.0, "sft_average_log_probs": True}
+    loss, gradient, metrics = ours(
+        logprobs, data, preference_loss=["simpo", "orpo"], preference_loss_weights=[0.6, 0.4],
+        preference_loss_weight=2.0, simpo_gamma=GAMMA, **likelihood,
+    )  # fmt: skip
+    chosen, rejected = averages(logprobs.double(), data)
+    simpo = -torch.nn.functional.logsigmoid(BETA * (chosen - rejected) - GAMMA).mean()
+    odds = [p - torch.log1p(-p.exp()) for p in (chosen, rejected)]
+    orpo = -BETA * torch.nn.functional.logsigmoid(odds[0] - odds[1]).mean()
+    expected = 2 * (0.6 * simpo + 0.4 * orpo) - chosen.mean()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logprobs)[0], rtol=1e-5, atol=1e-6)
+    assert float(metrics["preference_loss_orpo"]) == pytest.approx(float(orpo), rel=1e-5)
 
 
 def averages(logprobs, data):
@@ -169,6 +226,21 @@ def test_masked_pairs_and_empty_responses_are_harmless(kind):
         ),
         ({"preference_loss": "orpo"}, "is an addition to the likelihood of the chosen: set sft_loss_weight"),
         ({"simpo_gamma": 1.0}, "simpo_gamma applies to preference_loss=simpo, not to sigmoid"),
+        ({"preference_loss": ["sigmoid", "sigmoid"]}, "preference_loss=.sigmoid, sigmoid. names one of them twice"),
+        ({"preference_loss": ["sigmoid", "sft"]}, "preference_loss: must be one of sigmoid, ipo, "),
+        ({"preference_loss": []}, "preference_loss: must be a list that is not empty"),
+        ({"preference_loss_weights": [0.5]}, "are of a list of preference losses; set preference_loss_weight for one"),
+        (
+            {"preference_loss": ["sigmoid", "hinge"], "preference_loss_weights": [0.5]},
+            "preference_loss_weights: 1 weights for the 2 of preference_loss=.sigmoid, hinge.",
+        ),
+        (
+            {"preference_loss": ["sigmoid", "hinge"], "preference_loss_weights": [0.5, -1]},
+            "preference_loss_weights: must be at least 0",
+        ),
+        ({"preference_loss": ["hinge", "ipo"], "preference_loss_weights": [0, 0]}, "preference_loss_weights are all 0"),
+        ({"preference_loss": ["hinge", "ipo"], "preference_loss_weights": 1.0}, "weights: must be a list"),
+        ({"preference_loss": ["simpo", "ipo"]}, "simpo has no reference, and the others have one"),
     ],
 )
 def test_options_that_contradict_each_other(options, message):
@@ -219,6 +291,10 @@ def test_a_reference_of_its_own(files):
 @pytest.mark.long
 def test_training_without_a_reference(files):
     metrics = train(files, "simpo", "dpo={preference_loss: simpo, reference_policy_kl_penalty: 2.0}")
+    several = "dpo={preference_loss: [sigmoid, hinge], preference_loss_weights: [0.8, 0.2], sft_loss_weight: 0.1}"
+    first = train(files, "several", several, "parallel.tensor_model_parallel_size=2", processes=2)[0]
+    assert first["preference_loss_hinge"] == pytest.approx(1, abs=1e-5)
+    assert first["preference_loss"] == pytest.approx(0.8 * math.log(2) + 0.2, abs=1e-5)
     assert metrics[-1]["accuracy"] > 0.9
     assert metrics[-1]["loss"] < 0.7 * metrics[0]["loss"]
     contradiction = "dpo={preference_loss: simpo, reference: precompute}"

@@ -1,16 +1,21 @@
 """Weights to an engine in other processes, and device memory given up for it: the same logits, the same training."""
 
 import json
+import shutil
+import tempfile
 
+import peft
 import pytest
 import torch
 from models import and_long
 from peak_memory import PeakMemory
 from ports import free_port
+from safetensors.torch import save_file
 from test_layouts import make_config, make_data
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.objectives import loss_of
+from mcore_rl.config import DPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import WorkerError
@@ -77,20 +82,25 @@ def train_and_refit(config, port):
     return results
 
 
-def start_both(config, policies, port, store):
-    """As one set of processes, of which the trainers alone make up the policy's world."""
+def is_trainer(rank, policies, store):
+    """Whether this is one of the first processes, which leave the others and make up the policy's world."""
     import os
 
+    torch.distributed.destroy_process_group()
+    if rank >= policies:
+        return False
+    os.environ["WORLD_SIZE"] = str(policies)
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{store}", rank=rank, world_size=policies)
+    return True
+
+
+def start_both(config, policies, port, store):
+    """As one set of processes, of which the trainers alone make up the policy's world."""
     from mcore_rl.models.megatron.hf_config import load_hf_config
     from mcore_rl.models.megatron.weights import hf_shapes
 
     rank = torch.distributed.get_rank()
-    torch.distributed.destroy_process_group()
-    if rank < policies:
-        os.environ["WORLD_SIZE"] = str(policies)
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{store}", rank=rank, world_size=policies
-        )
+    if is_trainer(rank, policies, store):
         return train_and_refit(config, port)
     model, load = engine_of(config.model.path)
     info = {name: (shape, torch.float32) for name, shape in hf_shapes(load_hf_config(config.model.path)).items()}
@@ -106,7 +116,8 @@ def start_both(config, policies, port, store):
 @pytest.mark.parametrize(
     ("layout", "family"),
     and_long(
-        [(Layout(), "llama"), (Layout(tp=2, pp=2), "qwen2")], [(Layout(), "qwen2"), (Layout(tp=2, pp=2), "llama")]
+        [(Layout(), "llama")],
+        [(Layout(tp=2, pp=2), "qwen2"), (Layout(), "qwen2"), (Layout(tp=2, pp=2), "llama")],
     ),
     ids=str,
 )
@@ -182,7 +193,7 @@ def two_steps(config):
     return metrics
 
 
-@pytest.mark.parametrize("layout", and_long([Layout(tp=2, pp=2)], [Layout()]), ids=str)
+@pytest.mark.parametrize("layout", and_long([Layout()], [Layout(tp=2, pp=2)]), ids=str)
 def test_refit_by_shared_memory_and_offloading(layout, model_of):
     config = layout.apply(make_config(model_of("llama")))
     results = run_processes(share_and_receive, config, world_size=layout.world_size)
@@ -315,3 +326,142 @@ def test_an_engine_that_never_comes(model_of):
 def test_buckets_hold_no_more_than_their_budget():
     info = {f"t{i}": ((size,), torch.float32) for i, size in enumerate([10, 10, 30, 5, 5, 100, 1])}
     assert plan_buckets(info, 120) == [["t0", "t1"], ["t2"], ["t3", "t4"], ["t5"], ["t6"]]
+
+
+# ------------------------------------------------------------------ adapters alone
+
+
+def with_adapters(path, targets):
+    values = make_config(path).model_dump()
+    values["model"]["lora"] = {"rank": 3, "alpha": 7, "target_modules": targets}
+    values["optimizer"]["lr"] = 3e-2
+    return DPOConfig.model_validate(values)
+
+
+def send_adapters(config, port):
+    """Each refit's outputs, and the settings; adapters and merged weights are sent to the two engines in turn."""
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    policy.init_collective("127.0.0.1", port, 2)
+    results = []
+    for _ in range(REFITS):
+        policy.train(make_data(), loss_of(config))
+        policy.broadcast_weights_for_collective(BUCKET_BYTES, adapters_only=True)
+        policy.broadcast_weights_for_collective(BUCKET_BYTES)
+        results.append(policy_outputs(policy))
+    sizes = [
+        sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in policy.prepare_refit_info(alone).values())
+        for alone in (True, False)
+    ]
+    assert sum(len(keys) for keys in policy.prepare_weights_for_ipc(BUCKET_BYTES, adapters_only=True)) == len(
+        policy.prepare_refit_info(adapters_only=True)
+    )
+    return results, policy.adapter_settings(), sizes
+
+
+def base_and_adapters(config, policies, port, store):
+    """The engine has the base model under PEFT, and one of merged weights."""
+    from mcore_rl.models.megatron.families import family_of
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.lora import lora_of, shapes_of
+    from mcore_rl.models.megatron.weights import hf_shapes
+
+    rank = torch.distributed.get_rank()
+    if is_trainer(rank, policies, store):
+        return send_adapters(config, port)
+    hf = load_hf_config(config.model.path)
+    lora = lora_of(config.model.lora, family_of(hf))
+    base = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    adapted = peft.get_peft_model(base, peft.LoraConfig(**lora.settings, task_type="CAUSAL_LM"))
+    info = {name: (shape, torch.float32) for name, shape in shapes_of(lora.table).items()}
+    adapters = RefitReceiver(lambda tensors: peft.set_peft_model_state_dict(adapted, dict(tensors)), info)
+    merged, load = state_engine_of(config.model.path)
+    whole = RefitReceiver(load, {name: (shape, torch.float32) for name, shape in hf_shapes(hf).items()})
+    adapters.init_collective("127.0.0.1", port, 1, 2, timeout=60)
+    whole.group = adapters.group
+    results = []
+    for _ in range(REFITS):
+        adapters.update_weights_from_collective()
+        whole.update_weights_from_collective()
+        results.append((engine_outputs(adapted.eval()), engine_outputs(merged())))
+    return results, lora.settings
+
+
+def state_engine_of(path):
+    """A transformers model that is made anew of what came: the files of a mixture name each expert."""
+    received = {}
+
+    def load(tensors):
+        received.update((name, tensor.clone()) for name, tensor in tensors)
+
+    def model():
+        with tempfile.TemporaryDirectory() as directory:
+            save_file(received, f"{directory}/model.safetensors", metadata={"format": "pt"})
+            shutil.copy(f"{path}/config.json", directory)
+            return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+    return model, load
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "targets"),
+    and_long(
+        [(Layout(tp=2, sp=True), "llama", ["q_proj", "v_proj", "down_proj"])],
+        [
+            (Layout(pp=2), "phi3", []),
+            (Layout(dp=2, ep=2), "mixtral", ["q_proj", "experts.gate_up_proj", "experts.down_proj"]),
+        ],
+    ),
+    ids=str,
+)
+def test_base_and_adapters_are_the_merged_model(layout, family, targets, model_of):
+    config, policies = layout.apply(with_adapters(model_of(family), targets)), layout.world_size
+    everyone = run_processes(base_and_adapters, config, policies, free_port(), free_port(), world_size=policies + 1)
+    expected, settings, (adapters, weights) = everyone[0]
+    found, same_settings = everyone[policies]
+    assert settings == same_settings
+    assert adapters < weights / 5
+    for refit in range(REFITS):
+        for engine in found[refit]:
+            torch.testing.assert_close(engine, expected[refit], rtol=0, atol=1e-4)
+    assert not torch.allclose(expected[0][0], expected[1][0], atol=1e-3), "training changed the adapters"
+
+
+def adapters_by_shared_memory(config):
+    """What a receiver in the same process gets, beside what an export gives."""
+    from mcore_rl.models.megatron.adapters import export_adapters
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    policy.train(make_data(), loss_of(config))
+    taken = {}
+    receiver = RefitReceiver(lambda tensors: taken.update((n, t.clone()) for n, t in tensors), {})
+    for keys in policy.prepare_weights_for_ipc(5_000, adapters_only=True):
+        handles = policy.get_weights_ipc_handles(keys)
+        if handles:
+            receiver.update_weights_from_ipc_handles(handles)
+    policy.release_shared_bucket()
+    exported = dict(export_adapters(policy.model))
+    with pytest.raises(ValueError, match=r"the model has no base_model.model.lm_head.lora_A.weight"):
+        policy.get_weights_ipc_handles([*exported, "base_model.model.lm_head.lora_A.weight"])
+    policy.shutdown()
+    return taken, exported
+
+
+def no_adapters(config):
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=0, rows_per_unit=2)
+    for call in (policy.adapter_settings, lambda: policy.prepare_refit_info(adapters_only=True)):
+        with pytest.raises(RuntimeError, match="adapters: the model has none"):
+            call()
+    policy.shutdown()
+
+
+def test_adapters_by_shared_memory(model_of):
+    config = Layout(tp=2, sp=True).apply(with_adapters(model_of("llama"), ["q_proj", "up_proj"]))
+    taken, exported = run_processes(adapters_by_shared_memory, config, world_size=2)[0]
+    assert taken.keys() == exported.keys()
+    assert all(torch.equal(taken[name], tensor) for name, tensor in exported.items())
+    run_processes(no_adapters, make_config(model_of("llama")), world_size=1)

@@ -58,10 +58,9 @@ PAIRS = and_long(
     [(Layout(dp=3), Layout(cp=2)), (Layout(pp=2, cp=2), Layout())],
 )
 ELSEWHERE = and_long(
+    [],
     [
         ("mixtral", Layout(dp=2, ep=2), Layout(tp=2, ep=2, etp=1, sp=True)),
-    ],
-    [
         ("deep", Layout(pp=2, vpp=3), Layout(pp=2, first=1)),
         ("glm4_moe", Layout(), Layout(pp=2, dp=2, ep=2)),
         ("deep", Layout(pp=2, vpp=3, stages="E|tt|t|t|tt|L"), Layout(pp=3, stages="Et|t*5|L")),

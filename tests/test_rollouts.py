@@ -12,6 +12,7 @@ from models import and_long, make_tokenizer
 from mcore_rl.algorithms.collection import RolloutCollector, rollout_metrics, staleness_metrics
 from mcore_rl.algorithms.rollouts import Rollout
 from mcore_rl.config import GRPOConfig, build_config
+from mcore_rl.data.order import SampleOrder
 from mcore_rl.data.prompts import Prompt
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.environments.interfaces import Step
@@ -152,6 +153,7 @@ STALE_ERRORS = {
     "loss.truncated_importance_sampling_ratio=null": "and a loss.truncated_importance_sampling_ratio, such as 2",
     "loss.force_on_policy_ratio=true": "leave out loss.force_on_policy_ratio",
     "generation.max_token_mult_prob_error=1.5": "leave out generation.max_token_mult_prob_error",
+    "generation.vllm.sleep=true": "servers that sleep do not answer while others train; no generation.vllm.sleep",
     "environment={name: reward_model, path: judge}": "a reward model judges in the training processes",
 }
 
@@ -211,6 +213,9 @@ class Prompts:
 
     def __len__(self):
         return 7
+
+    def order(self, seed):
+        return SampleOrder(7, seed)
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 9])

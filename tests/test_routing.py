@@ -327,7 +327,7 @@ def sample_and_score(config):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layout"), and_long([("bfloat16", Layout())], [("float32", Layout(tp=2, pp=2, ep=2, etp=1, sp=True))])
+    ("dtype", "layout"), and_long([], [("bfloat16", Layout()), ("float32", Layout(tp=2, pp=2, ep=2, etp=1, sp=True))])
 )
 def test_sampled_experts_replayed(dtype, layout, tmp_path):
     """In fp32 they are the same anyway, wherever they were recorded; in bf16 replay brings the differences to 0."""

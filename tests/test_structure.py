@@ -15,7 +15,7 @@ FLOORS = {
     "quiet": 0,
     "launch_environment": 0,
     "watchdog": 0,
-    "hub": 1,
+    "hub": 0,
     "checkpoint_store": 1,
     "run_directory": 1,
     "run_identity": 1,

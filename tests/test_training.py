@@ -186,6 +186,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_nan_stops_with_step_and_leaves_the_checkpoint(files):
     out, script = files / "out_nan", files / "poisoned.py"
     script.write_text(POISONED)

@@ -218,7 +218,8 @@ sleep = "import time; time.sleep(99)"
 server = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}]); {sleep}"
 vllm_service.server_command = lambda config, port: [sys.executable, "-c", server]
 vllm = SimpleNamespace(num_servers=2, host="127.0.0.1", port=int(sys.argv[1]), devices=())
-config = SimpleNamespace(generation=SimpleNamespace(vllm=vllm))
+model = SimpleNamespace(moe_router_replay=False)
+config = SimpleNamespace(model=model, generation=SimpleNamespace(vllm=vllm))
 service = vllm_service.VLLMService(config, Path(sys.argv[2]))
 print("started", flush=True)
 time.sleep(99)

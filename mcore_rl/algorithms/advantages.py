@@ -1,4 +1,4 @@
-"""Advantages from the rewards of a step's groups: P prompts, G responses to each.
+"""Advantages from the rewards of a step's groups: P prompts, G responses to each; with a critic, from values too.
 
 Everything is computed in fp64, and rewards that are equal give exactly 0: r − mean rounds to something else for
 rewards such as 0.7, which a division by the (as small) deviation and then Adam would blow up to a full step.
@@ -71,12 +71,53 @@ def reinforce_plus_plus_advantages(
     if penalty is not None:
         costs = penalty.double() * mask
         returns = returns - costs.flip(1).cumsum(1).flip(1)
+    return whitened(returns, mask, epsilon).to(_result_type(rewards))
+
+
+def gae_advantages(
+    token_rewards: Float[Tensor, "samples seq"],
+    values: Float[Tensor, "samples seq"],
+    token_mask: Float[Tensor, "samples seq"],
+    gamma: float = 1.0,
+    gae_lambda: float = 0.95,
+) -> tuple[Float[Tensor, "samples seq"], Float[Tensor, "samples seq"]]:
+    """Advantages and returns by generalized advantage estimation (arXiv:1506.02438, eq. 16), fp64.
+
+    Over a sample's response tokens t in their order, what stands between responses left out:
+    δ_t = r_t + γ·V_{t+1} − V_t, A_t = δ_t + γλ·A_{t+1}, R_t = A_t + V_t. Behind the last token V and A are 0, also
+    where a response was cut off: the limit of tokens is part of the task.
+
+    Args:
+        token_rewards: what each token earns.
+        values: of the state that each token is chosen in.
+        token_mask: 1 for the tokens of responses; what the others have is not read.
+
+    Returns:
+        0 outside of responses.
+    """
+    own = token_mask > 0
+    rewards, values = (torch.where(own, x.double(), 0) for x in (token_rewards, values))
+    advantages = torch.zeros_like(values)
+    next_value, next_advantage = values.new_zeros(2, len(values))
+    for t in range(values.shape[1] - 1, -1, -1):
+        found = rewards[:, t] + gamma * next_value - values[:, t] + gamma * gae_lambda * next_advantage
+        advantages[:, t] = torch.where(own[:, t], found, 0)
+        next_value = torch.where(own[:, t], values[:, t], next_value)
+        next_advantage = torch.where(own[:, t], found, next_advantage)
+    return advantages, advantages + values
+
+
+def whitened(
+    values: Float[Tensor, "samples seq"], mask: Float[Tensor, "samples seq"], epsilon: float = 1e-4
+) -> Float[Tensor, "samples seq"]:
+    """(x − mean) / (deviation + ε) over what the mask counts, fp64; 0 elsewhere, and where all are equal."""
+    mask = mask.double()
+    values = torch.where(mask > 0, values.double(), 0)
     count = mask.sum().clamp(min=1)
-    mean = (returns * mask).sum() / count
-    deviation = ((returns - mean).square() * mask).sum().div(count).sqrt()
-    low, high = (torch.where(mask > 0, returns, bound) for bound in (torch.inf, -torch.inf))
-    advantages = (returns - mean) * mask / (deviation + epsilon)
-    return torch.where(high.amax() > low.amin(), advantages, 0).to(_result_type(rewards))
+    mean = (values * mask).sum() / count
+    deviation = ((values - mean).square() * mask).sum().div(count).sqrt()
+    low, high = (torch.where(mask > 0, values, bound) for bound in (torch.inf, -torch.inf))
+    return torch.where(high.amax() > low.amin(), (values - mean) * mask / (deviation + epsilon), 0)
 
 
 def advantages_of(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config import TrainingConfig
+from mcore_rl.data.progress import Say, silent
 from mcore_rl.errors import UserError
 
 
@@ -14,6 +15,7 @@ from mcore_rl.errors import UserError
 class BestValidation:
     """
     metric: of the validations, without their prefix `validation_`.
+    data: fingerprint of what is validated on.
     patience: so many validations on end that are no better are enough; None: never.
     step: of the best so far; 0 before the first, and as long as none is better than that before training.
     waited: validations since then.
@@ -21,20 +23,28 @@ class BestValidation:
 
     metric: str
     highest: bool
+    data: str
     patience: int | None
     step: int = 0
     value: float | None = None
     waited: int = 0
 
     @classmethod
-    def of(cls, config: TrainingConfig, state: Mapping[str, Any]) -> BestValidation | None:
-        """As the configuration asks for it, going on from a checkpoint's state; None if it does not."""
+    def of(
+        cls, config: TrainingConfig, state: Mapping[str, Any], data: str, say: Say = silent
+    ) -> BestValidation | None:
+        """As the configuration asks for it, going on from a checkpoint's state; None if it does not.
+
+        What was measured otherwise is no measure for what comes, and forgotten.
+        """
         asked = config.checkpoint
         if asked.best_metric is None:
             return None
-        best = cls(asked.best_metric, asked.best_is_highest is True, config.trainer.early_stopping_patience)
+        best = cls(asked.best_metric, asked.best_is_highest is True, data, config.trainer.early_stopping_patience)
         earlier = state.get("best", {})
-        if (earlier.get("metric"), earlier.get("highest")) == (best.metric, best.highest):
+        if earlier.get("data", data) != data:
+            say("data.validation is other data than before: the best validation so far is forgotten")
+        elif (earlier.get("metric"), earlier.get("highest")) == (best.metric, best.highest):
             best.step, best.value, best.waited = earlier["step"], earlier["value"], earlier["waited"]
         return best
 
@@ -69,6 +79,7 @@ class BestValidation:
         return {
             "metric": self.metric,
             "highest": self.highest,
+            "data": self.data,
             "step": self.step,
             "value": self.value,
             "waited": self.waited,

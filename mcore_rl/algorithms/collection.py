@@ -12,8 +12,7 @@ from mcore_rl.algorithms.inputs import Inputs
 from mcore_rl.algorithms.recordings import REPLAYED_OPTIONS, hash_of_weights, recorded_by, recorded_step
 from mcore_rl.algorithms.rollouts import Begun, Rollout, RolloutWorker
 from mcore_rl.algorithms.step_log import StepLog
-from mcore_rl.config import GRPOConfig
-from mcore_rl.data.batches import SampleOrder
+from mcore_rl.config import RLConfig
 from mcore_rl.data.progress import Say
 from mcore_rl.data.prompts import Prompt, PromptDataset
 from mcore_rl.models.megatron.weights import export_hf_weights
@@ -25,7 +24,7 @@ SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", 
 class RolloutCollector:
     """Gives each step its groups, new ones or recorded ones. Every call is collective.
 
-    With `grpo.max_staleness` those of so many further steps are begun when a step's are asked for, and go on beside its
+    With `max_staleness` those of so many further steps are begun when a step's are asked for, and go on beside its
     training. A step always gets the same prompts, whatever is ready first. So its oldest token is of weights that are
     so many versions old at most, those that its prompts were begun with; and no more is begun than that.
 
@@ -37,7 +36,7 @@ class RolloutCollector:
 
     def __init__(
         self,
-        config: GRPOConfig,
+        config: RLConfig,
         inputs: Inputs[PromptDataset],
         policy: MegatronPolicy,
         worker: RolloutWorker,
@@ -58,36 +57,35 @@ class RolloutCollector:
         Args:
             position: of the step's first prompt in the order of the run.
         """
-        grpo = self.config.grpo
+        options = self.config.rollouts
         if self.recorded is not None:
-            return self.recorded[step], grpo.num_prompts_per_step
-        if grpo.max_staleness:
+            return self.recorded[step], options.num_prompts_per_step
+        if options.max_staleness:
             self._begin_ahead(step, position)
         kept: list[Rollout] = []
-        asked, size = 0, grpo.num_generations_per_prompt
-        for round_ in range(grpo.dynamic_sampling_rounds):
-            wanted = grpo.num_prompts_per_step - len(kept) // size
+        asked, size = 0, options.num_generations_per_prompt
+        for round_ in range(options.dynamic_sampling_rounds):
+            wanted = options.num_prompts_per_step - len(kept) // size
             new = self._generate(position + asked, wanted)
             asked += wanted
             groups = [new[i : i + size] for i in range(0, len(new), size)]
             signal = has_signal(torch.tensor([[r.reward for r in group] for group in groups])).tolist()
-            last = round_ == grpo.dynamic_sampling_rounds - 1
-            everything = grpo.dynamic_sampling_rounds == 1 or (last and not kept and not any(signal))
+            last = round_ == options.dynamic_sampling_rounds - 1
+            everything = options.dynamic_sampling_rounds == 1 or (last and not kept and not any(signal))
             kept += [r for group, good in zip(groups, signal, strict=True) if good or everything for r in group]
-            if len(kept) == grpo.num_prompts_per_step * size:
+            if len(kept) == options.num_prompts_per_step * size:
                 break
         if errors := [r.error for r in kept if r.error is not None]:
             self.say(f"step {step}: {len(errors)} samples could not be judged and count as failed; first: {errors[0]}")
-        self._write(step, kept)
         return kept, asked
 
     def _begin_ahead(self, step: int, position: int) -> None:
         """Begin what is not begun yet of this step's prompts and of those of `max_staleness` further steps."""
-        grpo = self.config.grpo
-        for ahead in range(min(grpo.max_staleness, self.steps - step) + 1):
-            first = position + ahead * grpo.num_prompts_per_step
+        options = self.config.rollouts
+        for ahead in range(min(options.max_staleness, self.steps - step) + 1):
+            first = position + ahead * options.num_prompts_per_step
             if first not in self._ahead:
-                self._ahead[first] = self.worker.begin(*self._prompts(first, grpo.num_prompts_per_step))
+                self._ahead[first] = self.worker.begin(*self._prompts(first, options.num_prompts_per_step))
 
     def _generate(self, position: int, num_prompts: int) -> list[Rollout]:
         """All responses to the prompts from `position` on."""
@@ -97,20 +95,23 @@ class RolloutCollector:
 
     def _prompts(self, position: int, count: int) -> tuple[list[tuple[int, Prompt]], range]:
         """Each prompt with its index, once for each response, and the responses' sample ids."""
-        size = self.config.grpo.num_generations_per_prompt
-        indices = SampleOrder(len(self.inputs.train), self.config.seed).indices(position, count)
+        size = self.config.rollouts.num_generations_per_prompt
+        indices = self.inputs.train.order(self.config.seed).indices(position, count)
         prompts = [(i, self.inputs.train.prompts[i]) for i in indices for _ in range(size)]
         return prompts, range(position * size, (position + count) * size)
 
-    def _write(self, step: int, rollouts: list[Rollout]) -> None:
+    def write(self, step: int, rollouts: list[Rollout]) -> None:
+        """Into the recording, and some into samples.jsonl; the policy must have its weights."""
+        if self.recorded is not None:
+            return
         weights = hash_of_weights(export_hf_weights(self.policy.model)) if self.recording else ""
         if not self.policy.is_writer:
             return
         if self.recording:
-            sampling = self.config.grpo.model_dump(include=SAMPLING_OPTIONS)
+            sampling = self.config.rollouts.model_dump(include=SAMPLING_OPTIONS)
             sampling |= recorded_by(self.config, self.inputs.train.fingerprint)
             self.recording.append(step, recorded_step(weights, sampling, rollouts))
-        count = min(self.config.grpo.num_logged_samples, len(rollouts))
+        count = min(self.config.rollouts.num_logged_samples, len(rollouts))
         logged = [rollouts[i * len(rollouts) // count] for i in range(count)]  # of as many prompts as there are
         self.samples.append(step, *map(_logged, logged))
 

@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
+from mcore_rl.algorithms.inputs import Inputs, check_model_beside, claim_output, load_inputs, total_steps
 from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import DistillationConfig, ModelConfig
 from mcore_rl.data.chat import end_token_ids
 from mcore_rl.data.records import Dataset, Unit, load_sft_dataset
-from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.sampling import SamplingParams
-from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
-from mcore_rl.models.megatron.weights import check_hf_tensors
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.models.policy.scoring import ScoringModel
+from mcore_rl.models.policy.teacher import TeacherModel
 
 
-def train_distill(config: DistillationConfig) -> None:
-    """Bring the student's next-token distributions near the teacher's, over the teacher's likeliest tokens."""
+def train_distill(config: DistillationConfig) -> Path | None:
+    """Bring the student's next-token distributions near the teacher's, over its likeliest tokens or all of them."""
     inputs = load_inputs(config, load_sft_dataset, rows_per_unit=1)
     _check_teacher(config, inputs)
     inputs = claim_output(config, inputs)
     student = MegatronPolicy(config, total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size))
-    teacher = ScoringModel(_teaching(config))
+    teacher = TeacherModel(_teaching(config), inputs.hf_config.vocab_size)
     speaker(student.is_writer)(f"teacher: {teacher.describe()}")
 
-    def add_teacher(data: BatchedDataDict[Any], indices: list[int] | None) -> None:
+    def add_teacher(data: BatchedDataDict[Any], dataset: Dataset, indices: Sequence[int]) -> None:
+        if config.distillation.topk is None:
+            return  # the loss lets it see the student's microbatches
         best = teacher.get_topk_logits(data, config.distillation.topk)
         data["teacher_topk_logits"], data["teacher_topk_indices"] = best["topk_logits"], best["topk_indices"]
 
@@ -47,9 +46,10 @@ def train_distill(config: DistillationConfig) -> None:
             seed=config.seed,
         )
         student.prepare_for_generation(params, config.data.max_sequence_length, inputs.tokenizer)
-    DistillationRun(config, inputs, student, loss_of(config), add_teacher).run()
+    exported = DistillationRun(config, inputs, student, loss_of(config, teacher), add_teacher).run()
     teacher.shutdown()
     student.shutdown()
+    return exported
 
 
 def _teaching(config: DistillationConfig) -> DistillationConfig:
@@ -64,19 +64,16 @@ def _check_teacher(config: DistillationConfig, inputs: Inputs[Dataset]) -> None:
     Raises:
         UserError: the teacher cannot be used, or has another vocabulary than the student.
     """
-    model = _teaching(config).model
-    try:
-        hf = load_hf_config(model.path, model.trust_remote_code)
-        check_model_fits(hf, config.parallel, config.data.max_sequence_length, model)
-        check_hf_tensors(hf, SafetensorsDirectory(model.path))
-        tokenizer = load_tokenizer(model.path, model.trust_remote_code)
-    except UserError as error:
-        raise UserError(str(error).replace("model.path", "distillation.teacher")) from None
-    sizes = hf.vocab_size, inputs.hf_config.vocab_size
-    if tokenizer.get_vocab() != inputs.tokenizer.get_vocab() or sizes[0] > sizes[1]:
-        raise UserError(f"distillation.teacher: {model.path} has another vocabulary than model.path")
-    if config.distillation.topk > sizes[0]:
-        raise UserError(f"distillation.topk={config.distillation.topk}: the teacher has {sizes[0]} tokens")
+    hf = check_model_beside(_teaching(config), "distillation.teacher", inputs.tokenizer)
+    topk, sizes = config.distillation.topk, (hf.vocab_size, inputs.hf_config.vocab_size)
+    if topk is not None and sizes[0] > sizes[1]:
+        raise UserError(
+            f"distillation.teacher: {config.distillation.teacher} has an LM head of {sizes[0]} rows, the student one "
+            f"of {sizes[1]}, so that a token of the teacher's likeliest may be none of the student's; set "
+            "distillation.topk=null"
+        )
+    if topk is not None and topk > sizes[0]:
+        raise UserError(f"distillation.topk={topk}: the teacher has {sizes[0]} tokens")
 
 
 @dataclass

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
+from mcore_rl.algorithms.inputs import Inputs, check_model_beside, claim_output, load_inputs, total_steps
 from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import DPOConfig, ModelConfig
 from mcore_rl.data.records import Dataset, load_preference_dataset
-from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.errors import TrainingError, UserError
-from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
-from mcore_rl.models.megatron.weights import check_hf_tensors
+from mcore_rl.errors import TrainingError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.models.policy.reference import PrecomputedReference
 from mcore_rl.models.policy.scoring import ScoringModel
@@ -27,7 +24,7 @@ from mcore_rl.models.policy.scoring import ScoringModel
 FIRST_MARGIN_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 
-def train_dpo(config: DPOConfig) -> None:
+def train_dpo(config: DPOConfig) -> Path | None:
     """Make chosen responses likelier than rejected ones, relative to the reference."""
     inputs = _check_reference(config, load_inputs(config, load_preference_dataset, rows_per_unit=2))
     inputs = claim_output(config, inputs)
@@ -39,10 +36,10 @@ def train_dpo(config: DPOConfig) -> None:
     )
     reference = _reference(config, inputs, policy)
 
-    def add_reference(data: BatchedDataDict[Any], indices: list[int] | None) -> None:
+    def add_reference(data: BatchedDataDict[Any], dataset: Dataset, indices: Sequence[int]) -> None:
         if reference is None:
             return
-        logprobs = reference.logprobs(data, indices)
+        logprobs = reference.logprobs(data, dataset, indices)
         data["reference_policy_logprobs"] = logprobs.roll(-1, dims=1)  # column t scores token t + 1
 
     def check_margin(metrics: dict[str, Any], data: BatchedDataDict[Any]) -> None:
@@ -57,8 +54,9 @@ def train_dpo(config: DPOConfig) -> None:
                 "this data"
             )
 
-    SupervisedRun(config, inputs, policy, loss_of(config), add_reference, check_margin).run()
+    exported = SupervisedRun(config, inputs, policy, loss_of(config), add_reference, check_margin).run()
     policy.shutdown()
+    return exported
 
 
 def _reference(config: DPOConfig, inputs: Inputs[Dataset], policy: MegatronPolicy) -> ReferenceScores | None:
@@ -89,23 +87,14 @@ def _check_reference(config: DPOConfig, inputs: Inputs[Dataset]) -> Inputs[Datas
     """
     if config.dpo.reference_model is None:
         return inputs
-    judged = _reference_config(config)
-    try:
-        hf = load_hf_config(judged.model.path, judged.model.trust_remote_code)
-        check_model_fits(hf, config.parallel, config.data.max_sequence_length, judged.model)
-        check_hf_tensors(hf, SafetensorsDirectory(judged.model.path))
-        tokenizer = load_tokenizer(judged.model.path, judged.model.trust_remote_code)
-    except UserError as error:
-        raise UserError(str(error).replace("model.path", "dpo.reference_model")) from None
-    if tokenizer.get_vocab() != inputs.tokenizer.get_vocab():
-        raise UserError(f"dpo.reference_model: {judged.model.path} has another vocabulary than model.path")
+    check_model_beside(_reference_config(config), "dpo.reference_model", inputs.tokenizer)
     return inputs
 
 
 class ReferenceScores(Protocol):
     """Log-probabilities of a batch under the reference."""
 
-    def logprobs(self, data: BatchedDataDict[Any], indices: list[int] | None) -> Tensor:
+    def logprobs(self, data: BatchedDataDict[Any], dataset: Dataset, indices: Sequence[int]) -> Tensor:
         """[B, S]; column t scores token t."""
         ...
 
@@ -116,7 +105,7 @@ class OtherModel:
     def __init__(self, model: ScoringModel) -> None:
         self.model = model
 
-    def logprobs(self, data: BatchedDataDict[Any], indices: list[int] | None) -> Tensor:
+    def logprobs(self, data: BatchedDataDict[Any], dataset: Dataset, indices: Sequence[int]) -> Tensor:
         return self.model.get_logprobs(data)["logprobs"]
 
 
@@ -126,38 +115,27 @@ class SwappedReference:
     def __init__(self, policy: MegatronPolicy) -> None:
         self.policy = policy
 
-    def logprobs(self, data: BatchedDataDict[Any], indices: list[int] | None) -> Tensor:
+    def logprobs(self, data: BatchedDataDict[Any], dataset: Dataset, indices: Sequence[int]) -> Tensor:
         return self.policy.get_reference_policy_logprobs(data)["reference_logprobs"]
 
 
 class StoredReference:
-    """Everything was computed before training; `None` indices mean the validation set."""
+    """Everything was computed before training."""
 
-    def __init__(self, train: PrecomputedReference, validation: PrecomputedReference | None) -> None:
-        self.train, self.validation = train, validation
+    def __init__(self, stored: Sequence[tuple[Dataset, PrecomputedReference]]) -> None:
+        self.stored = stored
 
-    def logprobs(self, data: BatchedDataDict[Any], indices: list[int] | None) -> Tensor:
-        rows, width = data["input_ids"].shape
-        if indices is None:
-            assert self.validation is not None, "there is no validation set"
-            return self.validation.rows(range(rows), width)
-        return self.train.rows([2 * index + side for index in indices for side in (0, 1)], width)
+    def logprobs(self, data: BatchedDataDict[Any], dataset: Dataset, indices: Sequence[int]) -> Tensor:
+        of_dataset = next(scores for known, scores in self.stored if known is dataset)
+        return of_dataset.rows([2 * index + side for index in indices for side in (0, 1)], data["input_ids"].shape[1])
 
 
 def _precompute(config: DPOConfig, inputs: Inputs[Dataset], model: ScoringModel) -> StoredReference:
     directory = config.output_dir / "reference_logprobs"
-    stored = [
-        None
-        if dataset is None
-        else PrecomputedReference.load_or_compute(
-            directory,
-            model,
-            dataset.units,
-            inputs.tokenizer.pad_token_id,
-            config.batch.global_batch_size,
-            speaker(model.is_writer),
-        )
-        for dataset in (inputs.train, inputs.validation)
-    ]
-    assert stored[0] is not None
-    return StoredReference(stored[0], stored[1])
+    stored = []
+    for dataset in (inputs.train, *inputs.validation.values()):
+        units, pad = dataset.units, inputs.tokenizer.pad_token_id
+        size, say = config.batch.global_batch_size, speaker(model.is_writer)
+        scores = PrecomputedReference.load_or_compute(directory, model, units, pad, size, say)
+        stored.append((dataset, scores))
+    return StoredReference(stored)

@@ -13,12 +13,15 @@ from mcore_rl import launch_environment
 from mcore_rl.algorithms.checkpointing import check_identity
 from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.algorithms.plan import describe_plan
-from mcore_rl.config import DataConfig, GRPOConfig, TrainerConfig, TrainingConfig
+from mcore_rl.config import DataConfig, OptimizerConfig, RLConfig, TrainerConfig, TrainingConfig
+from mcore_rl.data.order import Order
 from mcore_rl.data.progress import Say
+from mcore_rl.data.records import Source
 from mcore_rl.data.token_cache import TokenCache, default_directory
 from mcore_rl.data.tokenization import TokenizerSource
 from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.errors import UserError
+from mcore_rl.hub import make_repository
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.models.megatron.peft_directory import PEFTDirectory
@@ -35,6 +38,8 @@ class RunDataset(Protocol):
 
     def describe(self, name: str, limit: int) -> str: ...
 
+    def order(self, seed: int) -> Order: ...
+
     @property
     def fingerprint(self) -> str: ...
 
@@ -49,7 +54,8 @@ class Inputs(Generic[DatasetT]):
     tokenizer: Any
     hf_config: Any
     train: DatasetT
-    validation: DatasetT | None
+    validation: dict[str, DatasetT]
+    """By name; the only one has none."""
     checkpoints: tuple[list[Path], list[str]] = ([], [])
     """To resume from, the best first, and what is to be told about them."""
     identity: str = ""
@@ -58,7 +64,7 @@ class Inputs(Generic[DatasetT]):
 
 def load_inputs(
     config: TrainingConfig,
-    load_dataset: Callable[[str, Any, DataConfig, Say, TokenCache], DatasetT],
+    load_dataset: Callable[[Source, Any, DataConfig, Say, TokenCache], DatasetT],
     rows_per_unit: int,
     world_size: int | None = None,
 ) -> Inputs[DatasetT]:
@@ -85,15 +91,10 @@ def load_inputs(
             f"model.path: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {hf_config.vocab_size}"
         )
     cache = TokenCache(config.data.cache_dir or default_directory(), made_from)
-    validation = config.data.validation
-    return Inputs(
-        tokenizer,
-        hf_config,
-        load_dataset(config.data.train, tokenizer, config.data, say, cache),
-        None
-        if validation is None
-        else load_dataset(validation, tokenizer, config.data.model_copy(update={"max_samples": None}), say, cache),
-    )
+    data, whole = config.data, config.data.model_copy(update={"max_samples": None})
+    train = load_dataset(data.train, tokenizer, data, say, cache)
+    sets = {name: load_dataset(source, tokenizer, whole, say, cache) for name, source in data.validation_sets.items()}
+    return Inputs(tokenizer, hf_config, train, sets)
 
 
 def check_positions(hf_config: Any, max_sequence_length: int) -> None:
@@ -109,6 +110,49 @@ def check_positions(hf_config: Any, max_sequence_length: int) -> None:
         raise UserError(
             f"data.max_sequence_length={max_sequence_length}: the model has {positions:.0f} positions "
             "(max_position_embeddings)"
+        )
+
+
+def check_model_beside(config: TrainingConfig, key: str, tokenizer: Any) -> Any:
+    """Look at a model beside the policy, before any process group exists; returns its transformers config.
+
+    Args:
+        config: the run's, with that model in the policy's place.
+        key: that names it.
+        tokenizer: of the policy.
+
+    Raises:
+        UserError: it cannot be used, or has another vocabulary than the policy.
+    """
+    model = config.model
+    try:
+        hf = load_hf_config(model.path, model.trust_remote_code, model.head)
+        check_model_fits(hf, config.parallel, config.data.max_sequence_length, model)
+        check_hf_tensors(hf, SafetensorsDirectory(model.path))
+        own = load_tokenizer(model.path, model.trust_remote_code)
+    except UserError as error:
+        told = str(error)
+        fits = f"{key}: {model.path} does not fit beside the policy: {told}"
+        raise UserError(told.replace("model.path", key) if "model.path" in told else fits) from None
+    _check_vocabulary(f"{key}: {model.path}", own.get_vocab(), tokenizer.get_vocab())
+    if len(own) > hf.vocab_size:
+        raise UserError(f"{key}: {model.path} has {hf.vocab_size} rows of embeddings for {len(own)} tokens")
+    return hf
+
+
+def _check_vocabulary(model: str, own: dict[str, int], policy: dict[str, int]) -> None:
+    """
+    Raises:
+        UserError: a token has another id, or none, on one of the two sides; the first one is named.
+    """
+    different = [token for token in own.keys() | policy.keys() if own.get(token) != policy.get(token)]
+    if different:
+        last = max(len(own), len(policy))
+        token = min(different, key=lambda token: (min(own.get(token, last), policy.get(token, last)), token))
+        ids = [f"id {ids[token]}" if token in ids else "no token" for ids in (own, policy)]
+        raise UserError(
+            f"{model} has another vocabulary than model.path ({len(own)} and {len(policy)} tokens; {token!r} is "
+            f"{ids[0]} of its own, {ids[1]} of the policy's); use a model with the policy's tokenizer"
         )
 
 
@@ -133,6 +177,8 @@ def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[Dat
     if config.dry_run:
         tell_plan(config, inputs, notes)
         sys.exit(0)
+    if config.checkpoint.push_to_hub is not None:
+        make_repository(config.checkpoint.push_to_hub)
     if note := RunDirectory(config.output_dir).claim():
         notes = [note, *notes]
     return replace(inputs, checkpoints=(checkpoints[0], notes), identity=identity.to_json())
@@ -140,7 +186,7 @@ def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[Dat
 
 def tell_plan(config: TrainingConfig, inputs: Inputs[Any], notes: Sequence[str]) -> None:
     """Print what the run would do."""
-    per_step = config.grpo.num_prompts_per_step if isinstance(config, GRPOConfig) else config.batch.global_batch_size
+    per_step = config.rollouts.num_prompts_per_step if isinstance(config, RLConfig) else config.batch.global_batch_size
     steps = total_steps(config.trainer, len(inputs.train), per_step)
     for line in (*notes, *describe_plan(config, inputs, steps, launch_environment.world_size())):
         print(line, flush=True)
@@ -149,7 +195,6 @@ def tell_plan(config: TrainingConfig, inputs: Inputs[Any], notes: Sequence[str])
 
 def tell_what_never_comes(config: TrainingConfig, steps: int, say: Say, updates_per_step: int = 1) -> None:
     """Lines about what a run of so many steps does not get to."""
-    warmup, updates = config.optimizer.warmup_steps, steps * updates_per_step
     intervals = {
         "checkpoint.save_interval": config.checkpoint.save_interval,
         "trainer.validation_interval": config.trainer.validation_interval,
@@ -157,14 +202,19 @@ def tell_what_never_comes(config: TrainingConfig, steps: int, say: Say, updates_
     for key, interval in intervals.items():
         if interval is not None and interval > steps:
             say(f"{key}={interval} never comes: the run has {steps} steps")
-    if warmup >= updates:
-        shortened = config.optimizer.steps_of_warmup(updates)
-        say(f"optimizer.warmup_steps={warmup} is shortened to {shortened}: the run has {steps} steps")
     trainer = config.trainer
     if config.data.validation is not None and trainer.validation_interval is None and not trainer.validate_at_end:
         say("data.validation is not used during training: there is no trainer.validation_interval")
-    if config.optimizer.lr == 0 and not config.optimizer.embedding_lr:
-        say("optimizer.lr=0: the weights will not change")
+    tell_of_optimizer("optimizer", config.optimizer, steps * updates_per_step, say)
+
+
+def tell_of_optimizer(key: str, optimizer: OptimizerConfig, updates: int, say: Say) -> None:
+    """Lines about what an optimizer of so many updates does not do."""
+    if optimizer.warmup_steps >= updates:
+        shortened = optimizer.steps_of_warmup(updates)
+        say(f"{key}.warmup_steps={optimizer.warmup_steps} is shortened to {shortened}: there are {updates} updates")
+    if optimizer.lr == 0 and not optimizer.embedding_lr:
+        say(f"{key}.lr=0: the weights will not change")
 
 
 def total_steps(trainer: TrainerConfig, num_samples: int, samples_per_step: int) -> int:

@@ -29,9 +29,11 @@ class LossFunction(Protocol):
     data-parallel ranks) and hands both to the loss, which divides by the one of its `loss_type`.
     Losses of the microbatches then simply add up.
 
-    Two more attributes are read if a loss has them: `metric_reductions`, a dictionary from the names of metrics
-    that do not add up to their `Reduction`; and `rows_per_unit`, how many neighbouring rows belong together
-    (2 for pairs; 1 if there is none), which packing never separates.
+    Four more attributes are read if a loss has them: `prepare`, called with this rank's microbatches before they go
+    through the policy; `metric_reductions`, a dictionary from the names of metrics that do not add up to their
+    `Reduction`; `rows_per_unit`, how many neighbouring rows belong together (2 for pairs; 1 if there is none), which
+    packing never separates; and `reads_values`, true of a loss that a model with a reward head gives its number at
+    every token, [B, S], not only at the last.
     """
 
     loss_type: LossType

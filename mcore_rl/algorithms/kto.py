@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,34 +22,26 @@ from mcore_rl.errors import TrainingError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
 
-def train_kto(config: KTOConfig) -> None:
+def train_kto(config: KTOConfig) -> Path | None:
     """Make desirable responses likelier, undesirable ones less likely, relative to the reference."""
     inputs = claim_output(config, load_inputs(config, load_unpaired_dataset, rows_per_unit=1))
     steps = total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size)
     policy = MegatronPolicy(config, steps, keep_reference=True)
 
-    def dataset_of(indices: list[int] | None) -> tuple[UnpairedDataset, list[int]]:
-        if indices is not None:
-            return inputs.train, indices
-        assert inputs.validation is not None, "there is no validation set"
-        return inputs.validation, list(range(len(inputs.validation)))
-
-    def mismatched(indices: list[int] | None) -> BatchedDataDict[Any]:
+    def mismatched(dataset: UnpairedDataset, indices: Sequence[int]) -> BatchedDataDict[Any]:
         """Each record's prompt with another's response."""
-        dataset, rows = dataset_of(indices)
         limit = config.data.max_sequence_length
-        return collate([(dataset.mismatched(i).truncate(limit),) for i in rows], inputs.tokenizer.pad_token_id)
+        return collate([(dataset.mismatched(i).truncate(limit),) for i in indices], inputs.tokenizer.pad_token_id)
 
-    def add_reference(data: BatchedDataDict[Any], indices: list[int] | None) -> None:
-        dataset, rows = dataset_of(indices)
-        data["desirable"] = torch.tensor([dataset.is_desirable(i) for i in rows])
+    def add_reference(data: BatchedDataDict[Any], dataset: UnpairedDataset, indices: Sequence[int]) -> None:
+        data["desirable"] = torch.tensor([dataset.is_desirable(i) for i in indices])
         reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
         data["reference_policy_logprobs"] = reference.roll(-1, dims=1)  # column t scores token t + 1
-        other = mismatched(indices)
+        other = mismatched(dataset, indices)
         data["mismatched_reference"] = _sums(policy.get_reference_policy_logprobs(other)["reference_logprobs"], other)
 
-    def add_reference_point(data: BatchedDataDict[Any], indices: list[int] | None) -> None:
-        other = mismatched(indices)
+    def add_reference_point(data: BatchedDataDict[Any], dataset: UnpairedDataset, indices: Sequence[int]) -> None:
+        other = mismatched(dataset, indices)
         sums = _sums(policy.get_logprobs(other)["logprobs"], other)
         data["kl_reference_point"] = kto_reference_point(sums, data["mismatched_reference"]).expand(data.size).clone()
 
@@ -69,8 +63,9 @@ def train_kto(config: KTOConfig) -> None:
         check_rewards,
         add_reference_point,
     )
-    run.run()
+    exported = run.run()
     policy.shutdown()
+    return exported
 
 
 def _sums(logprobs: Tensor, data: BatchedDataDict[Any]) -> Tensor:

@@ -15,13 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mcore_rl import watchdog
 from mcore_rl.algorithms.step_log import StepLog
 from mcore_rl.algorithms.trackers import trackers_of
-from mcore_rl.config import TrainingConfig
+from mcore_rl.config import TrainingConfig, greatest_is_best
 from mcore_rl.data.progress import Say, silent
 
 console = Console(soft_wrap=True, highlight=False)
 
-SHOWN = {"reward_mean": max, "loss": min, "accuracy": max}
-"""Metrics for people, and which of two values is the better one."""
+SHOWN = ("reward_mean", "loss", "value_loss", "explained_variance", "accuracy")
+"""Metrics for people."""
 
 
 def speaker(is_writer: bool) -> Say:
@@ -41,6 +41,7 @@ class Reporter:
         self.first_step, self.started = first_step, time.monotonic()
         self.directory, self._course = config.output_dir, dict[str, _Course]()
         self._tokens, self._seconds = 0, 0.0
+        self._bar: Progress | None = None
         if is_writer:
             self.log = StepLog(config.output_dir / "metrics.jsonl")
             self.trackers = trackers_of(config)
@@ -54,10 +55,10 @@ class Reporter:
             tracker.log(metrics, step)
         self._tokens += metrics.get("num_tokens", 0)
         self._seconds += metrics.get("step_seconds", 0.0)
-        for name, better in SHOWN.items():
-            for shown in (name, f"validation_{name}"):
-                if shown in metrics:
-                    self._course.setdefault(shown, _Course(better)).take(step, metrics[shown])
+        for name, value in metrics.items():
+            plain = name.removeprefix("validation_").rpartition("/")[2] if name.startswith("validation_") else name
+            if plain in SHOWN:
+                self._course.setdefault(name, _Course(max if greatest_is_best(plain) else min)).take(step, value)
 
     def progress(self, step: int, metrics: Mapping[str, Any]) -> None:
         """The line that a person watches."""
@@ -81,13 +82,12 @@ class Reporter:
             *(TextColumn("left"), TimeRemainingColumn(), _Phase("", markup=False)),
         )
         with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
-            self._task = bar.add_task("steps", total=self.total, completed=self.first_step - 1)
-            self._bar = bar
+            self._bar, self._task = bar, bar.add_task("steps", total=self.total, completed=self.first_step - 1)
             yield
 
     def advance(self, step: int) -> None:
         """Move the bar, if there is one."""
-        if hasattr(self, "_bar"):
+        if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def close(self) -> None:

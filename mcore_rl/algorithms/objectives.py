@@ -10,12 +10,14 @@ from mcore_rl.algorithms.loss_functions import (
     KTOLossFn,
     LossFunction,
     NLLLoss,
+    WholeVocabularyDistillationLossFn,
 )
-from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RMConfig, TrainingConfig
+from mcore_rl.algorithms.loss_functions.distillation import Teacher
+from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, RLConfig, RMConfig, TrainingConfig
 
 
-def loss_of(config: TrainingConfig) -> LossFunction:
-    """The loss that a configuration trains with."""
+def loss_of(config: TrainingConfig, teacher: Teacher | None = None) -> LossFunction:
+    """The loss that a configuration trains with; `teacher` is needed by distillation over the whole vocabulary."""
     if isinstance(config, DPOConfig):
         return DPOLossFn(config.dpo)
     if isinstance(config, RMConfig):
@@ -23,7 +25,10 @@ def loss_of(config: TrainingConfig) -> LossFunction:
     if isinstance(config, KTOConfig):
         return KTOLossFn(config.kto)
     if isinstance(config, DistillationConfig):
-        return DistillationLossFn(config.distillation)
-    if isinstance(config, GRPOConfig):
+        if config.distillation.topk is not None:
+            return DistillationLossFn(config.distillation)
+        assert teacher is not None, "distillation over the whole vocabulary needs the teacher"
+        return WholeVocabularyDistillationLossFn(config.distillation, teacher)
+    if isinstance(config, RLConfig):
         return ClippedPGLossFn(config.loss)
     return NLLLoss()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mcore_rl.config import GRPOConfig, ParallelConfig, TrainingConfig
-from mcore_rl.data.batches import SampleOrder
+from mcore_rl.config import ParallelConfig, PPOConfig, RLConfig, TrainingConfig
 from mcore_rl.data.packing import batching_of
 from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.data.tokenize import TokenSequence
@@ -29,6 +28,9 @@ def describe_plan(config: TrainingConfig, inputs: Any, steps: int, world_size: i
     yield dataset.describe("train", config.data.max_sequence_length)
     sequences, of_records = first_batch(config, dataset)
     tokens = sum(sequences.lengths)
+    if isinstance(config, PPOConfig):
+        critic, alone = config.critic.path or config.model.path, config.critic.pretraining_steps
+        yield f"critic: {critic}" + (f", trained alone in the first {alone:,} steps" if alone else "")
     yield f"{steps:,} steps, of {len(sequences.lengths):,} sequences; the first has {tokens:,} tokens"
     if config.batch.packing:
         yield from packs(config, sequences, world_size)
@@ -62,10 +64,10 @@ def layout_picture(parallel: ParallelConfig, world_size: int, layers: int) -> It
 
 def first_batch(config: TrainingConfig, dataset: Any) -> tuple[Sequences, list[TokenSequence]]:
     """Lengths of the first step's sequences, and the first of them; answers of GRPO are as long as they may be."""
-    order = SampleOrder(len(dataset), config.seed)
-    if isinstance(config, GRPOConfig) and isinstance(dataset, PromptDataset):
-        prompts = [dataset.prompts[i].input_ids for i in order.indices(0, config.grpo.num_prompts_per_step)]
-        answer, group = config.grpo.max_new_tokens, config.grpo.num_generations_per_prompt
+    order = dataset.order(config.seed)
+    if isinstance(config, RLConfig) and isinstance(dataset, PromptDataset):
+        prompts = [dataset.prompts[i].input_ids for i in order.indices(0, config.rollouts.num_prompts_per_step)]
+        answer, group = config.rollouts.max_new_tokens, config.rollouts.num_generations_per_prompt
         lengths = tuple(len(prompt) + answer for prompt in prompts for _ in range(group))
         shown = [TokenSequence(ids, (False,) * len(ids)) for ids in prompts[:SHOWN_RECORDS]]
         return Sequences(lengths, (answer,) * len(lengths)), shown

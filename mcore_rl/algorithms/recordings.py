@@ -16,7 +16,7 @@ from mcore_rl.config import TrainingConfig
 from mcore_rl.errors import UserError
 
 REPLAYED_OPTIONS = {"temperature", "num_generations_per_prompt", "num_prompts_per_step"}
-"""Of the `grpo` section: what a replay must share with its recording."""
+"""Of the algorithm's own section: what a replay must share with its recording."""
 
 
 def recorded_by(config: TrainingConfig, data: str) -> dict[str, Any]:
@@ -53,13 +53,14 @@ def recorded_step(weights: str, sampling: dict[str, Any], rollouts: Sequence[Rol
 
 
 def read_recording(
-    path: Path, steps: int, required: dict[str, Any], replays_experts: bool = False
+    path: Path, steps: int, required: dict[str, Any], replays_experts: bool = False, section: str = "grpo"
 ) -> dict[int, list[Rollout]]:
     """The rollouts of each recorded step.
 
     Args:
         replays_experts: whether tokens are sent to the experts that they went to while sampling.
         required: sampling options that training on them depends on.
+        section: of the configuration, where these stand.
 
     Raises:
         UserError: no such file, not a recording, one of fewer than `steps` steps, or sampled otherwise.
@@ -82,7 +83,7 @@ def read_recording(
         if found[name] != value:
             if name == "data":
                 raise UserError(f"--replay {path}: was recorded on other prompts than those of data.train")
-            raise UserError(f"--replay {path}: was sampled with grpo.{name}={found[name]}; here it is {value}")
+            raise UserError(f"--replay {path}: was sampled with {section}.{name}={found[name]}; here it is {value}")
     return recorded
 
 

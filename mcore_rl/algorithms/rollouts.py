@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -60,6 +61,8 @@ class Rollout:
     """(version, tokens) of the responses' tokens in their order: which weights they were drawn by. A version is the
     number of steps that were trained."""
     message_log: MessageLog = field(default_factory=list)
+    token_rewards: list[tuple[int, float]] = field(default_factory=list)
+    """(position, reward): what tokens have earned, whose sum is the reward."""
     routed_experts: list[Any] | None = None
     """[tokens, layers, topk] the experts of its tokens, if they are to be replayed."""
 
@@ -81,6 +84,19 @@ class Rollout:
         self.input_ids += tokens
         self.token_mask += [is_response] * len(tokens)
         self.logprobs += logprobs
+
+    def earn(self, step: Step) -> None:
+        """Take what the last response has earned: its last token the reward, each token what is its own."""
+        length = self.response_lengths[-1]
+        first = len(self.input_ids) - length
+        of_tokens = [(first + t, reward) for t, reward in enumerate(step.token_rewards) if reward]
+        if len(step.token_rewards) not in (0, length):
+            self.error = self.error or f"{len(step.token_rewards)} token_rewards for a response of {length} tokens"
+            return
+        self.reward += math.fsum([step.reward, *(reward for _, reward in of_tokens)])
+        self.token_rewards = [*self.token_rewards, *of_tokens]
+        if step.reward:
+            self.token_rewards.append((len(self.input_ids) - 1, step.reward))
 
     @property
     def weight_version(self) -> int:
@@ -109,26 +125,29 @@ class Conversation:
     def sample(self) -> Sample:
         """For whoever judges its last response."""
         log, start = self.prompt.message_log, len(self.prompt.input_ids)
-        is_text = isinstance(self.prompt.content, str)
-        return Sample(self.rollout.message_log, self.prompt.record, len(log), is_text, self.rollout.input_ids[start:])
+        is_text, rollout = isinstance(self.prompt.content, str), self.rollout
+        size = rollout.response_lengths[-1] if rollout.response_lengths else 0
+        return Sample(rollout.message_log, self.prompt.record, len(log), is_text, rollout.input_ids[start:], size)
 
     def respond(self, response: Response, tokenizer: Any) -> None:
         rollout = self.rollout
         rollout.add_response(response.token_ids, response.logprobs)
         rollout.weight_versions = [*rollout.weight_versions, *response.weight_versions]
         rollout.truncated, rollout.turns = not response.ended, rollout.turns + 1
+        if response.routed_experts is not None:  # of the whole conversation so far
+            rollout.routed_experts = response.routed_experts.tolist()
         text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
         rollout.message_log = [*rollout.message_log, {"role": "assistant", "content": text}]
 
     def goes_on(self, step: Step, tokenizer: Any, max_turns: int, max_sequence_length: int) -> bool:
         """Take the reward; True if there is an observation, and room, for another turn."""
         rollout = self.rollout
-        rollout.reward += step.reward
+        rollout.earn(step)
         rollout.rewards = rollout.rewards | {
             name: rollout.rewards.get(name, 0.0) + reward for name, reward in step.rewards.items()
         }
         rollout.error = rollout.error or step.error
-        if step.done or step.error or step.observation is None or rollout.turns >= max_turns:
+        if step.done or rollout.error or step.observation is None or rollout.turns >= max_turns:
             return False
         observed = self._observed(step.observation, tokenizer)
         if len(rollout.input_ids) + len(observed) >= max_sequence_length:
@@ -256,9 +275,8 @@ class RolloutWorker:
             response = slice(lengths[row], ends[row])
             tokens, logprobs = out["output_ids"][row, response].tolist(), out["logprobs"][row, response].tolist()
             versions = [(self.weight_version, len(tokens))]
-            conversation.respond(Response(tokens, logprobs, not truncated[row], versions), self.tokenizer)
-            if "routed_experts" in out:
-                conversation.rollout.routed_experts = out["routed_experts"][row, : ends[row]].tolist()
+            experts = out["routed_experts"][row, : ends[row]] if "routed_experts" in out else None
+            conversation.respond(Response(tokens, logprobs, not truncated[row], versions, experts), self.tokenizer)
 
     def _judge(self, samples: Sequence[Sample]) -> list[Step]:
         """Each replica judges its own beside, however long it takes; or all ranks judge all together."""
@@ -334,6 +352,21 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> BatchedDataDict[
         tail = input_ids.shape[1] - experts.shape[1]  # what was observed last was never fed to the model
         batch["routed_experts"] = F.pad(experts, (0, 0, 0, 0, 0, tail), value=-1)
     return batch
+
+
+def rewards_of_tokens(rollouts: Sequence[Rollout]) -> torch.Tensor:
+    """[B, S] fp32, what each token has earned; of rollouts that do not say, all at the last token of a response."""
+    rewards = torch.zeros(len(rollouts), max(len(r.input_ids) for r in rollouts))
+    for row, rollout in enumerate(rollouts):
+        for position, reward in rollout.token_rewards or [(last_response_token(rollout), rollout.reward)]:
+            rewards[row, position] += reward
+    return rewards
+
+
+def last_response_token(rollout: Rollout) -> int:
+    """Its position; the last of all if no response has a token."""
+    own = [position for position, is_own in enumerate(rollout.token_mask) if is_own]
+    return own[-1] if own else len(rollout.token_mask) - 1
 
 
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float = 0) -> torch.Tensor:

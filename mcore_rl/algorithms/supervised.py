@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rl import watchdog
 from mcore_rl.algorithms.interfaces import LossFunction
 from mcore_rl.algorithms.training import TrainingRun
-from mcore_rl.data.batches import SampleOrder, collate
+from mcore_rl.data.batches import collate
 from mcore_rl.data.records import Dataset, Unit
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+
+AddColumns = Callable[[BatchedDataDict[Any], Any, Sequence[int]], None]
+"""(batch, dataset, indices of its records there)"""
 
 
 @dataclass
 class SupervisedRun(TrainingRun[Dataset]):
     """Training of a policy on a fixed dataset.
 
-    add_columns: adds what the loss needs to a batch, given its dataset indices (or None for validation).
+    add_columns: adds what the loss needs to a batch of these records of a dataset.
     check_first_step: raises TrainingError if what must hold before the first update does not.
     add_current_columns: as `add_columns`, what depends on the policy's present weights: before each use of a batch.
     """
 
     loss_fn: LossFunction
-    add_columns: Callable[[BatchedDataDict[Any], list[int] | None], None] = lambda data, indices: None
+    add_columns: AddColumns = lambda data, dataset, indices: None
     check_first_step: Callable[[dict[str, Any], BatchedDataDict[Any]], None] = lambda metrics, data: None
-    add_current_columns: Callable[[BatchedDataDict[Any], list[int] | None], None] = lambda data, indices: None
+    add_current_columns: AddColumns = lambda data, dataset, indices: None
+    validation_batches: dict[str, BatchedDataDict[Any]] = field(default_factory=dict)
+    """By set, with what `add_columns` adds."""
 
     @property
     def samples_per_step(self) -> int:
@@ -47,11 +52,11 @@ class SupervisedRun(TrainingRun[Dataset]):
         """The next global batch; smaller at the very end of the last epoch."""
         train, size, epochs = self.inputs.train, self.config.batch.global_batch_size, self.config.trainer.max_epochs
         count = size if epochs is None else min(size, epochs * len(train) - self.consumed_samples)
-        indices = SampleOrder(len(train), self.config.seed).indices(self.consumed_samples, count)
+        indices = train.order(self.config.seed).indices(self.consumed_samples, count)
         self.consumed_samples += count
         data = self.collate([train.units[i] for i in indices], self.consumed_samples - count)
-        self.add_columns(data, indices)
-        self.add_current_columns(data, indices)
+        self.add_columns(data, train, indices)
+        self.add_current_columns(data, train, indices)
         return data
 
     def collate(self, units: list[Unit], first_sample: int) -> BatchedDataDict[Any]:
@@ -59,18 +64,13 @@ class SupervisedRun(TrainingRun[Dataset]):
         return collate(units, self.inputs.tokenizer.pad_token_id)
 
     def reference_moved(self) -> None:
-        self.__dict__.pop("_validation_batch", None)
+        self.validation_batches.clear()
 
-    def validate(self, step: int) -> dict[str, float]:
-        """Metrics over the whole validation set, as one batch, so that they are exact means."""
-        if self.inputs.validation is None:
-            return {}
-        watchdog.enter(f"step {step}: validation")
-        if not hasattr(self, "_validation_batch"):
-            self._validation_batch = collate(self.inputs.validation.units, self.inputs.tokenizer.pad_token_id)
-            self.add_columns(self._validation_batch, None)
-        self.add_current_columns(self._validation_batch, None)
-        metrics = self.policy.evaluate(self._validation_batch, self.loss_fn)
-        shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in ("loss", "accuracy") if name in metrics)
-        self.say(f"step {step}  validation: {shown}")
-        return {f"validation_{name}": value for name, value in metrics.items()}
+    def validate_on(self, name: str, dataset: Dataset, step: int) -> dict[str, float]:
+        """Metrics over a whole set, as one batch, so that they are exact means."""
+        everything = range(len(dataset))
+        if name not in self.validation_batches:
+            self.validation_batches[name] = collate(dataset.units, self.inputs.tokenizer.pad_token_id)
+            self.add_columns(self.validation_batches[name], dataset, everything)
+        self.add_current_columns(self.validation_batches[name], dataset, everything)
+        return self.policy.evaluate(self.validation_batches[name], self.loss_fn)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from mcore_rl.config import TrainingConfig
+from mcore_rl.run_identity import flattened
 
 
 class Tracker(Protocol):
@@ -64,7 +65,7 @@ class MLflow:
         self._mlflow = mlflow
         mlflow.set_experiment(config.logging.mlflow)
         mlflow.start_run(run_name=config.logging.run_name)
-        mlflow.log_params(dict(_flat(config.model_dump(mode="json"))))
+        mlflow.log_params(flattened(config.model_dump(mode="json")))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._mlflow.log_metrics({name: float(value) for name, value in metrics.items()}, step=step)
@@ -84,11 +85,3 @@ def trackers_of(config: TrainingConfig) -> list[Tracker]:
     if asked.mlflow is not None:
         started.append(MLflow(config))
     return started
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

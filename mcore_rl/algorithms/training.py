@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic
 
 from mcore_rl import run_directory, watchdog
@@ -12,7 +13,7 @@ from mcore_rl.algorithms.best import BestValidation
 from mcore_rl.algorithms.checkpointing import RunCheckpoints
 from mcore_rl.algorithms.inputs import DatasetT, Inputs, tell_what_never_comes, total_steps
 from mcore_rl.algorithms.interruption import Interruption
-from mcore_rl.algorithms.metrics import Reporter, speaker
+from mcore_rl.algorithms.metrics import SHOWN, Reporter, speaker
 from mcore_rl.config import TrainingConfig, resolved_yaml
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import TrainingError, UserError
@@ -64,9 +65,20 @@ class TrainingRun(ABC, Generic[DatasetT]):
             FloatingPointError: training cannot go on; weights are as before.
         """
 
-    @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
-        """Metrics of the validation set, each named `validation_…`; {} without one."""
+        """Metrics of the validation sets, each named `validation_…`, of several `validation_SET/…`; {} without one."""
+        watchdog.enter(f"step {step}: validation")
+        metrics = {}
+        for name, dataset in self.inputs.validation.items():
+            of_set = self.validate_on(name, dataset, step)
+            shown = "  ".join(f"{key} {of_set[key]:.4g}" for key in SHOWN if key in of_set)
+            self.say(f"step {step}  validation{f' {name}' if name else ''}: {shown}")
+            metrics.update({f"validation_{f'{name}/' if name else ''}{key}": value for key, value in of_set.items()})
+        return metrics
+
+    @abstractmethod
+    def validate_on(self, name: str, dataset: DatasetT, step: int) -> dict[str, float]:
+        """Metrics of one validation set."""
 
     def throughput(self, data: BatchedDataDict[Any], seconds: float, passes: int = 1) -> dict[str, float]:
         """Metrics of a step that trained `passes` times on these sequences."""
@@ -83,8 +95,8 @@ class TrainingRun(ABC, Generic[DatasetT]):
         """A line for the user, once."""
         speaker(self.policy.is_writer)(message)
 
-    def run(self) -> None:
-        """All steps, then the export."""
+    def run(self) -> Path | None:
+        """All steps, then the export, whose directory is returned; None without one."""
         config, policy = self.config, self.policy
         steps = self.total_steps
         checkpoints = RunCheckpoints(config, policy, self.say, self.inputs.checkpoints, self.inputs.identity)
@@ -93,7 +105,8 @@ class TrainingRun(ABC, Generic[DatasetT]):
         state = checkpoints.resume()
         self._begin()
         done, self.consumed_samples = state["step"], state["consumed_samples"]
-        best = BestValidation.of(config, state)
+        validated_on = " ".join(f"{name}:{data.fingerprint}" for name, data in self.inputs.validation.items())
+        best = BestValidation.of(config, state, validated_on, self.say)
         if best is not None and best.step and not checkpoints.has(best.step):  # it began from another run's checkpoint
             best.forget()
         reporter = Reporter(config, policy.is_writer, done + 1, steps)
@@ -132,19 +145,18 @@ class TrainingRun(ABC, Generic[DatasetT]):
             self.say(line)
         if best is not None:
             self.say(f"  {best}" + (f": {checkpoints.store.iteration(best.step)}" if best.step else ""))
+        exported = None
         if signal and done < steps:
             self.say(f"stopped by {signal} after step {done}; the same command goes on from here")
         else:
             if done < steps and best is not None:
                 self.say(f"step {done}: {best.waited} validations without a better {best.metric}; training ends here")
             if config.checkpoint.export_best and best is not None and best.step != done:
-                if best.step and checkpoints.has(best.step):
-                    policy.load_weights(checkpoints.store.iteration(best.step))
-                else:
-                    self.say("export_best: no checkpoint is of the best validation; the last weights are exported")
-            self._export()
+                self._take_weights_of(best, checkpoints)
+            exported = self._export()
         watchdog.stop()
         run_directory.release()
+        return exported
 
     def _step_or_stop(self, step: int, checkpoints: RunCheckpoints) -> dict[str, Any]:
         """`step`'s metrics; what makes it impossible to go on ends the run once the last checkpoint is written."""
@@ -154,6 +166,12 @@ class TrainingRun(ABC, Generic[DatasetT]):
             checkpoints.poll(step, wait=True)
             newest = checkpoints.newest() or "none"
             raise TrainingError(f"step {step}: {error}; the last checkpoint is {newest}") from None
+
+    def _take_weights_of(self, best: BestValidation, checkpoints: RunCheckpoints) -> None:
+        if best.step and checkpoints.has(best.step):
+            self.policy.load_weights(checkpoints.store.iteration(best.step))
+        else:
+            self.say("export_best: no checkpoint is of the best validation; the last weights are exported")
 
     def _move_reference(self, step: int) -> None:
         sync = self.config.reference_sync_of
@@ -184,16 +202,16 @@ class TrainingRun(ABC, Generic[DatasetT]):
         if lora := policy.model.lora:
             self.say(f"LoRA: {lora}")
         self.say(self.inputs.train.describe("train", self.max_record_length))
-        if self.inputs.validation is not None:
-            self.say(self.inputs.validation.describe("validation", self.max_record_length))
+        for name, dataset in self.inputs.validation.items():
+            self.say(dataset.describe(f"validation {name}".rstrip(), self.max_record_length))
         tell_what_never_comes(self.config, steps, self.say, self.updates_per_step)
         if done >= steps:
             self.say(f"nothing left to train: the checkpoint is at step {done} of {steps}")
 
-    def _export(self) -> None:
+    def _export(self) -> Path | None:
         """The trained model as Hugging Face has it, and its adapters as PEFT does, if the configuration asks for it."""
         if not self.config.checkpoint.export_hf:
-            return
+            return None
         watchdog.enter("export")
         directory = RunDirectory(self.config.output_dir)
         if self.config.model.lora is not None:
@@ -201,3 +219,4 @@ class TrainingRun(ABC, Generic[DatasetT]):
             self.say(f"PEFT adapter: {directory.adapter}")
         self.policy.export_hf(directory.export)
         self.say(f"Hugging Face model: {directory.export}")
+        return directory.export

@@ -13,27 +13,34 @@ from mcore_rl.config.algorithms import (
     GRPOConfig,
     KTOConfig,
     RewardAlgorithmConfig,
+    RLConfig,
     RMConfig,
+    RolloutOptions,
     SFTConfig,
 )
+from mcore_rl.config.checkpoint import CheckpointConfig, greatest_is_best
+from mcore_rl.config.data import DataConfig, read_chat_template
 from mcore_rl.config.environment import EnvironmentConfig
 from mcore_rl.config.fields import Section
-from mcore_rl.config.files import laid_over, read_yaml
+from mcore_rl.config.files import laid_over, read_overridable, read_yaml
 from mcore_rl.config.generation import GenerationConfig, VLLMConfig
 from mcore_rl.config.loading import build_config, load_config, resolved_yaml
 from mcore_rl.config.model import LoRAConfig, ModelConfig, ParallelConfig
+from mcore_rl.config.ppo import CriticConfig, PPOAlgorithmConfig, PPOConfig
 from mcore_rl.config.sections import (
     BatchConfig,
-    CheckpointConfig,
-    DataConfig,
     LoggingConfig,
     OptimizerConfig,
     TrainerConfig,
     TrainingConfig,
-    read_chat_template,
 )
 
 __all__ = [
+    "CriticConfig",
+    "PPOAlgorithmConfig",
+    "PPOConfig",
+    "RLConfig",
+    "RolloutOptions",
     "DPOAlgorithmConfig",
     "DPOConfig",
     "DistillationAlgorithmConfig",
@@ -48,9 +55,11 @@ __all__ = [
     "SFTConfig",
     "VLLMConfig",
     "build_config",
+    "greatest_is_best",
     "read_chat_template",
     "laid_over",
     "load_config",
+    "read_overridable",
     "read_yaml",
     "resolved_yaml",
     "BatchConfig",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -15,17 +15,11 @@ from mcore_rl.loss_options import Bounds, ClippedPGOptions, DistillationOptions,
 
 
 class SFTOptimizerConfig(OptimizerConfig):
-    """AdamW and its schedule, whose steps are the optimizer's."""
-
     lr: BelowOne = 2e-5
-    """Learning rate, after warm-up. Adapters (LoRA) want about ten times as much."""
 
 
 class RMOptimizerConfig(OptimizerConfig):
-    """AdamW and its schedule, whose steps are the optimizer's."""
-
     lr: BelowOne = 1e-5
-    """Learning rate, after warm-up. Adapters (LoRA) want about ten times as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +36,13 @@ class DPOAlgorithmConfig(DPOOptions):
         super().check()
         self.require(
             self.needs_reference or (self.reference == "swap" and self.reference_model is None),
-            f"preference_loss={self.preference_loss} has no reference; leave out reference and reference_model",
+            f"preference_loss={', '.join(self.preference_losses)} has no reference; leave out reference and "
+            "reference_model",
         )
 
 
 class DPOConfig(TrainingConfig):
+    algorithm: ClassVar[str] = "dpo"
     dpo: DPOAlgorithmConfig = DPOAlgorithmConfig()
     reference_sync: ReferenceSyncConfig | None = None
 
@@ -62,8 +58,8 @@ class DPOConfig(TrainingConfig):
         return 2  # chosen and rejected
 
 
-class GRPOAlgorithmConfig(Section):
-    """Rollouts and what becomes of their rewards."""
+class RolloutOptions(Section):
+    """Of every algorithm that trains on rollouts."""
 
     num_prompts_per_step: Positive = 16
     """Prompts of a step, over all processes."""
@@ -83,19 +79,8 @@ class GRPOAlgorithmConfig(Section):
     """Texts that end a response."""
     generation_batch_size: Positive = 64
     """Sequences that a replica generates at a time."""
-    advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"
-    """How rewards become advantages."""
-    use_leave_one_out_baseline: bool | None = None
-    """grpo: compare each response with the others of its group, not with all of them; null: no."""
-    normalize_rewards: bool | None = None
-    """grpo: divide by the deviation of those that it is compared with; null: yes. dr_grpo is grpo without this,
-    rloo without this and with the other."""
-    advantage_deviation: Literal["sample", "population"] = "sample"
-    """grpo: whether that deviation divides by n − 1 or by n."""
     advantage_epsilon: NonNegative = 1e-4
-    """Added to the deviation."""
-    minus_baseline: bool = False
-    """reinforce_plus_plus: subtract the mean of each prompt's rewards first."""
+    """Added to the deviation that advantages are divided by."""
     num_updates_per_rollout: Positive = 1
     """Optimizer steps on each step's rollouts."""
     dynamic_sampling_rounds: Positive = 1
@@ -114,6 +99,40 @@ class GRPOAlgorithmConfig(Section):
     def filters_tokens(self) -> bool:
         """Whether some tokens are never drawn, so that samples are of another distribution than what is trained."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def compared(self) -> Literal["group", "batch"] | None:
+        """Among which responses rewards must differ for there to be something to learn; None: they need not."""
+        return None
+
+    @model_validator(mode="after")
+    def _has_room(self) -> Self:
+        if self.overlong_cache_length is not None and self.overlong_cache_length > self.max_new_tokens:
+            raise ValueError(f"overlong_cache_length: must be at most max_new_tokens ({self.max_new_tokens})")
+        if self.dynamic_sampling_rounds > 1 and self.num_generations_per_prompt == 1:
+            raise ValueError("dynamic_sampling_rounds: compares a prompt's responses; use 2 generations or more")
+        return self
+
+
+class GRPOAlgorithmConfig(RolloutOptions):
+    """Rollouts and what becomes of their rewards."""
+
+    advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"
+    """How rewards become advantages."""
+    use_leave_one_out_baseline: bool | None = None
+    """grpo: compare each response with the others of its group, not with all of them; null: no."""
+    normalize_rewards: bool | None = None
+    """grpo: divide by the deviation of those that it is compared with; null: yes. dr_grpo is grpo without this,
+    rloo without this and with the other."""
+    advantage_deviation: Literal["sample", "population"] = "sample"
+    """grpo: whether that deviation divides by n − 1 or by n."""
+    minus_baseline: bool = False
+    """reinforce_plus_plus: subtract the mean of each prompt's rewards first."""
+
+    @property
+    def compared(self) -> Literal["group", "batch"]:
+        whole_batch = self.advantage_estimator == "reinforce_plus_plus" and not self.minus_baseline
+        return "batch" if whole_batch else "group"
 
     @property
     def baseline_and_scale(self) -> tuple[bool, bool]:
@@ -137,8 +156,6 @@ class GRPOAlgorithmConfig(Section):
             raise ValueError(
                 f"num_generations_per_prompt: {self.advantage_estimator} compares responses; use 2 or more"
             )
-        if self.overlong_cache_length is not None and self.overlong_cache_length > self.max_new_tokens:
-            raise ValueError(f"overlong_cache_length: must be at most max_new_tokens ({self.max_new_tokens})")
         return self
 
 
@@ -148,22 +165,31 @@ def _translated(loss: Any) -> Any:
 
 
 class GRPOTrainerConfig(TrainerConfig):
-    """How long to train: whichever of the limits comes first."""
-
     validate_at_start: bool = True
-    """Validate before the first step as well, as step 0."""
 
 
-class GRPOConfig(TrainingConfig):
+class RLConfig(TrainingConfig):
+    """What GRPO and PPO share: rollouts, their judging, a clipped policy gradient."""
+
     trainer: GRPOTrainerConfig = GRPOTrainerConfig(max_epochs=1)
-    grpo: GRPOAlgorithmConfig = GRPOAlgorithmConfig()
     loss: Annotated[ClippedPGOptions, BeforeValidator(_translated)] = ClippedPGOptions()
     environment: EnvironmentConfig = EnvironmentConfig()
     generation: GenerationConfig = GenerationConfig()
     reference_sync: ReferenceSyncConfig | None = None
 
+    @property
+    def rollouts(self) -> RolloutOptions:
+        """The algorithm's own options, in the section of its name."""
+        options: RolloutOptions = getattr(self, self.algorithm)
+        return options
+
+    @property
+    def first_update_step(self) -> int:
+        """The first step that trains the policy."""
+        return 1
+
     @model_validator(mode="after")
-    def _has_a_reference(self) -> GRPOConfig:
+    def _has_a_reference(self) -> Self:
         if self.reference_sync is not None and self.loss.reference_policy_kl_penalty == 0:
             raise ValueError("reference_sync: there is no reference with loss.reference_policy_kl_penalty=0")
         return self
@@ -172,11 +198,11 @@ class GRPOConfig(TrainingConfig):
     @classmethod
     def _set_batch_size(cls, values: Any) -> Any:
         """The global batch is all responses of a step."""
-        if not (isinstance(values, dict) and isinstance(values.get("grpo", {}), dict)):
+        if not (isinstance(values, dict) and isinstance(values.get(cls.algorithm, {}), dict)):
             return values
-        given, fields = values.get("grpo", {}), GRPOAlgorithmConfig.model_fields
+        given, defaults = values.get(cls.algorithm, {}), cls.model_fields[cls.algorithm].default
         names = ("num_prompts_per_step", "num_generations_per_prompt")
-        sizes = [given.get(name, fields[name].default) for name in names]
+        sizes = [given.get(name, getattr(defaults, name)) for name in names]
         batch = values.get("batch") or {}
         if isinstance(batch, dict) and all(isinstance(size, int) for size in sizes):
             total = sizes[0] * sizes[1]
@@ -191,27 +217,26 @@ class GRPOConfig(TrainingConfig):
 
     @property
     def rows_per_group(self) -> int:
-        return self.grpo.num_generations_per_prompt
+        return self.rollouts.num_generations_per_prompt
 
     @property
     def max_prompt_length(self) -> int:
         """Tokens of a prompt at most, so that a response has room."""
-        return self.data.max_sequence_length - self.grpo.max_new_tokens
+        return self.data.max_sequence_length - self.rollouts.max_new_tokens
 
     @model_validator(mode="after")
-    def _fits(self) -> GRPOConfig:
-        if self.grpo.max_new_tokens >= self.data.max_sequence_length:
+    def _fits(self) -> Self:
+        own = self.algorithm
+        if self.rollouts.max_new_tokens >= self.data.max_sequence_length:
             raise ValueError(
-                f"grpo.max_new_tokens: must be less than data.max_sequence_length ({self.data.max_sequence_length}), "
+                f"{own}.max_new_tokens: must be less than data.max_sequence_length ({self.data.max_sequence_length}), "
                 "which holds the prompt too"
             )
-        if self.loss.use_kl_in_reward and self.grpo.advantage_estimator != "reinforce_plus_plus":
-            raise ValueError("loss.use_kl_in_reward: needs grpo.advantage_estimator=reinforce_plus_plus")
-        if self.loss.force_on_policy_ratio and self.grpo.num_updates_per_rollout > 1:
-            raise ValueError("loss.force_on_policy_ratio: is for a single update; grpo.num_updates_per_rollout is more")
-        if self.model.moe_router_replay and self.generation.backend != "megatron":
-            raise ValueError("model.moe_router_replay: needs generation.backend=megatron, which records the experts")
-        if self.grpo.max_staleness:
+        if self.loss.force_on_policy_ratio and self.rollouts.num_updates_per_rollout > 1:
+            raise ValueError(
+                f"loss.force_on_policy_ratio: is for a single update; {own}.num_updates_per_rollout is more"
+            )
+        if self.rollouts.max_staleness:
             self._check_stale()
         if self.data.overlong != "drop":
             raise ValueError("data.overlong: prompts are never truncated, only dropped; leave it out")
@@ -219,30 +244,42 @@ class GRPOConfig(TrainingConfig):
 
     def _check_stale(self) -> None:
         """Raises ValueError for what does not go with samples of older weights."""
-        grpo, loss = self.grpo, self.loss
+        name, loss = f"{self.algorithm}.max_staleness", self.loss
         if self.generation.backend != "vllm":
-            raise ValueError("grpo.max_staleness: needs generation.backend=vllm, which answers while others train")
+            raise ValueError(f"{name}: needs generation.backend=vllm, which answers while others train")
+        if self.generation.vllm.sleep:
+            raise ValueError(f"{name}: servers that sleep do not answer while others train; no generation.vllm.sleep")
         if self.environment.name == "reward_model":
-            raise ValueError(
-                "grpo.max_staleness: a reward model judges in the training processes; use another environment"
-            )
-        if grpo.dynamic_sampling_rounds > 1:
-            raise ValueError("grpo.max_staleness: which prompts a step takes must be known; no dynamic_sampling_rounds")
+            raise ValueError(f"{name}: a reward model judges in the training processes; use another environment")
+        if self.rollouts.dynamic_sampling_rounds > 1:
+            raise ValueError(f"{name}: which prompts a step takes must be known; no dynamic_sampling_rounds")
         if not loss.use_importance_sampling_correction or loss.truncated_importance_sampling_ratio is None:
             raise ValueError(
-                "grpo.max_staleness: samples are of older weights; set loss.use_importance_sampling_correction=true "
+                f"{name}: samples are of older weights; set loss.use_importance_sampling_correction=true "
                 "and a loss.truncated_importance_sampling_ratio, such as 2"
             )
         if loss.force_on_policy_ratio:
-            raise ValueError("grpo.max_staleness: samples are of older weights; leave out loss.force_on_policy_ratio")
+            raise ValueError(f"{name}: samples are of older weights; leave out loss.force_on_policy_ratio")
         if self.generation.max_token_mult_prob_error is not None:
             raise ValueError(
-                "grpo.max_staleness: samples are of older weights, which is no mismatch; leave out "
+                f"{name}: samples are of older weights, which is no mismatch; leave out "
                 "generation.max_token_mult_prob_error"
             )
 
 
+class GRPOConfig(RLConfig):
+    algorithm: ClassVar[str] = "grpo"
+    grpo: GRPOAlgorithmConfig = GRPOAlgorithmConfig()
+
+    @model_validator(mode="after")
+    def _rewards_tokens(self) -> GRPOConfig:
+        if self.loss.use_kl_in_reward and self.grpo.advantage_estimator != "reinforce_plus_plus":
+            raise ValueError("loss.use_kl_in_reward: needs grpo.advantage_estimator=reinforce_plus_plus")
+        return self
+
+
 class KTOConfig(TrainingConfig):
+    algorithm: ClassVar[str] = "kto"
     kto: KTOOptions = KTOOptions()
     reference_sync: ReferenceSyncConfig | None = None
 
@@ -253,8 +290,8 @@ class DistillationAlgorithmConfig(DistillationOptions):
 
     teacher: str
     """A model directory, of any size, with the student's vocabulary."""
-    topk: Annotated[int, Bounds(ge=1)] = 64
-    """The teacher's likeliest tokens, over which it is compared."""
+    topk: Annotated[int, Bounds(ge=1)] | None = 64
+    """The teacher's likeliest tokens, over which it is compared; null: the whole vocabulary."""
     on_policy: bool = False
     """Train on the student's answers to the records' prompts; otherwise on the records' responses."""
     max_new_tokens: Annotated[int, Bounds(ge=1)] = 256
@@ -264,13 +301,22 @@ class DistillationAlgorithmConfig(DistillationOptions):
 
     def check(self) -> None:
         super().check()
+        self.require(  # a dictionary of the loss's options has it in any case
+            self.kl_type == "mixed" or self.mixed_kl_weight == 0.5,
+            f"mixed_kl_weight applies to kl_type=mixed, not to {self.kl_type}",
+        )
         self.require(
             self.on_policy or (self.max_new_tokens, self.temperature) == (256, 1.0),
             "max_new_tokens and temperature are of the student's own answers: set on_policy=true",
         )
+        self.require(
+            self.topk is not None or not self.zero_outside_topk,
+            "zero_outside_topk: nothing is outside the whole vocabulary (topk=null); leave it out",
+        )
 
 
 class DistillationConfig(TrainingConfig):
+    algorithm: ClassVar[str] = "distill"
     optimizer: SFTOptimizerConfig = SFTOptimizerConfig()
     distillation: DistillationAlgorithmConfig
 
@@ -292,6 +338,7 @@ class RewardAlgorithmConfig(Section):
 
 
 class RMConfig(TrainingConfig):
+    algorithm: ClassVar[str] = "rm"
     optimizer: RMOptimizerConfig = RMOptimizerConfig()
     reward: RewardAlgorithmConfig = RewardAlgorithmConfig()
 
@@ -315,4 +362,5 @@ class RMConfig(TrainingConfig):
 
 
 class SFTConfig(TrainingConfig):
+    algorithm: ClassVar[str] = "sft"
     optimizer: SFTOptimizerConfig = SFTOptimizerConfig()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 
 def refuse_bool(value: Any) -> Any:
@@ -30,6 +30,22 @@ Count = Annotated[int, Field(ge=0), BeforeValidator(refuse_bool)]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(refuse_bool)]
 AboveZero = Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)]
 BelowOne = Annotated[float, Field(ge=0, lt=1), BeforeValidator(refuse_bool)]
+
+
+def _form(value: Any) -> str:
+    return "(several)" if isinstance(value, dict) else "(one)"
+
+
+Sources = Annotated[
+    Annotated[Name, Tag("(one)")] | Annotated[dict[Name, AboveZero], Field(min_length=1), Tag("(several)")],
+    Discriminator(_form),
+]
+"""One source, or several with weights."""
+NamedSources = Annotated[
+    Annotated[Name, Tag("(one)")] | Annotated[dict[Name, Name], Field(min_length=1), Tag("(several)")],
+    Discriminator(_form),
+]
+"""One source, or several by name."""
 
 
 class Section(BaseModel):

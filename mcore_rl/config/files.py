@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,33 @@ BASE = "base"
 _VARIABLE = re.compile(r"\$?\$\{([^}]*)\}")
 
 
+@dataclass(frozen=True)
+class Unset:
+    """In the place of a value that names a variable which is not set: something may still be laid over it."""
+
+    message: str
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
+    """As `read_overridable`, of which nothing is left open.
+
+    Raises:
+        UserError: as `read_overridable`; or a variable is not set.
+    """
+    values = read_overridable(path)
+    refuse_unset(values)
+    return values
+
+
+def read_overridable(path: str | Path) -> dict[str, Any]:
     """The sections of a configuration file, unchecked.
 
     With `base: OTHER.yaml` (relative to the file) they are laid over those of that file, key by key. `${NAME}` in a
-    value is the environment variable's text, `${NAME:-text}` that text where it is not set, `$${` a plain `${`.
+    value is the environment variable's text, `${NAME:-text}` that text where it is not set, `$${` a plain `${`. A value
+    with a variable that is not set is an `Unset`.
 
     Raises:
-        UserError: a file cannot be read, does not hold sections, or builds on itself; or a variable is not set.
+        UserError: a file cannot be read, does not hold sections, or builds on itself.
     """
     return _read(Path(path), ())
 
@@ -37,33 +57,46 @@ def parse_value(text: str) -> Any:
         UserError: a variable is not set.
     """
     try:
-        return expand_variables(yaml.load(text, _UniqueKeyLoader), "")
+        value = expand_variables(yaml.load(text, _UniqueKeyLoader), "")
+        refuse_unset(value)
+        return value
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def expand_variables(value: Any, name: str) -> Any:
-    """`value` with the environment's variables in its texts; `name` is its key."""
+def expand_variables(value: Any, name: str, where: str = "") -> Any:
+    """`value` with the environment's variables in its texts; `name` is its key, `where` what precedes it in errors."""
     if isinstance(value, dict):
-        return {key: expand_variables(part, f"{name}.{key}" if name else str(key)) for key, part in value.items()}
+        return {
+            key: expand_variables(part, f"{name}.{key}" if name else str(key), where) for key, part in value.items()
+        }
     if isinstance(value, list):
-        return [expand_variables(part, name) for part in value]
+        return [expand_variables(part, name, where) for part in value]
     if not isinstance(value, str):
         return value
+
+    unset = list[str]()
 
     def text_of(match: re.Match[str]) -> str:
         if match[0].startswith("$$"):
             return match[0][1:]
         variable, separator, default = match[1].partition(":-")
         if not re.fullmatch(r"\w+", variable):
-            raise UserError(f"{name or value}: {match[0]} names no environment variable; $${{ is a plain ${{")
-        if variable in os.environ:
-            return os.environ[variable]
-        if not separator:
-            raise UserError(f"{name or value}: the environment variable {variable} is not set")
-        return default
+            raise UserError(f"{where}{name or value}: {match[0]} names no environment variable; $${{ is a plain ${{")
+        if variable not in os.environ and not separator:
+            unset.append(variable)
+        return os.environ.get(variable, default)
 
-    return _VARIABLE.sub(text_of, value)
+    text = _VARIABLE.sub(text_of, value)
+    return Unset(f"{where}{name or value}: the environment variable {unset[0]} is not set") if unset else text
+
+
+def refuse_unset(value: Any) -> None:
+    """Raises UserError for the first `Unset` in it."""
+    if isinstance(value, Unset):
+        raise UserError(value.message)
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        refuse_unset(part)
 
 
 def without_variables(value: Any) -> Any:
@@ -87,13 +120,11 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold sections of keys, found a {type(values).__name__}")
-    try:
-        values = expand_variables(values, "")
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    values = expand_variables(values, "", f"{path}: ")
     if BASE not in values:
         return values
     base = values.pop(BASE)
+    refuse_unset(base)
     if not isinstance(base, str) or not base:
         raise UserError(f"{path}: base: must be the path of a file, got {base!r}")
     chain = (*readers, path)

@@ -29,6 +29,9 @@ class VLLMConfig(Section):
     """Of the first server; the others take those behind it."""
     python: Directory = Path(".venv-vllm/bin/python")
     """The interpreter that has vLLM (`make install-vllm`)."""
+    sleep: bool = False
+    """The servers are on the GPUs that train: while they answer the policy has none of its memory there, and while it
+    scores and trains they sleep."""
     arguments: tuple[str, ...] = ()
     """More arguments of vLLM's server, such as [--gpu-memory-utilization, "0.5"]."""
     start_seconds: AboveZero = 900.0

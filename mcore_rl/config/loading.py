@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -12,10 +13,13 @@ import yaml
 from pydantic import ValidationError
 
 from mcore_rl.config.fields import Section
-from mcore_rl.config.files import parse_value, read_yaml, without_variables
+from mcore_rl.config.files import parse_value, read_overridable, refuse_unset, without_variables
 from mcore_rl.errors import UserError
 
 ConfigT = TypeVar("ConfigT", bound=Section)
+
+FORM = re.compile(r"\(\w+\)|[\w-]+\[.*\]")
+"""What pydantic puts into an error's place to tell which form of a value was tried; no part of a key."""
 
 
 def load_config(config_type: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()) -> ConfigT:
@@ -24,13 +28,14 @@ def load_config(config_type: type[ConfigT], path: str | Path, overrides: Sequenc
     Raises:
         UserError: the file is missing or not YAML, or a key or value is wrong; names file and key.
     """
-    return build_config(config_type, read_yaml(path), overrides, origin=str(path))
+    return build_config(config_type, read_overridable(path), overrides, origin=str(path))
 
 
 def build_config(config_type: type[ConfigT], values: dict[str, Any], overrides: Sequence[str], origin: str) -> ConfigT:
     """A configuration from a file's values and overrides; `origin` names the file in errors."""
     for override in overrides:
         _apply_override(values, override)
+    refuse_unset(values)
     try:
         return config_type.model_validate(values)
     except ValidationError as error:
@@ -62,12 +67,22 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _explain(config_type: type[Section], error: ValidationError) -> str:
-    """All problems in one line, unknown keys with the nearest known one."""
-    return "; ".join(_explain_one(config_type, problem) for problem in error.errors())
+    """All problems in one line, unknown keys with the nearest known one.
+
+    Of a value of several possible forms, which pydantic tries one after the other, the form that went furthest counts.
+    """
+    furthest: dict[tuple[str, ...], tuple[list[str], Any]] = {}
+    for problem in error.errors():
+        location = [str(part) for part in problem["loc"]]
+        form = next((i for i, part in enumerate(location) if FORM.fullmatch(part)), len(location))
+        location = [part for part in location if not FORM.fullmatch(part)]
+        key = tuple(location[:form])
+        if key not in furthest or len(location) > len(furthest[key][0]):
+            furthest[key] = location, problem
+    return "; ".join(_explain_one(config_type, location, problem) for location, problem in furthest.values())
 
 
-def _explain_one(config_type: type[Section], problem: Any) -> str:
-    location = [str(part) for part in problem["loc"]]
+def _explain_one(config_type: type[Section], location: list[str], problem: Any) -> str:
     name = ".".join(location)
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         known = _fields_at(config_type, location[:-1])

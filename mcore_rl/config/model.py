@@ -31,8 +31,9 @@ class LoRAConfig(Section):
     dropout: BelowOne = 0.0
     """Share of an adapter's inputs that are left out while training."""
     target_modules: tuple[Name, ...] = ()
-    """Projections by their names in the Hugging Face model (`q_proj`, …); if none is given, those of `path`, or all
-    of attention and MLP (of mixtures of experts, of attention alone)."""
+    """Projections by their names in the Hugging Face model (`q_proj`, …; of mixtures' routed experts
+    `experts.gate_up_proj`, `experts.down_proj`); if none is given, those of `path`, or all of attention and MLP (of
+    mixtures of experts, of attention alone)."""
     path: Directory | None = None
     """A PEFT adapter to begin from."""
 
@@ -61,7 +62,7 @@ class ModelConfig(Section):
     """Compute a layer's experts in one product per linear layer instead of one after the other; for GPUs."""
     moe_router_replay: bool = False
     """Send tokens to the experts that they went to while sampling, in log-probabilities and training
-    (arXiv:2510.11370); for GRPO."""
+    (arXiv:2510.11370); for GRPO and PPO."""
     moe_router_bias_update_rate: NonNegative = 0.0
     """How far each step moves the biases that experts are chosen with, in families that have them."""
 
@@ -79,6 +80,8 @@ class ParallelConfig(PipelineConfig):
     """Processes that share out each expert's weights; as `tensor_model_parallel_size` if not given."""
     sequence_parallel: bool = False
     """Share out the norms' activations over the tensor-parallel processes; the numbers stay."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over the replicas bucket by bucket, while the backward pass goes on; the numbers stay."""
     timeout_seconds: Positive = 600
     """A collective that takes longer ends the run instead of hanging it."""
 

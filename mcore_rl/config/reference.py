@@ -108,7 +108,7 @@ def _sections(name: str, cls: Any) -> Iterator[SectionReference]:
             inner.append((path, section))
         if section is None or name:
             keys.append(Key(key, _kind(annotation), default, meanings.get(key, "")))
-    yield SectionReference(name, _first_paragraph(cls), tuple(keys))
+    yield SectionReference(name, meaning_of_section(cls), tuple(keys))
     for path, section in inner:
         yield from _sections(path, section)
 
@@ -176,9 +176,13 @@ def meanings_of(cls: Any) -> dict[str, str]:
     return found
 
 
-def _first_paragraph(cls: Any) -> str:
-    own = cls.__dict__.get("__doc__") or ""
-    return _joined(inspect.cleandoc(own).partition("\n\n")[0]) if not own.startswith(f"{cls.__name__}(") else ""
+def meaning_of_section(cls: Any) -> str:
+    """The first paragraph of a section's docstring, or of the section's that it varies."""
+    for base in inspect.getmro(cls):
+        text = base.__dict__.get("__doc__") or ""
+        if base.__module__.startswith("mcore_rl") and text and not text.startswith(f"{base.__name__}("):
+            return _joined(inspect.cleandoc(text).partition("\n\n")[0])
+    return ""
 
 
 def _joined(text: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from mcore_rl.config.files import BASE
-from mcore_rl.config.reference import meanings_of, section_classes
+from mcore_rl.config.reference import meaning_of_section, meanings_of, section_classes
 
 VARIABLE = {"type": "string", "pattern": r"\$\{"}
 """A value that the environment gives, whatever it is."""
@@ -19,6 +19,7 @@ def json_schema(config: type[BaseModel]) -> dict[str, Any]:
     for cls in section_classes(config):
         definition = schema if cls is config else schema["$defs"][cls.__name__]
         definition.pop("required", None)
+        definition["description"] = meaning_of_section(cls)
         for name, meaning in meanings_of(cls).items():
             if name in definition["properties"]:
                 definition["properties"][name]["description"] = meaning

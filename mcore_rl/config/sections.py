@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from mcore_rl.config.checkpoint import CheckpointConfig
+from mcore_rl.config.data import DataConfig
 from mcore_rl.config.fields import (
     AboveZero,
     BelowOne,
@@ -23,50 +23,6 @@ from mcore_rl.config.fields import (
 )
 from mcore_rl.config.model import ModelConfig, ParallelConfig
 from mcore_rl.errors import UserError
-
-
-class DataConfig(Section):
-    """Where records come from and what happens to long ones."""
-
-    train: Name
-    """A .jsonl, .json or .parquet file, a directory of them, or NAME or NAME:SPLIT of a dataset on the hub."""
-    validation: Name | None = None
-    """The same, for validation."""
-    max_sequence_length: Positive = 1024
-    """Tokens of a sequence, prompt and response together."""
-    overlong: Literal["drop", "truncate"] = "drop"
-    """What becomes of longer records: left out, or cut at their end."""
-    chat_template: str | None = None
-    """A Jinja template in place of the tokenizer's, or the path of a file with one; the exported model has it too."""
-    columns: dict[Name, Name] = Field(default={})
-    """Names of the source's columns by those that are wanted: `{prompt: question, completion: answer}`."""
-    max_samples: Positive | None = None
-    """Only the first records of `train` are read."""
-    cache_dir: Path | None = None
-    """Where tokenized data is kept for later runs; `$MCORE_RL_CACHE` or ~/.cache/mcore_rl if not given."""
-
-    @model_validator(mode="after")
-    def _template_is_there(self) -> DataConfig:
-        self.read_chat_template()
-        return self
-
-    def read_chat_template(self) -> str | None:
-        """The template's text."""
-        return read_chat_template(self.chat_template)
-
-
-def read_chat_template(template: str | None) -> str | None:
-    """The text of a template that is given as such, or as a file's path.
-
-    Raises:
-        UserError: neither.
-    """
-    if template is None or "{" in template:
-        return template
-    try:
-        return Path(template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        raise UserError(f"chat_template: {template} is neither a template nor a file with one") from None
 
 
 class BatchConfig(Section):
@@ -172,66 +128,6 @@ class TrainerConfig(Section):
         return values
 
 
-class CheckpointConfig(Section):
-    """When checkpoints are written, which stay, and where a run begins."""
-
-    save_interval: Positive | None = None
-    """Steps between checkpoints; the end of the run always saves one."""
-    save_minutes: AboveZero | None = 30.0
-    """Minutes after which one is saved in any case; it goes when a later one is there, unless `keep_last` keeps it."""
-    keep_last: Positive | None = None
-    """How many of the newest checkpoints stay; all if not given."""
-    keep_every: Positive | None = None
-    """Checkpoints at multiples of this many steps stay whatever `keep_last` says."""
-    on_failure: Literal["stop", "continue"] = "stop"
-    """Whether training goes on when a checkpoint cannot be written."""
-    asynchronous: bool = True
-    """Whether training goes on while a checkpoint is being written."""
-    timeout_seconds: Positive = 1800
-    """Writing that takes longer is a failure."""
-    allow_partial: bool = False
-    """Whether to go on from a checkpoint that lacks optimizer, schedule, random states or data position."""
-    resume: str = "auto"
-    """auto: the newest checkpoint in output_dir; none: start afresh; or a directory, to begin from if there is
-    no checkpoint in output_dir yet, or to go back to if it is one of them."""
-    overwrite: bool = False
-    """With resume=none: whether what an earlier run left in output_dir is removed; without it, that is refused."""
-    best_metric: Name | None = None
-    """A metric of the validations, as `loss` or `accuracy`: whenever it is better than ever before a checkpoint is
-    saved, and retention keeps the best."""
-    best_mode: Literal["min", "max"] | None = None
-    """Whether the least or the greatest best_metric is the best; if not given, the least of losses and errors, the
-    greatest of accuracies, rewards and margins."""
-    export_best: bool = False
-    """Export the weights of the best checkpoint instead of the last ones."""
-    export_hf: bool = True
-    """Whether the trained model is written to output_dir/hf at the end, and adapters, if any, to output_dir/adapter."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> CheckpointConfig:
-        if self.overwrite and self.resume != "none":
-            raise ValueError("overwrite: removes an earlier run; it goes with resume=none alone")
-        if self.keep_every is not None and self.keep_last is None:
-            raise ValueError("keep_every: without keep_last all checkpoints stay; give both, or leave it out")
-        if self.best_metric is None and (self.best_mode is not None or self.export_best):
-            raise ValueError("best_mode, export_best: need best_metric")
-        if self.best_metric is not None and self.best_is_highest is None:
-            raise ValueError(f"best_mode: say whether the least (min) or the greatest (max) {self.best_metric} is best")
-        if self.export_best and not self.export_hf:
-            raise ValueError("export_best: nothing is exported with export_hf=false")
-        return self
-
-    @property
-    def best_is_highest(self) -> bool | None:
-        """Whether the greatest best_metric is the best; None where nobody has said so and its name does not tell."""
-        name = self.best_metric or ""
-        if self.best_mode is not None:
-            return self.best_mode == "max"
-        if name.endswith(("loss", "error")):
-            return False
-        return True if re.search("accuracy|reward|margin", name) else None
-
-
 class LoggingConfig(Section):
     """Where metrics go beside the console and metrics.jsonl."""
 
@@ -271,6 +167,8 @@ class ReferenceSyncConfig(Section):
 class TrainingConfig(Section):
     """What every algorithm shares."""
 
+    algorithm: ClassVar[str]
+    """Its usual name."""
     seed: Seed = 0
     """Of the order of the data, dropout and sampling."""
     deterministic: bool = False
@@ -298,8 +196,15 @@ class TrainingConfig(Section):
                 raise ValueError(f"trainer.{key}: there is nothing to validate on; give data.validation")
         if trainer.early_stopping_patience is not None and self.checkpoint.best_metric is None:
             raise ValueError("trainer.early_stopping_patience: needs checkpoint.best_metric")
-        if self.checkpoint.best_metric is not None and trainer.validation_interval is None:
+        best = self.checkpoint.best_metric
+        if best is not None and trainer.validation_interval is None:
             raise ValueError("checkpoint.best_metric: is never measured; give trainer.validation_interval")
+        sets = [name for name in self.data.validation_sets if name]
+        if best is not None and sets and best.partition("/")[0] not in sets:
+            raise ValueError(
+                f"checkpoint.best_metric: must be of one of the sets of data.validation ({', '.join(sets)}), as "
+                f"{sets[0]}/{best.rpartition('/')[2]}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -318,7 +223,9 @@ class TrainingConfig(Section):
     @model_validator(mode="after")
     def _replays(self) -> TrainingConfig:
         if self.model.moe_router_replay and not self.samples:
-            raise ValueError("model.moe_router_replay: goes with GRPO alone, whose samples tell where tokens went")
+            raise ValueError(
+                "model.moe_router_replay: goes with GRPO and PPO alone, whose samples tell where tokens went"
+            )
         return self
 
     @property

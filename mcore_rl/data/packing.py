@@ -16,9 +16,9 @@ from mcore_rl.distributed.pack_layout import PackLayout, round_up
 from mcore_rl.distributed.prefix_layout import PrefixLayout, PrefixTree
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Microbatch:
-    """Rows that go through the model together.
+    """Rows that go through the model together; equal to itself alone.
 
     rows: indices into the global batch.
     data: those rows, cut to the longest of them; whole sequences.

@@ -10,9 +10,10 @@ from typing import Any, overload
 
 from mcore_rl.config import DataConfig
 from mcore_rl.data.messages import Messages, check_messages
+from mcore_rl.data.order import Order
 from mcore_rl.data.progress import Say, silent
 from mcore_rl.data.reading import require
-from mcore_rl.data.records import load_store, tokenization_of
+from mcore_rl.data.records import Source, described_shares, load_store, named, tokenization_of
 from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.data.token_store import TokenStore, Unit
 from mcore_rl.data.tokenize import TokenSequence, tokenize_prompt
@@ -72,7 +73,12 @@ class PromptDataset:
         store = self.prompts.store
         dropped = store.counts["dropped"]
         text = f"{name}: {len(self):,} prompts, {store.num_tokens:,} tokens"
-        return text + (f", {dropped:,} dropped (longer than {limit} tokens)" if dropped else "")
+        text += f", {dropped:,} dropped (longer than {limit} tokens)" if dropped else ""
+        return text + described_shares(store)
+
+    def order(self, seed: int) -> Order:
+        """In which a run meets the prompts."""
+        return self.prompts.store.order(seed)
 
     @property
     def fingerprint(self) -> str:
@@ -81,7 +87,7 @@ class PromptDataset:
 
 
 def load_prompt_dataset(
-    source: str,
+    source: Source,
     tokenizer: Any,
     data: DataConfig,
     max_prompt_length: int,
@@ -113,8 +119,8 @@ def load_prompt_dataset(
     store = load_store(source, tokenizer, what, say, cache)
     if not len(store):
         raise UserError(
-            f"{source}: no prompt is left ({store.counts['dropped']} longer than {max_prompt_length} tokens, which is "
-            "data.max_sequence_length - grpo.max_new_tokens)"
+            f"{named(source)}: no prompt is left ({store.counts['dropped']} longer than {max_prompt_length} tokens, "
+            "which is data.max_sequence_length - grpo.max_new_tokens)"
         )
     return PromptDataset(StoredPrompts(store))
 

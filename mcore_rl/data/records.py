@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config import DataConfig
+from mcore_rl.data.mixture import MixedStore
+from mcore_rl.data.order import Order
 from mcore_rl.data.progress import Say, silent
 from mcore_rl.data.reading import require
 from mcore_rl.data.token_cache import TokenCache
@@ -45,7 +48,11 @@ class Dataset:
             parts.append(f"{self.num_dropped:,} dropped (longer than {limit} tokens)")
         if self.num_truncated:
             parts.append(f"{self.num_truncated:,} truncated to {limit} tokens")
-        return ", ".join(parts)
+        return ", ".join(parts) + described_shares(self.units)
+
+    def order(self, seed: int) -> Order:
+        """In which a run meets the records."""
+        return self.units.order(seed)
 
 
 @dataclass(frozen=True)
@@ -67,14 +74,31 @@ class UnpairedDataset(Dataset):
         return f"{super().describe(name, limit)}, {self.units.counts['desirable']:,} desirable"
 
 
+Source = str | Mapping[str, float]
+"""Where records come from: one source, or several and the weights of their samples."""
+
+
+def named(source: Source) -> str:
+    """For messages."""
+    return source if isinstance(source, str) else ", ".join(source)
+
+
+def described_shares(store: TokenStore) -> str:
+    """For the line about a dataset; empty where it has one source."""
+    shares = ", ".join(f"{share:.4g} from {name}" for name, share in store.shares.items())
+    return f"; of the samples {shares}" if shares else ""
+
+
 def load_store(
-    source: str, tokenizer: Any, what: Tokenization, say: Say = silent, cache: TokenCache | None = None
+    source: Source, tokenizer: Any, what: Tokenization, say: Say = silent, cache: TokenCache | None = None
 ) -> TokenStore:
     """A source's records, tokenized: from the cache, or else in memory.
 
     Raises:
         UserError: names the file and line of a record that is wrong.
     """
+    if not isinstance(source, str):
+        return MixedStore({name: load_store(name, tokenizer, what, say, cache) for name in source}, source)
     if cache is not None:
         return cache.store(source, tokenizer, what, say)
     return collect(tokenize_source(source, tokenizer, what, say), what.sequences_per_unit)
@@ -92,21 +116,26 @@ def tokenization_of(data: DataConfig, name: str, *functions: Any, **options: Any
 
 
 def load_preference_dataset(
-    source: str, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
+    source: Source, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
 ) -> Dataset:
     """Pairs from records `prompt, chosen, rejected` (strings or messages; the prompt may be implicit)."""
     what = tokenization_of(data, "preference", _tokenize_preference, 2, seen_in=_same)
     dataset = _load(source, tokenizer, what, say, cache)
     equal = dataset.units.counts["equal"]
     if equal == len(dataset):
-        raise UserError(f"{source}: chosen and rejected are the same in every record; there is nothing to prefer")
+        raise UserError(
+            f"{named(source)}: chosen and rejected are the same in every record; there is nothing to prefer"
+        )
     if equal:
-        say(f"{source}: chosen and rejected are the same in {equal:,} of {len(dataset):,} records, which teach nothing")
+        say(
+            f"{named(source)}: chosen and rejected are the same in {equal:,} of {len(dataset):,} records, which teach "
+            "nothing"
+        )
     return dataset
 
 
 def load_sft_dataset(
-    source: str, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
+    source: Source, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
 ) -> Dataset:
     """Sequences from records `prompt, completion` or `messages`, with `tools` if there are any."""
     what = tokenization_of(data, "sft", _tokenize_sft, 1)
@@ -114,15 +143,15 @@ def load_sft_dataset(
 
 
 def load_unpaired_dataset(
-    source: str, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
+    source: Source, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
 ) -> UnpairedDataset:
     """Sequences from records as for SFT, with a `label`: true where the response is desirable."""
     what = tokenization_of(data, "unpaired", _tokenize_unpaired, 1, extra_of=_label_of, seen_in=_kind_of)
     dataset = UnpairedDataset(_load(source, tokenizer, what, say, cache).units)
     if len(dataset) < 2:
-        raise UserError(f"{source}: KTO compares with other records' responses, and there is only one record")
+        raise UserError(f"{named(source)}: KTO compares with other records' responses, and there is only one record")
     if (desirable := dataset.units.counts["desirable"]) in (0, len(dataset)):
-        say(f"{source}: all responses are {'desirable' if desirable else 'undesirable'}")
+        say(f"{named(source)}: all responses are {'desirable' if desirable else 'undesirable'}")
     return dataset
 
 
@@ -141,15 +170,17 @@ def _kind_of(unit: Unit, record: dict[str, Any]) -> tuple[str, ...]:
     return ("desirable",) if record["label"] else ()
 
 
-def _load(source: str, tokenizer: Any, what: Tokenization, say: Say, cache: TokenCache | None) -> Dataset:
+def _load(source: Source, tokenizer: Any, what: Tokenization, say: Say, cache: TokenCache | None) -> Dataset:
     store = load_store(source, tokenizer, what, say, cache)
     counts = store.counts
     if not len(store):
-        raise UserError(f"{source}: no record is left ({counts['dropped']} longer than data.max_sequence_length)")
+        raise UserError(
+            f"{named(source)}: no record is left ({counts['dropped']} longer than data.max_sequence_length)"
+        )
     if not counts["teach_end"]:
         say(
-            f"{source}: no response is trained to end: the chat template writes no end token inside what it marks by "
-            "{% generation %}; close the block behind the end token"
+            f"{named(source)}: no response is trained to end: the chat template writes no end token inside what it "
+            "marks by {% generation %}; close the block behind the end token"
         )
     return Dataset(store)
 

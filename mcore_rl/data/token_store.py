@@ -17,6 +17,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from mcore_rl.data.order import Order, SampleOrder
 from mcore_rl.data.tokenize import TokenSequence
 
 Unit = tuple[TokenSequence, ...]
@@ -83,6 +84,15 @@ class TokenStore(Sequence[Unit]):
     @property
     def counts(self) -> Counter[str]:
         return Counter(self.meta["counts"])
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of a mixture's samples, by source."""
+        return {}
+
+    def order(self, seed: int) -> Order:
+        """In which a run meets the units."""
+        return SampleOrder(len(self), seed)
 
     def lengths(self) -> np.ndarray:
         """Tokens of every sequence, int64 [units × sequences a unit]."""

@@ -51,39 +51,44 @@ def gather_hidden_states(
 def linear_logprobs(
     hidden: Float[Tensor, "tokens hidden"],
     weight: Float[Tensor, "vocab_shard hidden"],
-    targets: Int[Tensor, " tokens"],
+    targets: Int[Tensor, tokens * k],
     group: ProcessGroup | None = None,
     vocab_size: int | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
-) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"] | None]:
+) -> tuple[Float[Tensor, tokens * k], Float[Tensor, " tokens"] | None]:
     """Log-probabilities of `targets` under softmax(hidden · weightᵀ / temperature), in nats.
 
     Dense equivalent: `log_softmax(hidden @ weight.T / temperature)` gathered at `targets`, with
-    fp32 accumulation. Forward: one all-gather of 3 numbers per token. Backward: none here; the
+    fp32 accumulation. Forward: one all-gather of K + 2 numbers per token. Backward: none here; the
     gradient of `hidden` is this shard's part (`gather_hidden_states` sums it). A Megatron
     `weight.main_grad` is added to directly, in its own precision.
 
     Args:
         hidden: [T, H], the same on all ranks of `group`; only rows that the loss uses.
         weight: [Vp, H], this rank's rows of the LM head.
-        targets: [T] token ids in the whole vocabulary.
+        targets: [T] or [T, K] token ids in the whole vocabulary.
         vocab_size: real tokens in the vocabulary; rows of `weight` beyond are padding, left out.
         with_entropy: also return the entropy [T] of each distribution.
+
+    Returns:
+        logprobs of `targets`' shape and entropy [T] or None, fp32 (fp64 for fp64 hidden states).
 
     Raises:
         ContractError: shapes that do not fit.
     """
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
+    fits = hidden.ndim == 2 == weight.ndim and hidden.shape[1] == weight.shape[1]
+    if not fits or targets.ndim not in (1, 2) or targets.shape[:1] != hidden.shape[:1]:
         raise ContractError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} "
-            "must be [T, H], [Vp, H] and [T]"
+            "must be [T, H], [Vp, H] and [T] or [T, K]"
         )
     if temperature <= 0:
         raise ContractError(f"temperature must be positive, got {temperature}")
     columns = valid_columns(weight.shape[0], group_rank(group), vocab_size)
-    logprobs, entropy = _LinearLogprobs.apply(hidden, weight, targets, group, columns, temperature, with_entropy)
-    return logprobs, entropy if with_entropy else None
+    wide = targets if targets.ndim == 2 else targets[:, None]
+    logprobs, entropy = _LinearLogprobs.apply(hidden, weight, wide, group, columns, temperature, with_entropy)
+    return logprobs if targets.ndim == 2 else logprobs[:, 0], entropy if with_entropy else None
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -99,27 +104,28 @@ class _LinearLogprobs(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         local = targets - group_rank(group) * weight.shape[0]
-        tiles = _Tiles(hidden, weight, columns, temperature)
-        lse, target_logit, mean = _shard_statistics(tiles, local, with_entropy)
-        lse, picked, mean = combine_over_vocabulary(lse, target_logit[None], mean, group)
+        tiles = Tiles(hidden, weight, columns, temperature)
+        lse, target_logits, mean = shard_statistics(tiles, local, with_entropy)
+        lse, picked, mean = combine_over_vocabulary(lse, target_logits.T, mean, group)
         ctx.save_for_backward(hidden, local, lse, mean)
         ctx.weight, ctx.columns, ctx.temperature = weight, columns, temperature
         ctx.with_entropy = with_entropy
-        return picked[0] - lse, lse - mean
+        return picked.T - lse[:, None], lse - mean
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, local, lse, mean = ctx.saved_tensors
-        tiles = _Tiles(hidden, ctx.weight, ctx.columns, ctx.temperature)
+        tiles = Tiles(hidden, ctx.weight, ctx.columns, ctx.temperature)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=tiles.dtype) if needs_hidden else None
-        sink = _WeightGradient(ctx.weight, tiles.dtype) if needs_weight else None
+        sink = WeightGradient(ctx.weight, tiles.dtype) if needs_weight else None
         g, h = grads[0], grads[1] if ctx.with_entropy else None
+        total = g.sum(dim=1)
         for columns in tiles.column_tiles():
             block_gradient = None
             for rows in tiles.row_tiles():
                 x = tiles.product(rows, columns)
-                grad = logprob_gradient(x, lse[rows], mean[rows], g[rows], None if h is None else h[rows], out=x)
+                grad = logprob_gradient(x, lse[rows], mean[rows], total[rows], None if h is None else h[rows], out=x)
                 _add_at_targets(grad, local[rows] - columns.start, g[rows])
                 if ctx.temperature != 1:
                     grad.mul_(1 / ctx.temperature)
@@ -137,20 +143,21 @@ class _LinearLogprobs(torch.autograd.Function):
         )  # fmt: skip
 
 
-class _Tiles:
+class Tiles:
     """hidden × weightᵀ / temperature, a tile at a time, in the accumulation type."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, columns: int, temperature: float) -> None:
         self._hidden, self._weight = hidden, weight.detach()
         self.columns, self.temperature = columns, temperature
+        self.count, self.device = hidden.shape[0], hidden.device
         self.dtype = accumulation_dtype(hidden.dtype)
         self.half_on_gpu = hidden.is_cuda and hidden.dtype in (torch.float16, torch.bfloat16)
 
     def row_tiles(self) -> Iterator[slice]:
-        return slices(self._hidden.shape[0], TILE_SHAPE[self._hidden.device.type][0])
+        return slices(self.count, TILE_SHAPE[self.device.type][0])
 
     def column_tiles(self) -> Iterator[slice]:
-        return slices(self.columns, TILE_SHAPE[self._hidden.device.type][1])
+        return slices(self.columns, TILE_SHAPE[self.device.type][1])
 
     def hidden(self, rows: slice) -> Tensor:
         return self._hidden[rows].to(self.dtype)
@@ -166,15 +173,15 @@ class _Tiles:
         return x if self.temperature == 1 else x.div_(self.temperature)
 
 
-def _shard_statistics(tiles: _Tiles, local: Tensor, with_mean: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """log Σ exp x, the target's logit (0 if another rank's) and Σ softmax(x)·x over the shard, each [T]."""
+def shard_statistics(tiles: Tiles, local: Tensor, with_mean: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Over the shard: log Σ exp x [T], the targets' logits (0 if another rank's) [T, K], Σ softmax(x)·x [T]."""
     count = local.shape[0]
     lse = torch.full((count,), -torch.inf, dtype=tiles.dtype, device=local.device)
-    target_logit, mean = torch.zeros_like(lse), torch.zeros_like(lse)
+    target_logits, mean = torch.zeros_like(local, dtype=tiles.dtype), torch.zeros_like(lse)
     for columns in tiles.column_tiles():
         for rows in tiles.row_tiles():
             x = tiles.product(rows, columns)
-            target_logit[rows] += _at_targets(x, local[rows] - columns.start)
+            target_logits[rows] += _at_targets(x, local[rows] - columns.start)
             peak = finite_peak(x)
             z = torch.exp(x - peak[:, None]) if with_mean else x.sub_(peak[:, None]).exp_()
             total = z.sum(dim=1)
@@ -185,23 +192,22 @@ def _shard_statistics(tiles: _Tiles, local: Tensor, with_mean: bool) -> tuple[Te
                 before, share = torch.exp(lse[rows] - whole), torch.exp(block_lse - whole)
                 mean[rows] = mean[rows] * before + share * weighted_mean(z, x, total)
             lse[rows] = combined
-    return lse, target_logit, mean
+    return lse, target_logits, mean
 
 
-def _at_targets(x: Tensor, column: Tensor) -> Tensor:
-    """x[t, column[t]] where the tile holds that column, else 0."""
-    inside = (column >= 0) & (column < x.shape[1])
-    picked = x.gather(1, column.clamp(0, x.shape[1] - 1)[:, None])[:, 0]
-    return torch.where(inside, picked, 0)
+def _at_targets(x: Tensor, columns: Tensor) -> Tensor:
+    """[T, K] x[t, columns[t, k]] where the tile holds that column, else 0."""
+    inside = (columns >= 0) & (columns < x.shape[1])
+    return torch.where(inside, x.gather(1, columns.clamp(0, x.shape[1] - 1)), 0)
 
 
-def _add_at_targets(x: Tensor, column: Tensor, value: Tensor) -> None:
-    """x[t, column[t]] += value[t] where the tile holds that column."""
-    inside = (column >= 0) & (column < x.shape[1])
-    x.scatter_add_(1, column.clamp(0, x.shape[1] - 1)[:, None], torch.where(inside, value, 0)[:, None])
+def _add_at_targets(x: Tensor, columns: Tensor, values: Tensor) -> None:
+    """x[t, columns[t, k]] += values[t, k] where the tile holds that column."""
+    inside = (columns >= 0) & (columns < x.shape[1])
+    x.scatter_add_(1, columns.clamp(0, x.shape[1] - 1), torch.where(inside, values, 0))
 
 
-class _WeightGradient:
+class WeightGradient:
     """Where the LM head's gradient goes: Megatron's fp32 `main_grad`, or an ordinary gradient."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:

@@ -28,9 +28,8 @@ class HTTPJudge:
 
     def __init__(self, url: str, retries: int, time_limit_seconds: float) -> None:
         self.url, self.attempts = url, 1 + retries
-        self.seconds = (
-            0.9 * time_limit_seconds / self.attempts
-        )  # the process that waits for this must not give up first
+        # Less than all: the process that waits for this must not give up first.
+        self.seconds = 0.9 * time_limit_seconds / self.attempts
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[float | Step | None]:
         body = {"samples": [{"messages": sample.message_log, "record": sample.record} for sample in samples]}
@@ -51,10 +50,12 @@ class HTTPJudge:
                     answer.raise_for_status()
                     return answer.json()
                 reason = f"status {answer.status_code}"
-            except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
-                broken = isinstance(error, requests.exceptions.ChunkedEncodingError)
-                reason = "its answer broke off" if broken else "does not answer"
-                reason = "took too long" if isinstance(error, requests.Timeout) else reason
+            except requests.Timeout:  # before the next: some are both
+                reason = "took too long"
+            except requests.ConnectionError:
+                reason = "does not answer"
+            except requests.exceptions.ChunkedEncodingError:
+                reason = "its answer broke off"
             left = self.seconds - (time.monotonic() - started)
             if attempt + 1 < self.attempts:
                 time.sleep(max(0.0, min(left, FIRST_PAUSE_SECONDS * 2**attempt)))

@@ -21,6 +21,7 @@ class Sample:
     num_prompt_messages: messages of the prompt, at the beginning of the conversation.
     is_text: the prompt is a plain text, not messages.
     completion_ids: tokens behind the prompt.
+    num_response_tokens: how many of these, at their end, are the response to judge.
     """
 
     message_log: MessageLog
@@ -28,17 +29,24 @@ class Sample:
     num_prompt_messages: int = 1
     is_text: bool = True
     completion_ids: Sequence[int] = ()
+    num_response_tokens: int = 0
+
+    @property
+    def response_ids(self) -> Sequence[int]:
+        """Tokens of the response to judge."""
+        return self.completion_ids[len(self.completion_ids) - self.num_response_tokens :]
 
 
 @dataclass(frozen=True)
 class Step:
     """What became of one response.
 
-    reward: added to what the sample has earned so far.
+    reward: added to what the sample has earned so far; the response's last token earns it.
     done: whether the conversation ends here.
     observation: what the environment says next, if it goes on.
     error: why the sample could not be judged; it then counts as failed, with reward 0.
     rewards: what the reward is the weighted sum of, by name; without those that do not apply.
+    token_rewards: what each token of the response earns beside, in their order; all or none.
     """
 
     reward: float = 0.0
@@ -46,6 +54,7 @@ class Step:
     observation: str | None = None
     error: str | None = None
     rewards: dict[str, float] = field(default_factory=dict)
+    token_rewards: list[float] = field(default_factory=list)
 
 
 class Environment(Protocol):
@@ -73,7 +82,10 @@ class CollectiveEnvironment(Protocol):
 
 
 class Judge(Protocol):
-    """Judges one response; built-in judges are in `mcore_rl.environments.judges`."""
+    """Judges one response; built-in judges are in `mcore_rl.environments.judges`.
+
+    A function that has a parameter `response_ids` is also given the response's tokens, by that name.
+    """
 
     def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> float | Step | Awaitable[float | Step]: ...
 

@@ -9,7 +9,7 @@ import asyncio
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from mcore_rl.environments.interfaces import BatchJudge, Judge, MessageLog, Sample, Step
@@ -69,13 +69,22 @@ class EachAlone:
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
+        self.reads_tokens = "response_ids" in _parameters(judge)
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[float | Step | BaseException | None]:
         return await asyncio.gather(*map(self._one, samples), return_exceptions=True)
 
     async def _one(self, sample: Sample) -> float | Step:
-        judged = self.judge(sample.message_log, sample.record)
+        tokens = {"response_ids": list(sample.response_ids)} if self.reads_tokens else {}
+        judged = self.judge(sample.message_log, sample.record, **tokens)
         return await judged if inspect.isawaitable(judged) else judged
+
+
+def _parameters(judge: Judge) -> Collection[str]:
+    try:
+        return inspect.signature(judge).parameters
+    except (TypeError, ValueError):  # of some built-in functions nothing is known
+        return ()
 
 
 class Weighted:
@@ -101,6 +110,7 @@ class Weighted:
 
     def _sum(self, results: Sequence[float | Step | BaseException | None]) -> Step | None:
         rewards, reward, done, observation = dict[str, float](), 0.0, True, None
+        token_rewards: list[float] = []
         for (name, (weight, _)), result in zip(self.judges.items(), results, strict=True):
             if isinstance(result, BaseException):
                 return Step(error=f"{name}: {type(result).__name__}: {result}")
@@ -111,10 +121,16 @@ class Weighted:
                 return Step(error=f"{name}: {step.error}")
             rewards[name] = step.reward
             reward += weight * step.reward
+            if step.token_rewards:
+                earned = [weight * of_token for of_token in step.token_rewards]
+                if token_rewards and len(token_rewards) != len(earned):
+                    return Step(error=f"{name}: gives rewards of {len(earned)} tokens, others of {len(token_rewards)}")
+                token_rewards = [a + b for a, b in zip(token_rewards or [0.0] * len(earned), earned, strict=True)]
             if not step.done:
                 done = False
                 observation = step.observation if observation is None else observation
-        return Step(reward, done, observation, rewards=rewards) if rewards else None
+        step = Step(reward, done, observation, rewards=rewards, token_rewards=token_rewards)
+        return step if rewards else None
 
 
 def step_of(result: float | Step) -> Step:

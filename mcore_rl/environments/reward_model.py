@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.config import EnvironmentConfig, GRPOConfig, ModelConfig
+from mcore_rl.config import EnvironmentConfig, ModelConfig, RLConfig
 from mcore_rl.data.chat import render
 from mcore_rl.data.messages import check_tools
 from mcore_rl.data.tokenize import load_tokenizer, tokenize_completion
@@ -29,7 +29,7 @@ class RewardModelEnvironment:
     Every rank makes one, and steps it with the same samples.
     """
 
-    def __init__(self, config: GRPOConfig) -> None:
+    def __init__(self, config: RLConfig) -> None:
         self.config, self.limit = config.environment, _limit(config)
         self.tokenizer = load_tokenizer(_path(config.environment))
         self.model = ScoringModel(_judging(config))
@@ -72,7 +72,7 @@ class RewardModelEnvironment:
         self.model.shutdown()
 
 
-def check_reward_model(config: GRPOConfig) -> None:
+def check_reward_model(config: RLConfig) -> None:
     """Look at the reward model before any process group exists.
 
     Raises:
@@ -98,7 +98,7 @@ def check_reward_model(config: GRPOConfig) -> None:
         raise UserError(f"environment.max_sequence_length={_limit(config)}: the reward model has {positions} positions")
 
 
-def _judging(config: GRPOConfig) -> GRPOConfig:
+def _judging(config: RLConfig) -> RLConfig:
     """The run's configuration with the reward model in the policy's place."""
     model = ModelConfig(path=_path(config.environment), dtype=config.model.dtype, head="reward")
     data = config.data.model_copy(update={"max_sequence_length": _limit(config)})
@@ -115,7 +115,7 @@ def _path(config: EnvironmentConfig) -> Any:
     return config.path
 
 
-def _limit(config: GRPOConfig) -> int:
+def _limit(config: RLConfig) -> int:
     return config.environment.max_sequence_length or 2 * config.data.max_sequence_length
 
 

@@ -61,8 +61,10 @@ def _checked(result: float | Step | BaseException | None) -> Step:
         if not isinstance(step.rewards, dict) or not all(isinstance(name, str) for name in step.rewards):
             raise TypeError(f"rewards must be numbers by name, got {step.rewards!r}")
         for name, reward in step.rewards.items():
-            if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            if not _is_number(reward):
                 raise ValueError(f"the reward {name} is {reward!r}")
+        if not all(_is_number(reward) for reward in step.token_rewards):
+            raise ValueError(f"token_rewards must be finite numbers, got {list(step.token_rewards)!r}")
         if not isinstance(step.done, bool):
             raise TypeError(f"done must be true or false, got {step.done!r}")
         if step.observation is not None:
@@ -72,6 +74,10 @@ def _checked(result: float | Step | BaseException | None) -> Step:
         return step
     except Exception as error:
         return Step(error=_told(error))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _told(error: Exception) -> str:

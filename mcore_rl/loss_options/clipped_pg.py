@@ -57,7 +57,7 @@ class ClippedPGOptions(LossOptions):
     kl_gradient: Literal["value", "unbiased"] = "value"
     """unbiased: also the gradient of the probability of what was sampled; see `kl_weights`."""
     use_kl_in_reward: bool = False
-    """The KL term is part of the advantages (REINFORCE++), not of the loss."""
+    """The KL term is part of the advantages (REINFORCE++, PPO), not of the loss."""
     importance_sampling_level: Literal["token", "sequence"] | None = None
     """One importance weight a token or one a sequence; null for that of the ratios."""
     truncated_importance_sampling_type: TruncationType | None = None

@@ -7,7 +7,19 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, Required, Self, TypedDict, get_args, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NotRequired,
+    Required,
+    Self,
+    TypedDict,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from mcore_rl.errors import ContractError
 
@@ -124,10 +136,15 @@ def _types(options: type[LossOptions]) -> dict[str, Any]:
 
 def _problem(kind: Any, value: Any) -> str | None:
     """What is wrong with a value of an option of this type."""
-    parts = [kind] if _is_leaf(kind) else list(get_args(kind))
+    parts = [kind] if _is_leaf(kind) or get_origin(kind) is tuple else list(get_args(kind))
     if value is None and type(None) in parts:
         return None
-    parts = [part for part in parts if part is not type(None)]
+    items = next((get_args(part)[0] for part in parts if get_origin(part) is tuple), None)
+    parts = [part for part in parts if part is not type(None) and get_origin(part) is not tuple]
+    if items is not None and (isinstance(value, list | tuple) or not parts):
+        if not isinstance(value, list | tuple) or not value:
+            return "must be a list that is not empty"
+        return next((problem for item in value if (problem := _problem(items, item))), None)
     choices = [choice for part in parts for choice in get_args(part) if not _is_leaf_number(part)]
     if choices:
         return None if value in choices else f"must be one of {', '.join(map(str, choices))}"

@@ -22,7 +22,7 @@ MAX_PHASE_POINTS = 300
 
 GROUPS = {
     "Loss": {
-        "loss": r"loss|preference_loss|sft_loss|nll_loss",
+        "loss": r"loss|preference_loss(_\w+)?|sft_loss|nll_loss",
         "balance of experts": r"moe_(aux|z)_loss",
     },
     "Rewards": {
@@ -34,8 +34,16 @@ GROUPS = {
         "accuracy": r"accuracy",
     },
     "KL": {
-        "KL": r"kl_penalty|forward_kl|reverse_kl|kl_reference_point",
+        "KL": r"kl_penalty|forward_kl|reverse_kl|js|kl_reference_point",
         "entropy": r"approx_entropy",
+    },
+    "Critic": {
+        "value loss": r"value_loss",
+        "explained variance": r"explained_variance",
+        "values and returns": r"values_mean|returns_(mean|std)",
+        "clipped values": r"value_clip_fraction",
+        "gradient norm of the critic": r"critic_grad_norm",
+        "learning rate of the critic": r"critic_lr",
     },
     "Responses": {
         "length (tokens)": r"response_length_.*",
@@ -61,7 +69,10 @@ GROUPS = {
         "memory": r".*(memory|_gib|_bytes).*",
     },
 }
-"""Section → chart → its metrics, by the whole name without `validation_`. Each other one has a chart in `Other`."""
+"""Section → chart → its metrics, by the whole name without `validation_` and `SET/`. Each other one has a chart in
+`Other`."""
+
+CHOSEN, REJECTED = "rewards_chosen_mean", "rewards_rejected_mean"
 
 
 @dataclass
@@ -99,9 +110,10 @@ def sections(runs: Sequence[Run]) -> list[Section]:
 def _place(name: str) -> tuple[str, str]:
     """The section and the chart of a metric."""
     plain = name.removeprefix("validation_")
+    of_one_set = plain.partition("/")[2] if plain != name else ""
     for section, charts in GROUPS.items():
         for chart, pattern in charts.items():
-            if re.fullmatch(pattern, plain):
+            if re.fullmatch(pattern, plain) or (of_one_set and re.fullmatch(pattern, of_one_set)):
                 return section, chart
     if plain.endswith("_seconds"):
         return "Speed", "seconds"
@@ -111,8 +123,8 @@ def _place(name: str) -> tuple[str, str]:
 def _series(run: Run) -> dict[str, Series]:
     """The run's metrics that are drawn as curves: without the phases, with the margin of a preference."""
     shown = {name: series for name, series in run.metrics.items() if name not in _phases(run)}
-    for prefix in ("", "validation_"):
-        chosen, rejected = (run.metrics.get(f"{prefix}rewards_{kind}_mean") for kind in ("chosen", "rejected"))
+    for prefix in [name.removesuffix(CHOSEN) for name in run.metrics if name.endswith(CHOSEN)]:
+        chosen, rejected = (run.metrics.get(f"{prefix}{name}") for name in (CHOSEN, REJECTED))
         if chosen and rejected and chosen.steps == rejected.steps:
             margins = array("d", np.asarray(chosen.values) - np.asarray(rejected.values))
             shown[f"{prefix}reward_margin"] = Series(chosen.steps, margins)

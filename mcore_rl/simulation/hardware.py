@@ -67,7 +67,7 @@ class Hardware(BaseModel):
         return products / (peak * self.product_efficiency) + attention / (peak * self.attention_efficiency)
 
     def communication_seconds(self, report: RankReport) -> float:
-        """None of it is hidden behind computation: the run does not overlap them."""
+        """None of it is taken as hidden behind computation."""
         return sum(self.transfer_seconds(transfer, size) for transfer, size in report.traffic.items())
 
     def step_seconds(self, reports: Sequence[RankReport], dtype: str, stages: int, chunks: int) -> float:

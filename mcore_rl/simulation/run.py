@@ -11,6 +11,7 @@ from typing import Any
 
 from mcore_rl.config import TrainingConfig, build_config
 from mcore_rl.errors import UserError
+from mcore_rl.layouts import Layout
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.step import RankReport, Sequences, simulate_rank
 
@@ -80,19 +81,8 @@ def layouts_to_try(config: TrainingConfig, world_size: int, gpu: Hardware) -> It
         if world_size % (tp * pp * cp):
             continue
         values = config.model_dump()
-        values["parallel"].update(
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            context_parallel_size=cp,
-            sequence_parallel=tp > 1,
-            virtual_pipeline_model_parallel_size=None,
-            num_layers_in_first_pipeline_stage=None,
-            num_layers_in_last_pipeline_stage=None,
-            account_for_embedding_in_pipeline_split=False,
-            account_for_loss_in_pipeline_split=False,
-            pipeline_model_parallel_layout=None,
-            expert_tensor_parallel_size=None,
-        )
+        layout = Layout(tp=tp, pp=pp, cp=cp, sp=tp > 1, ep=config.parallel.expert_model_parallel_size)
+        values["parallel"].update(layout.parallel_values)
         values["model"]["recompute_activations"] = recompute
         dp = world_size // (tp * pp * cp)
         text = f"tp{tp} pp{pp} cp{cp} dp{dp}" + (" recompute" if recompute else "")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl import launch_environment, platform
-from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, RMConfig, TrainingConfig
+from mcore_rl.config import DistillationConfig, DPOConfig, PPOConfig, RLConfig, RMConfig, TrainingConfig
 from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.memory import LiveBytes, bytes_of
@@ -212,8 +212,10 @@ def second_model(config: TrainingConfig) -> str | None:
     """The key that names a model beside the policy, if one does."""
     if isinstance(config, DPOConfig) and config.dpo.reference_model is not None:
         return "dpo.reference_model"
-    if isinstance(config, GRPOConfig) and config.environment.path is not None:
+    if isinstance(config, RLConfig) and config.environment.path is not None:
         return "environment.path"
+    if isinstance(config, PPOConfig):
+        return "critic"
     return "distillation.teacher" if isinstance(config, DistillationConfig) else None
 
 
@@ -221,9 +223,9 @@ def scoring_passes(config: TrainingConfig) -> int:
     """Forward passes of a step beside the one that trains: of the reference, and of the weights before an update."""
     if isinstance(config, DPOConfig):
         return int(config.dpo.needs_reference and config.dpo.reference == "swap")
-    if isinstance(config, GRPOConfig):
+    if isinstance(config, RLConfig):
         forced = config.loss.force_on_policy_ratio
-        before = int(not (config.grpo.num_updates_per_rollout == 1 if forced is None else forced))
+        before = int(not (config.rollouts.num_updates_per_rollout == 1 if forced is None else forced))
         return before + int(config.loss.reference_policy_kl_penalty > 0)
     return 0
 
@@ -247,7 +249,7 @@ def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
     columns: tuple[str, ...] = ()
     if isinstance(config, DPOConfig) and not isinstance(config, RMConfig):
         columns = ("reference_policy_logprobs",)
-    if isinstance(config, GRPOConfig):
+    if isinstance(config, RLConfig):
         columns = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages")
     return BatchedDataDict(data | {name: torch.zeros(shape) for name in columns})
 
@@ -261,6 +263,6 @@ def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: 
 
 def rows_of_batch(config: TrainingConfig) -> int:
     """Sequences of a step."""
-    if isinstance(config, GRPOConfig):
-        return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    if isinstance(config, RLConfig):
+        return config.rollouts.num_prompts_per_step * config.rollouts.num_generations_per_prompt
     return config.batch.global_batch_size * config.rows_per_unit

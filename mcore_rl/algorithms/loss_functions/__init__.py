@@ -14,6 +14,7 @@ from mcore_rl.algorithms.loss_functions.distillation import (
     DistillationLossConfig,
     DistillationLossDataDict,
     DistillationLossFn,
+    WholeVocabularyDistillationLossFn,
 )
 from mcore_rl.algorithms.loss_functions.kl import calculate_kl
 from mcore_rl.algorithms.loss_functions.kto import KTOLossConfig, KTOLossDataDict, KTOLossFn, kto_reference_point
@@ -28,6 +29,7 @@ from mcore_rl.algorithms.loss_functions.preference import (
     PreferenceLoss,
     PreferenceLossDataDict,
 )
+from mcore_rl.algorithms.loss_functions.value import ValueLossDataDict, ValueLossFn
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
@@ -52,6 +54,9 @@ __all__ = [
     "PreferenceLossDataDict",
     "SequencePackingLossWrapper",
     "Tensor",
+    "ValueLossDataDict",
+    "ValueLossFn",
+    "WholeVocabularyDistillationLossFn",
     "calculate_kl",
     "kto_reference_point",
     "masked_mean",

@@ -249,6 +249,17 @@ def takes_logprobs(loss_fn: Any) -> bool:
     )
 
 
+def takes_hidden_states(loss_fn: Any) -> bool:
+    """True where the class of `loss_fn` has a `from_hidden_states` that is the same as calling it with logits.
+
+    Not of a subclass that has its own `__call__`: that must run.
+    """
+    owner = next(
+        kind for kind in type(loss_fn).__mro__ if "__call__" in vars(kind) or "from_hidden_states" in vars(kind)
+    )
+    return {"__call__", "from_hidden_states"} <= vars(owner).keys()
+
+
 def reads_counted_tokens_only(loss_fn: Any) -> bool:
     """True where the class of `loss_fn` says so itself: a subclass may look at more than the class it extends."""
     return bool(vars(type(loss_fn)).get("reads_counted_tokens_only", False))

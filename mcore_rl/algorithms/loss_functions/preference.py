@@ -26,12 +26,15 @@ from mcore_rl.algorithms.loss_functions.common import (
 from mcore_rl.algorithms.loss_functions.nll import NLLLoss
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import ContractError
-from mcore_rl.loss_options import DPOOptions, typed_dict
+from mcore_rl.loss_options import DPOOptions, PreferenceLossType, typed_dict
 
 if TYPE_CHECKING:
     DPOLossConfig = Mapping[str, Any]
 else:
     DPOLossConfig = typed_dict("DPOLossConfig", DPOOptions)
+
+OF_BOTH_REWARDS: frozenset[PreferenceLossType] = frozenset(("apo_zero", "apo_down", "orpo"))
+"""Losses that look at more than the margin between the two."""
 
 
 class PreferenceLossDataDict(TypedDict):
@@ -203,7 +206,21 @@ class DPOLossFn(Configured, LogprobLoss, PreferenceLoss):  # type: ignore[misc] 
         loss = options.preference_loss_weight * preference + options.sft_loss_weight * sft
         metrics = _pair_metrics(loss, accuracy, chosen, rejected, sample_mask)
         metrics |= self._logprobs_of_sides(next_token_logprobs.detach(), data, seqs)
+        metrics |= self._parts(next_token_logprobs.detach(), data, seqs)
         return loss, {**metrics, "sft_loss": sft.detach(), "preference_loss": preference.detach()}
+
+    def _parts(self, logprobs: Tensor, data: BatchedDataDict[Any], seqs: Tensor) -> dict[str, Tensor]:
+        """Where there are several preference losses: each one's, without its weight."""
+        if len(kinds := self.options.preference_losses) == 1:
+            return {}
+        chosen, rejected = self.split_output_tensor(self._rewards(logprobs, data))
+        mask, beta = sample_mask_of(data, logprobs)[::2], self.options.reference_policy_kl_penalty
+        return {
+            f"preference_loss_{kind}": masked_mean(
+                self._of_kind(kind, chosen, rejected, beta), mask, global_normalization_factor=seqs / 2
+            )
+            for kind in kinds
+        }
 
     def _dpo_loss(
         self,
@@ -245,17 +262,39 @@ class DPOLossFn(Configured, LogprobLoss, PreferenceLoss):  # type: ignore[misc] 
         margin: Float[Tensor, " pairs"] | float,
         beta: float,
     ) -> Float[Tensor, " pairs"]:
-        kind = self.options.preference_loss
+        """The weighted sum of the preference losses."""
+        kinds = self.options.preference_losses
+        parts = [self._per_pair(chosen - rejected - margin, beta)] if kinds.keys() - OF_BOTH_REWARDS else []
+        parts += [
+            w * self._of_kind(kind, chosen, rejected, beta) for kind, w in kinds.items() if kind in OF_BOTH_REWARDS
+        ]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+    def _per_pair(self, margin: Float[Tensor, " pairs"], beta: float) -> Float[Tensor, " pairs"]:
+        """The weighted sum of those that look at the margin alone."""
+        kinds = self.options.preference_losses
+        parts = [w * self._of_margin(kind, margin, beta) for kind, w in kinds.items() if kind not in OF_BOTH_REWARDS]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+    def _of_kind(
+        self,
+        kind: PreferenceLossType,
+        chosen: Float[Tensor, " pairs"],
+        rejected: Float[Tensor, " pairs"],
+        beta: float,
+    ) -> Float[Tensor, " pairs"]:
         if kind == "apo_zero":
             return 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
         if kind == "apo_down":
             return torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(beta * (chosen - rejected))
         if kind == "orpo":
             return -beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
-        return super()._of_rewards(chosen, rejected, margin, beta)
+        return self._of_margin(kind, chosen - rejected, beta)
 
-    def _per_pair(self, margin: Float[Tensor, " pairs"], beta: float) -> Float[Tensor, " pairs"]:
-        kind, smoothing = self.options.preference_loss, self.options.label_smoothing
+    def _of_margin(
+        self, kind: PreferenceLossType, margin: Float[Tensor, " pairs"], beta: float
+    ) -> Float[Tensor, " pairs"]:
+        smoothing = self.options.label_smoothing
         if kind == "ipo":
             return (margin - 1 / (2 * beta)) ** 2
         if kind == "hinge":

@@ -87,12 +87,15 @@ class Response:
     logprobs: of its tokens.
     ended: by a stop token or string, not by the limit of new tokens.
     weight_versions: (version, tokens) of its tokens in their order.
+    routed_experts: [tokens of prompt and response, layers with experts, topk] int16, −1 where a token was not fed to
+        the model, such as the last; if they are recorded.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     ended: bool
     weight_versions: Sequence[tuple[int, int]] = ()
+    routed_experts: torch.Tensor | None = None
 
 
 class StreamingGeneration(GenerationInterface):
@@ -131,17 +134,21 @@ def prompts_of(data: BatchedDataDict[Any], max_sequence_length: int) -> list[tup
 def output_of(
     prompts: Sequence[Sequence[int]], responses: Sequence[Response], pad_token_id: int
 ) -> BatchedDataDict[GenerationOutputSpec]:
-    """Prompts and their responses, right-padded."""
+    """Prompts and their responses, right-padded; with experts where all responses have them."""
     lengths = [len(prompt) + len(response.token_ids) for prompt, response in zip(prompts, responses, strict=True)]
     output_ids = torch.full((len(prompts), max(lengths)), pad_token_id)
     logprobs = torch.zeros(len(prompts), max(lengths))
     for row, (prompt, response, length) in enumerate(zip(prompts, responses, lengths, strict=True)):
         output_ids[row, :length] = torch.tensor([*prompt, *response.token_ids])
         logprobs[row, len(prompt) : length] = torch.tensor(response.logprobs)
-    return BatchedDataDict(
+    output: BatchedDataDict[GenerationOutputSpec] = BatchedDataDict(
         output_ids=output_ids,
         logprobs=logprobs,
         generation_lengths=torch.tensor([len(response.token_ids) for response in responses]),
         unpadded_sequence_lengths=torch.tensor(lengths),
         truncated=torch.tensor([not response.ended for response in responses]),
     )
+    experts = [response.routed_experts for response in responses if response.routed_experts is not None]
+    if len(experts) == len(responses):
+        output["routed_experts"] = torch.nn.utils.rnn.pad_sequence(experts, batch_first=True, padding_value=-1)
+    return output

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.config import GRPOConfig
+from mcore_rl.config import RLConfig
 from mcore_rl.data.chat import end_token_ids
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import gather_objects
@@ -252,28 +252,28 @@ class _Batch:
                     self.going[row] = last
 
 
-def sampling_params_of(config: GRPOConfig, tokenizer: Any) -> SamplingParams:
+def sampling_params_of(config: RLConfig, tokenizer: Any) -> SamplingParams:
     """How the configuration has tokens drawn."""
-    grpo = config.grpo
+    options = config.rollouts
     return SamplingParams(
-        max_new_tokens=grpo.max_new_tokens,
-        temperature=grpo.temperature,
-        top_k=grpo.top_k,
-        top_p=grpo.top_p,
-        min_p=grpo.min_p,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
         stop_token_ids=tuple(sorted(end_token_ids(tokenizer))),
-        stop_strings=grpo.stop_strings,
+        stop_strings=options.stop_strings,
         seed=config.seed,
     )
 
 
-def megatron_generation_of(config: GRPOConfig, model: BuiltModel, tokenizer: Any) -> MegatronGeneration:
+def megatron_generation_of(config: RLConfig, model: BuiltModel, tokenizer: Any) -> MegatronGeneration:
     """Generation by `model`, as the configuration says."""
     return MegatronGeneration(
         model,
         sampling_params_of(config, tokenizer),
         config.data.max_sequence_length,
         tokenizer,
-        config.grpo.generation_batch_size,
+        config.rollouts.generation_batch_size,
         record_experts=config.model.moe_router_replay,
     )

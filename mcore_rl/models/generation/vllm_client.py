@@ -13,7 +13,9 @@ import requests
 
 from mcore_rl.errors import TrainingError
 from mcore_rl.models.generation.interfaces import Response
+from mcore_rl.models.generation.routed_experts import decode_routed_experts
 from mcore_rl.models.generation.sampling import SamplingParams
+from mcore_rl.models.megatron.families.mixture import Experts
 
 T = TypeVar("T")
 
@@ -62,10 +64,11 @@ class VLLMServer:
 
     Args:
         connections: requests at a time.
+        experts: of the model, if it is to tell which of them tokens go to.
     """
 
-    def __init__(self, url: str, connections: int) -> None:
-        self.url, self.connections = url, connections
+    def __init__(self, url: str, connections: int, experts: Experts | None = None) -> None:
+        self.url, self.connections, self.experts = url, connections, experts
         self._session = requests.Session()
         self._session.trust_env = False  # a proxy is for other hosts
         # A kept connection may be closed by the server just as it is used again, which would look like its death.
@@ -100,7 +103,7 @@ class VLLMServer:
         """A response, and what weights it is by.
 
         Raises:
-            ServerError: as `post`; or somebody has ended the request.
+            ServerError: as `post`; or somebody has ended the request, or the experts are not told as they should be.
         """
         body = {"token_ids": request.token_ids, "sampling_params": sampling_params(request, params)}
         (choice,) = self.post("/inference/v1/generate", body, seconds)["choices"]
@@ -108,6 +111,13 @@ class VLLMServer:
             raise ServerError(f"{self.url}: a request was ended by others ({choice['finish_reason']})")
         logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
         response = Response(choice["token_ids"], logprobs, ended=choice["finish_reason"] == "stop")
+        if self.experts is not None:
+            num_tokens = len(request.token_ids) + len(response.token_ids)
+            try:
+                experts = decode_routed_experts(choice.get("routed_experts"), num_tokens, self.experts)
+            except ValueError as error:
+                raise ServerError(f"{self.url}: it tells {error}") from None
+            response.routed_experts = experts
         spans = [(span["version"], span["end"] - span["start"]) for span in choice["weight_versions"]]
         return Answer(response, spans)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -17,12 +17,13 @@ from urllib.parse import urlsplit
 
 import torch
 
-from mcore_rl.config import GRPOConfig
+from mcore_rl import platform
+from mcore_rl.config import RLConfig
 from mcore_rl.data.progress import Say
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import share_outcome
 from mcore_rl.distributed.topology import Topology
-from mcore_rl.errors import UserError
+from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.interfaces import (
     GenerationDatumSpec,
     GenerationOutputSpec,
@@ -34,6 +35,7 @@ from mcore_rl.models.generation.interfaces import (
 from mcore_rl.models.generation.sampling import SamplingParams, uniforms
 from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
 from mcore_rl.models.generation.vllm_service import VLLMService
+from mcore_rl.models.megatron.families.mixture import Experts, Mixture
 from mcore_rl.models.megatron.model import BuiltModel
 from mcore_rl.models.megatron.weights import export_hf_weights
 from mcore_rl.models.policy.refit import (
@@ -64,6 +66,14 @@ class Sender(Protocol):
 
     def prepare_refit_info(self) -> RefitInfo: ...
 
+    def offload_before_refit(self) -> int: ...
+
+    def offload_after_refit(self) -> int: ...
+
+    def prepare_for_lp_inference(self) -> None: ...
+
+    def prepare_for_training(self) -> None: ...
+
 
 class VLLMGeneration(StreamingGeneration):
     """Continues prompts by servers that are started here, or that the configuration names.
@@ -76,7 +86,7 @@ class VLLMGeneration(StreamingGeneration):
         say: tells the user of a server that is dropped.
     """
 
-    def __init__(self, config: GRPOConfig, policy: Sender, params: SamplingParams, tokenizer: Any, say: Say) -> None:
+    def __init__(self, config: RLConfig, policy: Sender, params: SamplingParams, tokenizer: Any, say: Say) -> None:
         self.config, self.policy, self.params, self.tokenizer, self.say = config, policy, params, tokenizer, say
         self.max_sequence_length = config.data.max_sequence_length
         self.weight_version: int | None = None
@@ -85,7 +95,7 @@ class VLLMGeneration(StreamingGeneration):
         self._service: VLLMService | None = None
         self._pool: ServerPool | None = None
         self._groups = RefitGroups({})
-        self._is_connected = False
+        self._is_connected, self._sleeps = False, config.generation.vllm.sleep
         # Other ranks wait for as long in a collective, which must not end before.
         self._refit_seconds = config.parallel.timeout_seconds / 2
 
@@ -99,16 +109,26 @@ class VLLMGeneration(StreamingGeneration):
     def prepare_for_generation(self, *args: Any, weight_version: int | None = None, **kwargs: Any) -> bool:
         """Send the policy's weights, unless the servers have those of this version; start or find the servers first.
 
+        With `generation.vllm.sleep` the servers are woken, and the policy has no device memory left afterwards.
+
         Raises:
             UserError: a server does not start, does not answer, or is not one for this run.
             TrainingError: no server is left.
         """
+        if self._sleeps:
+            self._make_room()
         if not self._is_connected:
             self._connect()
         if weight_version is None:
             weight_version = 0 if self.weight_version is None else self.weight_version + 1
+        if self._sleeps:
+            self._on_first_rank(self._wake)
         if weight_version != self.weight_version:
+            if self._sleeps:
+                self.policy.prepare_for_lp_inference()  # the weights alone
             self._refit(weight_version)
+        if self._sleeps:
+            self.policy.offload_after_refit()
         return True
 
     def submit(
@@ -144,6 +164,14 @@ class VLLMGeneration(StreamingGeneration):
         return output_of([prompt for _, prompt in rows], self._on_first_rank(ask), self.tokenizer.pad_token_id)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """With `generation.vllm.sleep` the servers fall asleep, and the policy has all its memory again.
+
+        Raises:
+            TrainingError: no server is left.
+        """
+        if self._sleeps and self._is_connected:
+            self._on_first_rank(self._put_to_sleep)
+            self.policy.prepare_for_training()
         return True
 
     def close(self) -> None:
@@ -168,12 +196,20 @@ class VLLMGeneration(StreamingGeneration):
         # Versions of other runs, and of a server started anew, are not ours.
         self._launch, urls = self._on_first_rank(lambda: (secrets.token_hex(4), self._find()))
         if self.policy.topology.leads_replica:
-            connections = math.ceil(self.config.grpo.generation_batch_size / self.policy.topology.data.size)
+            connections = math.ceil(self.config.rollouts.generation_batch_size / self.policy.topology.data.size)
             drop = self._drop if self.policy.is_writer else _drop_in_silence
-            servers = [VLLMServer(url, connections) for url in urls]
+            servers = [VLLMServer(url, connections, self._experts()) for url in urls]
             self._pool = ServerPool(servers, drop, self.config.generation.vllm.request_seconds)
         self._on_first_rank(self._join_all)
         self._is_connected = True
+
+    def _experts(self) -> Experts | None:
+        """Of the model, if the servers are to tell which of them tokens go to."""
+        family = self.policy.model.family
+        if not self.config.model.moe_router_replay:
+            return None
+        assert isinstance(family, Mixture), "checked as the model was built"
+        return family.experts
 
     def _find(self) -> list[str]:
         """URLs of servers that are ready for this run."""
@@ -206,17 +242,35 @@ class VLLMGeneration(StreamingGeneration):
         store = RefitStore(ip, 0, 0, self._refit_seconds)
         info = {
             "ip": ip, "port": store.port, "first_rank": 1, "world_size": size, "timeout": self._refit_seconds,
-            "tensors": encode_refit_info(self.policy.prepare_refit_info()),
+            "tensors": encode_refit_info(self.policy.prepare_refit_info()), "on_host": self._sleeps,
         }  # fmt: skip
         with ThreadPoolExecutor(1) as beside:
             path, seconds = "/init_weight_transfer_engine", 2 * self._refit_seconds
             joining = beside.submit(server.post, path, {"init_info": info}, seconds)
             try:
-                group = RefitGroup(store, size)
+                group = RefitGroup(store, size, on_host=self._sleeps)
             except RuntimeError as error:
                 raise joining.exception() or ServerError(f"{server.url}: {error}") from None
             joining.result()
         return group
+
+    # ------------------------------------------------------------ sleep
+
+    def _make_room(self) -> None:
+        """vLLM takes what it wants of the device as it wakes; of what is free as it starts."""
+        if self._is_connected:
+            self.policy.offload_before_refit()
+        else:
+            self.policy.offload_after_refit()
+
+    def _wake(self) -> None:
+        """Also servers that another run has left asleep; it does nothing to those that are awake."""
+        assert self._pool is not None
+        self._pool.each(lambda server: server.post("/wake_up", {}, self._refit_seconds))
+
+    def _put_to_sleep(self) -> None:
+        assert self._pool is not None
+        self._pool.each(lambda server: server.post("/sleep?level=1", {}, self._refit_seconds))
 
     # ------------------------------------------------------------ weights
 
@@ -228,7 +282,10 @@ class VLLMGeneration(StreamingGeneration):
             self._pool.announce(self._version(), version)
         torch.distributed.barrier()  # a response with the new weights is for no rank one of unknown weights
         self._on_first_rank(self._begin_update)
-        tensors, info = export_hf_weights(self.policy.model, copies=False), self.policy.prepare_refit_info()
+        tensors: Iterator[tuple[str, torch.Tensor]] = export_hf_weights(self.policy.model, copies=False)
+        if self._sleeps:
+            tensors = ((name, tensor.cpu()) for name, tensor in tensors)
+        info = self.policy.prepare_refit_info()
         send_weights(tensors, info, self._groups if self.policy.is_writer else None, BUCKET_BYTES)
         servers = self._on_first_rank(self._finish_update)
         if self._pool is not None:
@@ -282,7 +339,7 @@ def wait_until_ready(server: VLLMServer, service: VLLMService | None, deadline: 
         time.sleep(POLL_SECONDS)
 
 
-def check_server(server: VLLMServer, config: GRPOConfig) -> None:
+def check_server(server: VLLMServer, config: RLConfig) -> None:
     """Raises UserError if a server cannot be the one for this run."""
     (model, *_) = server.get("/v1/models", CONTROL_SECONDS)["data"]
     wanted = config.data.max_sequence_length
@@ -291,3 +348,17 @@ def check_server(server: VLLMServer, config: GRPOConfig) -> None:
             f"generation.vllm.urls: {server.url} takes {model['max_model_len']} tokens at most, "
             f"data.max_sequence_length is {wanted}; start it by scripts/serve_vllm.py with this configuration"
         )
+    if config.generation.vllm.sleep and platform.has_gpu() and not _can_sleep(server):
+        raise UserError(
+            f"generation.vllm.sleep: {server.url} runs without --enable-sleep-mode; start it by scripts/serve_vllm.py "
+            "with this configuration"
+        )
+
+
+def _can_sleep(server: VLLMServer) -> bool:
+    """As far as it tells."""
+    try:
+        told = server.get("/server_info?config_format=json", CONTROL_SECONDS)
+        return bool(told["vllm_config"]["model_config"]["enable_sleep_mode"])
+    except (ServerError, TrainingError, KeyError, TypeError):
+        return True

@@ -32,6 +32,7 @@ class RefitInitInfo(WeightTransferInitInfo):
     first_rank: of this server's processes in the trainer's group.
     tensors: `encode_refit_info` of them.
     timeout: seconds for the group to be made, and for each of its collectives.
+    on_host: the weights come to the host's memory first: the trainer may be on the same GPU.
     """
 
     ip: str
@@ -40,6 +41,7 @@ class RefitInitInfo(WeightTransferInitInfo):
     world_size: int
     tensors: dict[str, Any]
     timeout: float
+    on_host: bool
 
 
 @dataclass
@@ -58,7 +60,9 @@ class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
         rank = info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
         # A later update may be for another model, such as a draft: it is asked for when the tensors are there.
         self.receiver = RefitReceiver(
-            lambda tensors: self.model.load_weights(tensors), decode_refit_info(info.tensors), self.device
+            lambda tensors: self.model.load_weights(tensors),
+            decode_refit_info(info.tensors),
+            "cpu" if info.on_host else self.device,
         )
         self.receiver.init_collective(info.ip, info.port, rank, info.world_size, info.timeout)
 

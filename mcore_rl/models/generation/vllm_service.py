@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from mcore_rl import platform
-from mcore_rl.config import GRPOConfig
+from mcore_rl.config import RLConfig
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.keeper import end_groups
 
@@ -27,7 +27,7 @@ STRANGE = ("TORCHELASTIC", "PYTHONPATH", "VIRTUAL_ENV", "RANK", "LOCAL_", "GROUP
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-def server_command(config: GRPOConfig, port: int) -> list[str]:
+def server_command(config: RLConfig, port: int) -> list[str]:
     """The command line of one server."""
     vllm, longest = config.generation.vllm, config.data.max_sequence_length
     command = [
@@ -36,7 +36,7 @@ def server_command(config: GRPOConfig, port: int) -> list[str]:
         "--host", vllm.host, "--port", str(port),
         "--dtype", config.model.dtype, "--max-model-len", str(longest),
         "--tensor-parallel-size", str(vllm.tensor_parallel_size),
-        "--max-num-seqs", str(config.grpo.generation_batch_size), "--seed", str(config.seed),
+        "--max-num-seqs", str(config.rollouts.generation_batch_size), "--seed", str(config.seed),
         "--generation-config", "vllm",  # the model directory's would change the sampling in silence
         "--logprobs-mode", "processed_logprobs",  # of the distribution that is sampled from
         "--disable-uvicorn-access-log", "--enable-scale-out",
@@ -44,6 +44,10 @@ def server_command(config: GRPOConfig, port: int) -> list[str]:
     ]  # fmt: skip
     if config.model.trust_remote_code:
         command.append("--trust-remote-code")
+    if config.model.moe_router_replay:
+        command.append("--enable-return-routed-experts")
+    if vllm.sleep and platform.has_gpu():  # on the CPU vLLM refuses it; calls succeed there, and free nothing
+        command.append("--enable-sleep-mode")
     if not platform.has_gpu():
         # A prompt in chunks takes back random numbers, which the CPU's generators cannot: seeded requests would end
         # the server.
@@ -62,7 +66,7 @@ class VLLMService:
         UserError: a port is taken.
     """
 
-    def __init__(self, config: GRPOConfig, logs: Path) -> None:
+    def __init__(self, config: RLConfig, logs: Path) -> None:
         vllm = config.generation.vllm
         for index in range(vllm.num_servers):
             _check_port(vllm.host, vllm.port + index)
@@ -129,9 +133,11 @@ class VLLMService:
             self._keeper.stdin.flush()
 
     @staticmethod
-    def _environment(config: GRPOConfig, index: int) -> dict[str, str]:
+    def _environment(config: RLConfig, index: int) -> dict[str, str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(STRANGE)}
         environment |= ENVIRONMENT
+        if config.model.moe_router_replay:
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older one does not tell experts
         if not platform.has_gpu():
             environment = {**CPU_ENVIRONMENT, **environment}
         vllm = config.generation.vllm

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl import platform
+from mcore_rl.distributed.collectives import copy_forward_all_reduce_backward
+from mcore_rl.models.megatron.expert_adapters import stack_experts
 from mcore_rl.models.megatron.linear import Adapted, ColumnLinear
 from mcore_rl.models.megatron.lora import NOWHERE, LoRA, Owners
 from mcore_rl.models.megatron.mapping import GateUp, Mapping
@@ -107,6 +109,25 @@ class RowAdapter(Adapter):
         return total
 
 
+class ExpertAdapter(Adapter):
+    """Of a routed expert's layer, between Megatron's exchanges of tokens, which also sum what ranks have parts of.
+
+    Every rank of the expert's tensor-parallel group sees all its tokens; outputs and gradients of inputs may be parts.
+    Only the gradient of the matrix that is whole on every rank (`whole`: A or B) is summed here.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor, owners: Tensor, lora: LoRA, whole: str) -> None:
+        super().__init__(a, b, owners, lora, sequence_parallel=False, fork=False)
+        self.whole, self.group = whole, process_groups().expt_tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = (
+            copy_forward_all_reduce_backward(matrix, self.group) if self.whole == name else matrix
+            for name, matrix in (("A", self.lora_A), ("B", self.lora_B))
+        )
+        return self.scale * F.linear(F.linear(x.to(a.dtype), a), b)
+
+
 def add_adapters(model: BuiltModel, lora: LoRA) -> BuiltModel:
     """`model` with its adapters in place; they alone have gradients from now on."""
     model = replace(model, lora=lora)
@@ -134,14 +155,23 @@ def _adapter(layer: Adapted, path: str, lora: LoRA, model: BuiltModel) -> Adapte
                         model.topology)  # fmt: skip
     first, second = (read_shard(mapping, lora.source, model.topology).to(platform.device()) for mapping in (a, b))
     is_column, parallel = isinstance(layer, ColumnLinear), model.topology.sequence_parallel
-    kind = ColumnAdapter if is_column else RowAdapter
-    fork = model.topology.tensor.size > 1 and (parallel or not is_column)
-    adapter = kind(first, second, owners[:, 0].to(platform.device()), lora, parallel, fork)
+    adapter: Adapter
+    if a.is_expert:
+        adapter = ExpertAdapter(
+            first, second, owners[:, 0].to(platform.device()), lora, whole="A" if is_column else "B"
+        )
+    else:
+        kind = ColumnAdapter if is_column else RowAdapter
+        fork = model.topology.tensor.size > 1 and (parallel or not is_column)
+        adapter = kind(first, second, owners[:, 0].to(platform.device()), lora, parallel, fork)
     for mapping, parameter in ((a, adapter.lora_A), (b, adapter.lora_B)):
-        if mapping.kind.partition_dim is None:
-            parameter.sequence_parallel = parallel  # type: ignore[attr-defined]
-        else:
+        parameter.allreduce = getattr(layer.weight, "allreduce", True)  # type: ignore[attr-defined]
+        if mapping.kind.partition_dim is not None:
             set_tensor_model_parallel_attributes(parameter, True, mapping.kind.partition_dim, 1)
+        elif not mapping.is_expert:
+            parameter.sequence_parallel = parallel  # type: ignore[attr-defined]
+        elif model.topology.expert_tensor.rank == 0:  # others of this rank's experts: the gradient's norm has them too
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
     return adapter
 
 
@@ -161,23 +191,25 @@ def adapters_in(model: BuiltModel) -> list[Tensor]:
 def export_adapters(
     model: BuiltModel, value_of: Callable[[Tensor], Tensor] = torch.Tensor.detach
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of PEFT's format, whole, on every rank. Collective over TP and PP.
+    """Every tensor of PEFT's format, whole, on every rank. Collective over EP, TP and PP.
 
     Args:
         value_of: what is exported of a parameter, for example its gradient.
     """
     assert model.lora is not None, "the model has no adapters"
     own = {m.megatron: value_of(p) for chunk in model.chunks for _, m, p in adapter_mappings(model, chunk)}
-    for name, tensor in gather_tensors(model.lora.table, own, model.topology):
-        if name != NOWHERE:
-            yield name, tensor
+    tensors = gather_tensors(model.lora.table, own, model.topology)
+    yield from stack_experts((name, tensor) for name, tensor in tensors if name != NOWHERE)
 
 
 def adapter_state(model: BuiltModel, chunk: HiddenStateGPTModel) -> dict[str, Any]:
     """Megatron's description of a chunk's adapters for a checkpoint, each named by its layer's number."""
-    groups: dict[str, Any] = {"tp_group": process_groups().tp, "dp_cp_group": process_groups().dp_cp}
+    ours = process_groups()
     described = {}
     for name, mapping, parameter in adapter_mappings(model, chunk):
+        groups: dict[str, Any] = {"tp_group": ours.tp, "dp_cp_group": ours.dp_cp}
+        if mapping.is_expert:
+            groups = {"tp_group": ours.expt_tp, "dp_cp_group": ours.expt_dp}
         if mapping.kind.partition_dim is None:
             described[name] = make_sharded_tensor_for_checkpoint(parameter, mapping.megatron, **groups)
             continue

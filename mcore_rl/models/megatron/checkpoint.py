@@ -1,12 +1,14 @@
 """A run's state in Megatron's distributed format, which any layout can read.
 
-What is in a checkpoint: model, optimizer, schedule, random states, the loop's own state, and
-`config.yaml`. How it gets to disk without ever being half there is `mcore_rl.checkpoint_store`'s business.
+What is in a checkpoint: model, optimizer, schedule, the same of models trained beside it, random states, the loop's
+own state, and `config.yaml`. How it gets to disk without ever being half there is `mcore_rl.checkpoint_store`'s
+business.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +23,6 @@ from mcore_rl.config import TrainingConfig, resolved_yaml
 from mcore_rl.distributed.collectives import gather_objects
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron import reference_state
-from mcore_rl.models.megatron.adapters import adapter_state
 from mcore_rl.models.megatron.checkpoint_trust import check_trusted
 from mcore_rl.models.megatron.checkpoint_writer import (
     POLL_SECONDS,
@@ -33,9 +34,9 @@ from mcore_rl.models.megatron.checkpoint_writer import (
     raise_together,
 )
 from mcore_rl.models.megatron.model import BuiltModel
-from mcore_rl.models.megatron.optimizer_shards import optimizer_shards, optimizers_with_parameters
 from mcore_rl.models.megatron.parallel import process_groups
 from mcore_rl.models.megatron.random_states import random_states, seed_everything, set_random_states
+from mcore_rl.models.megatron.trained_part import METADATA, TrainedPart, model_state, set_model_state
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing.core import (  # isort: skip
@@ -44,11 +45,7 @@ from megatron.core.dist_checkpointing.core import (  # isort: skip
     save_config,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
-from megatron.core.optimizer import MegatronOptimizer  # isort: skip
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
-# The one optimizer format that loads under every layout.
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 VERSIONS = {"mcore_rl": __version__, **{name: version(name) for name in ("torch", "megatron-core")}}
 
 
@@ -67,13 +64,17 @@ class TrainingState:
     """What a checkpoint holds of a run beside the loop's own values.
 
     reference: its weights, if it has a copy of them; they are part of a checkpoint once they have moved.
+    beside: models that are trained with the policy, each with a name.
     """
 
-    model: BuiltModel
-    optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
+    policy: TrainedPart
     config: TrainingConfig
     reference: MovingReference | None = None
+    beside: tuple[TrainedPart, ...] = ()
+
+    @property
+    def model(self) -> BuiltModel:
+        return self.policy.model
 
     @property
     def layout(self) -> list[int]:
@@ -106,15 +107,17 @@ class PendingSave:
         self.store, self.step, self.config = store, step, run.config
         self.best: int | None = state.get("best", {}).get("step")
         self.partial: Path = on_first_rank(lambda: store.begin(step))
-        weights = model_state(run.model)
-        _ensure_optimizer_state(run)
-        own = list(optimizer_shards(run.optimizer, weights))
+        weights = run.policy.weights()
+        weights_beside = {part.name: part.weights() for part in run.beside}
+        own = list(run.policy.optimizer_shards(weights))
+        for part in run.beside:
+            own += part.optimizer_shards(weights_beside[part.name])
         shards, common = save_preprocess(
             {
                 **weights,
                 **_reference_part(run, weights),
-                "optimizer": _optimizer_common(run.optimizer),
-                "scheduler": run.scheduler.state_dict(),
+                **run.policy.common(),
+                **{part.name: {**weights_beside[part.name], **part.common()} for part in run.beside},
                 "state": {**state, "step": step},
                 "versions": VERSIONS,
                 "random": {"layout": run.layout, "states": gather_objects(random_states())},
@@ -162,15 +165,6 @@ def _reference_part(run: TrainingState, weights: dict[str, Any]) -> dict[str, An
     return {reference_state.KEY: reference_state.reference_state(weights, run.reference.by_tensor())}
 
 
-def _optimizer_common(optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """What all ranks share of the optimizer: its parameter groups, of which only the step is read back.
-
-    Experts have an optimizer of their own, with the same step and rates.
-    """
-    state = optimizers_with_parameters(optimizer)[0].state_dict()
-    return {**state, "param_state_sharding_type": METADATA["distrib_optim_sharding_type"]}
-
-
 def write_common(common: dict[str, Any], config: str, directory: Path) -> None:
     """The files of a checkpoint beside its shards and their index: `config` is the text of config.yaml."""
     torch.save(common, directory / "common.pt")
@@ -214,6 +208,7 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
     present = {
         "optimizer": has_optimizer and "optimizer" in common,
         "schedule": "scheduler" in common,
+        **{part.name: part.name in common for part in run.beside},
         "random states": "random" in common,
         "data position": "state" in common,
     }
@@ -223,12 +218,15 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
             f"{iteration} lacks {', '.join(restored.missing)}; "
             "set checkpoint.allow_partial=true to go on from what it has"
         )
-    _load_model_and_optimizer(iteration, run, present["optimizer"])
-    if run.reference is not None and holds_reference(iteration):
+    reference = run.reference if _has_reference(index) else None
+    there = [part for part in run.beside if present[part.name]]
+    _load_weights_and_moments(iteration, run, common if present["optimizer"] else {}, reference)
+    _load_beside(iteration, there, common)
+    if reference is not None:
         restored.pieces.append("reference")
     if present["schedule"]:
-        run.scheduler.load_state_dict(common["scheduler"])
-    restored.pieces += [name for name in ("optimizer", "schedule") if present[name]]
+        run.policy.scheduler.load_state_dict(common["scheduler"])
+    restored.pieces += [name for name in ("optimizer", "schedule", *(part.name for part in there)) if present[name]]
     if present["random states"]:
         restored.pieces.append(_restore_random(common["random"], run, restored.state))
     return restored
@@ -236,8 +234,11 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
 
 def holds_reference(iteration: Path) -> bool:
     """Whether a checkpoint has the weights of a reference that has moved."""
-    keys = check_trusted(iteration).state_dict_metadata
-    return any(key.startswith(f"{reference_state.KEY}.") for key in keys)
+    return _has_reference(check_trusted(iteration))
+
+
+def _has_reference(index: Any) -> bool:
+    return any(key.startswith(f"{reference_state.KEY}.") for key in index.state_dict_metadata)
 
 
 def _restore_random(saved: dict[str, Any], run: TrainingState, state: dict[str, Any]) -> str:
@@ -248,53 +249,43 @@ def _restore_random(saved: dict[str, Any], run: TrainingState, state: dict[str, 
     return "random states (seeded anew: the layout is another)"
 
 
-def _load_model_and_optimizer(iteration: Path, run: TrainingState, with_optimizer: bool) -> None:
-    weights = model_state(run.model)
-    wanted = dict(weights)
-    if with_optimizer:
-        _ensure_optimizer_state(run)
-        for index, inner in enumerate(optimizers_with_parameters(run.optimizer)):
-            described = inner.sharded_state_dict(weights, is_loading=True, metadata=METADATA)
-            wanted[f"moments{index}"] = described["param_state"]
-    moved = run.reference is not None and holds_reference(iteration)
-    if run.reference is not None and moved:
-        wanted[reference_state.KEY] = reference_state.reference_state(weights, run.reference.by_tensor())
+def _load_weights_and_moments(
+    iteration: Path, run: TrainingState, common: dict[str, Any], reference: MovingReference | None
+) -> None:
+    """
+    Args:
+        common: what all ranks share of the optimizer; {} where there is none to be loaded.
+    """
+    weights = run.policy.weights()
+    wanted = run.policy.wanted(weights, bool(common))
+    if reference is not None:
+        wanted[reference_state.KEY] = reference_state.reference_state(weights, reference.by_tensor())
     loaded = load_sharded(wanted, iteration)
-    if run.reference is not None and moved:
-        reference_state.set_reference(weights, run.reference.by_tensor(), loaded[reference_state.KEY])
-        run.reference.has_moved = True
-    _set_model_state(run.model, loaded)
-    if with_optimizer:
-        step = loaded["optimizer"]["optimizer"]["param_groups"][0].get("step")
-        for index, inner in enumerate(optimizers_with_parameters(run.optimizer)):
-            _load_optimizer(inner, step, loaded[f"moments{index}"])
-    else:
-        run.optimizer.reload_model_params()
+    if reference is not None:
+        reference_state.set_reference(weights, reference.by_tensor(), loaded[reference_state.KEY])
+        reference.has_moved = True
+    run.policy.restore(loaded, common.get("optimizer"))
 
 
-def _ensure_optimizer_state(run: TrainingState) -> None:
-    """Zero moments before the first step: Megatron describes only states that exist."""
-    for inner in optimizers_with_parameters(run.optimizer):
-        if not inner.optimizer.state:
-            rates = [group["lr"] for group in inner.optimizer.param_groups]
-            for group in inner.optimizer.param_groups:  # a step on zero gradients would still decay the weights
-                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-            inner._init_optimizer_states_with_dummy_values()
-            for group, rate in zip(inner.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-            for state in inner.optimizer.state.values():
-                if "step" in state:
-                    state["step"].zero_()
+def _load_beside(iteration: Path, parts: Sequence[TrainedPart], common: dict[str, Any]) -> None:
+    """Models trained beside the policy, whole or not at all."""
+    for part in parts:
+        loaded = load_sharded(part.wanted(part.weights(), with_optimizer=True), iteration)
+        part.restore(loaded, common[part.name]["optimizer"])
+        part.scheduler.load_state_dict(common[part.name]["scheduler"])
 
 
-def load_weights(iteration: Path, model: BuiltModel) -> None:
+def load_weights(iteration: Path, model: BuiltModel, name: str = "") -> None:
     """Restore the model alone, under this run's layout; collective.
+
+    Args:
+        name: of a model trained beside the policy.
 
     Raises:
         UserError: it does not fit the model, or names code to run.
     """
     check_trusted(iteration)
-    _set_model_state(model, load_sharded(model_state(model), iteration))
+    set_model_state(model, load_sharded(model_state(model, name), iteration))
 
 
 def load_sharded(wanted: dict[str, Any], iteration: Path) -> dict[str, Any]:
@@ -309,48 +300,6 @@ def load_sharded(wanted: dict[str, Any], iteration: Path) -> dict[str, Any]:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{iteration} does not fit the model of model.path: {reason}") from None
     return loaded
-
-
-def _model_key(model: BuiltModel, index: int) -> str:
-    return "model" if len(model.chunks) == 1 else f"model{index}"
-
-
-def model_state(model: BuiltModel) -> dict[str, Any]:
-    """Megatron's description of the model's part of a checkpoint, by chunk: of the adapters alone, where there are."""
-    return {
-        _model_key(model, index): adapter_state(model, chunk)
-        if model.lora
-        else chunk.sharded_state_dict(metadata=METADATA)
-        for index, chunk in enumerate(model.chunks)
-    }
-
-
-def _set_model_state(model: BuiltModel, loaded: dict[str, Any]) -> None:
-    for index, chunk in enumerate(model.chunks):
-        state = loaded.get(_model_key(model, index), {})  # which Megatron drops where it holds nothing: no adapters
-        if model.lora is None:
-            chunk.load_state_dict(state)
-            continue
-        with torch.no_grad():
-            for name, value in state.items():
-                chunk.get_parameter(name).copy_(value)
-
-
-def _load_optimizer(inner: Any, step: Any, moments: dict[Any, Any]) -> None:
-    """Restore an optimizer on torch's Adam, whose `step` is a tensor in every parameter's state.
-
-    Megatron's loader assigns one such tensor to all parameters (Adam counts in place, and would advance
-    it once per parameter), then copies the moments by the state's keys and finds no saved `step`. So
-    the step is taken out while the moments are copied, and put back as a tensor of each parameter's own.
-    """
-    own = inner.state_dict()
-    for group in own["optimizer"]["param_groups"]:
-        group["step"] = step
-    inner.load_state_dict(own)
-    steps = [(entry, entry.pop("step")) for entry in inner.optimizer.state.values() if "step" in entry]
-    inner.load_parameter_state_from_fully_reshardable(moments)
-    for entry, value in steps:
-        entry["step"] = value.clone()
 
 
 __all__ = ["PendingSave", "Restored", "SaveError", "TrainingState", "load", "load_weights", "verify"]

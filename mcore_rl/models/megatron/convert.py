@@ -26,7 +26,7 @@ from mcore_rl.checkpoint_store import CheckpointStore, digests_of
 from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig, read_yaml
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.adapters import add_adapters, export_adapters
-from mcore_rl.models.megatron.checkpoint import METADATA, load_weights, model_state, write_common
+from mcore_rl.models.megatron.checkpoint import load_weights, write_common
 from mcore_rl.models.megatron.checkpoint_trust import check_trusted
 from mcore_rl.models.megatron.checkpoint_writer import PlannedShards
 from mcore_rl.models.megatron.families import family_of
@@ -38,6 +38,7 @@ from mcore_rl.models.megatron.model import BuiltModel, build_model
 from mcore_rl.models.megatron.optimizer_shards import parts_of
 from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel, process_groups
 from mcore_rl.models.megatron.peft_directory import write_peft_directory
+from mcore_rl.models.megatron.trained_part import METADATA, model_state
 from mcore_rl.models.megatron.weights import FLOAT32_BUFFER, check_hf_tensors, chunk_mappings, read_shard
 from mcore_rl.run_identity import architecture_changes, architecture_of, architecture_of_checkpoint
 

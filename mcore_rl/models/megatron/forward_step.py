@@ -8,20 +8,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from mcore_rl import platform
 from mcore_rl.algorithms.interfaces import LossFunction
-from mcore_rl.algorithms.loss_functions.common import reads_counted_tokens_only, takes_logprobs, token_mask_of
+from mcore_rl.algorithms.loss_functions.common import (
+    reads_counted_tokens_only,
+    takes_hidden_states,
+    takes_logprobs,
+    token_mask_of,
+)
 from mcore_rl.algorithms.loss_functions.packing import SequencePackingLossWrapper, accepted_groups, rows_of_width
 from mcore_rl.data.packing import Microbatch
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.collectives import (
-    all_gather_forward_split_backward,
-    all_reduce_forward_all_reduce_backward,
-)
+from mcore_rl.distributed.collectives import all_gather_forward_split_backward
 from mcore_rl.distributed.context_parallel import gather_context_parallel, slice_context_parallel
+from mcore_rl.distributed.counted_positions import CountedPositions
+from mcore_rl.distributed.last_states import LastStates
+from mcore_rl.distributed.linear_divergences import LinearLogits
 from mcore_rl.distributed.linear_logprobs import gather_hidden_states, linear_logprobs
+from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.distributed.parallel_logprobs import valid_columns, vocab_parallel_topk
 from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.families.mixture import Mixture
@@ -102,46 +107,32 @@ class LogprobHead:
         Only positions that the mask counts are multiplied with the LM head; a rank that has none keeps
         one, so that collectives match.
         """
-        topology, layout = self.model.topology, microbatch.layout
+        topology, weight = self.model.topology, self.model.chunks[-1].lm_head_weight()
         input_ids = microbatch.data["input_ids"]
         hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
-        index, there = layout.token_table(input_ids.shape[1])
-        index, counted = index[:, 1:], there[:, 1:] & (mask > 0)
-        wanted = torch.zeros(layout.total, dtype=torch.bool)  # of the tokens that are predicted
-        wanted[index[counted]] = True
-        held = layout.local_positions(topology.context.rank)
-        place = torch.full((layout.total + 1,), -1)  # of each position on this rank; the last: of no position
-        place[held] = torch.arange(len(held))
-        tokens = (wanted & (place[layout.predictor] >= 0)).nonzero().flatten()
-        used = bool(len(tokens))
-        tokens = tokens if used else torch.zeros(1, dtype=torch.long)
-        rows = place[layout.predictor[tokens]].clamp(min=0).to(hidden.device, non_blocking=True)
-        picked = hidden[rows]
-        if not used:  # the dummy row: zeros, whatever the model made of it, that still pass gradients on
-            picked = picked.masked_fill(torch.ones_like(picked, dtype=torch.bool), 0)
-        values = linear_logprobs(
-            picked,
-            self.model.chunks[-1].lm_head_weight(),
-            layout.pack_rows(input_ids)[tokens].to(hidden.device, non_blocking=True),
+        positions = CountedPositions.of(microbatch.layout, mask, topology.context.rank)
+        logprobs, entropy = linear_logprobs(
+            positions.pick(hidden),
+            weight,
+            positions.targets(input_ids).to(hidden.device, non_blocking=True),
             topology.tensor.group,
             self.model.vocab_size,
             self.temperature,
             self.with_entropy,
         )
-        spread = [
-            None if v is None else _at(tokens, v if used else v * 0, layout.total, topology.context.group)
-            for v in values
-        ]
-        index, counted = index.to(hidden.device), counted.to(hidden.device)
-        logprobs, entropy = (None if v is None else torch.where(counted, v[index], 0) for v in spread)
-        assert logprobs is not None
-        return logprobs, entropy
+        group = topology.context.group
+        return positions.spread(logprobs, group), None if entropy is None else positions.spread(entropy, group)
 
 
-def _at(tokens: Tensor, values: Tensor, size: int, context_parallel_group: ProcessGroup | None) -> Tensor:
-    """[size] `values` at the positions `tokens` of a pack, those of the other context-parallel ranks at theirs."""
-    packed = values.new_zeros(size).index_copy(0, tokens.to(values.device, non_blocking=True), values)
-    return all_reduce_forward_all_reduce_backward(packed, context_parallel_group)
+def last_states(model: BuiltModel, hidden: Tensor, microbatch: Microbatch, temperature: float = 1.0) -> LastStates:
+    """What predicts a microbatch's counted tokens."""
+    topology = model.topology
+    mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
+    hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
+    positions = CountedPositions.of(microbatch.layout, mask, topology.context.rank)
+    logits = LinearLogits(positions.pick(hidden), model.chunks[-1].lm_head_weight())
+    groups = topology.tensor.group, topology.context.group
+    return LastStates(microbatch, logits, positions, model.vocab_size, temperature, *groups)
 
 
 class TopKHead:
@@ -173,20 +164,36 @@ class RewardOfSequences:
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
         """[n, 1] fp32, whole on every rank."""
-        topology, layout = self.model.topology, microbatch.layout
-        if topology.sequence_parallel:  # every rank then computes the same: its own part of the gradient is enough
-            hidden = all_gather_forward_split_backward(hidden, topology.tensor.group)
-        rewards = gather_context_parallel(self.model.chunks[-1].output_layer(hidden), layout, topology.context.group)
+        layout = microbatch.layout
         index, _ = layout.token_table(microbatch.data["input_ids"].shape[1])
         last = index.gather(1, torch.tensor(layout.row_lengths)[:, None] - 1)
-        return rewards[last.to(rewards.device)]
+        return self._of_pack(hidden, layout)[last.to(hidden.device)]
+
+    def _of_pack(self, hidden: Tensor, layout: PackLayout) -> Tensor:
+        """[T] the number at each position of a pack."""
+        topology = self.model.topology
+        if topology.sequence_parallel:  # every rank then computes the same: its own part of the gradient is enough
+            hidden = all_gather_forward_split_backward(hidden, topology.tensor.group)
+        return gather_context_parallel(self.model.chunks[-1].output_layer(hidden), layout, topology.context.group)
+
+
+class ValuesOfTokens(RewardOfSequences):
+    """The reward head's number in the state that each token is chosen in: at the token before."""
+
+    def __call__(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+        """[n, S] fp32, whole on every rank; column 0, and what lies behind a row's end, is 0."""
+        index, there = microbatch.layout.token_table(microbatch.data["input_ids"].shape[1])
+        of_pack = self._of_pack(hidden, microbatch.layout)
+        before, there = index[:, :-1].to(hidden.device), there[:, 1:].to(hidden.device)
+        return F.pad(torch.where(there, of_pack[before], 0), (1, 0))
 
 
 class LossHead:
     """A loss function at the end of the model.
 
-    Losses of log-probabilities get them from the hidden states; a model with a reward head gives its rewards
-    [n, 1]; any other loss gets logits: of a pack by `SequencePackingLossWrapper`, of padded rows all at once.
+    Losses of log-probabilities get them from the hidden states, losses of hidden states get these; a model with a
+    reward head gives its rewards [n, 1], or the values of tokens [n, S] to a loss that `reads_values`; any other loss
+    gets logits: of a pack by `SequencePackingLossWrapper`, of padded rows all at once.
 
     Its outputs: `loss` and `metrics`; with log-probabilities also these, their `mask`, and the `rows`.
 
@@ -205,8 +212,10 @@ class LossHead:
         self.model, self.temperature = model, temperature
         self.loss_fn: Any = loss_fn
         self.counts = global_valid_seqs.to(platform.device()), global_valid_toks.to(platform.device())
-        self.rewards = RewardOfSequences(model) if model.family.has_reward_head else None
+        number = ValuesOfTokens if getattr(loss_fn, "reads_values", False) else RewardOfSequences
+        self.rewards = number(model) if model.family.has_reward_head else None
         self.fused = takes_logprobs(loss_fn)
+        self.of_hidden_states = takes_hidden_states(loss_fn)
         self.of_counted_tokens = reads_counted_tokens_only(loss_fn)
         self.logprobs = LogprobHead(model, temperature, with_entropy=getattr(loss_fn, "needs_entropy", False))
 
@@ -221,6 +230,9 @@ class LossHead:
             logprobs, entropy = self.logprobs(hidden, microbatch, wanted)
             loss, metrics = self.loss_fn.from_logprobs(logprobs, data, *self.counts, entropy)
             more = {"logprobs": logprobs.detach(), "mask": mask, "rows": microbatch.rows}
+        elif self.of_hidden_states:
+            states = last_states(self.model, hidden, microbatch, self.temperature)
+            loss, metrics = self.loss_fn.from_hidden_states(states, data, *self.counts)
         else:
             loss, metrics = self._from_logits(hidden, microbatch, data)
         return loss, {"loss": loss.detach(), "metrics": metrics, **more}

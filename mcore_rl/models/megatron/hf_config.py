@@ -9,6 +9,7 @@ import torch
 
 from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.expert_adapters import is_expert_target
 from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.families.family import REWARD_ARCHITECTURE, has_reward_head
 from mcore_rl.models.megatron.families.mixture import Mixture
@@ -141,7 +142,12 @@ def _check_grouped_gemm(family: Mixture, model: ModelConfig, expert_tensor_size:
 
 
 def _check_adapters(family: Family, model: ModelConfig, lora: LoRAConfig) -> None:
-    lora_of(lora, family)
+    adapted = [name for name in lora_of(lora, family).target_modules if is_expert_target(name)]
+    if adapted and model.moe_grouped_gemm:
+        raise UserError(
+            f"model.moe_grouped_gemm: experts with adapters ({', '.join(adapted)}), which are in fp32, are computed "
+            "one after the other; leave it out"
+        )
     if model.head == "reward":
         raise UserError("model.lora: a reward model's head has no adapter and must be trained whole; leave it out")
     if model.moe_router_bias_update_rate:

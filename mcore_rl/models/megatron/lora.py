@@ -19,6 +19,16 @@ from torch import Tensor
 
 from mcore_rl.config import LoRAConfig
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.expert_adapters import (
+    DOWN,
+    GATE_UP,
+    MODULE,
+    SingleExperts,
+    is_expert_target,
+    module_of,
+    of_expert,
+    stacked_shapes,
+)
 from mcore_rl.models.megatron.families import Family
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.mapping import (
@@ -66,12 +76,22 @@ class LoRA:
     @property
     def settings(self) -> dict[str, Any]:
         """What PEFT's configuration says of them."""
-        modules = sorted(self.target_modules)
-        return {"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout, "target_modules": modules}
+        modules = sorted(name for name in self.target_modules if not is_expert_target(name))
+        settings = {"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout, "target_modules": modules}
+        if experts := sorted(name for name in self.target_modules if is_expert_target(name)):
+            settings["target_parameters"] = [MODULE + name for name in experts]
+        return settings
 
     def num_parameters(self) -> int:
         """Of the whole model's adapters."""
         return sum(math.prod(shape) for shape in shapes_of(self.table).values())
+
+    def active_parameters(self, family: Family) -> float:
+        """Of the adapters that a token goes through."""
+        share = family.experts.topk / family.experts.count if isinstance(family, Mixture) else 1.0
+        shapes = ((mapping.is_expert, _part_shapes({name: mapping})) for name, mapping in self.table.items())
+        sizes = ((is_expert, sum(math.prod(shape) for shape in found.values())) for is_expert, found in shapes)
+        return sum(size * share if is_expert else size for is_expert, size in sizes)
 
 
 def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
@@ -95,26 +115,35 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
     rank, known = rank or DEFAULT_RANK, adaptable_modules(family)
     for target in targets:
         if target not in known:
-            experts = "; of mixtures attention alone has adapters" if isinstance(family, Mixture) else ""
+            experts = "; of mixtures attention and routed experts have adapters" if isinstance(family, Mixture) else ""
             raise UserError(
                 f"model.lora.{key}: {family.model_type} has no {target} to adapt; there are {', '.join(known)}{experts}"
             )
-    targets = tuple(name for name in known if name in targets or not targets)
+    targets = tuple(name for name in known if name in targets or not (targets or is_expert_target(name)))
+    if config.dropout and (adapted := [name for name in targets if is_expert_target(name)]):
+        raise UserError(
+            f"model.lora.dropout: is not for {', '.join(adapted)}, which PEFT adapts as parameters; leave it out"
+        )
     table = {
         adapter.megatron: adapter
         for mapping in family.table.values()
         if _is_adaptable(mapping, family)
-        for adapter in _adapters_of(mapping, targets, rank)
+        for adapter in _adapters_of(mapping, family, targets, rank)
     }
-    source: TensorSource = InitialValues(shapes_of(table), seed)
+    source: TensorSource = InitialValues(_part_shapes(table), seed)
     if directory is not None:
         directory.check(shapes_of(table))
-        source = directory
+        source = SingleExperts(directory, rank)
     return LoRA(rank, alpha or DEFAULT_ALPHA, config.dropout, targets, table, OrZeros(source, rank))
 
 
 def shapes_of(table: Dictionary[str, Mapping]) -> dict[str, Shape]:
     """Names and shapes of the tensors of a PEFT file."""
+    return stacked_shapes(_part_shapes(table))
+
+
+def _part_shapes(table: Dictionary[str, Mapping]) -> dict[str, Shape]:
+    """The same, those of each expert by themselves."""
     shapes: dict[str, Shape] = {}
     for mapping in table.values():
         for part in mapping.parts:
@@ -126,44 +155,61 @@ def shapes_of(table: Dictionary[str, Mapping]) -> dict[str, Shape]:
 
 def adaptable_modules(family: Family) -> tuple[str, ...]:
     """Names of the projections that can have adapters."""
-    found = (
-        _module(part) for mapping in family.table.values() if _is_adaptable(mapping, family) for part in mapping.parts
-    )
-    return tuple(dict.fromkeys(module.rpartition(".")[2] for module in found))
+    adaptable = (mapping for mapping in family.table.values() if _is_adaptable(mapping, family))
+    return tuple(dict.fromkeys(target for mapping in adaptable for target, *_ in _modules_of(mapping, ())))
 
 
 def _is_adaptable(mapping: Mapping, family: Family) -> bool:
-    """A projection of attention, or of the MLP where the model has no experts."""
+    """A projection of attention, of a routed expert, or of the MLP where the model has no experts."""
     is_linear = isinstance(mapping.kind, QueryKeyValue | GateUp | Columns) and len(mapping.parts[0].shape) == 2
-    return is_linear and not (isinstance(family, Mixture) and ".mlp." in mapping.megatron)
+    return is_linear and (mapping.is_expert or not (isinstance(family, Mixture) and ".mlp." in mapping.megatron))
 
 
-def _module(part: Part) -> str:
-    return part.name.removesuffix(".weight")
+def _modules_of(mapping: Mapping, targets: tuple[str, ...]) -> list[tuple[str, str, int]]:
+    """Of each part of a weight: its target's name, PEFT's module, and the first row of its B there."""
+    if not mapping.is_expert:
+        modules = [(part.name.removesuffix(".weight"), part.first) for part in mapping.parts]
+        return [(module.rpartition(".")[2], module, first) for module, first in modules]
+    target = DOWN if isinstance(mapping.kind, Columns) else GATE_UP
+    layer = mapping.parts[0].name.partition(".experts.")[0].rpartition(".")[0] + "."
+    rows = mapping.parts[0].shape[0]
+    return [(target, module_of(layer, target, targets), index * rows) for index in range(len(mapping.parts))]
 
 
-def _adapters_of(mapping: Mapping, targets: tuple[str, ...], rank: int) -> Iterator[Mapping]:
+def _name_of(module: str, matrix: str, mapping: Mapping, family: Family) -> str:
+    """Of A or B in PEFT's files; of an expert's, with its number."""
+    name = NAME.format(module=module, matrix=matrix)
+    if not mapping.is_expert:
+        return name
+    assert isinstance(family, Mixture)
+    expert = int(mapping.megatron.partition(".experts.")[2].partition(".")[0])
+    return of_expert(name, expert, family.experts.count)
+
+
+def _adapters_of(mapping: Mapping, family: Family, targets: tuple[str, ...], rank: int) -> Iterator[Mapping]:
     """A and B of one linear layer; none if none of its projections is a target."""
-    modules = [_module(part) for part in mapping.parts]
-    targeted = [m for m in dict.fromkeys(modules) if m.rpartition(".")[2] in targets]
+    modules = _modules_of(mapping, targets)
+    targeted = list(dict.fromkeys(module for target, module, _ in modules if target in targets))
     if not targeted:
         return
     ours, columns = mapping.megatron.removesuffix("weight"), mapping.parts[0].shape[1]
     row_parallel = isinstance(mapping.kind, Columns)
-    a = tuple(Part(NAME.format(module=m, matrix="A"), (rank, columns)) for m in targeted)
+    a = tuple(Part(_name_of(m, "A", mapping, family), (rank, columns)) for m in targeted)
     b = tuple(
-        Part(NAME.format(module=m, matrix="B") if m in targeted else NOWHERE, (part.shape[0], rank), part.first)
-        for m, part in zip(modules, mapping.parts, strict=True)
+        Part(_name_of(m, "B", mapping, family) if m in targeted else NOWHERE, (part.shape[0], rank), first)
+        for (_, m, first), part in zip(modules, mapping.parts, strict=True)
     )
     a_kind = Columns() if row_parallel else Stacked((rank,) * len(a))
-    yield Mapping(f"{ours}adapter.lora_A", a, a_kind, is_float32=True)
-    yield Mapping(f"{ours}adapter.lora_B", b, Replicated() if row_parallel else mapping.kind, is_float32=True)
+    b_kind = Replicated() if row_parallel else mapping.kind
+    yield Mapping(f"{ours}adapter.lora_A", a, a_kind, mapping.is_expert, is_float32=True)
+    yield Mapping(f"{ours}adapter.lora_B", b, b_kind, mapping.is_expert, is_float32=True)
 
 
 class InitialValues:
     """PEFT's: A uniform within ±1/√columns (Kaiming's with a = √5), B zero.
 
-    Each tensor is drawn by a generator of its own, so that the values are the same under every layout.
+    Each tensor (of experts each expert's part) is drawn by a generator of its own, so that the values are the same
+    under every layout.
     """
 
     def __init__(self, shapes: Dictionary[str, Shape], seed: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl import platform
+from mcore_rl.models.megatron.optimizer_shards import optimizers_with_parameters
 
 from megatron.core.distributed import DistributedDataParallel  # isort: skip
 from megatron.core.optimizer import MegatronOptimizer  # isort: skip
@@ -44,6 +45,7 @@ class Offload:
         for whole, _ in self._away:
             freed += whole.untyped_storage().nbytes()
             whole.untyped_storage().resize_(0)
+        platform.release_cached_memory()
         return freed
 
     def restore(self) -> None:
@@ -77,7 +79,7 @@ def optimizer_tensors(optimizer: MegatronOptimizer, weights: Iterable[Tensor]) -
     """Moments and fp32 parameters, except what shares the memory of the weights themselves."""
     shared = {weight.untyped_storage().data_ptr() for weight in weights}
     tensors = []
-    for inner in optimizer.chained_optimizers:
+    for inner in optimizers_with_parameters(optimizer):
         for group in inner.optimizer.param_groups:
             tensors += group["params"]
         for state in inner.optimizer.state.values():

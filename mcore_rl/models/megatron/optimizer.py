@@ -38,19 +38,32 @@ SCHEDULES = {"inverse_square_root": "inverse-square-root", "wsd": "WSD"}
 """Megatron's names of those that it calls otherwise."""
 
 
-def wrap_for_training(model: BuiltModel) -> list[DistributedDataParallel]:
-    """The model's chunks with gradient buffers in fp32, reduced over data- and context-parallel ranks."""
+BUCKET_SIZE: int | None = None
+"""Parameters whose gradients are reduced together where that overlaps with the backward pass; None: as Megatron has it,
+the larger of 40 million and a million a replica."""
+
+
+def wrap_for_training(model: BuiltModel, overlap_grad_reduce: bool = False) -> list[DistributedDataParallel]:
+    """The model's chunks with gradient buffers in fp32, reduced over data- and context-parallel ranks.
+
+    Args:
+        overlap_grad_reduce: begin to reduce a bucket in the last microbatch's backward pass, as soon as it is complete.
+    """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
         average_in_collective=False,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=overlap_grad_reduce,
+        bucket_size=BUCKET_SIZE,
     )
     wrapped = [
         DistributedDataParallel(chunk.config, config, chunk, pg_collection=process_groups()) for chunk in model.chunks
     ]
     for chunk in model.chunks:
         chunk.config.finalize_model_grads_func = finalize_gradients
+        if overlap_grad_reduce:  # in which microbatches nothing is to be reduced yet, the schedules know
+            functions = [ddp.no_sync for ddp in wrapped]
+            chunk.config.no_sync_func = functions if len(functions) > 1 else functions[0]
     return wrapped
 
 

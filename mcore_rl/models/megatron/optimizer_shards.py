@@ -27,7 +27,8 @@ Shape = tuple[int, ...]
 def optimizers_with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
     """Of the optimizers of dense parameters and of experts, those that this rank holds a part of."""
     inners = optimizer.chained_optimizers
-    return [inner for inner in inners if any(group["params"] for group in inner.optimizer.param_groups)]
+    held = (inner for inner in inners if inner.optimizer is not None)  # the dense, where experts alone are trained
+    return [inner for inner in held if any(group["params"] for group in inner.optimizer.param_groups)]
 
 
 def optimizer_shards(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[tuple[WriteItem, Tensor]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mcore_rl.checkpoint_store import digests_of, flush_directory, replace_listed, write_manifest
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.expert_adapters import is_expert_target
 from mcore_rl.models.megatron.hf_checkpoint import companions
 from mcore_rl.run_identity import digest_of_weights
 
@@ -33,7 +34,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "alpha_pattern": ({},),
     "modules_to_save": ((), []),
     "layers_to_transform": ((), []),
-    "target_parameters": ((), []),
     "lora_bias": (False,),
 }
 """Values of keys of the configuration that change what an adapter computes; null is any of them."""
@@ -51,6 +51,7 @@ class PEFTDirectory:
         try:
             config = json.loads((path / CONFIG_FILE).read_bytes())
             self.rank, self.alpha = int(config["r"]), float(config["lora_alpha"])
+            self.target_parameters = tuple(config.get("target_parameters") or ())
             self.base = str(config.get("base_model_name_or_path") or "")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
@@ -59,6 +60,8 @@ class PEFTDirectory:
         for key, values in ONLY.items():
             if config.get(key) is not None and config[key] not in values:
                 raise UserError(f"model.lora.path: {path / CONFIG_FILE}: {key}={config[key]!r} is not supported")
+        if others := [name for name in self.target_parameters if not is_expert_target(_last_two(name))]:
+            raise UserError(f"model.lora.path: {path / CONFIG_FILE}: target_parameters={others!r} is not supported")
         try:
             self._file = safe_open(path / TENSORS_FILE, framework="pt")
         except (OSError, SafetensorError) as error:
@@ -67,8 +70,11 @@ class PEFTDirectory:
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        """Last components of the names of the modules that have an adapter."""
-        return tuple(sorted({name.split(".lora_")[0].rpartition(".")[2] for name in self.names}))
+        """Last components of the names of the modules that have an adapter, and of the experts' parameters."""
+        modules = {name.split(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2] for name in self.names}
+        if self.target_parameters:
+            modules.discard("experts")
+        return tuple(sorted(modules | {_last_two(name) for name in self.target_parameters}))
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse tensors that are missing, unknown or misshapen.
@@ -117,6 +123,10 @@ class PEFTDirectory:
         return (view[rows] if columns is None else view[rows, columns]).float()
 
 
+def _last_two(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
+
+
 def write_peft_directory(
     tensors: Iterable[tuple[str, Tensor]],
     destination: Path,
@@ -131,7 +141,7 @@ def write_peft_directory(
 
     Args:
         base: the model that it is for.
-        settings: `r`, `lora_alpha`, `lora_dropout`, `target_modules`.
+        settings: `r`, `lora_alpha`, `lora_dropout`, `target_modules`, `target_parameters` if there are some.
 
     Raises:
         UserError: `destination` holds what no export wrote.

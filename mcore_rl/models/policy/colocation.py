@@ -1,66 +1,78 @@
-"""A policy that shares its devices with an inference engine: memory given up, weights handed over."""
+"""How a policy that shares its devices with an inference engine is asked for its weights and its memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-
-from mcore_rl.models.megatron.offload import Offload, gradient_buffers, optimizer_tensors
-from mcore_rl.models.megatron.weights import export_hf_weights
+from mcore_rl.models.policy.handover import TrainingMemory, WeightHandover
 from mcore_rl.models.policy.interfaces import ColocatablePolicyInterface
-from mcore_rl.models.policy.refit import RefitGroup, RefitInfo, SharedBucket, plan_buckets, send_weights
+from mcore_rl.models.policy.refit import RefitInfo
 from mcore_rl.models.policy.scoring import ScoringModel
 
 BUCKET_BYTES = 512 * 1024**2
 
 
-class Colocation(ScoringModel, ColocatablePolicyInterface):
-    """The part of the Megatron policy that an inference engine beside it needs."""
+class ColocatablePolicy(ScoringModel, ColocatablePolicyInterface):
+    """The interface, answered by the policy's `memory` and its `handover`."""
 
-    optimizer: Any
-    is_trained: bool
-
-    def init_colocation(self) -> None:
-        """Nothing is away, nobody is connected."""
-        self.optimizer_away, self.gradients_away = Offload(keep=True), Offload(keep=False)
-        self._has_collective = False
-        self._refit_group: RefitGroup | None = None
-        self._shared_bucket: SharedBucket | None = None
+    memory: TrainingMemory
+    handover: WeightHandover
 
     # ------------------------------------------------------------ memory
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Bring back what was offloaded."""
-        for offload in (self.weights_away, self.optimizer_away, self.gradients_away):
-            offload.restore()
+        self.memory.restore()
         for chunk in self.chunks:
             chunk.train()
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
         """Release gradient buffers and optimizer state until `prepare_for_training`."""
-        self.offload_before_refit()
+        self.memory.give_up_training()
         for chunk in self.chunks:
             chunk.eval()
 
     def offload_before_refit(self) -> int:
         """Move the optimizer's state to the host and drop the gradient buffers; returns the device bytes freed."""
-        if not self.is_trained:
-            return 0
-        freed = self.gradients_away.offload(gradient_buffers(self.chunks))
-        return freed + self.optimizer_away.offload(optimizer_tensors(self.optimizer, self.parameters()))
+        return self.memory.give_up_training()
 
     def offload_after_refit(self) -> int:
         """Move the weights to the host too; returns the device bytes freed."""
-        self.release_shared_bucket()
-        return self.offload_before_refit() + self.weights_away.offload(self.parameters())
+        self.handover.release()
+        return self.memory.give_up_all()
+
+    @contextmanager
+    def brought_back(self) -> Iterator[None]:
+        """Ready for training inside; if its weights were away, everything goes away again afterwards."""
+        was_away = self.weights_away.is_away
+        self.prepare_for_training()
+        try:
+            yield
+        finally:
+            if was_away:
+                self.offload_after_refit()
 
     # ------------------------------------------------------------ refit
 
-    def prepare_refit_info(self) -> RefitInfo:
-        dtype, family = next(iter(self.parameters())).dtype, self.model.family
-        wide = family.float32_tensors()
-        return {name: (shape, torch.float32 if name in wide else dtype) for name, shape in family.shapes().items()}
+    def prepare_refit_info(self, adapters_only: bool = False) -> RefitInfo:
+        """
+        Args:
+            adapters_only: of the adapters alone, under their names in PEFT's files.
+
+        Raises:
+            RuntimeError: the model has no adapters.
+        """
+        return self.handover.info(adapters_only)
+
+    def adapter_settings(self) -> dict[str, Any]:
+        """What PEFT's `LoraConfig` is made of for the adapters: `r`, `lora_alpha`, `target_modules`, …
+
+        Raises:
+            RuntimeError: the model has no adapters.
+        """
+        return self.handover.adapter_settings()
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
         """Open a group with the engine's processes, ranks 1 … world_size − 1 of it.
@@ -68,49 +80,42 @@ class Colocation(ScoringModel, ColocatablePolicyInterface):
         Raises:
             RuntimeError: they did not come within `parallel.timeout_seconds`.
         """
-        if self.is_writer:
-            self._refit_group = RefitGroup.join(ip, port, 0, world_size, self.config.parallel.timeout_seconds)
-        self._has_collective = True
+        self.handover.connect(ip, port, world_size)
 
-    def broadcast_weights_for_collective(self, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def broadcast_weights_for_collective(self, bucket_bytes: int = BUCKET_BYTES, adapters_only: bool = False) -> None:
         """Send all weights, gathered one at a time, in buckets of at most `bucket_bytes`. Collective.
 
-        Raises:
-            RuntimeError: `init_collective` was not called, or the weights are offloaded.
-        """
-        if not self._has_collective:
-            raise RuntimeError("broadcast_weights_for_collective: call init_collective first")
-        self.require("broadcast_weights_for_collective", self.weights_away)
-        tensors = export_hf_weights(self.model, copies=False)
-        send_weights(tensors, self.prepare_refit_info(), self._refit_group, bucket_bytes)
+        Args:
+            adapters_only: send the adapters as they are, not the model's weights with adapters merged into them; as
+                the receivers were told by `prepare_refit_info`.
 
-    def prepare_weights_for_ipc(self, bucket_bytes: int = BUCKET_BYTES) -> list[list[str]]:
+        Raises:
+            RuntimeError: `init_collective` was not called, the weights are offloaded, or there are no adapters.
+        """
+        self.require("broadcast_weights_for_collective", self.weights_away)
+        self.handover.broadcast(bucket_bytes, adapters_only)
+
+    def prepare_weights_for_ipc(self, bucket_bytes: int = BUCKET_BYTES, adapters_only: bool = False) -> list[list[str]]:
         """Keys in groups of at most `bucket_bytes`, to be asked for one group after the other."""
-        return plan_buckets(self.prepare_refit_info(), bucket_bytes)
+        return self.handover.buckets(bucket_bytes, adapters_only)
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """One block of shared memory with the tensors `keys`; the block of the call before is released.
+        """A block of shared memory on every device with the tensors `keys`, of the model's or of the adapters'; those
+        of the call before are released.
 
-        Collective; the first rank holds the block, the others return an empty dictionary.
+        Collective. An engine's process takes the block of the device that it runs on.
+
+        Returns:
+            Device (a GPU's UUID, or "cpu", which one block serves) → handle: on the first rank of all devices, on
+            another of its own, if it holds that one's block.
 
         Raises:
             ValueError: a key that the model does not have.
             RuntimeError: the weights are offloaded.
         """
         self.require("get_weights_ipc_handles", self.weights_away)
-        info = self.prepare_refit_info()
-        if unknown := sorted(set(keys) - set(info)):
-            raise ValueError(f"get_weights_ipc_handles: the model has no {', '.join(unknown)}")
-        self.release_shared_bucket()
-        if self.is_writer:
-            self._shared_bucket = SharedBucket({key: info[key] for key in keys})
-        for name, tensor in export_hf_weights(self.model, names=keys, copies=False):
-            if self._shared_bucket is not None:
-                self._shared_bucket.write(name, tensor)
-        return {} if self._shared_bucket is None else self._shared_bucket.handle()
+        return self.handover.share(keys)
 
     def release_shared_bucket(self) -> None:
-        """Let go of the last block of shared memory."""
-        if self._shared_bucket is not None:
-            self._shared_bucket.release()
-        self._shared_bucket = None
+        """Let go of this rank's last block of shared memory."""
+        self.handover.release()

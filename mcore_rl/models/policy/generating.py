@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_rl.config import GRPOConfig, TrainingConfig
+from mcore_rl.config import RLConfig, TrainingConfig
 from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import ContractError
@@ -47,7 +47,7 @@ class Generating(GenerationInterface):
         if params is not None:
             limit = max_sequence_length or self.config.data.max_sequence_length
             self.generation = MegatronGeneration(self.model, params, limit, tokenizer, max_batch_size)
-        elif isinstance(self.config, GRPOConfig):
+        elif isinstance(self.config, RLConfig):
             self.generation = megatron_generation_of(self.config, self.model, tokenizer)
         else:
             raise ContractError("prepare_for_generation: give SamplingParams; the configuration is not GRPO's")

@@ -109,7 +109,7 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     @abstractmethod
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """A handle on shared memory that holds these tensors, until the next call."""
+        """Device → a handle on shared memory there that holds these tensors, until the next call."""
 
     @abstractmethod
     def broadcast_weights_for_collective(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,17 +16,31 @@ from mcore_rl.models.megatron import checkpoint
 from mcore_rl.models.megatron.adapters import adapters_in, export_adapters
 from mcore_rl.models.megatron.hf_checkpoint import write_hf_directory
 from mcore_rl.models.megatron.peft_directory import write_peft_directory
+from mcore_rl.models.megatron.trained_part import TrainedPart
 from mcore_rl.models.megatron.weights import adapters_of, export_hf_weights
-from mcore_rl.models.policy.colocation import Colocation
+from mcore_rl.models.policy.colocation import ColocatablePolicy
 from mcore_rl.models.policy.reference_weights import AdaptersOff, KeptWeights, Reference
 
 
-class Keeping(Colocation):
+class Keeping(ColocatablePolicy):
     """The part of the Megatron policy that keeps weights and training state."""
 
     reference: Reference | None
+    optimizer: Any
     scheduler: Any
+    kept_beside: Keeping | None = None
+    """Another trained model, whose state is in this one's checkpoints."""
+    name_beside = ""
     _saving: checkpoint.PendingSave | None = None
+
+    def keep_beside(self, name: str, other: Keeping) -> None:
+        """From now on checkpoints hold `other` too, under that name; it may be offloaded when they are written."""
+        self.kept_beside, self.name_beside = other, name
+
+    @contextmanager
+    def _beside_brought_back(self) -> Iterator[None]:
+        with contextlib.nullcontext() if self.kept_beside is None else self.kept_beside.brought_back():
+            yield
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
@@ -86,8 +101,9 @@ class Keeping(Colocation):
             SaveError: it could not be written, on every rank; earlier checkpoints are untouched.
         """
         self.finish_saving()
-        self.require("save_checkpoint", self.weights_away, self.optimizer_away)
-        self._saving = checkpoint.PendingSave(CheckpointStore(directory), step, self._training_state(), state)
+        self.require("save_checkpoint", self.weights_away, self.memory.optimizer)
+        with self._beside_brought_back():
+            self._saving = checkpoint.PendingSave(CheckpointStore(directory), step, self._training_state(), state)
         return self.finish_saving() if wait else None
 
     def finish_saving(self, wait: bool = True) -> Path | None:
@@ -115,19 +131,29 @@ class Keeping(Colocation):
         """
         if isinstance(self.reference, AdaptersOff) and checkpoint.holds_reference(iteration):
             self.reference = KeptWeights(adapters_in(self.model))
-        restored = checkpoint.load(iteration, self._training_state(), allow_partial)
+        with self._beside_brought_back():
+            restored = checkpoint.load(iteration, self._training_state(), allow_partial)
         if self.reference is not None and not restored.state:  # training begins from these weights
             self.reference = self._new_reference(begun=True)
         return restored
 
     def _training_state(self) -> checkpoint.TrainingState:
         kept = self.reference if isinstance(self.reference, KeptWeights) else None
-        return checkpoint.TrainingState(self.model, self.optimizer, self.scheduler, self.config, kept)
+        other = self.kept_beside
+        beside = () if other is None else (other.trained_part(self.name_beside),)
+        return checkpoint.TrainingState(self.trained_part(), self.config, kept, beside)
+
+    def trained_part(self, name: str = "") -> TrainedPart:
+        """What of this model a checkpoint holds."""
+        return TrainedPart(self.model, self.optimizer, self.scheduler, name)
 
     def verify_checkpoint(self, iteration: Path) -> list[str]:
         """What is damaged in a checkpoint, every byte read; the same answer on every rank."""
         return checkpoint.verify(iteration)
 
     def load_weights(self, iteration: Path) -> None:
-        """Restore the weights alone of a checkpoint, from any layout."""
+        """Restore the weights alone of a checkpoint, from any layout; also those of the model kept beside."""
         checkpoint.load_weights(iteration, self.model)
+        if self.kept_beside is not None:
+            with self._beside_brought_back():
+                checkpoint.load_weights(iteration, self.kept_beside.model, self.name_beside)

@@ -22,6 +22,7 @@ from mcore_rl.models.megatron.random_states import seed_everything
 from mcore_rl.models.megatron.routed_tokens import ROUTED_EXPERTS
 from mcore_rl.models.megatron.router_load import GlobalLoad, begin_step
 from mcore_rl.models.policy.generating import Generating
+from mcore_rl.models.policy.handover import TrainingMemory, WeightHandover
 from mcore_rl.models.policy.interfaces import ReferenceLogprobOutputSpec
 from mcore_rl.models.policy.keeping import Keeping
 from mcore_rl.models.policy.step_results import collect_results, explain_nonfinite
@@ -49,14 +50,16 @@ class MegatronPolicy(Keeping, Generating):
         self.reference = self._new_reference(begun) if keep_reference else None
         self.generation: Any = None
         self.load: GlobalLoad | None = None
-        self.init_colocation()
         self.is_trained = total_steps > 0
         if self.is_trained:
-            self.chunks = wrap_for_training(self.model)
+            self.chunks = wrap_for_training(self.model, config.parallel.overlap_grad_reduce)
             dtype = getattr(torch, "float32" if self.model.lora else config.model.dtype)
             ratio = 1.0 if lora is None else lora.lr_ratio
             self.optimizer = build_optimizer(self.chunks, config.optimizer, dtype, ratio)
             self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps)
+        trained_by = self.optimizer if self.is_trained else None
+        self.memory = TrainingMemory(self.weights_away, self.parameters, self.chunks, trained_by)
+        self.handover = WeightHandover(self.model, config.parallel.timeout_seconds)
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, temperature: float = 1.0
@@ -139,7 +142,7 @@ class MegatronPolicy(Keeping, Generating):
     def _zero_gradients(self) -> None:
         if not self.is_trained:
             raise RuntimeError("train: the policy was built without an optimizer (total_steps=0)")
-        self.require("train", self.weights_away, self.optimizer_away, self.gradients_away)
+        self.require("train", self.weights_away, self.memory.optimizer, self.memory.gradients)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -175,6 +178,8 @@ class MegatronPolicy(Keeping, Generating):
         # A loss of logits gets a row's own, one at a time, so that its rows stand apart.
         share = head.fused or head.rewards is not None
         microbatches = self._microbatches(data, mbs, share, getattr(loss_fn, "rows_per_unit", 1))
+        if prepare := getattr(loss_fn, "prepare", None):
+            prepare(microbatches)
         outputs = self._run(microbatches, head, train)
         results = collect_results(self.topology, type(loss_fn).__name__, microbatches, outputs)
         loss, rows = sum(result.loss for result in results), sum(result.rows for result in results)

@@ -193,9 +193,13 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def offload_after_refit(self) -> int:
         return sum(self._call("offload_after_refit"))
 
-    def prepare_refit_info(self) -> dict[str, Any]:
-        info: dict[str, Any] = self._call("prepare_refit_info")[0]
+    def prepare_refit_info(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        info: dict[str, Any] = self._call("prepare_refit_info", *args, **kwargs)[0]
         return info
+
+    def adapter_settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = self._call("adapter_settings")[0]
+        return settings
 
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
         groups: list[list[str]] = self._call("prepare_weights_for_ipc", *args, **kwargs)[0]

@@ -2,12 +2,13 @@
 
 By collective: the policy's first rank and the engine's processes share a group of their own. Each bucket is
 a header (number of tensors, bytes), the tensors' numbers in the refit info, and their bytes one after the
-other. By IPC: each bucket is one block of shared memory (of the GPU, or of the host where there is
-none). Peak extra memory is a bucket and the largest tensor.
+other. By IPC: each bucket is one block of shared memory on every GPU of the policy, or of the host where there is
+none. Peak extra memory is a bucket and the largest tensor.
 """
 
 from __future__ import annotations
 
+import inspect
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -66,13 +67,16 @@ class RefitGroup:
 
     Collective over all of them.
 
+    Args:
+        on_host: send tensors in the host's memory, by gloo. NCCL takes no two processes on one GPU.
+
     Raises:
         RuntimeError: not all processes came within the store's time, which every broadcast has too.
     """
 
-    def __init__(self, store: RefitStore, world_size: int) -> None:
+    def __init__(self, store: RefitStore, world_size: int, on_host: bool = False) -> None:
         self.group: Any
-        if platform.has_gpu():
+        if platform.has_gpu() and not on_host:
             options = torch.distributed.ProcessGroupNCCL.Options()
             options._timeout = store.limit
             self.group = torch.distributed.ProcessGroupNCCL(store.store, store.rank, world_size, options)
@@ -259,15 +263,18 @@ class RefitReceiver:
     Args:
         load_weights: sets the engine's weights, such as vLLM's `model.load_weights`.
         info: what the policy's `prepare_refit_info` gave.
+        device: that the weights come to; the process's current GPU, or the CPU, if left out.
     """
 
-    def __init__(self, load_weights: LoadWeights, info: RefitInfo, device: torch.device | str = "cpu") -> None:
-        self.load_weights, self.info, self.device = load_weights, info, torch.device(device)
+    def __init__(self, load_weights: LoadWeights, info: RefitInfo, device: torch.device | str | None = None) -> None:
+        self.load_weights, self.info = load_weights, info
+        self.device = platform.device() if device is None else torch.device(device)
         self.group: RefitGroup | None = None
 
     def init_collective(self, ip: str, port: int, rank: int, world_size: int, timeout: float = 600) -> None:
         """Join the policy's group; ranks begin at 1, the policy is 0."""
-        self.group = RefitGroup.join(ip, port, rank, world_size, timeout)
+        on_host = self.device.type == "cpu"
+        self.group = RefitGroup(RefitStore(ip, port, rank, timeout), world_size, on_host)
 
     def update_weights_from_collective(self) -> None:
         """Receive all weights; runs beside the policy's `broadcast_weights_for_collective`.
@@ -287,14 +294,34 @@ class RefitReceiver:
             received += count
 
     def update_weights_from_ipc_handles(self, handles: Mapping[str, Any]) -> None:
-        """Take one bucket from shared memory."""
-        if "cuda" in handles:
-            rebuild, arguments = handles["cuda"]
-            self.load_weights(_cut(rebuild(*arguments), handles["tensors"]))
-            torch.cuda.synchronize()
+        """Take one bucket from the shared memory of this process's device.
+
+        Args:
+            handles: what the policy's first rank got from `get_weights_ipc_handles`.
+
+        Raises:
+            ValueError: there is none on this device.
+        """
+        own = platform.device_id(self.device)
+        if own not in handles:
+            raise ValueError(
+                f"update_weights_from_ipc_handles: no weights on this process's device {own}; there are on "
+                f"{', '.join(handles) or 'none (handles are those of the first rank)'}"
+            )
+        handle = handles[own]
+        if "cuda" in handle:
+            self.load_weights(_cut(_open_on(self.device, *handle["cuda"]), handle["tensors"]))
+            torch.cuda.synchronize(self.device)
             return
-        memory = shared_memory.SharedMemory(handles["shared_memory"])
+        memory = shared_memory.SharedMemory(handle["shared_memory"])
         # Attaching registers the block here too; it is its maker's to remove.
         resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]
-        self.load_weights(_cut(torch.frombuffer(memory.buf, dtype=torch.uint8), handles["tensors"]))
+        self.load_weights(_cut(torch.frombuffer(memory.buf, dtype=torch.uint8), handle["tensors"]))
         memory.close()
+
+
+def _open_on(device: torch.device, rebuild: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
+    """Another process's block; its number of the device may be another."""
+    call = inspect.signature(rebuild).bind(*arguments)
+    call.arguments["storage_device"] = torch.cuda.current_device() if device.index is None else device.index
+    return rebuild(*call.args, **call.kwargs)

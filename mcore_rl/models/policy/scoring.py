@@ -19,7 +19,13 @@ from mcore_rl.distributed.collectives import all_reduce
 from mcore_rl.errors import ContractError, UserError
 from mcore_rl.models.megatron.adapters import add_adapters
 from mcore_rl.models.megatron.families.mixture import Mixture
-from mcore_rl.models.megatron.forward_step import LogprobHead, RewardOfSequences, TopKHead, run_microbatches
+from mcore_rl.models.megatron.forward_step import (
+    LogprobHead,
+    RewardOfSequences,
+    TopKHead,
+    ValuesOfTokens,
+    run_microbatches,
+)
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 from mcore_rl.models.megatron.hf_config import load_hf_config
 from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
@@ -141,7 +147,7 @@ class ScoringModel:
         lora = self.model.lora
         per_token = 6.0 * family.active_parameters()
         if lora is not None:
-            per_token = 4.0 * family.active_parameters() + 6.0 * lora.num_parameters()
+            per_token = 4.0 * family.active_parameters() + 6.0 * lora.active_parameters(family)
         return per_token * sum(lengths) + attention
 
     def _attention_length(self) -> float:
@@ -194,6 +200,16 @@ class ScoringModel:
         head, rows = RewardOfSequences(self.model), {"rewards": torch.zeros(data.size, 1)}
         return BatchedDataDict(
             self._fill_rows("get_rewards", data, rows, lambda x, mb: {"rewards": head(x, mb)}, model_head="reward")
+        )
+
+    def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        """`values` [B, S] of a model with a reward head.
+
+        Entry (b, t) is of the state in which token `input_ids[b, t]` was chosen; column 0 and the padding are 0.
+        """
+        head, rows = ValuesOfTokens(self.model), {"values": torch.zeros(data["input_ids"].shape)}
+        return BatchedDataDict(
+            self._fill_rows("get_values", data, rows, lambda x, mb: {"values": head(x, mb)}, model_head="reward")
         )
 
     @torch.no_grad()

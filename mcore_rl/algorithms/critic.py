@@ -1,0 +1,110 @@
+"""The critic: a model of values, trained beside the policy in the same layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.inputs import check_model_beside, check_positions
+from mcore_rl.algorithms.loss_functions import ValueLossFn
+from mcore_rl.algorithms.rollouts import Rollout, last_response_token, rewards_of_tokens
+from mcore_rl.config import PPOConfig
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "values", "returns")
+"""What it reads of a batch: not, for example, the experts that the policy's tokens went to."""
+
+
+class Critic:
+    """Every method is collective.
+
+    Args:
+        total_updates: optimizer steps of the whole run.
+    """
+
+    def __init__(self, config: PPOConfig, total_updates: int) -> None:
+        self.model = MegatronPolicy(config_of_critic(config), total_updates)
+        self.loss_fn = ValueLossFn(config.critic.value_clip)
+        self.flops = 0.0
+        """Of the updates since somebody last set it to 0."""
+        if config.critic.offload:
+            self.model.offload_after_refit()
+
+    def values(self, data: BatchedDataDict[Any]) -> Tensor:
+        """[B, S] of the state that each token is chosen in, the same on all ranks."""
+        with self.model.brought_back():
+            values: Tensor = self.model.get_values(_read(data))["values"]
+        return values
+
+    def update(self, data: BatchedDataDict[Any], times: int) -> dict[str, float]:
+        """So many optimizer steps on the whole batch; the last one's metrics.
+
+        Raises:
+            FloatingPointError: loss or gradient norm is not finite, on every rank; weights are as before.
+        """
+        with self.model.brought_back():
+            try:
+                for _ in range(times):
+                    trained = self.model.train(_read(data), self.loss_fn)
+            except FloatingPointError as error:
+                raise FloatingPointError(f"critic: {error}") from None
+        self.flops += times * self.model.training_flops(*self.model.batching.pieces(data))
+        of_loss = {"value_loss": trained.pop("loss"), "value_clip_fraction": trained.pop("value_clip_fraction")}
+        for name in ("all_mb_metrics", "num_valid_samples"):
+            trained.pop(name)
+        return of_loss | {f"critic_{name}": value for name, value in trained.items()}
+
+    def export_hf(self, destination: Path) -> None:
+        """Write it as a Hugging Face sequence classifier of one label."""
+        with self.model.brought_back():
+            self.model.export_hf(destination)
+
+
+def _read(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    return BatchedDataDict({name: data[name] for name in COLUMNS if name in data})
+
+
+def config_of_critic(config: PPOConfig) -> PPOConfig:
+    """The run's configuration with the critic in the policy's place."""
+    return config.model_copy(update={"model": config.critic_model, "optimizer": config.critic.optimizer})
+
+
+def check_critic(config: PPOConfig, tokenizer: Any) -> None:
+    """Look at the critic's model before any process group exists.
+
+    Raises:
+        UserError: it cannot be used, or has another vocabulary than the policy.
+    """
+    hf = check_model_beside(config_of_critic(config), "critic.path", tokenizer)
+    check_positions(hf, config.data.max_sequence_length)
+
+
+def earned_by_tokens(rollouts: Sequence[Rollout], rewards: Tensor, penalty: Tensor | None) -> Tensor:
+    """[B, S] what each token earns; what `rewards` have beyond the rollouts' own is the last response token's.
+
+    Args:
+        rewards: of the samples, in any shape.
+        penalty: [B, S] to be subtracted (nats).
+    """
+    earned = rewards_of_tokens(rollouts)
+    beyond = rewards.flatten() - torch.tensor([rollout.reward for rollout in rollouts])
+    last = torch.tensor([last_response_token(rollout) for rollout in rollouts])
+    earned[torch.arange(len(rollouts)), last] += beyond
+    return earned if penalty is None else earned - penalty
+
+
+def value_metrics(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
+    """Means over the tokens that the mask [B, S] counts, and the explained variance 1 − Var(R − V) / Var(R).
+
+    The last is left out where returns do not differ.
+    """
+    v, r = (x[mask > 0].double() for x in (values, returns))
+    found = {"values_mean": float(v.mean()), "returns_mean": float(r.mean()), "returns_std": float(r.std(correction=0))}
+    if bool(r.amax() > r.amin()):
+        found["explained_variance"] = float(1 - (r - v).var(correction=0) / r.var(correction=0))
+    return found

@@ -1,0 +1,111 @@
+"""Proximal policy optimization: GRPO's loop, with a critic whose values turn rewards into advantages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl.algorithms.advantages import gae_advantages, whitened
+from mcore_rl.algorithms.critic import Critic, check_critic, earned_by_tokens, value_metrics
+from mcore_rl.algorithms.grpo import GRPORun
+from mcore_rl.algorithms.inputs import Inputs, tell_of_optimizer, total_steps
+from mcore_rl.algorithms.rl import train_on_rollouts
+from mcore_rl.algorithms.rollouts import Rollout
+from mcore_rl.config import PPOConfig, RLConfig
+from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.errors import UserError
+from mcore_rl.run_directory import RunDirectory
+
+
+def train_ppo(config: PPOConfig, record: Path | None = None, replay: Path | None = None) -> Path | None:
+    """Raise the rewards of the policy's own answers, compared with what a critic expects.
+
+    Args:
+        record: a file that keeps every step's rollouts.
+        replay: such a file, to train from instead of generating.
+
+    Returns:
+        The directory of the exported policy; None without one.
+
+    Raises:
+        UserError: the configuration, the data or one of the files is not usable.
+    """
+    return train_on_rollouts(config, record, replay, PPORun)
+
+
+@dataclass
+class PPORun(GRPORun):
+    """Values of a step's tokens, advantages by them, then updates of the critic and of the policy."""
+
+    config: PPOConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.critic = Critic(self.config, self.total_steps * self.updates_per_step)
+        self.policy.keep_beside("critic", self.critic.model)
+
+    @classmethod
+    def check_inputs(cls, config: RLConfig, inputs: Inputs[PromptDataset]) -> None:
+        assert isinstance(config, PPOConfig)
+        check_critic(config, inputs.tokenizer)
+        steps = total_steps(config.trainer, len(inputs.train), config.ppo.num_prompts_per_step)
+        if config.critic.pretraining_steps >= steps:
+            raise UserError(
+                f"critic.pretraining_steps={config.critic.pretraining_steps}: the run has {steps} steps, in none of "
+                "which the policy would be trained"
+            )
+
+    def run(self) -> Path | None:
+        exported = super().run()
+        self.critic.model.shutdown()
+        return exported
+
+    def _introduce(self, done: int, steps: int) -> None:
+        super()._introduce(done, steps)
+        self.say(f"critic: {self.critic.model.describe()}")
+        tell_of_optimizer("critic.optimizer", self.config.critic.optimizer, steps * self.updates_per_step, self.say)
+
+    def _add_advantages(
+        self,
+        step: int,
+        data: BatchedDataDict[Any],
+        rollouts: list[Rollout],
+        rewards: torch.Tensor,
+        penalty: torch.Tensor | None,
+    ) -> None:
+        ppo, mask = self.config.ppo, data["token_mask"] * data["sample_mask"][:, None]
+        with self._phase(step, "critic"):
+            values = self.critic.values(data)
+        earned = earned_by_tokens(rollouts, rewards, penalty)
+        advantages, returns = gae_advantages(earned, values, mask, ppo.gamma, ppo.gae_lambda)
+        if ppo.whiten_advantages:
+            advantages = whitened(advantages, mask, ppo.advantage_epsilon)
+        data["values"], data["returns"], data["advantages"] = values, returns.float(), advantages.float()
+
+    def _update(self, step: int, data: BatchedDataDict[Any]) -> dict[str, Any]:
+        counted = data["token_mask"] * data["sample_mask"][:, None]
+        metrics = value_metrics(data["values"], data["returns"], counted)
+        with self._phase(step, "critic"):
+            metrics |= self.critic.update(data, self.updates_per_step)
+        return metrics if step < self.config.first_update_step else metrics | super()._update(step, data)
+
+    def _pass_over(self, step: int) -> None:
+        super()._pass_over(step)
+        self.critic.model.advance_schedule(self.updates_per_step)
+
+    def throughput(self, data: BatchedDataDict[Any], seconds: float, passes: int = 1) -> dict[str, float]:
+        found, flops = super().throughput(data, seconds, passes), self.critic.flops
+        self.critic.flops = 0.0
+        return {**found, "tflops_per_second": found["tflops_per_second"] + flops / seconds / 1e12}
+
+    def _export(self) -> Path | None:
+        exported = super()._export()
+        if self.config.critic.export_hf:
+            directory = RunDirectory(self.config.output_dir)
+            self.critic.export_hf(directory.critic)
+            self.say(f"critic: {directory.critic}")
+        return exported

@@ -1,0 +1,113 @@
+"""What a run on rollouts begins with: its inputs, its policy, who answers, who judges."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl import launch_environment
+from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
+from mcore_rl.algorithms.metrics import speaker
+from mcore_rl.algorithms.recordings import REPLAYED_OPTIONS, check_record, read_recording, recorded_by
+from mcore_rl.algorithms.rollouts import Conversation, Rollout, RolloutWorker
+from mcore_rl.algorithms.step_log import StepLog
+from mcore_rl.config import DataConfig, RLConfig
+from mcore_rl.data.chat import check_keeps_turns
+from mcore_rl.data.progress import Say
+from mcore_rl.data.prompts import PromptDataset, load_prompt_dataset
+from mcore_rl.data.records import Source
+from mcore_rl.data.token_cache import TokenCache
+from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment
+from mcore_rl.environments.judged import JudgedEnvironment, probe
+from mcore_rl.environments.reward_model import RewardModelEnvironment, check_reward_model
+from mcore_rl.models.generation.backends import generation_of
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+from mcore_rl.preflight import find_checkpoints, is_restart
+from mcore_rl.run_directory import JUDGE_LOG
+
+if TYPE_CHECKING:
+    from mcore_rl.algorithms.grpo import GRPORun
+
+PROBED_RECORDS = 4
+"""A judge may refuse an odd record; one that fails on all of these is wrong."""
+
+
+def train_on_rollouts(
+    config: RLConfig, record: Path | None, replay: Path | None, run_type: type[GRPORun]
+) -> Path | None:
+    """A run of that type, with all that it needs; returns the directory of the exported model, if there is one.
+
+    Raises:
+        UserError: the configuration, the data or one of the files is not usable.
+    """
+    inputs, recorded = _checked_inputs(config, record, replay, run_type)
+    steps = total_steps(config.trainer, len(inputs.train), config.rollouts.num_prompts_per_step)
+    updates = (steps - config.first_update_step + 1) * config.rollouts.num_updates_per_rollout
+    policy = MegatronPolicy(config, updates, keep_reference=config.loss.reference_policy_kl_penalty > 0)
+    with contextlib.ExitStack() as started:
+        environment = environment_of(config, policy)
+        if environment is not None:
+            started.callback(environment.close)
+        worker = rollout_worker(config, inputs, policy, environment)
+        started.callback(worker.generation.close)
+        started.callback(worker.close)
+        run = run_type(config, inputs, policy, worker, StepLog(record) if record else None, recorded)
+        exported = run.run()
+    policy.shutdown()
+    return exported
+
+
+def _checked_inputs(
+    config: RLConfig, record: Path | None, replay: Path | None, run_type: type[GRPORun]
+) -> tuple[Inputs[PromptDataset], dict[int, list[Rollout]] | None]:
+    """The run's inputs, and a recording's rollouts; the output directory is claimed last."""
+
+    def load_dataset(source: Source, tokenizer: Any, data: DataConfig, say: Say, cache: TokenCache) -> PromptDataset:
+        # The judges of this package compare with a text of the answer, which null has as well.
+        valued = ("answer",) if config.environment.compares else ()
+        return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length, say, valued, cache)
+
+    inputs = load_inputs(config, load_dataset, rows_per_unit=1)
+    prompts = inputs.train.prompts
+    if config.environment.max_turns > 1 and inputs.train.has_messages:
+        check_keeps_turns(inputs.tokenizer)
+    if config.environment.name == "reward_model":
+        check_reward_model(config)
+    run_type.check_inputs(config, inputs)
+    recorded = None
+    if replay:
+        steps = total_steps(config.trainer, len(prompts), config.rollouts.num_prompts_per_step)
+        required = {**config.rollouts.model_dump(include=REPLAYED_OPTIONS), "data": inputs.train.fingerprint}
+        recorded = read_recording(replay, steps, required, config.model.moe_router_replay, config.algorithm)
+    elif launch_environment.rank() == 0 and config.environment.name != "reward_model":
+        first = [Conversation(Rollout.begin(0, 0, prompt), prompt).sample for prompt in prompts[:PROBED_RECORDS]]
+        probe(config.environment, first, config.parallel.timeout_seconds / 2)
+    if record:
+        goes_on = bool(find_checkpoints(config)[0]) or is_restart(config.output_dir)
+        check_record(record, recorded_by(config, inputs.train.fingerprint), goes_on)
+    return claim_output(config, inputs), recorded
+
+
+def environment_of(config: RLConfig, policy: MegatronPolicy) -> Environment | CollectiveEnvironment | None:
+    """Who judges, on the ranks that have a part in it."""
+    if config.environment.name == "reward_model":
+        judge = RewardModelEnvironment(config)
+        speaker(policy.is_writer)(f"reward model: {judge.model.describe()}")
+        return judge
+    if policy.topology.leads_replica:
+        return JudgedEnvironment(config.environment, config.output_dir / JUDGE_LOG)
+    return None
+
+
+def rollout_worker(
+    config: RLConfig,
+    inputs: Inputs[PromptDataset],
+    policy: MegatronPolicy,
+    environment: Environment | CollectiveEnvironment | None,
+) -> RolloutWorker:
+    """Generation with the policy's weights, as the configuration says."""
+    tokenizer, topology = inputs.tokenizer, policy.topology
+    generation = generation_of(config, policy, tokenizer, speaker(policy.is_writer))
+    meeting_seconds = min(5.0, config.parallel.timeout_seconds / 4)
+    return RolloutWorker(generation, environment, tokenizer, config.environment.max_turns, meeting_seconds, topology)

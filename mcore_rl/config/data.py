@@ -1,0 +1,78 @@
+"""The section about records."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from mcore_rl.config.fields import Name, NamedSources, Positive, Section, Sources
+from mcore_rl.errors import UserError
+
+
+class DataConfig(Section):
+    """Where records come from and what happens to long ones."""
+
+    train: Sources
+    """A .jsonl, .json or .parquet file, a directory of them, or NAME or NAME:SPLIT of a dataset on the hub. Or several,
+    each with the weight of its samples: `{chat.jsonl: 3, math.jsonl: 1}`; one that is used up begins again. An epoch is
+    as many samples as they have together."""
+    validation: NamedSources | None = None
+    """The same, for validation: one source, or several by the names that their metrics get, as
+    `{math: math_test.jsonl}`."""
+    max_sequence_length: Positive = 1024
+    """Tokens of a sequence, prompt and response together."""
+    overlong: Literal["drop", "truncate"] = "drop"
+    """What becomes of longer records: left out, or cut at their end."""
+    chat_template: str | None = None
+    """A Jinja template in place of the tokenizer's, or the path of a file with one; the exported model has it too."""
+    columns: dict[Name, Name] = Field(default={})
+    """Names of the source's columns by those that are wanted: `{prompt: question, completion: answer}`."""
+    max_samples: Positive | None = None
+    """Only the first records of each source of `train` are read."""
+    cache_dir: Path | None = None
+    """Where tokenized data is kept for later runs; `$MCORE_RL_CACHE` or ~/.cache/mcore_rl if not given."""
+
+    @model_validator(mode="after")
+    def _template_is_there(self) -> DataConfig:
+        self.read_chat_template()
+        return self
+
+    @model_validator(mode="after")
+    def _sets_have_plain_names(self) -> DataConfig:
+        for name in self.validation_sets:
+            if name and not re.fullmatch(r"[\w.-]+", name):
+                raise ValueError(f"validation: the set's name {name!r} must be of letters, digits, '_', '.' and '-'")
+        return self
+
+    @property
+    def train_sources(self) -> list[str]:
+        """All that is trained on."""
+        return [self.train] if isinstance(self.train, str) else list(self.train)
+
+    @property
+    def validation_sets(self) -> dict[str, str]:
+        """What is validated on, by name; the only one has none."""
+        if self.validation is None or isinstance(self.validation, str):
+            return {} if self.validation is None else {"": self.validation}
+        return self.validation
+
+    def read_chat_template(self) -> str | None:
+        """The template's text."""
+        return read_chat_template(self.chat_template)
+
+
+def read_chat_template(template: str | None) -> str | None:
+    """The text of a template that is given as such, or as a file's path.
+
+    Raises:
+        UserError: neither.
+    """
+    if template is None or "{" in template:
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"chat_template: {template} is neither a template nor a file with one") from None

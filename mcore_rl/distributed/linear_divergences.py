@@ -1,0 +1,186 @@
+"""Divergences between two models' next-token distributions, over the whole vocabulary, from hidden states and LM heads.
+
+Both models' logits are computed in the same tiles of tokens × vocabulary, reduced to a few numbers per token, and
+computed again in backward; of neither model do the logits of all tokens ever exist.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_rl.distributed.collectives import all_reduce, group_rank
+from mcore_rl.distributed.linear_logprobs import Tiles, WeightGradient, shard_statistics
+from mcore_rl.distributed.parallel_logprobs import combine_over_vocabulary, valid_columns
+from mcore_rl.errors import ContractError
+
+
+@dataclass(frozen=True)
+class LinearLogits:
+    """Logits as the product that they are: hidden [T, H] × weight [Vp, H]ᵀ.
+
+    hidden: the same on all ranks of the vocabulary's group. weight: this rank's rows of the LM head.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+
+
+class Divergences(NamedTuple):
+    """Of the teacher's distribution p and the student's q, in nats, [T] each."""
+
+    forward_kl: Tensor
+    """KL(p ‖ q)"""
+    reverse_kl: Tensor
+    """KL(q ‖ p)"""
+    js: Tensor | None
+    """β·KL(p ‖ m) + (1 − β)·KL(q ‖ m), with m = β·p + (1 − β)·q"""
+
+
+def linear_divergences(
+    student: LinearLogits,
+    teacher: LinearLogits,
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    js_beta: float | None = None,
+) -> Divergences:
+    """Divergences between softmax(student / temperature) and softmax(teacher / temperature), a number per token.
+
+    Jensen–Shannon as generalised in arXiv:2306.13649, eq. 1. Dense equivalent: `log_softmax` of both products, and the
+    sums over the vocabulary, with fp32 accumulation (fp64 for fp64 hidden states). Forward: an all-gather and an
+    all-reduce of a few numbers per token. Backward: none; only the student has a gradient, that of its hidden states
+    being this shard's part (`gather_hidden_states` sums it). A Megatron `weight.main_grad` is added to directly.
+
+    Args:
+        vocab_size: tokens that are compared, the first ones of the vocabulary; rows of the heads beyond are left out.
+        js_beta: β, between 0 and 1; without it there is no `js`.
+
+    Raises:
+        ContractError: shapes, a temperature or a β that do not fit.
+    """
+    sizes = [(tuple(x.hidden.shape), tuple(x.weight.shape)) for x in (student, teacher)]
+    (tokens, width), (rows, columns) = sizes[0]
+    (teacher_tokens, teacher_width), (teacher_rows, teacher_columns) = sizes[1]
+    if (tokens, rows, width, teacher_width) != (teacher_tokens, teacher_rows, columns, teacher_columns):
+        raise ContractError(
+            f"hidden states and LM heads must be [T, H] and [Vp, H], of both models with the same T and Vp; the "
+            f"student's are {sizes[0]}, the teacher's {sizes[1]}"
+        )
+    if temperature <= 0:
+        raise ContractError(f"temperature must be positive, got {temperature}")
+    if js_beta is not None and not 0 < js_beta < 1:
+        raise ContractError(f"js_beta must be between 0 and 1, got {js_beta}")
+    forward_kl, reverse_kl, js = _LinearDivergences.apply(
+        student.hidden,
+        student.weight,
+        LinearLogits(teacher.hidden.detach(), teacher.weight.detach()),
+        group,
+        valid_columns(rows, group_rank(group), vocab_size),
+        temperature,
+        js_beta,
+    )
+    return Divergences(forward_kl, reverse_kl, None if js_beta is None else js)
+
+
+class _LinearDivergences(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        teacher: LinearLogits,
+        group: ProcessGroup | None,
+        columns: int,
+        temperature: float,
+        js_beta: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        pair = _Pair(
+            Tiles(hidden, weight, columns, temperature), Tiles(teacher.hidden, teacher.weight, columns, temperature)
+        )
+        lse = pair.log_sum_exp(group)
+        forward_kl, reverse_kl, p_to_m, q_to_m = sums = hidden.new_zeros(4, len(hidden), dtype=pair.dtype)
+        for at in pair.column_tiles():
+            for rows in pair.row_tiles():
+                log_q, log_p = pair.logprobs(rows, at, lse)
+                q, p = log_q.exp(), log_p.exp()
+                if js_beta is not None:
+                    log_m = _log_mixture(log_p, log_q, js_beta)
+                    p_to_m[rows] += torch.linalg.vecdot(p, log_p - log_m)
+                    q_to_m[rows] += torch.linalg.vecdot(q, log_q - log_m)
+                log_ratio = log_p.sub_(log_q)
+                forward_kl[rows] += torch.linalg.vecdot(p, log_ratio)
+                reverse_kl[rows] -= torch.linalg.vecdot(q, log_ratio)
+        forward_kl, reverse_kl, p_to_m, q_to_m = all_reduce(sums, group)
+        ctx.save_for_backward(hidden, teacher.hidden, lse, reverse_kl, q_to_m)
+        ctx.weight, ctx.teacher_weight = weight, teacher.weight
+        ctx.columns, ctx.temperature, ctx.js_beta = columns, temperature, js_beta
+        beta = 0.0 if js_beta is None else js_beta
+        return forward_kl, reverse_kl.clone(), beta * p_to_m + (1 - beta) * q_to_m
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Of z = hidden · weightᵀ / temperature: q − p of the forward KL, q·(log q/p − KL(q ‖ p)) of the reverse,
+        (1 − β)·q·(log q/m − KL(q ‖ m)) of the mixture's."""
+        hidden, teacher_hidden, lse, reverse_kl, q_to_m = ctx.saved_tensors
+        student = Tiles(hidden, ctx.weight, ctx.columns, ctx.temperature)
+        pair = _Pair(student, Tiles(teacher_hidden, ctx.teacher_weight, ctx.columns, ctx.temperature))
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden, dtype=pair.dtype) if needs_hidden else None
+        sink = WeightGradient(ctx.weight, pair.dtype) if needs_weight else None
+        of_forward, of_reverse, of_js = (g[:, None] for g in grads)
+        for at in pair.column_tiles():
+            block_gradient = None
+            for rows in pair.row_tiles():
+                log_q, log_p = pair.logprobs(rows, at, lse)
+                factor = of_forward[rows] + of_reverse[rows] * (log_q - log_p - reverse_kl[rows, None])
+                if ctx.js_beta is not None:
+                    log_m = _log_mixture(log_p, log_q, ctx.js_beta)
+                    factor += (1 - ctx.js_beta) * of_js[rows] * (log_q - log_m - q_to_m[rows, None])
+                grad = factor.mul_(log_q.exp_()).sub_(log_p.exp_().mul_(of_forward[rows]))
+                grad = grad if ctx.temperature == 1 else grad.mul_(1 / ctx.temperature)
+                if grad_hidden is not None:
+                    grad_hidden[rows].addmm_(grad, student.weight(at))
+                if sink is not None:
+                    part = grad.T @ student.hidden(rows)
+                    block_gradient = part if block_gradient is None else block_gradient.add_(part)
+            if sink is not None and block_gradient is not None:
+                sink.add(at, block_gradient)
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            None if sink is None else sink.result(),
+            None, None, None, None, None,
+        )  # fmt: skip
+
+
+class _Pair:
+    """Tiles of the student and of the teacher, over the same tokens and columns."""
+
+    def __init__(self, student: Tiles, teacher: Tiles) -> None:
+        self.student, self.teacher, self.dtype = student, teacher, student.dtype
+        self.row_tiles, self.column_tiles = student.row_tiles, student.column_tiles
+
+    def log_sum_exp(self, group: ProcessGroup | None) -> Tensor:
+        """[2, T] log Σ exp of the student's and the teacher's logits over the whole vocabulary."""
+        both = []
+        for tiles in (self.student, self.teacher):
+            nothing = torch.empty(tiles.count, 0, dtype=torch.long, device=tiles.device)
+            both.append(shard_statistics(tiles, nothing, with_mean=False)[0].to(self.dtype))
+        lse = torch.cat(both)
+        return combine_over_vocabulary(lse, lse.new_empty(0, len(lse)), torch.zeros_like(lse), group)[0].view(2, -1)
+
+    def logprobs(self, rows: slice, columns: slice, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """log q and log p of a tile; two tensors that the caller may overwrite."""
+        log_q = self.student.product(rows, columns).sub_(lse[0, rows, None])
+        log_p = self.teacher.product(rows, columns).to(self.dtype).sub_(lse[1, rows, None])
+        return log_q, log_p
+
+
+def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """log(β·p + (1 − β)·q), also where one of the two is too small for its exponential."""
+    return torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))

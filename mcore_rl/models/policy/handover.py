@@ -1,0 +1,146 @@
+"""Parts of a policy that an engine beside it needs: its weights handed over, its memory given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl import platform
+from mcore_rl.distributed.collectives import gather_objects
+from mcore_rl.models.megatron.adapters import export_adapters
+from mcore_rl.models.megatron.lora import LoRA, shapes_of
+from mcore_rl.models.megatron.model import BuiltModel
+from mcore_rl.models.megatron.offload import Offload, gradient_buffers, optimizer_tensors
+from mcore_rl.models.megatron.weights import export_hf_weights, weights_of
+from mcore_rl.models.policy.refit import RefitGroup, RefitInfo, SharedBucket, plan_buckets, send_weights
+
+
+class TrainingMemory:
+    """What a policy has on its device, and can do without for a while.
+
+    Args:
+        weights: the offload of its weights.
+        parameters: gives them.
+        optimizer: None for a policy that is not trained.
+    """
+
+    def __init__(
+        self,
+        weights: Offload,
+        parameters: Callable[[], Iterable[Tensor]],
+        chunks: Sequence[Any],
+        optimizer: Any,
+    ) -> None:
+        self.weights, self.parameters, self.chunks, self.trained_by = weights, parameters, chunks, optimizer
+        self.optimizer, self.gradients = Offload(keep=True), Offload(keep=False)
+
+    def restore(self) -> None:
+        """Bring back everything."""
+        for offload in (self.weights, self.optimizer, self.gradients):
+            offload.restore()
+
+    def give_up_training(self) -> int:
+        """The optimizer's state goes to the host, the gradient buffers go; returns the device bytes freed."""
+        if self.trained_by is None:
+            return 0
+        freed = self.gradients.offload(gradient_buffers(self.chunks))
+        return freed + self.optimizer.offload(optimizer_tensors(self.trained_by, self.parameters()))
+
+    def give_up_all(self) -> int:
+        """The weights go to the host too; returns the device bytes freed."""
+        return self.give_up_training() + self.weights.offload(self.parameters())
+
+
+class WeightHandover:
+    """A model's weights for an engine: by a collective with its processes, or in shared memory. Collective.
+
+    Args:
+        seconds: that the engine's processes have to join, and a collective with them may take.
+    """
+
+    def __init__(self, model: BuiltModel, seconds: float) -> None:
+        self.model, self.seconds = model, seconds
+        self.rank = torch.distributed.get_rank()
+        self.is_connected = False
+        self._group: RefitGroup | None = None
+        self._shared: SharedBucket | None = None
+
+    def info(self, adapters_only: bool = False) -> RefitInfo:
+        """What is handed over, in its order.
+
+        Raises:
+            RuntimeError: only adapters are wanted, and the model has none.
+        """
+        if adapters_only:
+            return {name: (shape, torch.float32) for name, shape in shapes_of(self._lora().table).items()}
+        dtype = next(tensor.dtype for chunk in self.model.chunks for _, tensor in weights_of(chunk))
+        family = self.model.family
+        wide = family.float32_tensors()
+        return {name: (shape, torch.float32 if name in wide else dtype) for name, shape in family.shapes().items()}
+
+    def adapter_settings(self) -> dict[str, Any]:
+        """
+        Raises:
+            RuntimeError: the model has no adapters.
+        """
+        return self._lora().settings
+
+    def _lora(self) -> LoRA:
+        if self.model.lora is None:
+            raise RuntimeError("adapters: the model has none (model.lora); refit sends its weights")
+        return self.model.lora
+
+    def connect(self, ip: str, port: int, world_size: int) -> None:
+        """
+        Raises:
+            RuntimeError: the engine's processes did not come.
+        """
+        if self.rank == 0:
+            self._group = RefitGroup.join(ip, port, 0, world_size, self.seconds)
+        self.is_connected = True
+
+    def broadcast(self, bucket_bytes: int, adapters_only: bool = False) -> None:
+        """
+        Raises:
+            RuntimeError: nobody is connected, or there are no adapters.
+        """
+        if not self.is_connected:
+            raise RuntimeError("broadcast_weights_for_collective: call init_collective first")
+        info = self.info(adapters_only)
+        tensors = export_adapters(self.model) if adapters_only else export_hf_weights(self.model, copies=False)
+        send_weights(tensors, info, self._group, bucket_bytes)
+
+    def buckets(self, bucket_bytes: int, adapters_only: bool = False) -> list[list[str]]:
+        return plan_buckets(self.info(adapters_only), bucket_bytes)
+
+    def share(self, keys: list[str]) -> dict[str, Any]:
+        """
+        Raises:
+            ValueError: a key that the model does not have.
+        """
+        info = self.info()
+        if adapters_only := self.model.lora is not None and not set(keys) & set(info):
+            info = self.info(adapters_only)
+        if unknown := sorted(set(keys) - set(info)):
+            raise ValueError(f"get_weights_ipc_handles: the model has no {', '.join(unknown)}")
+        devices = gather_objects(platform.device_id())  # the first rank has come back: nobody reads the last blocks
+        self.release()
+        if devices.index(devices[self.rank]) == self.rank:
+            self._shared = SharedBucket({key: info[key] for key in keys})
+        adapters = ((name, tensor) for name, tensor in export_adapters(self.model) if name in keys)
+        weights = export_hf_weights(self.model, names=keys, copies=False)
+        for name, tensor in adapters if adapters_only else weights:
+            if self._shared is not None:
+                self._shared.write(name, tensor)
+        own = {} if self._shared is None else {devices[self.rank]: self._shared.handle()}
+        everyones = gather_objects(own)
+        return {device: handle for part in everyones for device, handle in part.items()} if self.rank == 0 else own
+
+    def release(self) -> None:
+        """Let go of this rank's last block of shared memory."""
+        if self._shared is not None:
+            self._shared.release()
+        self._shared = None

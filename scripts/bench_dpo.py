@@ -1,0 +1,228 @@
+"""Tokens a second of a DPO step beside TRL's DPOTrainer; measured within one run.
+
+    python scripts/bench_dpo.py
+
+The same records, a Llama of 7 million parameters, fp32, two threads in all, on the CPU: TRL with one process, ours with
+one and with two (data-parallel). Each side is a program of its own that trains one epoch; the programs take turns, and
+the medians of the steps' speeds count. TRL comes from this interpreter's environment, or from `.venv-trl`, which is
+made. Exits with 1 where a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench_results import Row, finish
+
+ROOT = Path(__file__).parent.parent
+TRL = "trl>=1.0,<2"
+VOCABULARY, PAIRS_A_STEP, PAIRS_AT_ONCE, WARM_UP = 8192, 8, 4, 2
+MODES = ("swapped", "precomputed")
+BOUNDS = {("swapped", 1): 5.0, ("swapped", 2): 7.5, ("precomputed", 1): 5.0, ("precomputed", 2): 7.5}
+LIMIT_SECONDS = 900
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6, help="of each program, beside two to warm up")
+    parser.add_argument("--rounds", type=int, default=2, help="how often each program has its turn")
+    parser.add_argument("--side", choices=("trl",), help=argparse.SUPPRESS)
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.side == "trl":
+        train_with_trl(arguments.directory, arguments.mode)
+        return 0
+    speed, memory = measure(arguments.steps, arguments.rounds)
+    rows = [
+        Row(f"reference {mode}, {processes} process{'es'[: 2 * processes - 2]}", ours, trl, ours / trl, bound)
+        for (mode, processes), bound in BOUNDS.items()
+        for ours, trl in [(speed[mode, processes], speed[mode, 0])]
+    ]
+    heavier = [
+        Row(f"memory, reference {mode}", memory[mode, 1], memory[mode, 0], memory[mode, 1] / memory[mode, 0], None, 0.6)
+        for mode in MODES
+    ]
+    columns = ("ours, tokens/s", "TRL, tokens/s", "ours / TRL")
+    whole = arguments.steps >= 6
+    missed = finish("dpo", "DPO: real tokens a second", columns, rows, whole)
+    columns = ("ours, MB", "TRL, MB", "ours / TRL")
+    return missed | finish("dpo_memory", "DPO: most resident memory, one process", columns, heavier, whole)
+
+
+def measure(steps: int, rounds: int) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
+    """Median tokens a second, and megabytes; by mode and number of our processes, 0 for TRL."""
+    python = python_with_trl()
+    speeds: dict[tuple[str, int], list[float]] = {}
+    megabytes: dict[tuple[str, int], float] = {}
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        make_model(directory / "model")
+        make_records(directory / "pairs.jsonl", PAIRS_A_STEP * (steps + WARM_UP))
+        for round_ in range(rounds):
+            for mode in MODES:
+                for processes in (0, 1, 2):
+                    run = run_trl(python, directory, mode) if processes == 0 else run_ours(directory, mode, processes)
+                    found, most = run
+                    speeds.setdefault((mode, processes), []).extend(found)
+                    megabytes[mode, processes] = max(most, megabytes.get((mode, processes), 0.0))
+                    side = f"ours, {processes} process(es)" if processes else "TRL"
+                    median = statistics.median(found)
+                    print(f"round {round_ + 1}, reference {mode}, {side}: {median:,.0f} tokens/s", flush=True)
+    return {key: statistics.median(values) for key, values in speeds.items()}, megabytes
+
+
+# ------------------------------------------------------------ what is trained
+
+
+def make_model(directory: Path) -> None:
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = ["<pad>", "<end>", *(f"w{number}" for number in range(VOCABULARY - 2))]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>").save_pretrained(directory)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def make_records(path: Path, count: int) -> None:
+    """Log-normal lengths, as those of chat data are: many short records, some long ones."""
+    generator = random.Random(0)
+
+    def text(median: float) -> str:
+        length = min(768, max(4, int(median * generator.lognormvariate(0, 0.9))))
+        return " ".join(f"w{generator.randrange(VOCABULARY - 2)}" for _ in range(length))
+
+    records = ({"prompt": text(60) + " ", "chosen": text(90), "rejected": text(90)} for _ in range(count))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+# ------------------------------------------------------------ ours
+
+
+def run_ours(directory: Path, mode: str, processes: int) -> tuple[list[float], float]:
+    output = directory / "ours"
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    reference = {"swapped": "swap", "precomputed": "precompute"}[mode]
+    command = [
+        *(sys.executable, *(["-m", *launcher] if launcher else []), str(ROOT / "scripts" / "train_dpo.py")),
+        *("--model", str(directory / "model"), "--data", str(directory / "pairs.jsonl"), "--output", str(output)),
+        *(f"batch.global_batch_size={PAIRS_A_STEP}", "data.max_sequence_length=1536", "batch.tokens_per_pack=4096"),
+        *("batch.share_prefixes=true", f"dpo.reference={reference}", "trainer.max_epochs=1"),
+        *("checkpoint.resume=none", "checkpoint.overwrite=true", "checkpoint.export_hf=false"),
+    ]
+    most = run(command, threads=2 // processes)
+    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    return [line["tokens_per_second"] for line in lines if line["step"] > WARM_UP], most
+
+
+def run(command: list[str], threads: int) -> float:
+    """Run to its end; returns the most memory that a process of it had, in MB.
+
+    Raises:
+        SystemExit: it failed, with what it said.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT, text=True)
+        usage = wait(process)
+        if process.returncode:
+            said.seek(0)
+            sys.exit(f"{' '.join(command)}\n{said.read()[-4000:]}")
+    return usage / 1000  # ru_maxrss is in kB on Linux
+
+
+def wait(process: subprocess.Popen[str]) -> int:
+    """Until it has ended; returns its largest resident set, which is that of its largest child where that is larger."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while time.monotonic() < deadline:
+        found, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if found:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return usage.ru_maxrss
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    sys.exit(f"{process.args} did not end within {LIMIT_SECONDS} s")
+
+
+# ------------------------------------------------------------ TRL
+
+
+def python_with_trl() -> str:
+    if importlib.util.find_spec("trl") is not None:
+        return sys.executable
+    directory = ROOT / ".venv-trl"
+    if not (directory / "installed").is_file():
+        subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", str(directory)], check=True)
+        subprocess.run([str(directory / "bin" / "pip"), "install", "--quiet", TRL], check=True)
+        (directory / "installed").touch()
+    return str(directory / "bin" / "python")
+
+
+def run_trl(python: str, directory: Path, mode: str) -> tuple[list[float], float]:
+    command = [python, str(Path(__file__).resolve()), "--side", "trl", "--directory", str(directory), "--mode", mode]
+    run(command, threads=2)
+    found = json.loads((directory / "trl.json").read_text())
+    return found["speeds"], found["megabytes"]
+
+
+def train_with_trl(directory: Path, mode: str) -> None:
+    """One epoch by DPOTrainer; the speed of each step goes to `trl.json`."""
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import DPOConfig, DPOTrainer
+
+    class Counting(DPOTrainer):
+        tokens = 0
+
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            self.tokens += int(inputs["attention_mask"].sum())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    speeds: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            self.started, trainer.tokens = time.perf_counter(), 0
+
+        def on_step_end(self, *args, **kwargs):
+            speeds.append(trainer.tokens / (time.perf_counter() - self.started))
+
+    settings = DPOConfig(
+        str(directory / "trl"),
+        per_device_train_batch_size=PAIRS_AT_ONCE,
+        gradient_accumulation_steps=PAIRS_A_STEP // PAIRS_AT_ONCE,
+        num_train_epochs=1, learning_rate=1e-6, max_length=1536, precompute_ref_log_probs=mode == "precomputed",
+        use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    data = load_dataset("json", data_files=str(directory / "pairs.jsonl"), split="train", cache_dir=directory / "cache")
+    trainer = Counting(model=model, args=settings, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
+    trainer.train()
+    megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+    (directory / "trl.json").write_text(json.dumps({"speeds": speeds[WARM_UP:], "megabytes": megabytes}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
