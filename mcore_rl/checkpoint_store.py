@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -247,8 +248,8 @@ def replace_listed(new: Path, destination: Path) -> None:
 
 def _unused(path: Path) -> Path:
     """`path`, or that name with the first number that is free."""
-    names = (path, *(path.with_name(f"{path.name}.{n}") for n in range(1, 10_000)))
-    return next(name for name in names if not name.exists())
+    numbered = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
+    return next(name for name in itertools.chain([path], numbered) if not name.exists())
 
 
 def flush_directory(directory: Path) -> None:

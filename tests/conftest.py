@@ -30,7 +30,7 @@ torch.set_num_threads(2)
 # The server of test processes checks shapes too; it finds this folder by the environment that it starts with.
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    serve_processes(also_preload=["shape_checks"])
+    serve_processes(also_preload=["preloaded"])
 
 
 def pytest_addoption(parser):

@@ -30,6 +30,7 @@ FLOORS = {
     "models.generation": 4,
     "environments": 4,
     "algorithms": 5,
+    "forked_imports": 5,
     "layout_check": 5,
     "layouts": 1,
     "entry_point": 6,

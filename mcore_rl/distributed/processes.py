@@ -29,7 +29,7 @@ from mcore_rl.errors import WorkerError
 MEETINGS = 3
 """How often processes are started anew when they do not find each other, as happens on a loaded machine."""
 
-_PRELOAD = ["mcore_rl.models.policy.megatron_policy", "mcore_rl.layout_check"]
+_PRELOAD = ["mcore_rl.forked_imports"]
 
 
 def serve_processes(also_preload: Sequence[str] = ()) -> None:

@@ -1,0 +1,15 @@
+"""What the server of processes imports once, before any is forked from it: all that most of them need.
+
+Importing this freezes what the garbage collector watches. In a forked process a collection would otherwise
+visit, and so copy, every object that was imported: most of the time of a short process.
+"""
+
+import gc
+
+import transformers.modeling_utils  # noqa: F401
+
+import mcore_rl.layout_check
+import mcore_rl.models.policy.megatron_policy  # noqa: F401
+
+gc.collect()
+gc.freeze()
