@@ -60,11 +60,15 @@ demo-ppo: outputs/sft_arithmetic/hf/config.json
 	$(BIN)/torchrun --nproc-per-node 2 scripts/train_ppo.py configs/ppo_cpu.yaml parallel.tensor_model_parallel_size=2
 	$(BIN)/python scripts/report.py outputs/ppo_cpu
 
+# Several tests at a time: most of one is waiting for its processes. WORKERS=0: one after the other.
+WORKERS ?= 2
+IN_PARALLEL := --numprocesses $(WORKERS) --dist worksteal
+
 test: install
-	$(BIN)/pytest
+	$(BIN)/pytest $(IN_PARALLEL)
 
 test-long: install
-	$(BIN)/pytest -m long
+	$(BIN)/pytest $(IN_PARALLEL) -m long
 
 test-vllm: install install-vllm
 	$(BIN)/pytest -m vllm

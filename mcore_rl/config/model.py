@@ -54,6 +54,10 @@ class ModelConfig(Section):
     """Train adapters; the model's own weights stay as they are."""
     recompute_activations: bool = False
     """Keep only each layer's input for the backward pass and compute the layer again."""
+    recompute_modules: tuple[Literal["mlp", "moe", "shared_experts"], ...] = ()
+    """Instead: parts of each layer that are computed again, where the rest is kept. mlp is that of layers without
+    experts, moe the whole of one with experts, of which shared_experts are a part. Attention's scores are never kept,
+    so that there is nothing to gain by its core."""
     moe_aux_loss_coeff: NonNegative = 0.0
     """Of the loss that balances the experts within each sequence, which no cut of the batch changes."""
     moe_z_loss_coeff: NonNegative = 0.0
@@ -65,6 +69,16 @@ class ModelConfig(Section):
     (arXiv:2510.11370); for GRPO and PPO."""
     moe_router_bias_update_rate: NonNegative = 0.0
     """How far each step moves the biases that experts are chosen with, in families that have them."""
+
+    @model_validator(mode="after")
+    def _recomputes_once(self) -> ModelConfig:
+        if self.recompute_activations and self.recompute_modules:
+            raise ValueError("recompute_modules: recompute_activations=true computes whole layers again; choose one")
+        if len(set(self.recompute_modules)) < len(self.recompute_modules):
+            raise ValueError(f"recompute_modules: {list(self.recompute_modules)} names a module twice")
+        if {"moe", "shared_experts"} <= set(self.recompute_modules):
+            raise ValueError("recompute_modules: shared_experts are a part of moe; choose one")
+        return self
 
 
 class ParallelConfig(PipelineConfig):

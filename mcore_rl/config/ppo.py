@@ -72,6 +72,7 @@ class PPOConfig(RLConfig):
             head="reward",
             trust_remote_code=own.trust_remote_code,
             recompute_activations=own.recompute_activations,
+            recompute_modules=own.recompute_modules,
         )
 
     @model_validator(mode="after")

@@ -120,7 +120,7 @@ def load_prompt_dataset(
     if not len(store):
         raise UserError(
             f"{named(source)}: no prompt is left ({store.counts['dropped']} longer than {max_prompt_length} tokens, "
-            "which is data.max_sequence_length - grpo.max_new_tokens)"
+            "which is data.max_sequence_length - max_new_tokens)"
         )
     return PromptDataset(StoredPrompts(store))
 

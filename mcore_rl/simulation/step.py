@@ -15,6 +15,7 @@ from mcore_rl.config import DistillationConfig, DPOConfig, PPOConfig, RLConfig, 
 from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.memory import LiveBytes, bytes_of
+from mcore_rl.simulation.products import product_counter
 from mcore_rl.simulation.rank import AttentionFlops, HostReads, ShapesOnly, flash_stand_in, note_host_reads, replaced
 from mcore_rl.simulation.traffic import Traffic, Transfer, count_traffic
 
@@ -124,14 +125,12 @@ def measure_step(
     Args:
         devices: kinds of device whose memory is counted.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
     from mcore_rl.algorithms.objectives import loss_of
     from mcore_rl.models.policy import megatron_policy, scoring
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     started = time.perf_counter()
-    live, counter = LiveBytes(*devices), FlopCounterMode(display=False)
+    live, counter = LiveBytes(*devices), product_counter()
     products, attention_by_phase = Counter[str](), Counter[str]()
     before_update = 0
     layouts: list[PackLayout] = []

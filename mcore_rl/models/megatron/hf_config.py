@@ -120,10 +120,20 @@ def _check_options(family: Family, model: ModelConfig) -> None:
     ):
         if getattr(model, name) and not possible:
             raise UserError(f"model.{name}: {family.model_type} has no {what}; leave it out")
+    _check_recomputed(family, model)
     if model.moe_grouped_gemm and not hasattr(torch.nn.functional, "grouped_mm"):
         raise UserError(f"model.moe_grouped_gemm: torch {torch.__version__} has no grouped_mm; leave it out")
     if model.moe_grouped_gemm and uses_transformer_engine():
         raise UserError("model.moe_grouped_gemm: is not supported where Transformer Engine is installed; leave it out")
+
+
+def _check_recomputed(family: Family, model: ModelConfig) -> None:
+    """A module that no layer has would be recomputed by none, and the memory missed later."""
+    sparse = family.experts.sparse_layers if isinstance(family, Mixture) else (False,)
+    shares = isinstance(family, Mixture) and bool(family.experts.shared_width)
+    for name, present in (("mlp", not all(sparse)), ("moe", any(sparse)), ("shared_experts", shares)):
+        if name in model.recompute_modules and not present:
+            raise UserError(f"model.recompute_modules: no layer of {family.model_type} has {name}; leave it out")
 
 
 def _check_grouped_gemm(family: Mixture, model: ModelConfig, expert_tensor_size: int) -> None:
@@ -191,13 +201,20 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         apply_rope_fusion=use_te,
         bias_dropout_fusion=use_te,
         masked_softmax_fusion=False,
-        recompute_granularity="full" if model.recompute_activations else None,
-        recompute_method="uniform" if model.recompute_activations else None,
-        recompute_num_layers=1 if model.recompute_activations else None,
+        **_recomputation(model),
     )
     if family.rope_factor() != 1.0:
         config.yarn_rotary_scaling_factor = concentration_scale(family.rope_factor())
     return config
+
+
+def _recomputation(model: ModelConfig) -> dict[str, Any]:
+    """Megatron's options for what is computed again in the backward pass."""
+    if model.recompute_activations:
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if model.recompute_modules:
+        return {"recompute_granularity": "selective", "recompute_modules": list(model.recompute_modules)}
+    return {}
 
 
 def _pipeline_layout(family: Family, parallel: ParallelConfig) -> list[list[str]] | None:
