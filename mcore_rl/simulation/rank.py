@@ -80,6 +80,15 @@ def note_host_reads() -> HostReads:
     return reads
 
 
+def _grouped_product(rows: tuple[int, ...], weights: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """[T, in] by [experts, in, out], each row by one of them, or [out, T] by [T, in], each expert's tokens apart."""
+    return 2 * math.prod(rows) * weights[-1]
+
+
+GROUPED_PRODUCTS = {torch.ops.aten._grouped_mm: _grouped_product} if hasattr(torch.ops.aten, "_grouped_mm") else {}
+"""Operations of what torch's counter leaves out; older ones have no such product."""
+
+
 class AttentionFlops:
     """Multiplications of attention, which the stand-in kernel does not do: `total`, forward and backward."""
 
