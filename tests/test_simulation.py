@@ -9,26 +9,28 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from models import and_long, make_model
+from models import and_long, make_config, make_model
 from ports import free_port
 
 from mcore_rl.config import DPOConfig, GRPOConfig, ParallelConfig, SFTConfig
 from mcore_rl.errors import UserError
 from mcore_rl.layouts import Layout
 from mcore_rl.simulation.hardware import Hardware
+from mcore_rl.simulation.report import table
 from mcore_rl.simulation.run import chosen_ranks, layouts_to_try, search, simulate
 from mcore_rl.simulation.step import RankReport, Sequences, measure_step, simulate_rank
+from mcore_rl.simulation.traffic import Transfer
 
 LENGTHS = (270, 99, 384, 2, 231, 192, 303, 45)
 SEQUENCES = Sequences(LENGTHS, tuple(max(1, n // 2) for n in LENGTHS))
-SECONDS = 120
+SECONDS = 300
 
 
-def config_of(model, algorithm=SFTConfig, **sections):
+def config_of(directory, algorithm=SFTConfig, **sections):
     batch = {} if algorithm is GRPOConfig else {"batch": {"global_batch_size": 8, "tokens_per_pack": 768}}
     values = {
         "output_dir": "unused",
-        "model": {"path": str(model)},
+        "model": {"path": str(directory)},
         "data": {"train": "unused.jsonl", "max_sequence_length": 384},
         "optimizer": {"lr": 1e-3},
         "trainer": {"max_steps": 2},
@@ -57,14 +59,14 @@ def in_processes(function, *argument_lists):
         return [future.result(timeout=SECONDS) for future in waiting]
 
 
-def real_rank(config, rank, world_size, port) -> RankReport:
+def real_rank(config, rank, world_size, port, sequences) -> RankReport:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     from mcore_rl.simulation.rank import AttentionFlops, HostReads
     from mcore_rl.simulation.traffic import count_traffic
 
     traffic = count_traffic(perform=True)
-    return measure_step(config, SEQUENCES, traffic, HostReads(), AttentionFlops(), ("cpu",))
+    return measure_step(config, sequences, traffic, HostReads(), AttentionFlops(), ("cpu",))
 
 
 def by_kind(report):
@@ -83,14 +85,12 @@ def layouts(*quick):
     return [pytest.param(layout, marks=pytest.mark.long, id=str(layout)) for layout in (*quick, *more)]
 
 
-@pytest.mark.parametrize("layout", layouts(Layout()), ids=str)
-def test_as_a_real_run(layout, model):
-    config = layout.apply(config_of(model))
-    size = layout.world_size
-    port = free_port()
-    real = in_processes(real_rank, *[(config, rank, size, port) for rank in range(size)])
+def compare(config, layout, sequences):
+    """Simulated ranks, the first and the last, with those of a real run."""
+    config, size, port = layout.apply(config), layout.world_size, free_port()
+    real = in_processes(real_rank, *[(config, rank, size, port, sequences) for rank in range(size)])
     chosen = sorted({0, size - 1})
-    simulated = in_processes(simulate_rank, *[(config, rank, size, SEQUENCES, "cpu") for rank in chosen])
+    simulated = in_processes(simulate_rank, *[(config, rank, size, sequences, "cpu") for rank in chosen])
     for one, other in zip([real[rank] for rank in chosen], simulated, strict=True):
         assert other.products["training"] == one.products["training"] > 0
         assert (other.packs, other.tokens, other.parameters) == (one.packs, one.tokens, one.parameters)
@@ -101,6 +101,77 @@ def test_as_a_real_run(layout, model):
         # does not; with several microbatches in flight that counts more.
         bound = 0.02 if layout.cp == layout.pp == 1 else 0.05
         assert other.peak == pytest.approx(one.peak, rel=bound), (one.memory, other.memory)
+
+
+@pytest.mark.parametrize("layout", layouts(Layout()), ids=str)
+def test_as_a_real_run(layout, model):
+    compare(config_of(model), layout, SEQUENCES)
+
+
+MIXTURE = {
+    "hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32,
+    "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
+}  # fmt: skip
+EQUAL = Sequences((192,) * 8, (96,) * 8)
+"""Every rank's packs have one size, under all layouts."""
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """Every token goes to all experts: the one routing that is balanced whatever the weights."""
+    return make_model("qwen3_moe", tmp_path_factory.mktemp("mixture"), **MIXTURE)
+
+
+GROUPED = {"dtype": "bfloat16", "moe_grouped_gemm": True}
+MIXTURES = [
+    (Layout(), {}),
+    (Layout(), {"recompute_activations": True}),
+    (Layout(dp=2, ep=2), {}),
+    (Layout(dp=2, ep=2), GROUPED),
+    (Layout(cp=2, ep=2), {}),
+    (Layout(tp=2, sp=True, ep=2, etp=1), {}),
+    (Layout(tp=2, sp=True, dp=2, ep=2), {}),
+    (Layout(pp=2, dp=2, ep=2), {}),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("layout", "options"), MIXTURES, ids=lambda x: " ".join(x) if isinstance(x, dict) else str(x))
+def test_a_mixture_as_a_real_run(layout, options, mixture):
+    config = config_of(mixture, model={"path": str(mixture), **options})
+    compare(config, layout, EQUAL)
+
+
+def test_balanced_routing(tmp_path):
+    """By arithmetic: a rank with T tokens sends and receives T·topk rows each way, and its experts multiply as many."""
+    layers, hidden, width, experts, ep, tokens = 4, 256, 128, 8, 4, 2 * 192
+    configs = []
+    for topk in (2, 3):
+        sizes = {**MIXTURE, "num_experts": experts, "num_experts_per_tok": topk, "mlp_only_layers": []}
+        make_config("qwen3_moe", **sizes).save_pretrained(tmp_path / str(topk))
+        configs.append(Layout(dp=4, ep=ep).apply(config_of(tmp_path / str(topk))))
+    two, three = in_processes(simulate_rank, *[(config, 1, 4, EQUAL) for config in configs])
+    assert two.packs == 1 and two.tokens == (tokens, tokens)
+    for topk, report in ((2, two), (3, three)):
+        rows = tokens * topk
+        sent = {
+            kind: (report.traffic[kind], report.calls[kind]) for kind in report.traffic if kind.ranks == (0, 1, 2, 3)
+        }
+        exchange = Transfer("all_to_all", (0, 1, 2, 3), "training")
+        # There and back, both again for the gradients; the weights go there, their gradients back.
+        assert sent[exchange] == (layers * 4 * rows * (4 * hidden) + layers * 2 * rows * 4, layers * 6)
+    multiplied = 3 * 2 * hidden * width  # gate, up and down of a row; the backward pass takes twice that
+    assert three.products["training"] - two.products["training"] == 3 * multiplied * tokens * layers
+
+
+@pytest.mark.long
+def test_grouped_products_are_as_many_as_single_ones(tmp_path):
+    """Which torch counts itself."""
+    make_config("qwen3_moe", **{**MIXTURE, "num_experts_per_tok": 2}).save_pretrained(tmp_path)
+    model = {"path": str(tmp_path), **GROUPED}
+    configs = [config_of(tmp_path, model={**model, "moe_grouped_gemm": grouped}) for grouped in (False, True)]
+    single, grouped = in_processes(simulate_rank, *[(Layout(ep=2, dp=2).apply(c), 0, 2, EQUAL) for c in configs])
+    assert grouped.products == single.products and grouped.traffic == single.traffic
 
 
 ALGORITHMS = [
@@ -256,10 +327,39 @@ def test_what_is_wrong_is_told_in_one_line(arguments, message, file):
 
 
 @pytest.mark.long
-def test_experts_are_refused(tmp_path):
-    config = config_of(make_model("mixtral", tmp_path))
-    with pytest.raises(UserError, match="mixtures of experts cannot be simulated"):
-        in_processes(simulate_rank, (config, 0, 2, SEQUENCES))
+def test_mixtures_are_searched(mixture, monkeypatch):
+    gpu, config = Hardware.load("h100"), Layout(dp=2, ep=2).apply(config_of(mixture))
+    layouts = dict(layouts_to_try(config, 2, gpu, experts=4))
+    wanted = {"tp1 pp1 cp1 dp2 ep1", "tp2 pp1 cp1 dp1 ep2"}
+    assert wanted <= {*layouts} and not [text for text in layouts if "ep4" in text or ("pp2" in text and "ep2" in text)]
+
+    def some(config, world_size, gpu, experts):
+        assert experts == 4
+        return [(text, layouts[text]) for text in sorted(wanted)]
+
+    monkeypatch.setattr("mcore_rl.simulation.run.layouts_to_try", some)
+    found = search(config, 2, EQUAL, gpu, 2, print)
+    assert {one.text for one in found} == wanted and not [one.reason for one in found if one.reason]
+    assert list(table(found))[-1].startswith("assumed: every expert gets as many tokens as any other")
+
+
+REFUSED = [
+    (SFTConfig, {"model": {"moe_grouped_gemm": True}}, "model.moe_grouped_gemm: in float32 it cannot be simulated"),
+    (
+        GRPOConfig,
+        {"grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4}, "model": {"moe_router_replay": True}},
+        "model.moe_router_replay: experts chosen while sampling cannot be simulated",
+    ),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("algorithm", "sections", "message"), REFUSED, ids=["grouped", "replay"])
+def test_what_is_refused_of_mixtures(algorithm, sections, message, tmp_path):
+    make_config("qwen3_moe").save_pretrained(tmp_path)
+    config = config_of(tmp_path, algorithm, **{**sections, "model": {"path": str(tmp_path), **sections["model"]}})
+    with pytest.raises(UserError, match=message):
+        in_processes(simulate_rank, (config, 0, 2, EQUAL))
 
 
 @pytest.mark.long

@@ -10,11 +10,15 @@ from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.run import Candidate
 from mcore_rl.simulation.step import RankReport
 
+BALANCED = "assumed: every expert gets as many tokens as any other, from ranks with packs of one size"
+
 
 def describe(config: TrainingConfig, world_size: int, reports: Sequence[RankReport], gpu: Hardware) -> Iterator[str]:
     """The lines of a report."""
     for report in reports:
         yield from _rank(report, gpu)
+    if reports[0].is_mixture:
+        yield BALANCED
     dtype, parallel = config.model.dtype, config.parallel
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.chunks_per_stage
     seconds = gpu.step_seconds(reports, dtype, stages, chunks)
@@ -65,3 +69,5 @@ def table(found: Sequence[Candidate]) -> Iterator[str]:
             yield f"{one.text:<32}{f'{one.peak / 1e9:.1f}' if one.peak else '':>9}  {one.reason}"
         else:
             yield f"{one.text:<32}{one.peak / 1e9:>9.1f}{one.seconds:>10.3g}{one.utilization:>8.1%}"
+    if any(one.is_mixture for one in found):
+        yield BALANCED

@@ -59,34 +59,58 @@ def _pool(workers: int) -> ProcessPoolExecutor:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, and what it takes; `reason` if it cannot be or does not fit."""
+    """A layout, and what it takes; `reason` if it cannot be or does not fit. is_mixture: as in its reports."""
 
     text: str
     peak: int = 0
     seconds: float = float("inf")
     utilization: float = 0.0
     reason: str = ""
+    is_mixture: bool = False
 
 
-def layouts_to_try(config: TrainingConfig, world_size: int, gpu: Hardware) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Powers of 2: tensor parallelism inside a node, pipelines and context parallelism of up to 16 ranks; each with
-    the configuration's values, which it may refuse."""
+def layouts_to_try(
+    config: TrainingConfig, world_size: int, gpu: Hardware, experts: int = 1
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Powers of 2: tensor parallelism inside a node, pipelines and context parallelism of up to 16 ranks, and of the
+    `experts` of a layer those that divide them, each expert whole; each with the configuration's values, which it may
+    refuse."""
 
     def powers(largest: int) -> list[int]:
         return [2**n for n in range(largest.bit_length()) if 2**n <= largest]
 
-    for tp, pp, cp, recompute in itertools.product(
-        powers(gpu.gpus_per_node), powers(min(16, world_size)), powers(min(16, world_size)), (False, True)
+    for tp, pp, cp, ep, recompute in itertools.product(
+        powers(gpu.gpus_per_node),
+        powers(min(16, world_size)),
+        powers(min(16, world_size)),
+        [size for size in powers(experts) if experts % size == 0],
+        (False, True),
     ):
-        if world_size % (tp * pp * cp):
+        if world_size % (tp * pp * cp) or world_size % (pp * ep):
             continue
         values = config.model_dump()
-        layout = Layout(tp=tp, pp=pp, cp=cp, sp=tp > 1, ep=config.parallel.expert_model_parallel_size)
+        layout = Layout(tp=tp, pp=pp, cp=cp, sp=tp > 1, ep=ep, etp=1 if ep > 1 else 0)
         values["parallel"].update(layout.parallel_values)
         values["model"]["recompute_activations"] = recompute
         dp = world_size // (tp * pp * cp)
-        text = f"tp{tp} pp{pp} cp{cp} dp{dp}" + (" recompute" if recompute else "")
+        text = (
+            f"tp{tp} pp{pp} cp{cp} dp{dp}" + (f" ep{ep}" if experts > 1 else "") + (" recompute" if recompute else "")
+        )
         yield text, values
+
+
+def experts_of(config: TrainingConfig) -> int:
+    """Routed experts of a layer of the model; 1 if it has none.
+
+    Raises:
+        UserError: a directory that holds no model, or one of another family than those there are.
+    """
+    from mcore_rl.models.megatron.families import family_of
+    from mcore_rl.models.megatron.families.mixture import Mixture
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+
+    family = family_of(load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head))
+    return family.experts.count if isinstance(family, Mixture) else 1
 
 
 def search(
@@ -101,7 +125,7 @@ def search(
     found: list[Candidate] = []
     with _pool(workers) as pool:
         waiting: list[tuple[str, TrainingConfig, list[Future[RankReport]]]] = []
-        for text, values in layouts_to_try(config, world_size, gpu):
+        for text, values in layouts_to_try(config, world_size, gpu, experts_of(config)):
             try:
                 layout = build_config(type(config), values, (), origin="layout")
                 layout.pack_width(layout.rows_per_unit)
@@ -126,6 +150,7 @@ def _candidate(
         return Candidate(text, reason=str(error))
     peak, dtype = max(report.peak for report in reports), config.model.dtype
     if peak > gpu.memory_bytes:
-        return Candidate(text, peak, reason=f"needs {peak / 1e9:.0f} GB")
+        return Candidate(text, peak, reason=f"needs {peak / 1e9:.0f} GB", is_mixture=reports[0].is_mixture)
     seconds = gpu.step_seconds(reports, dtype, config.parallel.pipeline_model_parallel_size, 1)
-    return Candidate(text, peak, seconds, gpu.utilization(reports[0].model_flops, seconds, world_size, dtype))
+    utilization = gpu.utilization(reports[0].model_flops, seconds, world_size, dtype)
+    return Candidate(text, peak, seconds, utilization, is_mixture=reports[0].is_mixture)

@@ -40,7 +40,8 @@ class RankReport:
     and optimizer state, which stay from step to step, and all else (activations, workspace). products: floating-point
     operations of matrix products, and of attention, by phase. traffic, calls: of every kind of transfer. host_reads:
     (phase, place) → how often the host waits for the device. packs: microbatches of the step. tokens: real ones, and
-    those of the packs with their padding. seconds: that the simulation took.
+    those of the packs with their padding. seconds: that the simulation took. is_mixture: whether it was assumed that
+    every expert gets as many tokens as any other.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class RankReport:
     tokens: tuple[int, int]
     model_flops: float
     seconds: float
+    is_mixture: bool
 
     @property
     def peak(self) -> int:
@@ -73,7 +75,7 @@ def simulate_rank(
             as well.
 
     Raises:
-        UserError: what the run itself would refuse, and mixtures of experts, whose sizes depend on what is routed.
+        UserError: what the run itself would refuse, and what cannot be simulated.
     """
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
     traffic = count_traffic()
@@ -85,7 +87,6 @@ def simulate_rank(
     from mcore_rl.distributed import linear_logprobs, parallel_logprobs
     from mcore_rl.models.megatron import attention, weights
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.families.mixture import Mixture
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
     from mcore_rl.models.policy import megatron_policy, scoring
     from mcore_rl.models.policy.step_results import MicrobatchResult
@@ -95,8 +96,7 @@ def simulate_rank(
     family = family_of(hf_config)
     if (second := second_model(config)) is not None:
         raise UserError(f"{second}: runs with a second model cannot be simulated")
-    if isinstance(family, Mixture):
-        raise UserError("model.path: mixtures of experts cannot be simulated: sizes depend on what is routed where")
+    _check_routing(config)
     linear_logprobs.TILE_SHAPE["meta"] = linear_logprobs.TILE_SHAPE[tiles_of]
     parallel_logprobs.CHUNK_BYTES["meta"] = parallel_logprobs.CHUNK_BYTES[tiles_of]
     flops = AttentionFlops()
@@ -126,6 +126,7 @@ def measure_step(
         devices: kinds of device whose memory is counted.
     """
     from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.models.megatron.families.mixture import Mixture
     from mcore_rl.models.policy import megatron_policy, scoring
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -193,6 +194,7 @@ def measure_step(
         tokens=(sum(sum(layout.lengths) for layout in layouts), sum(layout.total for layout in layouts)),
         model_flops=policy.training_flops(sequences.lengths),
         seconds=time.perf_counter() - started,
+        is_mixture=isinstance(policy.model.family, Mixture),
     )
 
 
@@ -216,6 +218,16 @@ def second_model(config: TrainingConfig) -> str | None:
     if isinstance(config, PPOConfig):
         return "critic"
     return "distillation.teacher" if isinstance(config, DistillationConfig) else None
+
+
+def _check_routing(config: TrainingConfig) -> None:
+    if config.model.moe_router_replay:
+        raise UserError("model.moe_router_replay: experts chosen while sampling cannot be simulated; leave it out")
+    if config.model.moe_grouped_gemm and config.model.dtype != "bfloat16":
+        raise UserError(
+            f"model.moe_grouped_gemm: in {config.model.dtype} it cannot be simulated: torch knows the shapes of "
+            "grouped products in bfloat16 alone; leave it out"
+        )
 
 
 def scoring_passes(config: TrainingConfig) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.distributed.topology import Topology
+from mcore_rl.models.megatron.balanced_routing import balance_routing
 from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.hf_config import transformer_config
 from mcore_rl.models.megatron.layer_spec import block_spec
@@ -101,6 +102,8 @@ def build_model(
         spec = block_spec(config, family, topology.pipeline.rank, index if count > 1 else None)
         with nullcontext() if memory else torch.device("meta"):
             chunk = _build_chunk(family, config, spec, topology, index, count)
+        if platform.simulates():
+            balance_routing(chunk)
         chunk.rotary_pos_emb = PackedRotaryEmbedding(family.ropes(), process_groups())
         chunks.append(chunk.to(platform.device()) if memory else chunk)
     # Megatron 0.19 builds norms of queries and keys only with this; with this it also sums their gradients over
