@@ -256,11 +256,8 @@ def test_a_second_signal_stops_at_once(files):
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "going on\n")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("algorithm", "dtype"),
-    and_long([("dpo", "float32")], [("sft", "bfloat16"), ("dpo", "bfloat16")]),
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("algorithm", "dtype"), [("dpo", "float32"), ("sft", "bfloat16"), ("dpo", "bfloat16")])
 def test_resuming_is_bit_for_bit(files, algorithm, dtype):
     """The checkpoint is of step 4, in the middle of an epoch that ended at 3.75 steps."""
     whole, resumed = files / f"{algorithm}_{dtype}", files / f"{algorithm}_{dtype}_resumed"

@@ -9,11 +9,13 @@ from models import make_model
 from test_layouts import make_config, make_data
 
 from mcore_rl.config import ModelConfig
+from mcore_rl.config.loading import build_config
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
 from mcore_rl.layouts import Layout
 from mcore_rl.models.megatron.hf_config import check_model_fits
-from mcore_rl.simulation.run import simulate
+from mcore_rl.simulation.hardware import Hardware
+from mcore_rl.simulation.run import layouts_to_try, simulate
 from mcore_rl.simulation.step import Sequences
 
 # A layer with experts calls itself once, and within what is computed again its experts twice.
@@ -108,6 +110,16 @@ def test_a_module_that_no_layer_has_is_refused(family, module, tmp_path):
     model = recomputing(config, [module]).model
     with pytest.raises(UserError, match=rf"model.recompute_modules: no layer of {family} has {module}; leave it out"):
         check_model_fits(hf_config_of(family), config.parallel, 60, model)
+
+
+def test_a_search_tries_whole_layers_beside_the_configurations_parts(tmp_path):
+    config = recomputing(make_config(tmp_path), ["mlp"])
+    tried = [
+        build_config(type(config), values, (), "layout")
+        for _, values in layouts_to_try(config, 1, Hardware.load("h100"))
+    ]
+    models = [(one.model.recompute_activations, one.model.recompute_modules) for one in tried]
+    assert models == [(False, ("mlp",)), (True, ())]
 
 
 @pytest.mark.long

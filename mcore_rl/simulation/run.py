@@ -92,6 +92,8 @@ def layouts_to_try(
         layout = Layout(tp=tp, pp=pp, cp=cp, sp=tp > 1, ep=ep, etp=1 if ep > 1 else 0)
         values["parallel"].update(layout.parallel_values)
         values["model"]["recompute_activations"] = recompute
+        if recompute:
+            values["model"]["recompute_modules"] = ()
         dp = world_size // (tp * pp * cp)
         text = (
             f"tp{tp} pp{pp} cp{cp} dp{dp}" + (f" ep{ep}" if experts > 1 else "") + (" recompute" if recompute else "")
