@@ -3,7 +3,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: install install-vllm demo demo-grpo demo-ppo test test-long test-vllm test-browser faults layouts bench lint docs clean
+.PHONY: install install-vllm demo demo-grpo demo-ppo test test-long test-exhaustive test-vllm test-browser faults layouts bench lint docs clean
 
 install: .venv/installed
 
@@ -69,6 +69,9 @@ test: install
 
 test-long: install
 	$(BIN)/pytest $(IN_PARALLEL) -m long
+
+test-exhaustive: install
+	$(BIN)/pytest $(IN_PARALLEL) -m exhaustive
 
 test-vllm: install install-vllm
 	$(BIN)/pytest -m vllm

@@ -127,10 +127,11 @@ FAMILIES = {
 ARCHITECTURES = [family for family in FAMILIES if family != "deep"]
 
 
-def and_long(quick, long):
-    """Cases of a parametrised test, of which the second lot runs only when long tests are asked for."""
-    marked = [case if isinstance(case, tuple) else (case,) for case in long]
-    return [*quick, *(pytest.param(*case, marks=pytest.mark.long) for case in marked)]
+def and_long(quick, long, exhaustive=()):
+    """Cases of a parametrised test, of which the second and the third lot run only when such tests are asked for."""
+    lots = (long, pytest.mark.long), (exhaustive, pytest.mark.exhaustive)
+    marked = [(case if isinstance(case, tuple) else (case,), mark) for cases, mark in lots for case in cases]
+    return [*quick, *(pytest.param(*case, marks=mark) for case, mark in marked)]
 
 
 CHAT_TEMPLATE = (

@@ -262,9 +262,11 @@ def test_resume_is_bit_for_bit(files, whole_run):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    "layout", ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=2", "context_parallel_size=2", "seed"]
+    "layout",
+    and_long(
+        [], ["tensor_model_parallel_size=2", "seed"], ["pipeline_model_parallel_size=2", "context_parallel_size=2"]
+    ),
 )
 def test_the_same_run_under_other_layouts(files, whole_run, layout):
     argument = f"parallel.{layout}" if "=" in layout else "seed=0"  # the last: two data-parallel ranks

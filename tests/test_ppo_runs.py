@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from models import make_model
+from models import and_long, make_model
 from safetensors.torch import load_file
 from test_grpo import comparable
 from test_training import ROOT, metrics_of, run
@@ -115,8 +115,7 @@ def test_resume_is_bit_for_bit(files, whole_run):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", ["tensor", "pipeline", "context", "data"])
+@pytest.mark.parametrize("layout", and_long([], ["tensor"], ["pipeline", "context", "data"]))
 def test_the_same_run_under_other_layouts(files, whole_run, layout):
     """From the start, and from the checkpoint that one process wrote; the critic on the host while it is not used."""
     sizes = {name: f"parallel.{name}_model_parallel_size=2" for name in ("tensor", "pipeline")}

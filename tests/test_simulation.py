@@ -76,15 +76,6 @@ def by_kind(report):
     return {kind: (report.traffic[kind], report.calls[kind]) for kind in kinds}
 
 
-def layouts(*quick):
-    more = [
-        Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(dp=2), Layout(tp=2), Layout(tp=2, cp=2, sp=True),
-        Layout(tp=2, pp=2),
-        Layout(pp=2, vpp=2), Layout(packing=False), Layout(pp=2, vpp=2, stages="E|ttt|t|L"),
-    ]  # fmt: skip
-    return [pytest.param(layout, marks=pytest.mark.long, id=str(layout)) for layout in (*quick, *more)]
-
-
 def compare(config, layout, sequences):
     """Simulated ranks, the first and the last, with those of a real run."""
     config, size, port = layout.apply(config), layout.world_size, free_port()
@@ -103,7 +94,17 @@ def compare(config, layout, sequences):
         assert other.peak == pytest.approx(one.peak, rel=bound), (one.memory, other.memory)
 
 
-@pytest.mark.parametrize("layout", layouts(Layout()), ids=str)
+LAYOUTS = and_long(
+    [],
+    [Layout(), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(tp=2, cp=2, sp=True)],
+    [
+        Layout(dp=2), Layout(tp=2), Layout(tp=2, pp=2),
+        Layout(pp=2, vpp=2), Layout(packing=False), Layout(pp=2, vpp=2, stages="E|ttt|t|L"),
+    ],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_as_a_real_run(layout, model):
     compare(config_of(model), layout, SEQUENCES)
 
@@ -123,19 +124,23 @@ def mixture(tmp_path_factory):
 
 
 GROUPED = {"dtype": "bfloat16", "moe_grouped_gemm": True}
-MIXTURES = [
-    (Layout(), {}),
-    (Layout(), {"recompute_activations": True}),
-    (Layout(dp=2, ep=2), {}),
-    (Layout(dp=2, ep=2), GROUPED),
-    (Layout(cp=2, ep=2), {}),
-    (Layout(tp=2, sp=True, ep=2, etp=1), {}),
-    (Layout(tp=2, sp=True, dp=2, ep=2), {}),
-    (Layout(pp=2, dp=2, ep=2), {}),
-]
+MIXTURES = and_long(
+    [],
+    [
+        (Layout(dp=2, ep=2), {}),
+        (Layout(dp=2, ep=2), GROUPED),
+        (Layout(tp=2, sp=True, ep=2, etp=1), {}),
+        (Layout(pp=2, dp=2, ep=2), {}),
+    ],
+    [
+        (Layout(), {}),
+        (Layout(), {"recompute_activations": True}),
+        (Layout(cp=2, ep=2), {}),
+        (Layout(tp=2, sp=True, dp=2, ep=2), {}),
+    ],
+)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("layout", "options"), MIXTURES, ids=lambda x: " ".join(x) if isinstance(x, dict) else str(x))
 def test_a_mixture_as_a_real_run(layout, options, mixture):
     config = config_of(mixture, model={"path": str(mixture), **options})
@@ -292,7 +297,7 @@ def test_the_script(file):
     assert any(line.startswith("  memory: ") and line.endswith("fits 80 GB") for line in lines)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_search(file, model):
     done = call(file, "--world-size", 4, "--lengths", "128,60", "--search", "--workers", 2)
     assert done.returncode == 0, done.stderr
