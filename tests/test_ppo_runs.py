@@ -257,7 +257,7 @@ def test_a_dry_run_estimates_no_memory_of_two_models(files):
     assert not (files / "dry").exists()
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_ppo_teaches_what_sft_taught_badly(tmp_path):
     """The demo: held-out accuracy rises by at least 30 points; the critic tells some prompts from others."""
     run("make_arithmetic_data.py", tmp_path / "data")

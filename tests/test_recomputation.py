@@ -122,7 +122,7 @@ def test_a_search_tries_whole_layers_beside_the_configurations_parts(tmp_path):
     assert models == [(False, ("mlp",)), (True, ())]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_simulation_sees_what_it_saves(tmp_path):
     """What is computed again is kept no longer than its own backward pass."""
     model = make_model(

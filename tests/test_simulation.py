@@ -367,7 +367,7 @@ def test_what_is_refused_of_mixtures(algorithm, sections, message, tmp_path):
         in_processes(simulate_rank, (config, 0, 2, EQUAL))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_distinct_stages_have_the_largest_peak(tmp_path):
     path = make_model("llama", tmp_path, num_hidden_layers=8)
     config = Layout(pp=4, stages="Et|ttt|ttt|tL", tokens_per_pack=384).apply(config_of(path))
