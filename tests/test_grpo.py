@@ -342,6 +342,7 @@ def test_a_tool_between_turns_and_weighted_rewards_on_two_replicas(files):
         assert all(ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-4) for name in theirs)
 
 
+@pytest.mark.long
 def test_what_cannot_be_judged_is_told_and_stops_nothing(files):
     process = train(files, "failing", "environment.function=judging:sometimes", "trainer.max_steps=1")
     assert "samples could not be judged and count as failed; first: ZeroDivisionError" in process.stdout_text

@@ -147,6 +147,7 @@ def test_a_mixture_as_a_real_run(layout, options, mixture):
     compare(config, layout, EQUAL)
 
 
+@pytest.mark.long
 def test_balanced_routing(tmp_path):
     """By arithmetic: a rank with T tokens sends and receives T·topk rows each way, and its experts multiply as many."""
     layers, hidden, width, experts, ep, tokens = 4, 256, 128, 8, 4, 2 * 192
