@@ -8,7 +8,7 @@ from models import make_config as hf_config_of
 from models import make_model
 from test_layouts import make_config, make_data
 
-from mcore_rl.config import ModelConfig
+from mcore_rl.config import ModelConfig, PPOConfig
 from mcore_rl.config.loading import build_config
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
@@ -120,6 +120,20 @@ def test_a_search_tries_whole_layers_beside_the_configurations_parts(tmp_path):
     ]
     models = [(one.model.recompute_activations, one.model.recompute_modules) for one in tried]
     assert models == [(False, ("mlp",)), (True, ())]
+
+
+def test_a_critic_of_another_directory_has_its_own_modules(tmp_path):
+    values = {
+        "output_dir": "unused",
+        "model": {"path": tmp_path / "mixture", "recompute_modules": ["moe"]},
+        "data": {"train": "unused", "max_sequence_length": 60},
+        "trainer": {"max_steps": 1},
+        "ppo": {"num_prompts_per_step": 1, "max_new_tokens": 8},
+        "environment": {"name": "exact_match"},
+    }
+    assert PPOConfig.model_validate(values).critic_model.recompute_modules == ("moe",)
+    dense = PPOConfig.model_validate({**values, "critic": {"path": tmp_path / "dense"}})
+    assert dense.critic_model.recompute_modules == ()
 
 
 @pytest.mark.exhaustive

@@ -37,7 +37,7 @@ class CriticConfig(Section):
     path: Directory | None = None
     """Where its weights begin: a reward model, or a language model, whose head then begins at zero. Of any size, with
     the policy's vocabulary, and such that the policy's layout fits it; `model.path` if not given, and then with the
-    losses and biases of `model`'s routers too."""
+    losses and biases of `model`'s routers, and its recompute_modules, too: another family may lack them."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """As the policy's; it takes a step for each of the policy's, and those of pretraining_steps."""
     value_clip: AboveZero | None = 0.2
@@ -72,7 +72,6 @@ class PPOConfig(RLConfig):
             head="reward",
             trust_remote_code=own.trust_remote_code,
             recompute_activations=own.recompute_activations,
-            recompute_modules=own.recompute_modules,
         )
 
     @model_validator(mode="after")
