@@ -28,6 +28,7 @@ from mcore_rl.config import (
     TrainingConfig,
 )
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.own_rows import OwnRows, Share
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
 from mcore_rl.layouts import Layout
@@ -96,7 +97,10 @@ def invented_teacher(config: DistillationConfig) -> TeacherModel | None:
 
 
 def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: int) -> Outcome | None:
-    """`steps` optimizer steps on one global batch; runs on every rank, rank 0 returns the outcome."""
+    """`steps` optimizer steps on one global batch; runs on every rank, rank 0 returns the outcome.
+
+    Every rank has the batch and scores it; it learns from its replica's own rows, as in training.
+    """
     from mcore_rl.models.megatron.adapters import export_adapters
     from mcore_rl.models.megatron.optimizer import gather_gradients
     from mcore_rl.models.megatron.weights import export_hf_weights
@@ -111,11 +115,12 @@ def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: i
     else:
         scores = policy.get_logprobs(data)["logprobs"]
         add_earlier_logprobs(data, scores, config)
-    policy.compute_gradients(data, loss_fn)
+    own = own_rows(policy, data)
+    policy.compute_gradients(own, loss_fn)
     gather_gradients(policy.chunks)
     export = export_adapters if policy.model.lora else export_hf_weights
     gradients = {name: g.cpu() for name, g in export(policy.model, _main_grad)}
-    metrics, *_ = [policy.train(data, loss_fn) for _ in range(steps)]
+    metrics, *_ = [policy.train(own, loss_fn) for _ in range(steps)]
     metrics.pop("all_mb_metrics")
     weights = {name: w.cpu() for name, w in export_hf_weights(policy.model)}
     is_writer = policy.is_writer
@@ -123,6 +128,14 @@ def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: i
         if model is not None:
             model.shutdown()
     return Outcome(metrics, scores, gradients, weights) if is_writer else None
+
+
+def own_rows(policy: MegatronPolicy, data: BatchedDataDict[Any]) -> OwnRows[Any]:
+    """This replica's share of a global batch that every rank has. Collective."""
+    replicas = policy.topology.data
+    division = policy.divide(data["input_lengths"].tolist(), lambda rows: data["input_ids"][list(rows)])
+    share = Share(division[replicas.rank], data.size, replicas)
+    return OwnRows(data.select_indices(share.indices), share)
 
 
 def _main_grad(parameter: Tensor) -> Tensor:

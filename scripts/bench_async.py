@@ -61,7 +61,7 @@ def main() -> None:
 def train(directory, policy, steps, staleness, latency):
     """Seconds of all steps, and of each step's training; the engine begins with this latency."""
     from mcore_rl.algorithms.grpo import GRPORun
-    from mcore_rl.algorithms.rollouts import RolloutWorker
+    from mcore_rl.algorithms.rollout_worker import RolloutWorker
 
     prompts = tuple(Prompt((3, 4, 5 + i), "text", {}) for i in range(64))
     dataset = PromptList(prompts)

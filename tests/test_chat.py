@@ -11,7 +11,8 @@ import pytest
 from tokenizers import AddedToken, ByteLevelBPETokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mcore_rl.algorithms.rollouts import Conversation, Rollout
+from mcore_rl.algorithms.rollout_worker import Conversation
+from mcore_rl.algorithms.rollouts import Rollout
 from mcore_rl.config import DataConfig
 from mcore_rl.data.chat import check_keeps_turns, tokens_between
 from mcore_rl.data.prompts import Prompt

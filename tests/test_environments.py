@@ -136,27 +136,28 @@ class Slow:
 def judge_slowly(store, numbers):
     """With collectives that may take 3 s; ranks 0 and 2 lead a replica each."""
     import torch.distributed as dist
+    from topologies import grid
 
-    from mcore_rl.algorithms.rollouts import RolloutWorker
-    from mcore_rl.distributed.topology import ParallelDimension, Topology
+    from mcore_rl.algorithms.rollout_worker import RolloutWorker
 
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=3)
     )
-    topology = Topology(tensor=ParallelDimension(rank % 2, 2), data=ParallelDimension(rank // 2, 2))
+    topology = grid(width=2)
     worker = RolloutWorker(None, Slow() if topology.leads_replica else None, None, 1, 0.3, topology)
-    return worker._judge([Sample(log("?", "!"), {"number": number}) for number in numbers])
+    own = numbers[topology.data.rank :: 2]
+    return worker._judge([Sample(log("?", "!"), {"number": number}) for number in own])
 
 
 @pytest.mark.long
 def test_each_replica_judges_its_own_for_longer_than_a_collective_may_take(tmp_path):
     from mcore_rl.distributed.processes import run_processes  # not above: the judges' processes import this file
 
-    rewards = [0.0, 1.2, 2.0, 3.2, 4.0]
+    rewards = [[0.0, 2.0, 4.0], [1.2, 3.2]]
     steps = run_processes(judge_slowly, tmp_path / "a", list(range(5)), world_size=4, timeout=40)
-    assert steps == [[Step(reward=reward) for reward in rewards]] * 4
+    assert steps == [[Step(reward=reward) for reward in rewards[rank // 2]] for rank in range(4)]
     with pytest.raises(WorkerError) as error:
         run_processes(judge_slowly, tmp_path / "b", [0, "fails"], world_size=4, timeout=40)
     assert str(error.value).count("UserError: the judge is gone") == 4

@@ -21,9 +21,10 @@ from mcore_rl.algorithms import grpo, metrics, rl
 from mcore_rl.algorithms.checkpointing import RunCheckpoints
 from mcore_rl.algorithms.metrics import Reporter
 from mcore_rl.algorithms.ppo import PPORun
-from mcore_rl.algorithms.rollouts import Rollout
+from mcore_rl.algorithms.rollouts import Rollout, Rollouts
 from mcore_rl.algorithms.step_log import read_step_log
 from mcore_rl.config import EnvironmentConfig, GRPOConfig, PPOConfig, SFTConfig, load_config
+from mcore_rl.data.division import divide
 from mcore_rl.data.order import SampleOrder
 from mcore_rl.data.packing import Batching
 from mcore_rl.data.prompts import PromptDataset, StoredPrompts
@@ -71,6 +72,9 @@ class Worker:
 
     def run(self, prompts, sample_ids, greedy=False):
         self.asked += [index for index, _ in prompts][::GROUP]
+        return Rollouts.known_to_all(self.answers(prompts, sample_ids))
+
+    def answers(self, prompts, sample_ids):
         return [
             Rollout(
                 index, sample_id, [1] * (3 + n), [False, False] + [True] * (n + 1), [0.0, 0.0] + [-1.0] * (n + 1),
@@ -83,7 +87,7 @@ class Worker:
 
 
 class Policy:
-    is_writer, reference, batching = True, "weights", Batching(True, 64, 1, 1)
+    is_writer, reference, batching, topology = True, "weights", Batching(True, 64, 1, 1), Topology()
 
     def __init__(self):
         self.trained, self.skipped = [], 0
@@ -102,7 +106,10 @@ class Policy:
     def get_logprobs(self, data, temperature):
         return {"logprobs": data["generation_logprobs"]}
 
-    def training_flops(self, lengths, before):
+    def divide(self, lengths, tokens_of, known):
+        return divide(self.batching, lengths, tokens_of, self.topology.data, known)
+
+    def flops_of(self, data):
         return 0.0
 
 
@@ -159,7 +166,7 @@ def test_overlong_cache_length_takes_from_long_responses(step):
     (data,) = step(overlong_cache_length=4).policy.trained
     lengths = torch.arange(NUM_PROMPTS * GROUP) % 8 + 1.0
     worker = Worker()
-    rewards = torch.tensor([r.reward for r in worker.run([(i, None) for i in order(NUM_PROMPTS)], range(24))])
+    rewards = torch.tensor([r.reward for r in worker.answers([(i, None) for i in order(NUM_PROMPTS)], range(24))])
     shaped = rewards - ((lengths - 4) / 4).clamp(0, 1)
     groups = shaped.view(-1, GROUP)
     expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
@@ -170,15 +177,15 @@ def test_the_limit_on_length_is_each_responses_own(step):
     """Two responses of 7 of 8 tokens each are long, not over the limit of one."""
 
     class TwoTurns(Worker):
-        def run(self, prompts, sample_ids, greedy=False):
-            rollouts = super().run(prompts, sample_ids, greedy)
+        def answers(self, prompts, sample_ids):
+            rollouts = super().answers(prompts, sample_ids)
             for rollout in rollouts:
                 rollout.response_lengths = [7, 6]
             return rollouts
 
     worker = TwoTurns()
     (data,) = step(worker, overlong_cache_length=2, advantage_estimator="dr_grpo").policy.trained
-    rewards = torch.tensor([r.reward for r in worker.run([(i, None) for i in order(NUM_PROMPTS)], range(24))])
+    rewards = torch.tensor([r.reward for r in worker.answers([(i, None) for i in order(NUM_PROMPTS)], range(24))])
     groups = rewards.view(-1, GROUP) - 0.5
     torch.testing.assert_close(data["advantages"][:, 0], (groups - groups.mean(1, keepdim=True)).flatten())
 
@@ -196,8 +203,8 @@ def test_without_signal_only_other_terms_are_trained(step, loss, skipped):
     """Rewards of 0.7 in groups of 4, whose mean is not 0.7 in fp32: advantages are exactly 0."""
 
     class Equal(Worker):
-        def run(self, prompts, sample_ids, greedy=False):
-            rollouts = super().run(prompts, sample_ids, greedy)
+        def answers(self, prompts, sample_ids):
+            rollouts = super().answers(prompts, sample_ids)
             for rollout in rollouts:
                 rollout.reward = 0.7
             return rollouts
@@ -213,8 +220,8 @@ def test_without_signal_only_other_terms_are_trained(step, loss, skipped):
 
 def test_all_truncated_is_nothing_to_learn(step):
     class Truncated(Worker):
-        def run(self, prompts, sample_ids, greedy=False):
-            rollouts = super().run(prompts, sample_ids, greedy)
+        def answers(self, prompts, sample_ids):
+            rollouts = super().answers(prompts, sample_ids)
             for rollout in rollouts:
                 rollout.truncated = True
             return rollouts
@@ -229,7 +236,7 @@ def test_kl_in_the_reward(step):
     run = step(Worker(), loss, **options)
     (data,) = run.policy.trained
     mask = data["token_mask"].double()
-    rewards = torch.tensor([r.reward for r in Worker().run([(i, None) for i in order(NUM_PROMPTS)], range(24))])
+    rewards = torch.tensor([r.reward for r in Worker().answers([(i, None) for i in order(NUM_PROMPTS)], range(24))])
     left = mask.flip(1).cumsum(1).flip(1)  # tokens from here to the end
     returns = rewards.double()[:, None] - 0.3 * 2 * left
     values = returns[mask > 0]
@@ -263,8 +270,11 @@ def test_updates_per_rollout_and_logged_samples(step, tmp_path):
 def test_where_nothing_could_be_judged_nothing_is_learned(tmp_path, config_type, run_type):
     run = object.__new__(run_type)
     run.config = load(config_type, tmp_path, **{config_type.algorithm: {"max_new_tokens": 8}})
-    rollouts = [replace(rollout, error="down") for rollout in Worker().run([(0, None)], range(1))]
-    assert run._nothing_to_learn(torch.zeros(1, 1), rollouts) == "no sample could be judged"
+    rollouts = [replace(rollout, error="down") for rollout in Worker().answers([(0, None)], range(1))]
+    assert (
+        run._nothing_to_learn(torch.zeros(1, 1), [rollout.outcome for rollout in rollouts])
+        == "no sample could be judged"
+    )
 
 
 def test_the_last_steps_of_a_resumed_run_may_not_all_fail(tmp_path):
@@ -272,7 +282,7 @@ def test_the_last_steps_of_a_resumed_run_may_not_all_fail(tmp_path):
     inputs = SimpleNamespace(train=range(9), validation={})
     run = grpo.GRPORun(load(GRPOConfig, tmp_path, grpo=section), inputs, Policy(), Worker())
     run.steps_before = 2
-    failed = [replace(rollout, error="down") for rollout in Worker().run([(0, None)], range(1))]
+    failed = [replace(rollout, error="down").outcome for rollout in Worker().answers([(0, None)], range(1))]
     run._check_judged(3, failed)
     with pytest.raises(TrainingError, match="step 4: no sample could be judged in 2 steps on end"):
         run._check_judged(4, failed)

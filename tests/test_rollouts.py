@@ -10,7 +10,7 @@ import pytest
 from models import and_long, make_tokenizer
 
 from mcore_rl.algorithms.collection import RolloutCollector, rollout_metrics, staleness_metrics
-from mcore_rl.algorithms.rollouts import Rollout
+from mcore_rl.algorithms.rollouts import Rollout, Rollouts
 from mcore_rl.config import GRPOConfig, build_config
 from mcore_rl.data.order import SampleOrder
 from mcore_rl.data.prompts import Prompt
@@ -75,15 +75,11 @@ class Observing:
 def conversations(streams, fails_at=None, greedy=False):
     """Of prompts of 1 to 5 tokens, one of them twice in a row, in groups; a replica is two ranks or one."""
     import torch.distributed as dist
+    from topologies import grid
 
-    from mcore_rl.algorithms.rollouts import RolloutWorker
-    from mcore_rl.distributed.topology import ParallelDimension, Topology
+    from mcore_rl.algorithms.rollout_worker import RolloutWorker
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    width = 2 if size % 2 == 0 else 1
-    topology = Topology(
-        tensor=ParallelDimension(rank % width, width), data=ParallelDimension(rank // width, size // width)
-    )
+    topology = grid(width=2 if dist.get_world_size() % 2 == 0 else 1)
     engine, environment = Engine(fails_at), Observing() if topology.leads_replica else None
     worker = RolloutWorker(engine, environment, make_tokenizer(), 3, 0.2, topology)
     worker.prepare(4)
@@ -97,14 +93,27 @@ def conversations(streams, fails_at=None, greedy=False):
     return rollouts, len(environment.asked) if environment else 0, overlapped
 
 
+def whole(of_ranks):
+    """The rollouts that all ranks have together, in their order; every rank knows what came of all."""
+    own = {place: rollout for rollouts in of_ranks for place, rollout in rollouts.own.items()}
+    together = [own[place] for place in sorted(own)]
+    assert all(list(rollouts.outcomes) == [rollout.outcome for rollout in together] for rollouts in of_ranks)
+    return together
+
+
 @pytest.mark.parametrize(("greedy", "sizes"), and_long([(False, (4,))], [(True, (1, 3, 4))]))
 def test_conversations_are_the_same_turn_by_turn_and_each_by_itself(greedy, sizes):
     ((expected, judged, _),) = run_processes(conversations, False, None, greedy, world_size=1)
+    expected = whole([expected])
     assert {r.turns for r in expected} == {1, 2, 3} and [r.sample_id for r in expected] == list(range(30, 51))
     assert all(r.rewards["a"] == pytest.approx(r.reward) for r in expected)
     for size in sizes:
         results = run_processes(conversations, True, None, greedy, world_size=size)
-        assert all(rollouts == expected for rollouts, _, _ in results)
+        assert whole([rollouts for rollouts, _, _ in results]) == expected
+        assert sum(len(rollouts.own) for rollouts, _, _ in results) == len(expected), "tokens are where they were led"
+        by_turns = run_processes(conversations, False, None, greedy, world_size=size)
+        assert whole([rollouts for rollouts, _, _ in by_turns]) == expected
+        assert all(0 < len(rollouts.own) < len(expected) for rollouts, _, _ in by_turns)
         counts = [count for _, count, _ in results]
         assert sum(counts) == judged
         if size == 3:
@@ -123,9 +132,9 @@ def test_a_failure_of_one_replica_is_every_ranks():
 def test_the_mean_of_each_of_several_rewards_is_over_those_that_it_applies_to():
     rewards = [{"a": 0.1, "b": 1.0}, {"a": 0.2}, {"a": 0.3, "b": -0.5}]
     rollouts = [Rollout(0, i, [1, 2], [False, True], [0.0, -1.0], rewards=named) for i, named in enumerate(rewards)]
-    metrics = rollout_metrics(rollouts)
+    metrics = rollout_metrics([rollout.outcome for rollout in rollouts])
     assert (metrics["reward_a_mean"], metrics["reward_b_mean"]) == (pytest.approx(0.2), 0.25)
-    assert not any(name.startswith("reward_a") for name in rollout_metrics([replace(rollouts[0], rewards={})]))
+    assert not any(name.startswith("reward_a") for name in rollout_metrics([replace(rollouts[0], rewards={}).outcome]))
 
 
 # ------------------------------------------------------------------ ahead of training
@@ -179,11 +188,11 @@ class Notes:
     def collect(self, begun):
         self.open -= 1
         version, indices, sample_ids = begun
-        return [
+        return Rollouts.known_to_all([
             Rollout(index, sample_id, [1, 2, 3], [False, True, True], [0.0, -1.0, -2.0], reward=sample_id % 3 / 7,
                     weight_versions=[(version, 1), (self.version, 1)])
             for index, sample_id in zip(indices, sample_ids, strict=True)
-        ]  # fmt: skip
+        ])  # fmt: skip
 
     def run(self, prompts, sample_ids):
         return self.collect(self.begin(prompts, sample_ids))
@@ -199,8 +208,8 @@ def steps_of(config, tmp_path, first=1, position=0):
         worker.version = step - 1
         rollouts, asked = collector.collect(step, position)
         position += asked
-        metrics = staleness_metrics(rollouts, step - 1)
-        ids = [(r.prompt, r.sample_id) for r in rollouts]
+        metrics = staleness_metrics(rollouts.outcomes, step - 1)
+        ids = [(o.prompt, o.sample_id) for o in rollouts.outcomes]
         taken.append((ids, metrics["staleness_max"], metrics["mixed_versions_fraction"], worker.open))
     assert worker.open == 0
     return taken
@@ -238,12 +247,11 @@ def test_a_resumed_run_begins_what_was_in_flight_again(tmp_path):
 
 def begun_ahead():
     """Two batches under way at once, collected in their order."""
-    import torch.distributed as dist
+    from topologies import grid
 
-    from mcore_rl.algorithms.rollouts import RolloutWorker
-    from mcore_rl.distributed.topology import ParallelDimension, Topology
+    from mcore_rl.algorithms.rollout_worker import RolloutWorker
 
-    topology = Topology(data=ParallelDimension(dist.get_rank(), dist.get_world_size()))
+    topology = grid()
     worker = RolloutWorker(Engine(), Observing(), make_tokenizer(), 3, 0.2, topology)
     prompts = [(i, Prompt((20 + i,), "text", {"extra": 0})) for i in range(4)]
     begun = [worker.begin(prompts, range(4)), worker.begin(prompts[::-1], range(4, 8))]
@@ -257,5 +265,7 @@ def begun_ahead():
 
 
 def test_batches_go_on_beside_each_other():
-    for ahead, by_turns in run_processes(begun_ahead, world_size=2):
-        assert ahead == by_turns
+    ahead, by_turns = zip(*run_processes(begun_ahead, world_size=2), strict=True)
+    for batch in range(2):
+        together = whole([ranks[batch] for ranks in ahead])
+        assert len(together) == 4 and together == whole([ranks[batch] for ranks in by_turns])

@@ -9,7 +9,8 @@ import pytest
 import torch
 from test_vllm_client import GROUPS, PARAMS, config_of, pool_of
 
-from mcore_rl.algorithms.rollouts import Conversation, Rollout, to_batch
+from mcore_rl.algorithms.rollout_worker import Conversation
+from mcore_rl.algorithms.rollouts import Rollout, to_batch
 from mcore_rl.data.prompts import Prompt
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.interfaces import Response, output_of

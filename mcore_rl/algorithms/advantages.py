@@ -6,11 +6,14 @@ rewards such as 0.7, which a division by the (as small) deviation and then Adam 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mcore_rl.config import GRPOAlgorithmConfig
+from mcore_rl.distributed.own_rows import Share
 
 
 def group_advantages(
@@ -49,17 +52,20 @@ def group_advantages(
 
 def reinforce_plus_plus_advantages(
     rewards: Float[Tensor, "prompts group"],
-    token_mask: Float[Tensor, "samples seq"],
-    penalty: Float[Tensor, "samples seq"] | None = None,
+    token_mask: Float[Tensor, "own seq"],
+    penalty: Float[Tensor, "own seq"] | None = None,
     minus_baseline: bool = False,
     epsilon: float = 1e-4,
-) -> Float[Tensor, "samples seq"]:
+    share: Share | None = None,
+) -> Float[Tensor, "own seq"]:
     """REINFORCE++ (arXiv:2501.03262): A_t = r − Σ_{i ≥ t} penalty_i, normalised over all response tokens of the batch.
 
     Args:
+        rewards: of all samples.
         token_mask: 1 for the tokens of responses; the samples in the order of `rewards`.
         penalty: β·KL of each token (nats), part of the reward of that step; None for none.
         minus_baseline: first subtract the mean of each prompt's rewards (REINFORCE++-baseline).
+        share: which samples token_mask and penalty are of; all, if left out. Collective.
 
     Returns:
         fp32 (fp64 for fp64 rewards), 0 outside of responses.
@@ -67,11 +73,11 @@ def reinforce_plus_plus_advantages(
     r, mask = rewards.double(), token_mask.double()
     if minus_baseline:
         r = torch.where(has_signal(r)[:, None], r - r.mean(1, keepdim=True), 0)
-    returns = r.reshape(-1, 1).expand(mask.shape)
+    returns = _of_share(r, share).expand(mask.shape)
     if penalty is not None:
         costs = penalty.double() * mask
         returns = returns - costs.flip(1).cumsum(1).flip(1)
-    return whitened(returns, mask, epsilon).to(_result_type(rewards))
+    return whitened(returns, mask, epsilon, share).to(_result_type(rewards))
 
 
 def gae_advantages(
@@ -108,39 +114,62 @@ def gae_advantages(
 
 
 def whitened(
-    values: Float[Tensor, "samples seq"], mask: Float[Tensor, "samples seq"], epsilon: float = 1e-4
-) -> Float[Tensor, "samples seq"]:
-    """(x − mean) / (deviation + ε) over what the mask counts, fp64; 0 elsewhere, and where all are equal."""
+    values: Float[Tensor, "own seq"],
+    mask: Float[Tensor, "own seq"],
+    epsilon: float = 1e-4,
+    share: Share | None = None,
+) -> Float[Tensor, "own seq"]:
+    """(x − mean) / (deviation + ε) over what the mask counts, fp64; 0 elsewhere, and where all are equal.
+
+    Args:
+        share: of which the samples are; mean and deviation are over all of them. Collective. All, if left out.
+    """
+    share = share or Share(range(len(values)), len(values))
     mask = mask.double()
     values = torch.where(mask > 0, values.double(), 0)
-    count = mask.sum().clamp(min=1)
-    mean = (values * mask).sum() / count
-    deviation = ((values - mean).square() * mask).sum().div(count).sqrt()
-    low, high = (torch.where(mask > 0, values, bound) for bound in (torch.inf, -torch.inf))
-    return torch.where(high.amax() > low.amin(), (values - mean) * mask / (deviation + epsilon), 0)
+    counted = values[mask > 0].tolist()
+    total, count = share.sum(float((values * mask).sum()), float(mask.sum()))
+    high, low = share.max(max(counted, default=-math.inf), max((-x for x in counted), default=-math.inf))
+    mean, count = total / max(count, 1), max(count, 1)
+    (squares,) = share.sum(float(((values - mean).square() * mask).sum()))
+    if high <= -low:
+        return torch.zeros_like(values)
+    return (values - mean) * mask / (math.sqrt(squares / count) + epsilon)
 
 
 def advantages_of(
     config: GRPOAlgorithmConfig,
     rewards: Float[Tensor, "prompts group"],
-    token_mask: Float[Tensor, "samples seq"],
-    penalty: Float[Tensor, "samples seq"] | None = None,
-) -> Float[Tensor, "samples seq"]:
-    """Those of each token of each sample, by the estimator that the configuration names."""
+    token_mask: Float[Tensor, "own seq"],
+    penalty: Float[Tensor, "own seq"] | None = None,
+    share: Share | None = None,
+) -> Float[Tensor, "own seq"]:
+    """Those of each token of some samples, by the estimator that the configuration names.
+
+    Args:
+        rewards: of all samples.
+        share: which samples token_mask and penalty are of; all, if left out. Collective.
+    """
     if config.advantage_estimator == "reinforce_plus_plus":
         return reinforce_plus_plus_advantages(
-            rewards, token_mask, penalty, config.minus_baseline, config.advantage_epsilon
+            rewards, token_mask, penalty, config.minus_baseline, config.advantage_epsilon, share
         )
     leave_one_out, normalize = config.baseline_and_scale
     advantages = group_advantages(
         rewards, leave_one_out, normalize, config.advantage_deviation == "population", config.advantage_epsilon
     )
-    return advantages.reshape(-1, 1).expand(token_mask.shape).contiguous()
+    return _of_share(advantages, share).expand(token_mask.shape).contiguous()
 
 
 def has_signal(rewards: Float[Tensor, "prompts group"]) -> Bool[Tensor, " prompts"]:
     """True for groups whose rewards differ: the others teach nothing (DAPO, arXiv:2503.14476, section 3.2)."""
     return rewards.amax(dim=1) > rewards.amin(dim=1)
+
+
+def _of_share(of_samples: Float[Tensor, "prompts group"], share: Share | None) -> Float[Tensor, "own 1"]:
+    """A column of the values of a share's samples; of all, for None."""
+    column = of_samples.reshape(-1, 1)
+    return column if share is None else column[list(share.indices)]
 
 
 def _result_type(rewards: Tensor) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,11 +11,13 @@ import torch
 from mcore_rl.algorithms.advantages import has_signal
 from mcore_rl.algorithms.inputs import Inputs
 from mcore_rl.algorithms.recordings import REPLAYED_OPTIONS, hash_of_weights, recorded_by, recorded_step
-from mcore_rl.algorithms.rollouts import Begun, Rollout, RolloutWorker
+from mcore_rl.algorithms.rollout_worker import Asked, Begun, RolloutWorker
+from mcore_rl.algorithms.rollouts import Outcome, Rollout, Rollouts
 from mcore_rl.algorithms.step_log import StepLog
 from mcore_rl.config import RLConfig
 from mcore_rl.data.progress import Say
-from mcore_rl.data.prompts import Prompt, PromptDataset
+from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.distributed.replicas import gather_on_first
 from mcore_rl.models.megatron.weights import export_hf_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -51,7 +54,7 @@ class RolloutCollector:
         """What is being answered, by the position of its first prompt."""
         self.samples = StepLog(config.output_dir / "samples.jsonl")
 
-    def collect(self, step: int, position: int) -> tuple[list[Rollout], int]:
+    def collect(self, step: int, position: int) -> tuple[Rollouts, int]:
         """The step's groups, those without signal replaced if so configured; and how many prompts that took.
 
         Args:
@@ -59,23 +62,24 @@ class RolloutCollector:
         """
         options = self.config.rollouts
         if self.recorded is not None:
-            return self.recorded[step], options.num_prompts_per_step
+            replicas = self.policy.topology.data
+            of_all = Rollouts.known_to_all(self.recorded[step], replicas.rank, replicas.size)
+            return of_all, options.num_prompts_per_step
         if options.max_staleness:
             self._begin_ahead(step, position)
-        kept: list[Rollout] = []
+        kept = Rollouts()
         asked, size = 0, options.num_generations_per_prompt
         for round_ in range(options.dynamic_sampling_rounds):
             wanted = options.num_prompts_per_step - len(kept) // size
             new = self._generate(position + asked, wanted)
             asked += wanted
-            groups = [new[i : i + size] for i in range(0, len(new), size)]
-            signal = has_signal(torch.tensor([[r.reward for r in group] for group in groups])).tolist()
+            signal = has_signal(torch.tensor([o.reward for o in new.outcomes]).view(-1, size)).tolist()
             last = round_ == options.dynamic_sampling_rounds - 1
             everything = options.dynamic_sampling_rounds == 1 or (last and not kept and not any(signal))
-            kept += [r for group, good in zip(groups, signal, strict=True) if good or everything for r in group]
+            kept += new.select([place for place in range(len(new)) if signal[place // size] or everything])
             if len(kept) == options.num_prompts_per_step * size:
                 break
-        if errors := [r.error for r in kept if r.error is not None]:
+        if errors := [outcome.error for outcome in kept.outcomes if outcome.error is not None]:
             self.say(f"step {step}: {len(errors)} samples could not be judged and count as failed; first: {errors[0]}")
         return kept, asked
 
@@ -87,33 +91,34 @@ class RolloutCollector:
             if first not in self._ahead:
                 self._ahead[first] = self.worker.begin(*self._prompts(first, options.num_prompts_per_step))
 
-    def _generate(self, position: int, num_prompts: int) -> list[Rollout]:
+    def _generate(self, position: int, num_prompts: int) -> Rollouts:
         """All responses to the prompts from `position` on."""
         if (begun := self._ahead.pop(position, None)) is not None:
             return self.worker.collect(begun)
         return self.worker.run(*self._prompts(position, num_prompts))
 
-    def _prompts(self, position: int, count: int) -> tuple[list[tuple[int, Prompt]], range]:
+    def _prompts(self, position: int, count: int) -> tuple[Asked, range]:
         """Each prompt with its index, once for each response, and the responses' sample ids."""
         size = self.config.rollouts.num_generations_per_prompt
         indices = self.inputs.train.order(self.config.seed).indices(position, count)
         prompts = [(i, self.inputs.train.prompts[i]) for i in indices for _ in range(size)]
         return prompts, range(position * size, (position + count) * size)
 
-    def write(self, step: int, rollouts: list[Rollout]) -> None:
+    def write(self, step: int, rollouts: Rollouts) -> None:
         """Into the recording, and some into samples.jsonl; the policy must have its weights."""
         if self.recorded is not None:
             return
+        topology, everything = self.policy.topology, range(len(rollouts))
         weights = hash_of_weights(export_hf_weights(self.policy.model)) if self.recording else ""
-        if not self.policy.is_writer:
-            return
-        if self.recording:
+        if self.recording and (recorded := gather_on_first(rollouts.own, everything, topology)):
             sampling = self.config.rollouts.model_dump(include=SAMPLING_OPTIONS)
             sampling |= recorded_by(self.config, self.inputs.train.fingerprint)
-            self.recording.append(step, recorded_step(weights, sampling, rollouts))
+            self.recording.append(step, recorded_step(weights, sampling, recorded))
         count = min(self.config.rollouts.num_logged_samples, len(rollouts))
-        logged = [rollouts[i * len(rollouts) // count] for i in range(count)]  # of as many prompts as there are
-        self.samples.append(step, *map(_logged, logged))
+        places = [i * len(rollouts) // count for i in range(count)]  # of as many prompts as there are
+        logged = gather_on_first(rollouts.own, places, topology)
+        if self.policy.is_writer:
+            self.samples.append(step, *map(_logged, logged))
 
 
 def _logged(rollout: Rollout) -> dict[str, Any]:
@@ -122,34 +127,34 @@ def _logged(rollout: Rollout) -> dict[str, Any]:
         "reward": rollout.reward,
         "messages": rollout.message_log,
         "error": rollout.error,
-        "weight_version": rollout.weight_version,
+        "weight_version": rollout.outcome.weight_version,
         **({"weight_versions": rollout.weight_versions} if len(rollout.weight_versions) > rollout.turns else {}),
         **({"rewards": rollout.rewards} if rollout.rewards else {}),
     }
 
 
-def staleness_metrics(rollouts: list[Rollout], version: int) -> dict[str, float]:
+def staleness_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, float]:
     """How many versions older than `version` the weights of each sample's oldest token are; and the share of samples
     whose tokens are of several versions."""
-    ages = [version - rollout.weight_version for rollout in rollouts]
-    mixed = sum(len({version for version, _ in rollout.weight_versions}) > 1 for rollout in rollouts)
+    ages = [version - outcome.weight_version for outcome in outcomes]
+    mixed = sum(len({version for version, _ in outcome.weight_versions}) > 1 for outcome in outcomes)
     return {
         "staleness_mean": sum(ages) / len(ages),
         "staleness_max": float(max(ages)),
-        "mixed_versions_fraction": mixed / len(rollouts),
+        "mixed_versions_fraction": mixed / len(outcomes),
     }
 
 
-def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """What rewards and responses look like; accuracy is the share of samples with a positive reward.
 
     The mean of each of several rewards is over the samples that it applies to.
     """
-    rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
-    lengths = torch.tensor([r.response_length for r in rollouts], dtype=torch.float64)
+    rewards = torch.tensor([o.reward for o in outcomes], dtype=torch.float64)
+    lengths = torch.tensor([o.response_length for o in outcomes], dtype=torch.float64)
     named: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, reward in rollout.rewards.items():
+    for outcome in outcomes:
+        for name, reward in outcome.rewards.items():
             named.setdefault(name, []).append(reward)
     return {
         **{f"reward_{name}_mean": math.fsum(values) / len(values) for name, values in sorted(named.items())},
@@ -158,8 +163,8 @@ def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
         "accuracy": float((rewards > 0).double().mean()),
         "response_length_mean": float(lengths.mean()),
         "response_length_max": float(lengths.max()),
-        "truncated_fraction": sum(r.truncated for r in rollouts) / len(rollouts),
-        "turns_mean": sum(r.turns for r in rollouts) / len(rollouts),
-        "failed_fraction": sum(r.error is not None for r in rollouts) / len(rollouts),
-        "num_samples": float(len(rollouts)),
+        "truncated_fraction": sum(o.truncated for o in outcomes) / len(outcomes),
+        "turns_mean": sum(o.turns for o in outcomes) / len(outcomes),
+        "failed_fraction": sum(o.error is not None for o in outcomes) / len(outcomes),
+        "num_samples": float(len(outcomes)),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from mcore_rl.algorithms.inputs import check_model_beside, check_positions
 from mcore_rl.algorithms.loss_functions import ValueLossFn
 from mcore_rl.algorithms.rollouts import Rollout, last_response_token, rewards_of_tokens
 from mcore_rl.config import PPOConfig
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.own_rows import OwnRows, Share
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
 COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "values", "returns")
@@ -35,13 +36,13 @@ class Critic:
         if config.critic.offload:
             self.model.offload_after_refit()
 
-    def values(self, data: BatchedDataDict[Any]) -> Tensor:
-        """[B, S] of the state that each token is chosen in, the same on all ranks."""
+    def values(self, data: OwnRows[Any]) -> Tensor:
+        """[B, S] of the state that each token of a replica's own rows is chosen in."""
         with self.model.brought_back():
             values: Tensor = self.model.get_values(_read(data))["values"]
         return values
 
-    def update(self, data: BatchedDataDict[Any], times: int) -> dict[str, float]:
+    def update(self, data: OwnRows[Any], times: int) -> dict[str, float]:
         """So many optimizer steps on the whole batch; the last one's metrics.
 
         Raises:
@@ -53,7 +54,7 @@ class Critic:
                     trained = self.model.train(_read(data), self.loss_fn)
             except FloatingPointError as error:
                 raise FloatingPointError(f"critic: {error}") from None
-        self.flops += times * self.model.training_flops(*self.model.batching.pieces(data))
+        self.flops += times * self.model.flops_of(data)
         of_loss = {"value_loss": trained.pop("loss"), "value_clip_fraction": trained.pop("value_clip_fraction")}
         for name in ("all_mb_metrics", "num_valid_samples"):
             trained.pop(name)
@@ -65,8 +66,8 @@ class Critic:
             self.model.export_hf(destination)
 
 
-def _read(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    return BatchedDataDict({name: data[name] for name in COLUMNS if name in data})
+def _read(data: OwnRows[Any]) -> OwnRows[Any]:
+    return data.with_entries({name: data[name] for name in COLUMNS if name in data})
 
 
 def config_of_critic(config: PPOConfig) -> PPOConfig:
@@ -88,23 +89,34 @@ def earned_by_tokens(rollouts: Sequence[Rollout], rewards: Tensor, penalty: Tens
     """[B, S] what each token earns; what `rewards` have beyond the rollouts' own is the last response token's.
 
     Args:
-        rewards: of the samples, in any shape.
+        rewards: of these rollouts, in any shape.
         penalty: [B, S] to be subtracted (nats).
     """
     earned = rewards_of_tokens(rollouts)
     beyond = rewards.flatten() - torch.tensor([rollout.reward for rollout in rollouts])
-    last = torch.tensor([last_response_token(rollout) for rollout in rollouts])
+    last = torch.tensor([last_response_token(rollout) for rollout in rollouts], dtype=torch.long)
     earned[torch.arange(len(rollouts)), last] += beyond
     return earned if penalty is None else earned - penalty
 
 
-def value_metrics(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
+def value_metrics(values: Tensor, returns: Tensor, mask: Tensor, share: Share | None = None) -> dict[str, float]:
     """Means over the tokens that the mask [B, S] counts, and the explained variance 1 − Var(R − V) / Var(R).
 
     The last is left out where returns do not differ.
+
+    Args:
+        share: of which the rows are; the means are over all of them. Collective. All, if left out.
     """
+    share = share or Share(range(len(values)), len(values))
     v, r = (x[mask > 0].double() for x in (values, returns))
-    found = {"values_mean": float(v.mean()), "returns_mean": float(r.mean()), "returns_std": float(r.std(correction=0))}
-    if bool(r.amax() > r.amin()):
-        found["explained_variance"] = float(1 - (r - v).var(correction=0) / r.var(correction=0))
+    count, of_values, of_returns = share.sum(len(v), float(v.sum()), float(r.sum()))
+    found = {"values_mean": of_values / count, "returns_mean": of_returns / count}
+    spreads = (float((x - mean).square().sum()) for x, mean in (
+        (r, found["returns_mean"]), (r - v, found["returns_mean"] - found["values_mean"]))
+    )  # fmt: skip
+    variance, unexplained = (total / count for total in share.sum(*spreads))
+    found["returns_std"] = variance**0.5
+    high, low = share.max(max(r.tolist(), default=-math.inf), max((-r).tolist(), default=-math.inf))
+    if high > -low:
+        found["explained_variance"] = 1 - unexplained / variance
     return found

@@ -15,9 +15,10 @@ from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import DistillationConfig, ModelConfig
 from mcore_rl.data.chat import end_token_ids
-from mcore_rl.data.records import Dataset, Unit, load_sft_dataset
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.data.records import Dataset, load_sft_dataset
+from mcore_rl.distributed.own_rows import OwnRows, Share
 from mcore_rl.errors import UserError
+from mcore_rl.models.generation.interfaces import prompts_to_answer
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.models.policy.teacher import TeacherModel
@@ -32,7 +33,7 @@ def train_distill(config: DistillationConfig) -> Path | None:
     teacher = TeacherModel(_teaching(config), inputs.hf_config.vocab_size)
     speaker(student.is_writer)(f"teacher: {teacher.describe()}")
 
-    def add_teacher(data: BatchedDataDict[Any], dataset: Dataset, indices: Sequence[int]) -> None:
+    def add_teacher(data: OwnRows[Any], dataset: Dataset, indices: Sequence[int]) -> None:
         if config.distillation.topk is None:
             return  # the loss lets it see the student's microbatches
         best = teacher.get_topk_logits(data, config.distillation.topk)
@@ -82,18 +83,20 @@ class DistillationRun(SupervisedRun):
 
     config: DistillationConfig
 
-    def collate(self, units: list[Unit], first_sample: int) -> BatchedDataDict[Any]:
-        if not self.config.distillation.on_policy:
-            return super().collate(units, first_sample)
-        prompts = [sequence.input_ids[: sequence.token_mask.index(True)] for (sequence,) in units]
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(p, dtype=torch.long) for p in prompts], batch_first=True)
-        samples = torch.arange(first_sample, first_sample + len(prompts))
-        answered = self.policy.generate(BatchedDataDict(input_ids=rows, input_lengths=lengths, sample_ids=samples))
+    def own_batch(
+        self, dataset: Dataset, indices: Sequence[int], share: Share, samples: Sequence[int] | None
+    ) -> OwnRows[Any]:
+        if not self.config.distillation.on_policy or samples is None:
+            return super().own_batch(dataset, indices, share, samples)
+        sequences = [dataset.units[index][0] for index in indices]
+        prompts = [sequence.input_ids[: sequence.token_mask.index(True)] for sequence in sequences]
+        asked: OwnRows[Any] = OwnRows(prompts_to_answer(prompts, samples), share)
+        answered, lengths = self.policy.generate(asked), asked["input_lengths"]
         ends, columns = answered["unpadded_sequence_lengths"], torch.arange(answered["output_ids"].shape[1])
-        return BatchedDataDict(
-            input_ids=answered["output_ids"],
-            token_mask=((columns >= lengths[:, None]) & (columns < ends[:, None])).float(),
-            input_lengths=ends,
-            sample_mask=torch.ones(len(prompts)),
-        )
+        entries = {
+            "input_ids": answered["output_ids"],
+            "token_mask": ((columns >= lengths[:, None]) & (columns < ends[:, None])).float(),
+            "input_lengths": ends,
+            "sample_mask": torch.ones(len(prompts)),
+        }
+        return OwnRows(entries, share)

@@ -14,7 +14,7 @@ from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import DPOConfig, ModelConfig
 from mcore_rl.data.records import Dataset, load_preference_dataset
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.own_rows import OwnRows
 from mcore_rl.errors import TrainingError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.models.policy.reference import PrecomputedReference
@@ -36,17 +36,18 @@ def train_dpo(config: DPOConfig) -> Path | None:
     )
     reference = _reference(config, inputs, policy)
 
-    def add_reference(data: BatchedDataDict[Any], dataset: Dataset, indices: Sequence[int]) -> None:
+    def add_reference(data: OwnRows[Any], dataset: Dataset, indices: Sequence[int]) -> None:
         if reference is None:
             return
         logprobs = reference.logprobs(data, dataset, indices)
         data["reference_policy_logprobs"] = logprobs.roll(-1, dims=1)  # column t scores token t + 1
 
-    def check_margin(metrics: dict[str, Any], data: BatchedDataDict[Any]) -> None:
+    def check_margin(metrics: dict[str, Any], data: OwnRows[Any]) -> None:
         if reference is None or config.dpo.reference_model:
             return
         margin = max(abs(metrics["rewards_chosen_mean"]), abs(metrics["rewards_rejected_mean"]))
-        tokens = 1.0 if config.dpo.preference_average_log_probs else float(data["token_mask"][:, 1:].sum(1).max())
+        longest = max(data["token_mask"][:, 1:].sum(1).tolist(), default=0.0)
+        tokens = 1.0 if config.dpo.preference_average_log_probs else data.share.max(longest)[0]
         if margin > FIRST_MARGIN_TOLERANCE[config.model.dtype] * tokens:
             raise TrainingError(
                 f"step 1: before any update the policy must equal the reference, but rewards are off by {margin:.3g} "
@@ -94,7 +95,7 @@ def _check_reference(config: DPOConfig, inputs: Inputs[Dataset]) -> Inputs[Datas
 class ReferenceScores(Protocol):
     """Log-probabilities of a batch under the reference."""
 
-    def logprobs(self, data: BatchedDataDict[Any], dataset: Dataset, indices: Sequence[int]) -> Tensor:
+    def logprobs(self, data: OwnRows[Any], dataset: Dataset, indices: Sequence[int]) -> Tensor:
         """[B, S]; column t scores token t."""
         ...
 
@@ -105,7 +106,7 @@ class OtherModel:
     def __init__(self, model: ScoringModel) -> None:
         self.model = model
 
-    def logprobs(self, data: BatchedDataDict[Any], dataset: Dataset, indices: Sequence[int]) -> Tensor:
+    def logprobs(self, data: OwnRows[Any], dataset: Dataset, indices: Sequence[int]) -> Tensor:
         return self.model.get_logprobs(data)["logprobs"]
 
 
@@ -115,7 +116,7 @@ class SwappedReference:
     def __init__(self, policy: MegatronPolicy) -> None:
         self.policy = policy
 
-    def logprobs(self, data: BatchedDataDict[Any], dataset: Dataset, indices: Sequence[int]) -> Tensor:
+    def logprobs(self, data: OwnRows[Any], dataset: Dataset, indices: Sequence[int]) -> Tensor:
         return self.policy.get_reference_policy_logprobs(data)["reference_logprobs"]
 
 
@@ -125,7 +126,7 @@ class StoredReference:
     def __init__(self, stored: Sequence[tuple[Dataset, PrecomputedReference]]) -> None:
         self.stored = stored
 
-    def logprobs(self, data: BatchedDataDict[Any], dataset: Dataset, indices: Sequence[int]) -> Tensor:
+    def logprobs(self, data: OwnRows[Any], dataset: Dataset, indices: Sequence[int]) -> Tensor:
         of_dataset = next(scores for known, scores in self.stored if known is dataset)
         return of_dataset.rows([2 * index + side for index in indices for side in (0, 1)], data["input_ids"].shape[1])
 

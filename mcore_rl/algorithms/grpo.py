@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,15 @@ from mcore_rl.algorithms.inputs import Inputs
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, calculate_kl
 from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
 from mcore_rl.algorithms.rl import train_on_rollouts
-from mcore_rl.algorithms.rollouts import Rollout, RolloutWorker, to_batch
+from mcore_rl.algorithms.rollout_worker import RolloutWorker
+from mcore_rl.algorithms.rollouts import Outcome, Rollout, Rollouts, to_batch, without_texts
 from mcore_rl.algorithms.step_log import StepLog
 from mcore_rl.algorithms.training import TrainingRun
 from mcore_rl.config import GRPOConfig, RLConfig
 from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.own_rows import OwnRows, Share, share_of
+from mcore_rl.distributed.replicas import exchange, share_in_replica
 from mcore_rl.errors import TrainingError
 
 # Before the first update sampler, policy and reference are the same weights; what is left is rounding.
@@ -118,27 +121,29 @@ class GRPORun(TrainingRun[PromptDataset]):
             rollouts, asked = self.collector.collect(step, self.consumed_samples)
         self.collector.write(step, rollouts)
         self.consumed_samples += asked
-        rewards = torch.tensor([r.reward for r in rollouts]).view(-1, self.config.rollouts.num_generations_per_prompt)
-        metrics = rollout_metrics(rollouts)
+        outcomes = rollouts.outcomes
+        rewards = torch.tensor([o.reward for o in outcomes]).view(-1, self.config.rollouts.num_generations_per_prompt)
+        metrics = rollout_metrics(outcomes)
         if self.config.rollouts.max_staleness:
-            metrics |= staleness_metrics(rollouts, version=step - 1)
-        self._check_judged(step, rollouts)
-        rewards = self._shaped(rewards, rollouts)
-        if nothing := self._nothing_to_learn(rewards, rollouts):
+            metrics |= staleness_metrics(outcomes, version=step - 1)
+        self._check_judged(step, outcomes)
+        rewards = self._shaped(rewards, outcomes)
+        if nothing := self._nothing_to_learn(rewards, outcomes):
             self.say(f"step {step}: {nothing}; there is nothing to learn from, no update")
             self._pass_over(step)
-            return {**metrics, "skipped_update": 1.0, **self._timings(rollouts, started, updates=0)}
+            return {**metrics, "skipped_update": 1.0, **self._timings(outcomes, started, flops=0.0)}
         data = self._training_data(step, rollouts, rewards)
         trained = self._update(step, data)
         updates = self.updates_per_step if step >= self.config.first_update_step else 0
-        return {**metrics, **trained, "skipped_update": 0.0, **self._timings(rollouts, started, updates)}
+        flops = updates * self.policy.flops_of(data)
+        return {**metrics, **trained, "skipped_update": 0.0, **self._timings(outcomes, started, flops)}
 
     def _pass_over(self, step: int) -> None:
         """No update in this step, which counts in the schedules nevertheless."""
         if step >= self.config.first_update_step:
             self.policy.advance_schedule(self.updates_per_step)
 
-    def _update(self, step: int, data: BatchedDataDict[Any]) -> dict[str, Any]:
+    def _update(self, step: int, data: OwnRows[Any]) -> dict[str, Any]:
         """All updates of the step; the last one's metrics."""
         with self._phase(step, "training"):
             for update in range(self.updates_per_step):
@@ -148,31 +153,31 @@ class GRPORun(TrainingRun[PromptDataset]):
                     self._check_mismatch(step, trained)
         return trained
 
-    def _check_judged(self, step: int, rollouts: list[Rollout]) -> None:
+    def _check_judged(self, step: int, outcomes: Sequence[Outcome]) -> None:
         """Raises TrainingError after too many steps on end in which no sample could be judged."""
-        failed = all(rollout.error is not None for rollout in rollouts)
+        failed = all(outcome.error is not None for outcome in outcomes)
         self.failed_steps = self.failed_steps + 1 if failed else 0
         limit = min(self.config.environment.max_failed_steps, self.total_steps - self.steps_before)
         if self.failed_steps >= limit:
             raise TrainingError(
                 f"step {step}: no sample could be judged in {self.failed_steps} "
-                f"{'step' if self.failed_steps == 1 else 'steps on end'}; the last error: {rollouts[-1].error}"
+                f"{'step' if self.failed_steps == 1 else 'steps on end'}; the last error: {outcomes[-1].error}"
             )
 
-    def _shaped(self, rewards: torch.Tensor, rollouts: list[Rollout]) -> torch.Tensor:
+    def _shaped(self, rewards: torch.Tensor, outcomes: Sequence[Outcome]) -> torch.Tensor:
         """Rewards with the penalty on responses near the limit, if there is one."""
         cache = self.config.rollouts.overlong_cache_length
         if cache is None:
             return rewards
-        lengths = torch.tensor([float(r.longest_response) for r in rollouts])
+        lengths = torch.tensor([float(o.longest_response) for o in outcomes])
         return rewards + soft_overlong_penalty(lengths, self.config.rollouts.max_new_tokens, cache).view_as(rewards)
 
-    def _nothing_to_learn(self, rewards: torch.Tensor, rollouts: list[Rollout]) -> str | None:
+    def _nothing_to_learn(self, rewards: torch.Tensor, outcomes: Sequence[Outcome]) -> str | None:
         """Why an update on these samples would learn nothing, if so."""
-        if all(r.error is not None for r in rollouts):
+        if all(o.error is not None for o in outcomes):
             return "no sample could be judged"
         loss, compared = self.config.loss, self.config.rollouts.compared
-        if self.config.rollouts.mask_truncated and all(r.truncated for r in rollouts):
+        if self.config.rollouts.mask_truncated and all(o.truncated for o in outcomes):
             return "all responses were truncated"
         if compared is None or loss.use_kl_in_reward or loss.learns_without_advantages:
             return None
@@ -180,11 +185,27 @@ class GRPORun(TrainingRun[PromptDataset]):
             return None
         return "all rewards are equal" if compared == "batch" else "all rewards of each prompt are equal"
 
-    def _training_data(self, step: int, rollouts: list[Rollout], rewards: torch.Tensor) -> BatchedDataDict[Any]:
+    def _share_out(self, rollouts: Rollouts) -> tuple[list[Rollout], Share]:
+        """The rollouts that this replica trains on, with their tokens, which go to no other; and which they are."""
+        lengths, pad = [outcome.num_tokens for outcome in rollouts.outcomes], self.inputs.tokenizer.pad_token_id
+
+        def tokens_of(rows: Sequence[int]) -> torch.Tensor:
+            return to_batch([rollouts.own[row] for row in rows], pad)["input_ids"]
+
+        topology, shared = self.policy.topology, None
+        if topology.leads_replica:
+            division = self.policy.divide(lengths, tokens_of, sorted(rollouts.own))
+            texts_left_out = {place: without_texts(rollout) for place, rollout in rollouts.own.items()}
+            shared = exchange(texts_left_out, division, topology), division[topology.data.rank]
+        own, indices = share_in_replica(shared, topology)
+        return own, Share(indices, len(rollouts), topology.data)
+
+    def _training_data(self, step: int, rollouts: Rollouts, rewards: torch.Tensor) -> OwnRows[Any]:
         loss, temperature = self.config.loss, self.config.rollouts.temperature
-        data = to_batch(rollouts, self.inputs.tokenizer.pad_token_id)
+        own, share = self._share_out(rollouts)
+        data: OwnRows[Any] = OwnRows(to_batch(own, self.inputs.tokenizer.pad_token_id), share)
         if self.config.rollouts.mask_truncated:
-            data["sample_mask"] = torch.tensor([0.0 if r.truncated else 1.0 for r in rollouts])
+            data["sample_mask"] = torch.tensor([0.0 if r.truncated else 1.0 for r in own])
         with self._phase(step, "logprobs"):
             if not self.on_policy or (loss.use_kl_in_reward and not self.exact):
                 data["prev_logprobs"] = self.policy.get_logprobs(data, temperature=temperature)["logprobs"]
@@ -197,7 +218,7 @@ class GRPORun(TrainingRun[PromptDataset]):
             reference = data["reference_policy_logprobs"]
             kl = calculate_kl(current, reference, loss.kl_estimator, loss.kl_clamp, loss.kl_output_clamp)
             penalty = loss.reference_policy_kl_penalty * kl
-        self._add_advantages(step, data, rollouts, rewards, penalty)
+        self._add_advantages(step, data, own, rewards, penalty)
         if loss.positive_example_nll_weight:
             add_positive_examples(data, rewards)
         return data
@@ -205,18 +226,19 @@ class GRPORun(TrainingRun[PromptDataset]):
     def _add_advantages(
         self,
         step: int,
-        data: BatchedDataDict[Any],
-        rollouts: list[Rollout],
+        data: OwnRows[Any],
+        rollouts: Sequence[Rollout],
         rewards: torch.Tensor,
         penalty: torch.Tensor | None,
     ) -> None:
-        """What the losses read that follows from the rewards [P, G] of the batch's samples.
+        """What the losses read that follows from the rewards [P, G] of all samples.
 
         Args:
-            penalty: [B, S] to be subtracted from each token's reward (nats).
+            rollouts: of the own rows.
+            penalty: [B, S] to be subtracted from each own token's reward (nats).
         """
         assert isinstance(self.config, GRPOConfig)
-        data["advantages"] = advantages_of(self.config.grpo, rewards, data["token_mask"], penalty)
+        data["advantages"] = advantages_of(self.config.grpo, rewards, data["token_mask"], penalty, data.share)
 
     def _check_mismatch(self, step: int, metrics: dict[str, Any]) -> None:
         """Raises TrainingError if sampler and trainer disagree too much on the same weights."""
@@ -250,7 +272,7 @@ class GRPORun(TrainingRun[PromptDataset]):
         """Rewards of greedy answers to a set's prompts."""
         with self._sampling(step, "validation", weight_version=step):
             prompts = list(enumerate(dataset.prompts))
-            return rollout_metrics(self.worker.run(prompts, range(len(prompts)), greedy=True))
+            return rollout_metrics(self.worker.run(prompts, range(len(prompts)), greedy=True).outcomes)
 
     @contextlib.contextmanager
     def _sampling(self, step: int, name: str, weight_version: int) -> Iterator[None]:
@@ -266,21 +288,26 @@ class GRPORun(TrainingRun[PromptDataset]):
         watchdog.enter(f"step {step}: {doing or name}")
         return _Timer(self.seconds, name)
 
-    def _timings(self, rollouts: list[Rollout], started: float, updates: int) -> dict[str, float]:
-        generated, total = sum(r.response_length for r in rollouts), sum(len(r.input_ids) for r in rollouts)
+    def _timings(self, outcomes: Sequence[Outcome], started: float, flops: float) -> dict[str, float]:
+        generated, total = sum(o.response_length for o in outcomes), sum(o.num_tokens for o in outcomes)
         timings = {f"{name}_seconds": value for name, value in self.seconds.items()}
         for name, tokens in (("generation", generated), ("logprobs", total), ("training", total)):
             if self.seconds.get(name):
                 timings[f"{name}_tokens_per_second"] = tokens / self.seconds[name]
-        data = to_batch(rollouts, self.inputs.tokenizer.pad_token_id)
-        return {**timings, **self.throughput(data, time.perf_counter() - started, updates)}
+        return {**timings, **self.throughput(total, flops, time.perf_counter() - started)}
 
 
 def add_positive_examples(data: BatchedDataDict[Any], rewards: torch.Tensor) -> None:
-    """What the negative log-likelihood of samples with a positive reward reads."""
-    data["rewards"] = rewards.flatten()
+    """What the negative log-likelihood of samples with a positive reward reads.
+
+    Args:
+        rewards: of all samples, also where `data` has a replica's own.
+    """
+    share = share_of(data)
+    data["rewards"] = rewards.flatten()[list(share.indices)]
     positive = data["token_mask"][:, 1:].sum(1) * data["sample_mask"] * (data["rewards"] > 0)
-    data["num_positive_tokens"] = positive.sum().expand(data.size).clone()
+    (total,) = share.sum(float(positive.sum()))
+    data["num_positive_tokens"] = torch.full((data.size,), total)
 
 
 class _Timer:

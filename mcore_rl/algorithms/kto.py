@@ -17,7 +17,7 @@ from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import KTOConfig
 from mcore_rl.data.batches import collate
 from mcore_rl.data.records import Dataset, UnpairedDataset, load_unpaired_dataset
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.own_rows import OwnRows, Share
 from mcore_rl.errors import TrainingError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -28,26 +28,27 @@ def train_kto(config: KTOConfig) -> Path | None:
     steps = total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size)
     policy = MegatronPolicy(config, steps, keep_reference=True)
 
-    def mismatched(dataset: UnpairedDataset, indices: Sequence[int]) -> BatchedDataDict[Any]:
+    def mismatched(dataset: UnpairedDataset, indices: Sequence[int], share: Share) -> OwnRows[Any]:
         """Each record's prompt with another's response."""
-        limit = config.data.max_sequence_length
-        return collate([(dataset.mismatched(i).truncate(limit),) for i in indices], inputs.tokenizer.pad_token_id)
+        limit, pad = config.data.max_sequence_length, inputs.tokenizer.pad_token_id
+        return OwnRows(collate([(dataset.mismatched(i).truncate(limit),) for i in indices], pad), share)
 
-    def add_reference(data: BatchedDataDict[Any], dataset: UnpairedDataset, indices: Sequence[int]) -> None:
-        data["desirable"] = torch.tensor([dataset.is_desirable(i) for i in indices])
+    def add_reference(data: OwnRows[Any], dataset: UnpairedDataset, indices: Sequence[int]) -> None:
+        data["desirable"] = torch.tensor([dataset.is_desirable(i) for i in indices], dtype=torch.bool)
         reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
         data["reference_policy_logprobs"] = reference.roll(-1, dims=1)  # column t scores token t + 1
-        other = mismatched(dataset, indices)
+        other = mismatched(dataset, indices, data.share)
         data["mismatched_reference"] = _sums(policy.get_reference_policy_logprobs(other)["reference_logprobs"], other)
 
-    def add_reference_point(data: BatchedDataDict[Any], dataset: UnpairedDataset, indices: Sequence[int]) -> None:
-        other = mismatched(dataset, indices)
+    def add_reference_point(data: OwnRows[Any], dataset: UnpairedDataset, indices: Sequence[int]) -> None:
+        other = mismatched(dataset, indices, data.share)
         sums = _sums(policy.get_logprobs(other)["logprobs"], other)
-        data["kl_reference_point"] = kto_reference_point(sums, data["mismatched_reference"]).expand(data.size).clone()
+        of_all = (data.share.everyone(values).float() for values in (sums, data["mismatched_reference"]))
+        data["kl_reference_point"] = kto_reference_point(*of_all).expand(data.size).clone()
 
-    def check_rewards(metrics: dict[str, Any], data: BatchedDataDict[Any]) -> None:
+    def check_rewards(metrics: dict[str, Any], data: OwnRows[Any]) -> None:
         reward = max(abs(metrics[f"rewards_{kind}_sum"]) for kind in ("desirable", "undesirable"))
-        tokens = float(data["token_mask"][:, 1:].sum())
+        (tokens,) = data.share.sum(float(data["token_mask"][:, 1:].sum()))
         if reward > FIRST_MARGIN_TOLERANCE[config.model.dtype] * tokens:
             raise TrainingError(
                 f"step 1: before any update the policy must equal the reference, but rewards add up to {reward:.3g} "
@@ -68,6 +69,6 @@ def train_kto(config: KTOConfig) -> Path | None:
     return exported
 
 
-def _sums(logprobs: Tensor, data: BatchedDataDict[Any]) -> Tensor:
+def _sums(logprobs: Tensor, data: OwnRows[Any]) -> Tensor:
     """[B] log-probabilities of whole responses; column t of `logprobs` scores token t."""
     return (logprobs * data["token_mask"])[:, 1:].sum(1)

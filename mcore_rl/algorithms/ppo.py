@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from mcore_rl.algorithms.rl import train_on_rollouts
 from mcore_rl.algorithms.rollouts import Rollout
 from mcore_rl.config import PPOConfig, RLConfig
 from mcore_rl.data.prompts import PromptDataset
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.own_rows import OwnRows
 from mcore_rl.errors import UserError
 from mcore_rl.run_directory import RunDirectory
 
@@ -72,23 +73,24 @@ class PPORun(GRPORun):
     def _add_advantages(
         self,
         step: int,
-        data: BatchedDataDict[Any],
-        rollouts: list[Rollout],
+        data: OwnRows[Any],
+        rollouts: Sequence[Rollout],
         rewards: torch.Tensor,
         penalty: torch.Tensor | None,
     ) -> None:
         ppo, mask = self.config.ppo, data["token_mask"] * data["sample_mask"][:, None]
         with self._phase(step, "critic"):
             values = self.critic.values(data)
-        earned = earned_by_tokens(rollouts, rewards, penalty)
+        own = rewards.flatten()[list(data.share.indices)]
+        earned = earned_by_tokens(rollouts, own, penalty)
         advantages, returns = gae_advantages(earned, values, mask, ppo.gamma, ppo.gae_lambda)
         if ppo.whiten_advantages:
-            advantages = whitened(advantages, mask, ppo.advantage_epsilon)
+            advantages = whitened(advantages, mask, ppo.advantage_epsilon, data.share)
         data["values"], data["returns"], data["advantages"] = values, returns.float(), advantages.float()
 
-    def _update(self, step: int, data: BatchedDataDict[Any]) -> dict[str, Any]:
+    def _update(self, step: int, data: OwnRows[Any]) -> dict[str, Any]:
         counted = data["token_mask"] * data["sample_mask"][:, None]
-        metrics = value_metrics(data["values"], data["returns"], counted)
+        metrics = value_metrics(data["values"], data["returns"], counted, data.share)
         with self._phase(step, "critic"):
             metrics |= self.critic.update(data, self.updates_per_step)
         return metrics if step < self.config.first_update_step else metrics | super()._update(step, data)
@@ -97,10 +99,9 @@ class PPORun(GRPORun):
         super()._pass_over(step)
         self.critic.model.advance_schedule(self.updates_per_step)
 
-    def throughput(self, data: BatchedDataDict[Any], seconds: float, passes: int = 1) -> dict[str, float]:
-        found, flops = super().throughput(data, seconds, passes), self.critic.flops
-        self.critic.flops = 0.0
-        return {**found, "tflops_per_second": found["tflops_per_second"] + flops / seconds / 1e12}
+    def throughput(self, num_tokens: float, flops: float, seconds: float) -> dict[str, float]:
+        of_critic, self.critic.flops = self.critic.flops, 0.0
+        return super().throughput(num_tokens, flops + of_critic, seconds)
 
     def _export(self) -> Path | None:
         exported = super()._export()

@@ -10,7 +10,8 @@ from mcore_rl import launch_environment
 from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
 from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.algorithms.recordings import REPLAYED_OPTIONS, check_record, read_recording, recorded_by
-from mcore_rl.algorithms.rollouts import Conversation, Rollout, RolloutWorker
+from mcore_rl.algorithms.rollout_worker import Conversation, RolloutWorker
+from mcore_rl.algorithms.rollouts import Rollout
 from mcore_rl.algorithms.step_log import StepLog
 from mcore_rl.config import DataConfig, RLConfig
 from mcore_rl.data.chat import check_keeps_turns

@@ -11,11 +11,11 @@ from mcore_rl import watchdog
 from mcore_rl.algorithms.interfaces import LossFunction
 from mcore_rl.algorithms.training import TrainingRun
 from mcore_rl.data.batches import collate
-from mcore_rl.data.records import Dataset, Unit
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.data.records import Dataset
+from mcore_rl.distributed.own_rows import OwnRows, Share
 
-AddColumns = Callable[[BatchedDataDict[Any], Any, Sequence[int]], None]
-"""(batch, dataset, indices of its records there)"""
+AddColumns = Callable[[OwnRows[Any], Any, Sequence[int]], None]
+"""(a replica's own rows of a batch, dataset, indices of their records there)"""
 
 
 @dataclass
@@ -29,10 +29,10 @@ class SupervisedRun(TrainingRun[Dataset]):
 
     loss_fn: LossFunction
     add_columns: AddColumns = lambda data, dataset, indices: None
-    check_first_step: Callable[[dict[str, Any], BatchedDataDict[Any]], None] = lambda metrics, data: None
+    check_first_step: Callable[[dict[str, Any], OwnRows[Any]], None] = lambda metrics, data: None
     add_current_columns: AddColumns = lambda data, dataset, indices: None
-    validation_batches: dict[str, BatchedDataDict[Any]] = field(default_factory=dict)
-    """By set, with what `add_columns` adds."""
+    validation_batches: dict[str, tuple[OwnRows[Any], list[int]]] = field(default_factory=dict)
+    """By set, with what `add_columns` adds, and the records' indices."""
 
     @property
     def samples_per_step(self) -> int:
@@ -46,31 +46,62 @@ class SupervisedRun(TrainingRun[Dataset]):
         metrics.pop("all_mb_metrics")
         if step == 1:
             self.check_first_step(metrics, data)
-        return {**metrics, **self.throughput(data, time.perf_counter() - started)}
+        (tokens,) = data.share.sum(float(data["input_lengths"].sum()))
+        return {**metrics, **self.throughput(tokens, self.policy.flops_of(data), time.perf_counter() - started)}
 
-    def _next_batch(self) -> BatchedDataDict[Any]:
-        """The next global batch; smaller at the very end of the last epoch."""
+    def _next_batch(self) -> OwnRows[Any]:
+        """This replica's part of the next global batch, which is smaller at the very end of the last epoch."""
         train, size, epochs = self.inputs.train, self.config.batch.global_batch_size, self.config.trainer.max_epochs
         count = size if epochs is None else min(size, epochs * len(train) - self.consumed_samples)
         indices = train.order(self.config.seed).indices(self.consumed_samples, count)
         self.consumed_samples += count
-        data = self.collate([train.units[i] for i in indices], self.consumed_samples - count)
-        self.add_columns(data, train, indices)
-        self.add_current_columns(data, train, indices)
+        data, own = self._own_rows(train, indices, self.consumed_samples - count)
+        self.add_columns(data, train, own)
+        self.add_current_columns(data, train, own)
         return data
 
-    def collate(self, units: list[Unit], first_sample: int) -> BatchedDataDict[Any]:
-        """The batch of these records, whose first is the run's sample of this number."""
-        return collate(units, self.inputs.tokenizer.pad_token_id)
+    def _own_rows(
+        self, dataset: Dataset, indices: Sequence[int], first_sample: int | None = None
+    ) -> tuple[OwnRows[Any], list[int]]:
+        """This replica's part of a batch of records; and which of `indices` they are.
+
+        Args:
+            first_sample: number of the batch's first sample among all of the run; None for those of validation.
+        """
+        units, pad = dataset.units, self.inputs.tokenizer.pad_token_id
+        lengths = [units.lengths_of(index) for index in indices]
+        size = len(lengths[0])
+
+        def units_of(rows: Sequence[int]) -> list[int]:
+            return list(dict.fromkeys(row // size for row in rows))
+
+        replicas, rows = self.policy.topology.data, [length for unit in lengths for length in unit]
+        division = self.policy.divide(
+            rows, lambda rows: collate([units[indices[unit]] for unit in units_of(rows)], pad)["input_ids"]
+        )
+        share = Share(division[replicas.rank], len(rows), replicas)
+        own = units_of(share.indices)
+        samples = None if first_sample is None else [first_sample + unit for unit in own]
+        return self.own_batch(dataset, [indices[unit] for unit in own], share, samples), [indices[u] for u in own]
+
+    def own_batch(
+        self, dataset: Dataset, indices: Sequence[int], share: Share, samples: Sequence[int] | None
+    ) -> OwnRows[Any]:
+        """The rows of this replica's records of a batch.
+
+        Args:
+            samples: their numbers among all of the run; None for those of validation.
+        """
+        return OwnRows(collate([dataset.units[i] for i in indices], self.inputs.tokenizer.pad_token_id), share)
 
     def reference_moved(self) -> None:
         self.validation_batches.clear()
 
     def validate_on(self, name: str, dataset: Dataset, step: int) -> dict[str, float]:
         """Metrics over a whole set, as one batch, so that they are exact means."""
-        everything = range(len(dataset))
         if name not in self.validation_batches:
-            self.validation_batches[name] = collate(dataset.units, self.inputs.tokenizer.pad_token_id)
-            self.add_columns(self.validation_batches[name], dataset, everything)
-        self.add_current_columns(self.validation_batches[name], dataset, everything)
-        return self.policy.evaluate(self.validation_batches[name], self.loss_fn)
+            self.validation_batches[name] = self._own_rows(dataset, range(len(dataset)))
+            self.add_columns(self.validation_batches[name][0], dataset, self.validation_batches[name][1])
+        data, own = self.validation_batches[name]
+        self.add_current_columns(data, dataset, own)
+        return self.policy.evaluate(data, self.loss_fn)

@@ -15,7 +15,6 @@ from mcore_rl.algorithms.inputs import DatasetT, Inputs, tell_what_never_comes, 
 from mcore_rl.algorithms.interruption import Interruption
 from mcore_rl.algorithms.metrics import SHOWN, Reporter, speaker
 from mcore_rl.config import TrainingConfig, resolved_yaml
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.preflight import is_restart
@@ -80,13 +79,11 @@ class TrainingRun(ABC, Generic[DatasetT]):
     def validate_on(self, name: str, dataset: DatasetT, step: int) -> dict[str, float]:
         """Metrics of one validation set."""
 
-    def throughput(self, data: BatchedDataDict[Any], seconds: float, passes: int = 1) -> dict[str, float]:
-        """Metrics of a step that trained `passes` times on these sequences."""
-        tokens = int(data["input_lengths"].sum())
-        flops = passes * self.policy.training_flops(*self.policy.batching.pieces(data))
+    def throughput(self, num_tokens: float, flops: float, seconds: float) -> dict[str, float]:
+        """Metrics of a step on so many tokens, by so many operations."""
         return {
-            "num_tokens": tokens,
-            "tokens_per_second": tokens / seconds,
+            "num_tokens": int(num_tokens),
+            "tokens_per_second": num_tokens / seconds,
             "tflops_per_second": flops / seconds / 1e12,
             "step_seconds": seconds,
         }

@@ -57,6 +57,10 @@ class MixedStore(TokenStore):
     def lengths(self) -> np.ndarray:
         return np.concatenate([store.lengths() for store in self._stores])
 
+    def lengths_of(self, unit: int) -> list[int]:
+        store, own = self._place(unit)
+        return store.lengths_of(own)
+
     def extra(self, index: int) -> bytes:
         store, own = self._place(index)
         return store.extra(own)

@@ -1,10 +1,11 @@
-"""The schedule of a step's microbatches: a pure function of lengths and layout, the same on every rank."""
+"""The schedule of a step's microbatches: a function of lengths and layout, the same on every rank."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from mcore_rl.config import TrainingConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.bin_packing import assign, pack, split_until_divisible
+from mcore_rl.distributed.own_rows import OwnRows, share_of
 from mcore_rl.distributed.pack_layout import PackLayout, round_up
 from mcore_rl.distributed.prefix_layout import PrefixLayout, PrefixTree
 
@@ -81,17 +83,23 @@ class Batching:
         """
         return [[_rows(box) for box in boxes] for boxes in self._assign(self._units(lengths, input_ids))]
 
-    def _units(self, lengths: Sequence[int], input_ids: torch.Tensor | None) -> list[Unit]:
-        """What stays together: pairs, or (where beginnings are shared) as much of a group as fits a pack."""
+    def _units(
+        self, lengths: Sequence[int], input_ids: torch.Tensor | None, indices: Sequence[int] | None = None
+    ) -> list[Unit]:
+        """What stays together: pairs, or (where beginnings are shared) as much of a group as fits a pack.
+
+        Args:
+            indices: of the rows in the global batch, whose groups they are of.
+        """
         if len(lengths) % self.rows_per_unit:
             raise ValueError(f"{len(lengths)} rows do not make whole units of {self.rows_per_unit} rows")
         if not self.rows_per_group or input_ids is None:
             step = self.rows_per_unit
             starts = range(0, len(lengths), step)
             return [self._apart(list(range(start, start + step)), lengths) for start in starts]
-        groups = range(0, len(lengths), self.rows_per_group)
-        rows = (list(range(start, min(start + self.rows_per_group, len(lengths)))) for start in groups)
-        return [unit for group in rows for unit in self._sharing(group, lengths, input_ids)]
+        indices = range(len(lengths)) if indices is None else indices
+        groups = groupby(range(len(lengths)), key=lambda row: indices[row] // self.rows_per_group)
+        return [unit for _, rows in groups for unit in self._sharing(list(rows), lengths, input_ids)]
 
     def _apart(self, rows: list[int], lengths: Sequence[int]) -> Unit:
         own = tuple(lengths[row] for row in rows)
@@ -108,28 +116,56 @@ class Batching:
         return [u for part in (rows[:half], rows[half:]) for u in self._sharing(part, lengths, input_ids)]
 
     def _assign(self, units: Sequence[Unit]) -> list[list[list[Unit]]]:
-        size = [unit.tree.padded_size(self.multiple) for unit in units]
-        cost = [unit.cost(self.multiple, self.attention_length) for unit in units]
-        if self.packing:
-            shards = pack(size, cost, self.tokens_per_pack, self.dp_size, self.count_multiple)
-        else:
-            bins = self._in_order(len(units))
-            split_until_divisible(bins, cost, self.dp_size * self.count_multiple)
-            shards = assign(bins, cost, self.dp_size)
+        shards = self._shards([self._size(unit) for unit in units])
         return [[[units[index] for index in sorted(box)] for box in boxes] for boxes in shards]
+
+    def _size(self, unit: Unit) -> UnitSize:
+        tree = unit.tree
+        return UnitSize(unit.rows, tree.padded_size(self.multiple), unit.cost(self.multiple, self.attention_length))
+
+    def _shards(self, units: Sequence[UnitSize]) -> list[list[list[int]]]:
+        """[data-parallel rank][microbatch] → units by number."""
+        size, cost = [unit.tokens for unit in units], [unit.cost for unit in units]
+        if self.packing:
+            return pack(size, cost, self.tokens_per_pack, self.dp_size, self.count_multiple)
+        bins = self._in_order(len(units))
+        split_until_divisible(bins, cost, self.dp_size * self.count_multiple)
+        return assign(bins, cost, self.dp_size)
 
     def _in_order(self, count: int) -> list[list[int]]:
         return [list(range(i, min(i + self.micro_batch_size, count))) for i in range(0, count, self.micro_batch_size)]
 
     def microbatches(self, data: BatchedDataDict[Any], dp_rank: int) -> list[Microbatch]:
-        """This data-parallel rank's microbatches of a global batch with `input_lengths`."""
-        lengths = data["input_lengths"].tolist()
-        units = self._units(lengths, data["input_ids"])
+        """This data-parallel rank's microbatches of a global batch with `input_lengths`.
+
+        Of a replica's own rows all; collective then, for every rank to have as many.
+        """
+        if isinstance(data, OwnRows):
+            return self._own_microbatches(data)
+        units = self._units(data["input_lengths"].tolist(), data["input_ids"])
         shards = self._assign(units)
         width = max(self._width(box) for boxes in shards for box in boxes)
+        return self._microbatches(data, shards[dp_rank], units, width)
+
+    def _own_microbatches(self, data: OwnRows[Any]) -> list[Microbatch]:
+        share = data.share
+        units = self._units(data["input_lengths"].tolist(), data["input_ids"], share.indices)
+        (boxes,) = replace(self, dp_size=1)._assign(units)
+        count, width = map(int, share.max(len(boxes), max(map(self._width, boxes), default=0)))
+        boxes += [[]] * (count - len(boxes))
+        if units:
+            return self._microbatches(data, boxes, units, width)
+        blank = _blank(data, self.rows_per_unit)
+        units = [self._apart(list(range(self.rows_per_unit)), [1] * self.rows_per_unit)]
+        return self._microbatches(blank, boxes, units, width)
+
+    def _microbatches(
+        self, data: BatchedDataDict[Any], boxes: Sequence[list[Unit]], units: Sequence[Unit], width: int
+    ) -> list[Microbatch]:
+        """One for each box of units, the smallest one for an empty box; `width` is the widest one's of all ranks."""
         common = width if self.one_width else None
         filler = [min(units, key=lambda unit: unit.tree.padded_size(self.multiple))]
-        return [self._microbatch(data, box, filler, common) for box in shards[dp_rank]]
+        return [self._microbatch(data, box, filler, common) for box in boxes]
 
     def _microbatch(
         self, data: BatchedDataDict[Any], units: list[Unit], filler: list[Unit], common: int | None
@@ -158,9 +194,26 @@ class Batching:
         padded = [round_up(n, self.multiple) for unit in units for n in unit.tree.lengths]
         return max(padded, default=0) * len(padded)
 
+    def unit_sizes(self, lengths: Sequence[int], input_ids: torch.Tensor, indices: Sequence[int]) -> list[UnitSize]:
+        """Of the units that some rows of a global batch make.
+
+        Args:
+            lengths: [b] of these rows.
+            input_ids: [b, S] their tokens; not read unless beginnings are shared.
+            indices: [b] where they are in the global batch.
+        """
+        sizes = map(self._size, self._units(lengths, input_ids, indices))
+        return [replace(size, rows=[indices[row] for row in size.rows]) for size in sizes]
+
+    def divide(self, units: Sequence[UnitSize]) -> list[list[int]]:
+        """[data-parallel rank] → rows of the global batch, in their order; as `plan` shares them out."""
+        shards = self._shards(units)
+        return [sorted(row for box in boxes for unit in box for row in units[unit].rows) for boxes in shards]
+
     def pieces(self, data: BatchedDataDict[Any]) -> tuple[list[int], list[int]]:
-        """Tokens of each piece of a global batch that goes through the model, and of what it continues."""
-        units = self._units(data["input_lengths"].tolist(), data["input_ids"])
+        """Tokens of each piece of a batch that goes through the model, and of what it continues."""
+        indices = share_of(data).indices
+        units = self._units(data["input_lengths"].tolist(), data["input_ids"], indices)
         return [n for unit in units for n in unit.tree.lengths], [n for unit in units for n in unit.tree.before]
 
 
@@ -178,6 +231,30 @@ class Unit:
             padded = round_up(length, multiple)
             work += padded + padded * (2 * before + padded) / attention_length
         return work
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """What a unit takes, without its tokens.
+
+    rows: of the global batch. tokens: of a pack, with their padding. cost: work, in tokens.
+    """
+
+    rows: Sequence[int]
+    tokens: int
+    cost: float
+
+
+def _blank(data: BatchedDataDict[Any], rows: int) -> BatchedDataDict[Any]:
+    """So many rows of one token in the form of `data`, which has none: all zeros."""
+    blank: BatchedDataDict[Any] = BatchedDataDict()
+    for name, value in data.items():
+        if isinstance(value, torch.Tensor) and value.ndim:
+            blank[name] = value.new_zeros(rows, *value.shape[1:])
+        else:
+            blank[name] = [None] * rows if isinstance(value, list) else value
+    blank["input_lengths"] = torch.ones(rows, dtype=torch.long)
+    return blank
 
 
 def _rows(units: Sequence[Unit]) -> list[int]:

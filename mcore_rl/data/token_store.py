@@ -98,6 +98,13 @@ class TokenStore(Sequence[Unit]):
         """Tokens of every sequence, int64 [units × sequences a unit]."""
         return np.diff(self._arrays["ends"], prepend=0)
 
+    def lengths_of(self, unit: int) -> list[int]:
+        """Tokens of each sequence of a unit, which are not read."""
+        ends, first = self._arrays["ends"], unit * self._rows
+        before = int(ends[first - 1]) if first else 0
+        own = ends[first : first + self._rows].tolist()
+        return [end - start for start, end in zip([before, *own], own, strict=False)]
+
     def extra(self, index: int) -> bytes:
         """The text of a record."""
         ends = self._arrays["extra_ends"]

@@ -57,6 +57,10 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         """The entries as an ordinary dictionary."""
         return dict(self.data)
 
+    def with_entries(self, entries: Mapping[str, Any]) -> Self:
+        """The same rows with these entries."""
+        return type(self)(entries)
+
     # ------------------------------------------------------------ rows
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:

@@ -15,6 +15,8 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_rl.distributed.topology import ParallelDimension
+
 T = TypeVar("T")
 
 
@@ -32,6 +34,15 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     """Every rank's `value` (small, picklable), on every rank; of all processes if no group is named."""
     values: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(values, value, group=group)
+    return values
+
+
+def gather_along(value: T, *dimensions: ParallelDimension) -> list[T]:
+    """The `value` (picklable) of every rank along these dimensions of parallelism, on each of them."""
+    values = [value]
+    for dimension in dimensions:
+        if dimension.size > 1:
+            values = [one for part in gather_objects(values, dimension.group) for one in part]
     return values
 
 
@@ -59,8 +70,8 @@ def share_outcome(work: Future[T] | None, seconds: float) -> T:
             return result
 
 
-def gather_outcomes(work: Future[T] | None, seconds: float) -> list[T | None]:
-    """What each rank's `work` comes to, on every process, in rank order; None of those that have none.
+def settle(work: Future[T] | None, seconds: float) -> T | None:
+    """What this rank's `work` comes to, once that of all ranks is done; None of those that have none.
 
     They meet every `seconds`, as in `share_outcome`. Of exceptions the first rank's is raised, on all of them.
     """
@@ -69,11 +80,9 @@ def gather_outcomes(work: Future[T] | None, seconds: float) -> list[T | None]:
             wait([work], seconds)
         if all(gather_objects(work is None or work.done())):
             break
-    outcomes = gather_objects(None if work is None else (work.exception() or work.result(),))
-    for outcome in outcomes:
-        if outcome is not None and isinstance(outcome[0], BaseException):
-            raise outcome[0]
-    return [None if outcome is None else outcome[0] for outcome in outcomes]
+    if errors := [error for error in gather_objects(None if work is None else work.exception()) if error is not None]:
+        raise errors[0]
+    return None if work is None else work.result()
 
 
 def all_gather(x: Shaped[Tensor, "*shape"], group: ProcessGroup | None) -> Shaped[Tensor, ranks * shape]:

@@ -70,7 +70,10 @@ class Environment(Protocol):
 
 
 class CollectiveEnvironment(Protocol):
-    """Judges in the training processes: every rank has one, and all step together with the same samples."""
+    """Judges in the training processes: every rank has one, and all step together, each with its replica's samples.
+
+    A replica may have none.
+    """
 
     def step(self, samples: Sequence[Sample]) -> list[Step]:
         """One step a sample."""

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from mcore_rl.config import EnvironmentConfig, ModelConfig, RLConfig
+from mcore_rl.data.batches import padded_rows
 from mcore_rl.data.chat import render
 from mcore_rl.data.messages import check_tools
 from mcore_rl.data.tokenize import load_tokenizer, tokenize_completion
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.own_rows import OwnRows, Share
 from mcore_rl.environments.interfaces import MessageLog, Sample, Step
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.family import REWARD_HEAD
@@ -26,7 +27,7 @@ from mcore_rl.models.policy.scoring import ScoringModel
 class RewardModelEnvironment:
     """A response's reward is the model's at the end of the conversation, as its own tokenizer renders it.
 
-    Every rank makes one, and steps it with the same samples.
+    Every rank makes one, and all step together, each with its replica's samples.
     """
 
     def __init__(self, config: RLConfig) -> None:
@@ -38,14 +39,12 @@ class RewardModelEnvironment:
         rows = [self._tokens(sample.message_log, sample.record) for sample in samples]
         steps = [Step(error=row) if isinstance(row, str) else Step() for row in rows]
         fitting = [index for index, row in enumerate(rows) if not isinstance(row, str)]
-        if not fitting:
+        share = Share.appended(len(fitting), self.model.topology.data)
+        if not share.total:
             return steps
-        sequences = [torch.tensor(rows[index]) for index in fitting]
-        data: BatchedDataDict[Any] = BatchedDataDict(
-            input_ids=torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True),
-            input_lengths=torch.tensor([len(sequence) for sequence in sequences]),
-            sample_mask=torch.ones(len(sequences)),
-        )
+        fitting_rows = [row for row in rows if not isinstance(row, str)]
+        entries = {**padded_rows(fitting_rows), "sample_mask": torch.ones(len(fitting))}
+        data: OwnRows[Any] = OwnRows(entries, share)
         for index, reward in zip(fitting, self.model.get_rewards(data)["rewards"][:, 0].tolist(), strict=True):
             finite = math.isfinite(reward)
             steps[index] = Step(reward) if finite else Step(error=f"the reward is {reward}")

@@ -10,6 +10,7 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
+from mcore_rl.data.batches import padded_rows
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import UserError
 
@@ -50,7 +51,9 @@ class GenerationOutputSpec(TypedDict):
 
 
 class GenerationInterface(ABC):
-    """Something that continues prompts; every call is made on all ranks with the same arguments.
+    """Something that continues prompts; every call is made on all ranks, with the same arguments.
+
+    What is continued is the same rows on all ranks, or `OwnRows`: then each replica has its own continued.
 
     max_sequence_length: tokens of prompt and response together.
     """
@@ -113,6 +116,13 @@ class StreamingGeneration(GenerationInterface):
         """
 
 
+def prompts_to_answer(
+    prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]
+) -> BatchedDataDict[GenerationDatumSpec]:
+    """A `GenerationDatumSpec` of these prompts' tokens."""
+    return BatchedDataDict(**padded_rows(prompts), sample_ids=torch.tensor(sample_ids, dtype=torch.long))
+
+
 def prompts_of(data: BatchedDataDict[Any], max_sequence_length: int) -> list[tuple[int, tuple[int, ...]]]:
     """(sample id, tokens) of each row of a `GenerationDatumSpec`.
 
@@ -136,19 +146,19 @@ def output_of(
 ) -> BatchedDataDict[GenerationOutputSpec]:
     """Prompts and their responses, right-padded; with experts where all responses have them."""
     lengths = [len(prompt) + len(response.token_ids) for prompt, response in zip(prompts, responses, strict=True)]
-    output_ids = torch.full((len(prompts), max(lengths)), pad_token_id)
-    logprobs = torch.zeros(len(prompts), max(lengths))
+    output_ids = torch.full((len(prompts), max(lengths, default=1)), pad_token_id)
+    logprobs = torch.zeros(len(prompts), max(lengths, default=1))
     for row, (prompt, response, length) in enumerate(zip(prompts, responses, lengths, strict=True)):
         output_ids[row, :length] = torch.tensor([*prompt, *response.token_ids])
         logprobs[row, len(prompt) : length] = torch.tensor(response.logprobs)
     output: BatchedDataDict[GenerationOutputSpec] = BatchedDataDict(
         output_ids=output_ids,
         logprobs=logprobs,
-        generation_lengths=torch.tensor([len(response.token_ids) for response in responses]),
-        unpadded_sequence_lengths=torch.tensor(lengths),
-        truncated=torch.tensor([not response.ended for response in responses]),
+        generation_lengths=torch.tensor([len(response.token_ids) for response in responses], dtype=torch.long),
+        unpadded_sequence_lengths=torch.tensor(lengths, dtype=torch.long),
+        truncated=torch.tensor([not response.ended for response in responses], dtype=torch.bool),
     )
     experts = [response.routed_experts for response in responses if response.routed_experts is not None]
-    if len(experts) == len(responses):
+    if experts and len(experts) == len(responses):
         output["routed_experts"] = torch.nn.utils.rnn.pad_sequence(experts, batch_first=True, padding_value=-1)
     return output

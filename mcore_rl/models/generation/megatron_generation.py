@@ -19,7 +19,9 @@ from torch import Tensor
 from mcore_rl.config import RLConfig
 from mcore_rl.data.chat import end_token_ids
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.collectives import gather_objects
+from mcore_rl.distributed.collectives import gather_along
+from mcore_rl.distributed.own_rows import OwnRows
+from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.decoder import Decoder, KeyValueCache
 from mcore_rl.models.generation.interfaces import (
@@ -103,7 +105,7 @@ class MegatronGeneration(GenerationInterface):
         greedy: bool = False,
         max_new_tokens: Sequence[int] | None = None,
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """A response to each row; collective.
+        """A response to each row; collective, also for a replica that has none of its own.
 
         Args:
             greedy: take the likeliest token whatever the temperature.
@@ -116,35 +118,40 @@ class MegatronGeneration(GenerationInterface):
         rows = enumerate(prompts_of(data, self.max_sequence_length))
         prompts = [_Sequence(row, sample_id, prompt) for row, (sample_id, prompt) in rows]
         limits = list(max_new_tokens or [params.max_new_tokens] * len(prompts))
-        replicas = self.topology.data.size * self.topology.context.size
-        replica = self.topology.data.rank * self.topology.context.size + self.topology.context.rank
-        first, end = (len(prompts) * r // replicas for r in (replica, replica + 1))
-        mine = prompts[first:end]  # neighbours: equal prompts, which go through the model once
+        sharing = [self.topology.context] if isinstance(data, OwnRows) else [self.topology.data, self.topology.context]
+        first, end = 0, len(prompts)
+        for dimension in sharing:  # neighbours: equal prompts, which go through the model once
+            count = end - first
+            first, end = (first + count * r // dimension.size for r in (dimension.rank, dimension.rank + 1))
+        mine = prompts[first:end]
         with self.decoder.generating():
             if mine:
                 _Batch(self, mine, params, limits).run()
             self.decoder.run_idle()
-        return self._collect(mine, prompts)
+        return self._collect(mine, prompts, sharing)
 
-    def _collect(self, mine: list[_Sequence], prompts: list[_Sequence]) -> BatchedDataDict[GenerationOutputSpec]:
-        """Every replica's sequences, on all ranks."""
-        speaks = self.topology.tensor.rank == 0 and self.topology.pipeline.rank == 0
-        own = [(s.row, Response(s.response, s.logprobs, s.ended)) for s in mine] if speaks else []
-        done = dict(pair for part in gather_objects(own) for pair in part)
+    def _collect(
+        self, mine: list[_Sequence], prompts: list[_Sequence], sharing: Sequence[ParallelDimension]
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """The sequences of all ranks that share them out."""
+        own = [(s.row, Response(s.response, s.logprobs, s.ended)) for s in mine]
+        done = dict(pair for part in gather_along(own, *sharing) for pair in part)
         responses = [done[s.row] for s in prompts]
         collected = output_of([s.prompt for s in prompts], responses, self.tokenizer.pad_token_id)
         if self.record_experts:
-            collected["routed_experts"] = self._collect_experts(mine, tuple(collected["output_ids"].shape))
+            collected["routed_experts"] = self._collect_experts(mine, tuple(collected["output_ids"].shape), sharing)
         return collected
 
-    def _collect_experts(self, mine: list[_Sequence], shape: tuple[int, ...]) -> Tensor:
-        """Every replica's and stage's, [B, S', layers with experts, topk] int16 on all ranks."""
+    def _collect_experts(
+        self, mine: list[_Sequence], shape: tuple[int, ...], sharing: Sequence[ParallelDimension]
+    ) -> Tensor:
+        """As `_collect`, of every stage; [B, S', layers with experts, topk] int16."""
         assert isinstance(self.family, Mixture)
         experts, layers = self.family.experts, [router.index for router in self.decoder.routers]
         speaks = bool(layers) and self.topology.tensor.rank == 0
         own = [(s.row, torch.cat(s.routed).short().cpu()) for s in mine] if speaks else []
         collected = torch.full((*shape, sum(experts.sparse_layers), experts.topk), -1, dtype=torch.int16)
-        for their_layers, part in gather_objects((layers, own)):
+        for their_layers, part in gather_along((layers, own), self.topology.tensor, self.topology.pipeline, *sharing):
             for row, routed in part:
                 collected[row, : len(routed), their_layers] = routed
         return collected

@@ -21,7 +21,9 @@ from mcore_rl import platform
 from mcore_rl.config import RLConfig
 from mcore_rl.data.progress import Say
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.collectives import share_outcome
+from mcore_rl.distributed.collectives import settle, share_outcome
+from mcore_rl.distributed.own_rows import OwnRows
+from mcore_rl.distributed.replicas import share_in_replica
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.interfaces import (
@@ -161,7 +163,13 @@ class VLLMGeneration(StreamingGeneration):
             asked = [self.submit(prompt, sample_id, prompt, greedy) for sample_id, prompt in rows]
             return [future.result() for future in asked]
 
-        return output_of([prompt for _, prompt in rows], self._on_first_rank(ask), self.tokenizer.pad_token_id)
+        if isinstance(data, OwnRows):
+            topology = self.policy.topology
+            begun = self._beside.submit(ask) if topology.leads_replica else None
+            responses = share_in_replica(settle(begun, self._meeting_seconds), topology)
+        else:
+            responses = self._on_first_rank(ask)
+        return output_of([prompt for _, prompt in rows], responses, self.tokenizer.pad_token_id)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """With `generation.vllm.sleep` the servers fall asleep, and the policy has all its memory again.
@@ -187,7 +195,11 @@ class VLLMGeneration(StreamingGeneration):
 
     def _on_first_rank(self, work: Callable[[], T]) -> T:
         begun = self._beside.submit(work) if self.policy.is_writer else None
-        return share_outcome(begun, min(5.0, self.config.parallel.timeout_seconds / 4))
+        return share_outcome(begun, self._meeting_seconds)
+
+    @property
+    def _meeting_seconds(self) -> float:
+        return min(5.0, self.config.parallel.timeout_seconds / 4)
 
     # ------------------------------------------------------------ servers
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_reduce
+from mcore_rl.distributed.own_rows import share_of
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.model import BuiltModel
 from mcore_rl.models.megatron.router import Router, RouterLoad
@@ -23,9 +24,13 @@ def routers_of(model: BuiltModel) -> list[Router]:
 
 
 def begin_step(model: BuiltModel, data: BatchedDataDict[Any]) -> int:
-    """Let the routers note the load of a global batch, and know its numbers of sequences and tokens; the latter."""
+    """Let the routers note the load of a global batch, and know its numbers of sequences and tokens; the latter.
+
+    Collective, of a replica's own rows.
+    """
     mask = data["sample_mask"].double()  # exact beyond 2^24 tokens
-    sequences, tokens = mask.sum(), (mask * data["input_lengths"]).sum()
+    counted = float(mask.sum()), float((mask * data["input_lengths"]).sum())
+    sequences, tokens = torch.tensor(share_of(data).sum(*counted), dtype=torch.float64)
     for layer in (module for chunk in model.chunks for module in chunk.modules() if isinstance(module, MoELayer)):
         counts = (count.clamp(min=1).to(platform.device()) for count in (sequences, tokens))
         layer.router.load = layer.experts.load = RouterLoad(*counts)

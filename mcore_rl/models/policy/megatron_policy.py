@@ -1,4 +1,4 @@
-"""The policy on Megatron: the same SPMD program on every rank, each call with the whole global batch."""
+"""The policy on Megatron: the same SPMD program on every rank, each call with a global batch or a share of it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mcore_rl.algorithms.loss_functions.metric_reduction import over_steps, redu
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batches import valid_counts
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.own_rows import OwnRows, share_of
 from mcore_rl.errors import ContractError
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.forward_step import (
@@ -64,7 +65,7 @@ class MegatronPolicy(Keeping, Generating):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, temperature: float = 1.0
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        data = BatchedDataDict({name: values for name, values in data.items() if name != ROUTED_EXPERTS})
+        data = data.with_entries({name: values for name, values in data.items() if name != ROUTED_EXPERTS})
         with self.reference_weights():  # they choose experts of their own
             return BatchedDataDict(reference_logprobs=self._score(data, micro_batch_size, temperature))
 
@@ -82,6 +83,7 @@ class MegatronPolicy(Keeping, Generating):
         """One optimizer step for each global batch in `data`.
 
         Args:
+            data: the same rows on every rank, or each replica's `OwnRows` of one global batch.
             eval_mode: no step and no gradients, only metrics.
             gbs: rows of a global batch; all of `data` if left out.
             mbs: rows of a microbatch without packing; with it, packs hold as many as fit. The configuration's if
@@ -97,15 +99,21 @@ class MegatronPolicy(Keeping, Generating):
             ContractError: no rows, or rows that do not make whole global batches; metrics that are not numbers.
             FloatingPointError: loss or gradient norm is not finite, on every rank; weights are as before.
         """
-        size = data.size if gbs is None else gbs
-        if data.size == 0:
-            raise ContractError("train: the batch has no rows")
-        if size < 1 or data.size % size:
-            raise ContractError(f"train: {data.size} rows do not make whole global batches of gbs={size}")
         step = self._evaluate if eval_mode else self._train_step
+        total = share_of(data).total
+        size = total if gbs is None else gbs
+        if total == 0:
+            raise ContractError("train: the batch has no rows")
+        if isinstance(data, OwnRows):
+            if size != total:
+                raise ContractError(f"train: a replica's own rows are of one global batch; it has {total} rows")
+            metrics, of_microbatches = step(data, loss_fn, temperature, mbs)
+            return {**metrics, "all_mb_metrics": of_microbatches}
+        if size < 1 or total % size:
+            raise ContractError(f"train: {total} rows do not make whole global batches of gbs={size}")
         results: list[dict[str, float]] = []
         all_mb_metrics: dict[str, list[float]] = {}
-        for start in range(0, data.size, size):
+        for start in range(0, total, size):
             metrics, of_microbatches = step(data.slice(start, start + size), loss_fn, temperature, mbs)
             results.append(metrics)
             for name, values in of_microbatches.items():
@@ -185,7 +193,8 @@ class MegatronPolicy(Keeping, Generating):
         loss, rows = sum(result.loss for result in results), sum(result.rows for result in results)
         if not math.isfinite(loss):
             raise FloatingPointError(explain_nonfinite(loss, outputs))
-        assert rows == data.size, f"{rows} rows went through the loss, not {data.size}"
+        total = share_of(data).total
+        assert rows == total, f"{rows} rows went through the loss, not {total}"
         parts = [{"loss": result.loss, **result.metrics} for result in results]
         reduced = reduce_metrics(parts, [result.samples for result in results], reductions_of(loss_fn))
         of_microbatches = {name: [part[name] for part in parts if name in part] for name in reduced}

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
+from mcore_rl.data.division import divide
 from mcore_rl.data.packing import Microbatch, batching_of
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_reduce
+from mcore_rl.distributed.own_rows import OwnRows, share_of
 from mcore_rl.errors import ContractError, UserError
 from mcore_rl.models.megatron.adapters import add_adapters
 from mcore_rl.models.megatron.families.mixture import Mixture
@@ -156,6 +158,16 @@ class ScoringModel:
         of_attention = (two - 2 * one) / 2  # a·n + b·n² at n = 1 and 2
         return (one - of_attention) / of_attention
 
+    def flops_of(self, data: BatchedDataDict[Any]) -> float:
+        """`training_flops` of a global batch, in which common beginnings may go through the model once."""
+        return share_of(data).sum(self.training_flops(*self.batching.pieces(data)))[0]
+
+    def divide(
+        self, lengths: Sequence[int], tokens_of: Callable[[Sequence[int]], Tensor], known: Sequence[int] | None = None
+    ) -> list[list[int]]:
+        """[replica] → rows of a global batch of these lengths that it trains on; as `division.divide`."""
+        return divide(self.batching, lengths, tokens_of, self.topology.data, known)
+
     # ------------------------------------------------------------ scoring
 
     def get_logprobs(
@@ -164,7 +176,7 @@ class ScoringModel:
         return BatchedDataDict(logprobs=self._score(data, micro_batch_size, temperature))
 
     def _score(self, data: BatchedDataDict[Any], micro_batch_size: int | None, temperature: float) -> Tensor:
-        """[B, S] log-probabilities of every real token, the same on all ranks."""
+        """[B, S] log-probabilities of every real token of these rows."""
         head = LogprobHead(self.model, temperature)
 
         def score(hidden: Tensor, microbatch: Microbatch) -> dict[str, Tensor]:
@@ -222,9 +234,9 @@ class ScoringModel:
         model_head: str = "lm",
         micro_batch_size: int | None = None,
     ) -> dict[str, Tensor]:
-        """`rows` [B, …] of the global batch, filled with what `compute` makes of the last stage's hidden states.
+        """`rows` [B, …] of `data`, filled with what `compute` makes of the last stage's hidden states.
 
-        The same on all ranks, on the host; columns that a microbatch does not have stay 0.
+        The same on all ranks that have these rows, on the host; columns that a microbatch does not have stay 0.
 
         Raises:
             RuntimeError: the weights are offloaded, or the model has another head.
@@ -242,7 +254,9 @@ class ScoringModel:
             return hidden.new_zeros(()), {}
 
         self._run(self._microbatches(data, micro_batch_size), fill, train=False)
-        return {name: self._sum_over_replicas_and_stages(values).cpu() for name, values in rows.items()}
+        replicas = None if isinstance(data, OwnRows) else self.topology.data.group
+        rows = {name: all_reduce(values, replicas) for name, values in rows.items()}
+        return {name: all_reduce(values, self.topology.pipeline.group).cpu() for name, values in rows.items()}
 
     def _microbatches(
         self,
@@ -276,6 +290,3 @@ class ScoringModel:
         for chunk in self.chunks:
             chunk.train(train)
         return run_microbatches(self.model, self.chunks, microbatches, head, train)
-
-    def _sum_over_replicas_and_stages(self, x: Tensor) -> Tensor:
-        return all_reduce(all_reduce(x, self.topology.data.group), self.topology.pipeline.group)

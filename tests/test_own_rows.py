@@ -1,0 +1,203 @@
+"""Replicas that have their own rows of a batch alone: the same numbers as with all rows on every rank."""
+
+import copy
+
+import pytest
+import torch
+from models import and_long
+from test_layouts import make_config, make_data
+from test_prefix import dpo_config, grpo_config, make_groups, make_pairs
+from topologies import grid
+
+from mcore_rl.algorithms.objectives import loss_of
+from mcore_rl.data.packing import Batching
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.own_rows import OwnRows, Share, share_of
+from mcore_rl.distributed.processes import WorkerError, run_processes
+from mcore_rl.distributed.replicas import exchange, gather_from_replicas, gather_on_first, share_in_replica
+from mcore_rl.errors import ContractError
+from mcore_rl.layout_check import Layout
+
+# ------------------------------------------------------------------ what replicas tell each other
+
+
+def shares():
+    """Five rows: of replica 0 the rows 4 and 1, of replica 1 none, of replica 2 the others."""
+    replicas = grid().data
+    indices = [[4, 1], [], [0, 3, 2]][replicas.rank]
+    share = Share(indices, 5, replicas)
+    values = torch.tensor([index / 7 for index in indices], dtype=torch.float64)
+    appended = Share.appended([2, 0, 3][replicas.rank], replicas)
+    return (
+        share.sum(float(values.sum()), 2**53 / 3), share.max(max(indices, default=-1), -replicas.rank),
+        share.everyone(values).tolist(), (list(appended.indices), appended.total),
+    )  # fmt: skip
+
+
+def test_shares_add_up():
+    results = run_processes(shares, world_size=3)
+    for rank, (sums, largest, everyone, appended) in enumerate(results):
+        assert sums == [pytest.approx(10 / 7, rel=1e-15), 2**53]
+        assert largest == [4, 0]
+        assert everyone == [index / 7 for index in range(5)]
+        assert appended == ([[0, 1], [], [2, 3, 4]][rank], 5)
+
+
+def test_all_rows_are_a_share_too():
+    share = share_of(BatchedDataDict(a=torch.arange(3)))
+    assert (list(share.indices), share.total, share.sum(0.7), share.max(-0.3)) == ([0, 1, 2], 3, [0.7], [-0.3])
+    assert share.everyone(torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)).tolist() == [0.1, 0.2, 0.3]
+    with pytest.raises(ContractError, match="3 rows for a share of 2"):
+        OwnRows({"a": torch.arange(3)}, Share([0, 1], 2))
+
+
+def exchanged():
+    """Two replicas of two ranks; each leads four of seven items or three, and wants others."""
+    topology = grid(width=2)
+    own = {n: ["item", n, "x" * n] for n in range(7) if n % 2 == topology.data.rank} if topology.leads_replica else {}
+    wanted = [[5, 0, 6], [1, 4]]
+    got = exchange(own, wanted, topology) if topology.leads_replica else None
+    nothing = exchange(own, [[], []], topology) if topology.leads_replica else None
+    return (
+        share_in_replica(got, topology), nothing, gather_on_first(own, [3, 0, 2], topology),
+        gather_from_replicas(topology.data.rank + 0.5, topology),
+    )  # fmt: skip
+
+
+def test_items_go_to_those_who_want_them():
+    for rank, (got, nothing, first, told) in enumerate(run_processes(exchanged, world_size=4)):
+        assert got == [["item", n, "x" * n] for n in ([5, 0, 6], [1, 4])[rank // 2]]
+        assert nothing == (None if rank % 2 else [])
+        assert first == ([["item", n, "x" * n] for n in (3, 0, 2)] if rank == 0 else [])
+        assert told == [0.5, 1.5]
+
+
+# ------------------------------------------------------------------ division
+
+
+def divided(lengths, ids, batching, known):
+    from mcore_rl.data.division import divide
+
+    replicas = grid().data
+    own = None if known is None else known[replicas.rank]
+    asked = []
+
+    def tokens_of(rows):
+        asked.extend(rows)
+        return ids[list(rows)]
+
+    return divide(batching, lengths, tokens_of, replicas, own), asked
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_rows_are_divided_as_a_batch_that_every_rank_has(sharing):
+    data = make_groups()
+    lengths, ids = data["input_lengths"].tolist(), data["input_ids"]
+    batching = Batching(True, 96, 1, 1, dp_size=3, rows_per_group=4 if sharing else 0, min_shared=8)
+    expected = [sorted(row for box in boxes for row in box) for boxes in batching.plan(lengths, ids)]
+    for known in (None, [[0, 1, 2, 3], [8, 9, 10, 11, 12, 13, 14, 15], [4, 5, 6, 7]], [[], list(range(16)), []]):
+        results = run_processes(divided, lengths, ids, batching, known, world_size=3)
+        assert [rows for rows, _ in results] == [expected] * 3
+        told = [asked for _, asked in results]
+        assert sorted(row for asked in told for row in asked) == (list(range(16)) if sharing else [])
+        if known is not None and sharing:
+            assert told == known
+
+
+# ------------------------------------------------------------------ learning and scoring
+
+
+def scored_and_trained(config, data, division):
+    """Of own rows and of whole batches: scores (with their rows), metrics of a step and the gradients' norm."""
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2 if config.algorithm == "dpo" else 1)
+    replicas = policy.topology.data
+    share = Share(division[replicas.rank], data.size, replicas)
+    own = OwnRows(data.select_indices(share.indices), share)
+    loss_fn = loss_of(config)
+    whole_scores, own_scores = (policy.get_logprobs(rows)["logprobs"] for rows in (data, own))
+    if config.algorithm == "grpo":
+        for rows, scores in ((data, whole_scores), (own, own_scores)):
+            for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
+                rows[name] = scores * 0.98
+    whole, evaluated = policy.evaluate(data, loss_fn), policy.evaluate(own, loss_fn)
+    flops = policy.flops_of(data), policy.flops_of(own)
+    trained = policy.train(own, loss_fn)
+    parts = trained.pop("all_mb_metrics")
+    with pytest.raises(ContractError, match="own rows are of one global batch"):
+        policy.train(own, loss_fn, gbs=2)
+    policy.shutdown()
+    return whole_scores, (list(share.indices), own_scores), whole, evaluated, trained, parts, flops
+
+
+def check_own_rows(config, data, layout, division, splits_groups=False):
+    config = layout.apply(config)
+    results = run_processes(scored_and_trained, config, copy.deepcopy(data), division, world_size=layout.world_size)
+    for whole_scores, (indices, own_scores), whole, evaluated, trained, parts, flops in results:
+        width = own_scores.shape[1]
+        torch.testing.assert_close(own_scores, whole_scores[indices][:, :width], rtol=1e-5, atol=1e-5)
+        for name, value in whole.items():
+            assert evaluated[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+            assert trained[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        assert sum(parts["num_valid_samples"]) == whole["num_valid_samples"]
+        assert flops[1] == pytest.approx(flops[0]) or (splits_groups and flops[1] > flops[0])
+    assert all(result[2:] == results[0][2:] for result in results), "the same on all ranks"
+
+
+UNEVEN = [[2, 3, 8, 9, 0, 1, 10, 11, 4, 5], [6, 7]]
+"""The second replica's rows do not count."""
+NONE = [list(range(12)), []]
+LAYOUTS = and_long(
+    [
+        ("llama", Layout(dp=2, tokens_per_pack=128), UNEVEN),
+        ("llama", Layout(dp=2, pp=2, tokens_per_pack=128), NONE),
+        ("mixtral", Layout(dp=2, ep=2), NONE),
+    ],
+    [
+        ("llama", Layout(dp=2, packing=False), UNEVEN),
+        ("llama", Layout(dp=2, packing=False), NONE),
+        ("llama", Layout(dp=2, cp=2, tp=2, sp=True, tokens_per_pack=128), NONE),
+        ("llama", Layout(dp=4), [[0, 1], [4, 5, 2, 3, 6, 7], [], [8, 9, 10, 11]]),
+        ("deep", Layout(dp=2, pp=2, vpp=2, first=4, last=2, tokens_per_pack=128), NONE),
+        ("qwen3_moe", Layout(dp=2, pp=2, ep=2), UNEVEN),
+    ],
+)
+
+
+@pytest.mark.parametrize(("family", "layout", "division"), LAYOUTS, ids=str)
+def test_own_rows_are_learned_from_as_whole_batches(family, layout, division, model_of):
+    check_own_rows(make_config(model_of(family)), make_data(), layout, division)
+
+
+SPLIT = [[0, 1, 5, 6, 7, 12, 13, 14, 15], [2, 3, 4, 8, 9, 10, 11]]
+"""Of four groups of four rows two are on both replicas."""
+
+
+@pytest.mark.parametrize(
+    ("config_of", "make", "division"),
+    and_long(
+        [(grpo_config, make_groups, SPLIT)],
+        [
+            (grpo_config, make_groups, [[], list(range(16))]),
+            (dpo_config, make_pairs, [[4, 5, 0, 1], [2, 3, *range(6, 14)]]),
+        ],
+    ),
+)
+def test_own_rows_share_their_beginnings(config_of, make, division, model_of):
+    layout = Layout(prefix=True, dp=2, tokens_per_pack=128)
+    check_own_rows(config_of(model_of("llama")), make(), layout, division, splits_groups=division is SPLIT)
+
+
+def empty_batches(config):
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    data = make_data().select_indices([])
+    policy.train(OwnRows(data, Share([], 0, policy.topology.data)), loss_of(config))
+
+
+def test_no_rows_at_all_are_refused(model_of):
+    config = Layout(dp=2).apply(make_config(model_of("llama")))
+    with pytest.raises(WorkerError, match="ContractError: train: the batch has no rows"):
+        run_processes(empty_batches, config, world_size=2)
