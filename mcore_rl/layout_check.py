@@ -34,6 +34,7 @@ from mcore_rl.errors import UserError
 from mcore_rl.layouts import Layout
 
 if TYPE_CHECKING:
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.models.policy.teacher import TeacherModel
 
 ROUNDING = 1e-12

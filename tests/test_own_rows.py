@@ -1,6 +1,8 @@
 """Replicas that have their own rows of a batch alone: the same numbers as with all rows on every rank."""
 
 import copy
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +11,18 @@ from test_layouts import make_config, make_data
 from test_prefix import dpo_config, grpo_config, make_groups, make_pairs
 from topologies import grid
 
+from mcore_rl.algorithms import supervised
 from mcore_rl.algorithms.objectives import loss_of
+from mcore_rl.algorithms.rollouts import Rollout, Rollouts
+from mcore_rl.data.batches import collate, valid_counts
 from mcore_rl.data.packing import Batching
+from mcore_rl.data.token_store import TokenizedChunk, collect
+from mcore_rl.data.tokenize import TokenSequence
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.own_rows import OwnRows, Share, share_of
 from mcore_rl.distributed.processes import WorkerError, run_processes
 from mcore_rl.distributed.replicas import exchange, gather_from_replicas, gather_on_first, share_in_replica
+from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import ContractError
 from mcore_rl.layout_check import Layout
 
@@ -123,6 +131,9 @@ def scored_and_trained(config, data, division):
                 rows[name] = scores * 0.98
     whole, evaluated = policy.evaluate(data, loss_fn), policy.evaluate(own, loss_fn)
     flops = policy.flops_of(data), policy.flops_of(own)
+    halves = [data.slice(0, 4), data.slice(4, data.size)]
+    in_parts = policy.evaluate_parts(iter(halves), valid_counts(data), loss_fn)
+    assert in_parts == pytest.approx(whole, rel=1e-6, abs=1e-7)
     trained = policy.train(own, loss_fn)
     parts = trained.pop("all_mb_metrics")
     with pytest.raises(ContractError, match="own rows are of one global batch"):
@@ -201,3 +212,154 @@ def test_no_rows_at_all_are_refused(model_of):
     config = Layout(dp=2).apply(make_config(model_of("llama")))
     with pytest.raises(WorkerError, match="ContractError: train: the batch has no rows"):
         run_processes(empty_batches, config, world_size=2)
+
+
+# ------------------------------------------------------------------ the loops
+
+
+class Units:
+    """Pairs of a store, which notes what is read."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(4)
+        chunk = TokenizedChunk()
+        for n in torch.randint(1, 30, (9,), generator=generator).tolist():
+            prompt = tuple(range(2, 2 + 40 * (n % 2) + 2))
+            chunk.add(tuple(TokenSequence((*prompt, *[side] * m), (False,) * len(prompt) + (True,) * m)
+                            for side, m in ((7, n), (8, 30 - n))))  # fmt: skip
+        self.store, self.read = collect([chunk], 2), []
+
+    def lengths_of(self, index):
+        return self.store.lengths_of(index)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return self.store[index]
+
+
+def batch_of_records(rows_per_group):
+    from mcore_rl.algorithms.supervised import SupervisedRun
+    from mcore_rl.data.division import divide
+
+    replicas, run = grid().data, object.__new__(SupervisedRun)
+    batching = Batching(True, 256, 1, 2, dp_size=replicas.size, rows_per_group=rows_per_group)
+    run.inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
+    run.policy = SimpleNamespace(
+        topology=SimpleNamespace(data=replicas), divide=lambda lengths, rows: divide(batching, lengths, rows, replicas)
+    )
+    units = Units()
+    data, own = run._own_rows(SimpleNamespace(units=units), [5, 3, 8, 0, 1, 7], first_sample=12)
+    return dict(data), list(data.share.indices), own, units.read
+
+
+@pytest.mark.parametrize("rows_per_group", [0, 2])
+def test_a_rank_reads_and_builds_its_own_records_alone(rows_per_group):
+    whole = collate([Units().store[i] for i in (5, 3, 8, 0, 1, 7)], 0)
+    results = run_processes(batch_of_records, rows_per_group, world_size=3)
+    assert sorted(row for _, indices, _, _ in results for row in indices) == list(range(12))
+    for rank, (data, indices, own, read) in enumerate(results):
+        assert own == [(5, 3, 8, 0, 1, 7)[row // 2] for row in indices[::2]]
+        described = [(5, 3, 8, 0, 1, 7)[unit] for unit in range(rank, 6, 3)] if rows_per_group else []
+        assert read == [*described, *own], "and what it tells the others the sizes of"
+        width = data["input_ids"].shape[1]
+        assert width == int(data["input_lengths"].max())
+        for name, values in data.items():
+            expected = whole[name][indices]
+            assert torch.equal(values, expected[:, :width] if expected.ndim > 1 else expected), name
+
+
+class Evaluating:
+    """A policy that keeps what it is to evaluate."""
+
+    def __init__(self):
+        self.topology, self.seen = Topology(), []
+
+    def divide(self, lengths, tokens_of):
+        return [list(range(len(lengths)))]
+
+    def evaluate_parts(self, parts, counts, loss_fn):
+        self.seen.append(([dict(part) for part in parts], [float(count) for count in counts]))
+        return {}
+
+
+def test_a_validation_set_is_never_there_all_at_once(monkeypatch):
+    monkeypatch.setattr(supervised, "VALIDATION_RECORDS", 4)
+    added, current, units = [], [], Units()
+
+    def add(data, dataset, indices):
+        added.append(list(indices))
+        data["reference"] = data["input_ids"] / 3
+
+    inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
+    run = supervised.SupervisedRun(
+        None,
+        inputs,
+        Evaluating(),
+        None,
+        add,
+        add_current_columns=lambda data, dataset, indices: current.append(indices),
+    )
+    whole = collate([units.store[i] for i in range(9)], 0)
+    for _ in range(2):
+        run.validate_on("", Nine(units), 1)
+    for parts, counts in run.policy.seen:
+        assert [len(part["input_ids"]) for part in parts] == [8, 8, 2]
+        assert counts == [float(count) for count in valid_counts(whole)]
+        for part, start in zip(parts, (0, 8, 16), strict=True):
+            width = part["input_ids"].shape[1]
+            assert torch.equal(part["input_ids"], whole["input_ids"][start : start + 8, :width])
+            assert torch.equal(part["reference"], part["input_ids"] / 3)
+    assert added == [[0, 1, 2, 3], [4, 5, 6, 7], [8]], "once"
+    assert current == added * 2
+    run.reference_moved()
+    run.validate_on("", Nine(units), 2)
+    assert len(added) == 6
+
+
+class Nine:
+    def __init__(self, units):
+        self.units = units
+
+    def __len__(self):
+        return 9
+
+
+def shared_out(rows_per_group):
+    """Ten rollouts, of which the first of two replicas has led six."""
+    from mcore_rl.algorithms.grpo import GRPORun
+    from mcore_rl.data.division import divide
+
+    topology, run = grid(width=2), object.__new__(GRPORun)
+    batching = Batching(True, 256, 1, 1, dp_size=2, rows_per_group=rows_per_group, min_shared=4)
+    run.inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
+    run.policy = SimpleNamespace(
+        topology=topology,
+        divide=lambda lengths, rows, known: divide(batching, lengths, rows, topology.data, known),
+    )
+    led = [0, 1, 2, 3, 4, 5] if topology.data.rank == 0 else [6, 7, 8, 9]
+    known = make_rollouts()
+    own = {place: known[place] for place in led} if topology.leads_replica else {}
+    rollouts, share = run._share_out(Rollouts([rollout.outcome for rollout in known], own))
+    return rollouts, list(share.indices), share.total
+
+
+def make_rollouts():
+    rollouts = []
+    for n in range(10):
+        prompt = [20 + n // 2] * 9
+        tokens = [*prompt, *[n] * (1 + 7 * (n % 3))]
+        mask = [False] * 9 + [True] * (len(tokens) - 9)
+        texts = [{"role": "user", "content": "?"}]
+        logprobs = [-m / 3 for m in mask]
+        rollouts.append(Rollout(n // 2, n, tokens, mask, logprobs, reward=n / 7, message_log=texts))
+    return rollouts
+
+
+@pytest.mark.parametrize("rows_per_group", [0, 2])
+def test_samples_go_to_the_replica_that_trains_them(rows_per_group):
+    results = run_processes(shared_out, rows_per_group, world_size=4)
+    assert results[0] == results[1] and results[2] == results[3], "a replica's ranks have the same"
+    assert sorted(results[0][1] + results[2][1]) == list(range(10)) and min(len(r[1]) for r in results) > 0
+    for rollouts, indices, total in results:
+        assert total == 10
+        assert rollouts == [replace(make_rollouts()[place], message_log=[]) for place in indices]

@@ -7,15 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from mcore_rl import watchdog
 from mcore_rl.algorithms.interfaces import LossFunction
 from mcore_rl.algorithms.training import TrainingRun
-from mcore_rl.data.batches import collate
+from mcore_rl.data.batches import collate, valid_counts
 from mcore_rl.data.records import Dataset
 from mcore_rl.distributed.own_rows import OwnRows, Share
 
 AddColumns = Callable[[OwnRows[Any], Any, Sequence[int]], None]
 """(a replica's own rows of a batch, dataset, indices of their records there)"""
+
+
+VALIDATION_RECORDS = 4096
+"""Of a validation set that go through the model at a time; what a loss takes from a whole batch it takes from these."""
 
 
 @dataclass
@@ -31,8 +38,10 @@ class SupervisedRun(TrainingRun[Dataset]):
     add_columns: AddColumns = lambda data, dataset, indices: None
     check_first_step: Callable[[dict[str, Any], OwnRows[Any]], None] = lambda metrics, data: None
     add_current_columns: AddColumns = lambda data, dataset, indices: None
-    validation_batches: dict[str, tuple[OwnRows[Any], list[int]]] = field(default_factory=dict)
-    """By set, with what `add_columns` adds, and the records' indices."""
+    validation_columns: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    """What `add_columns` adds to a set's parts, by its name and the part's first record."""
+    validation_counts: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """`valid_counts` of each set."""
 
     @property
     def samples_per_step(self) -> int:
@@ -95,13 +104,28 @@ class SupervisedRun(TrainingRun[Dataset]):
         return OwnRows(collate([dataset.units[i] for i in indices], self.inputs.tokenizer.pad_token_id), share)
 
     def reference_moved(self) -> None:
-        self.validation_batches.clear()
+        self.validation_columns.clear()
 
     def validate_on(self, name: str, dataset: Dataset, step: int) -> dict[str, float]:
-        """Metrics over a whole set, as one batch, so that they are exact means."""
-        if name not in self.validation_batches:
-            self.validation_batches[name] = self._own_rows(dataset, range(len(dataset)))
-            self.add_columns(self.validation_batches[name][0], dataset, self.validation_batches[name][1])
-        data, own = self.validation_batches[name]
+        """Metrics over a whole set: exact means, though its tokens are never there all at once."""
+        starts = range(0, len(dataset), VALIDATION_RECORDS)
+        if name not in self.validation_counts:
+            counts = [valid_counts(self._part(dataset, start)[0]) for start in starts]
+            sequences, tokens = (torch.stack(count).sum() for count in zip(*counts, strict=True))
+            self.validation_counts[name] = sequences, tokens
+        parts = (self._with_columns(dataset, name, start) for start in starts)
+        return self.policy.evaluate_parts(parts, self.validation_counts[name], self.loss_fn)
+
+    def _part(self, dataset: Dataset, start: int) -> tuple[OwnRows[Any], list[int]]:
+        return self._own_rows(dataset, range(start, min(start + VALIDATION_RECORDS, len(dataset))))
+
+    def _with_columns(self, dataset: Dataset, name: str, start: int) -> OwnRows[Any]:
+        """A part of a validation set, with all that the loss needs."""
+        data, own = self._part(dataset, start)
+        if (name, start) not in self.validation_columns:
+            tokens = set(data)
+            self.add_columns(data, dataset, own)
+            self.validation_columns[name, start] = {key: data[key] for key in set(data) - tokens}
+        data.update(self.validation_columns[name, start])
         self.add_current_columns(data, dataset, own)
-        return self.policy.evaluate(data, self.loss_fn)
+        return data

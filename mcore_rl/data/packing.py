@@ -148,11 +148,12 @@ class Batching:
         return self._microbatches(data, shards[dp_rank], units, width)
 
     def _own_microbatches(self, data: OwnRows[Any]) -> list[Microbatch]:
-        share = data.share
-        units = self._units(data["input_lengths"].tolist(), data["input_ids"], share.indices)
-        (boxes,) = replace(self, dp_size=1)._assign(units)
-        count, width = map(int, share.max(len(boxes), max(map(self._width, boxes), default=0)))
-        boxes += [[]] * (count - len(boxes))
+        if self not in data.plans:
+            units = self._units(data["input_lengths"].tolist(), data["input_ids"], data.share.indices)
+            (boxes,) = replace(self, dp_size=1)._assign(units)
+            count, width = map(int, data.share.max(len(boxes), max(map(self._width, boxes), default=0)))
+            data.plans[self] = [*boxes, *[[]] * (count - len(boxes))], units, width
+        boxes, units, width = data.plans[self]
         if units:
             return self._microbatches(data, boxes, units, width)
         blank = _blank(data, self.rows_per_unit)
@@ -212,8 +213,10 @@ class Batching:
 
     def pieces(self, data: BatchedDataDict[Any]) -> tuple[list[int], list[int]]:
         """Tokens of each piece of a batch that goes through the model, and of what it continues."""
-        indices = share_of(data).indices
-        units = self._units(data["input_lengths"].tolist(), data["input_ids"], indices)
+        if isinstance(data, OwnRows) and self in data.plans:
+            _, units, _ = data.plans[self]
+        else:
+            units = self._units(data["input_lengths"].tolist(), data["input_ids"], share_of(data).indices)
         return [n for unit in units for n in unit.tree.lengths], [n for unit in units for n in unit.tree.before]
 
 

@@ -73,16 +73,18 @@ class OwnRows(BatchedDataDict[DictT]):
 
     A policy learns from the rows of all replicas together, as if every rank had all of them, and scores each
     replica's own.
+
+    plans: of its microbatches, by how they were cut: scoring and training plan once.
     """
 
-    def __init__(self, entries: Mapping[str, Any], share: Share) -> None:
+    def __init__(self, entries: Mapping[str, Any], share: Share, plans: dict[Any, Any] | None = None) -> None:
         super().__init__(entries)
-        self.share = share
+        self.share, self.plans = share, {} if plans is None else plans
         if self.data and self.size != len(share.indices):
             raise ContractError(f"{self.size} rows for a share of {len(share.indices)}")
 
     def with_entries(self, entries: Mapping[str, Any]) -> Self:
-        return type(self)(entries, self.share)
+        return type(self)(entries, self.share, self.plans)
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> Any:
         """As of any batch; what is selected is no share of the global batch."""

@@ -84,7 +84,8 @@ def _all_to_all(parts: Sequence[T], dimension: ParallelDimension) -> list[T]:
     counts = coming.tolist()
     sent = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8).to(device)
     received = sent.new_empty(sum(counts))
-    splits = {"output_split_sizes": counts, "input_split_sizes": sizes.tolist()}
-    torch.distributed.all_to_all_single(received, sent, **splits, group=dimension.group)
+    torch.distributed.all_to_all_single(
+        received, sent, output_split_sizes=counts, input_split_sizes=sizes.tolist(), group=dimension.group
+    )
     stream = io.BytesIO(received.cpu().numpy().tobytes())
     return [pickle.loads(stream.read(count)) for count in counts]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mcore_rl.algorithms.interfaces import LossFunction
 from mcore_rl.algorithms.loss_functions.metric_reduction import over_steps, reduce_metrics, reductions_of
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batches import valid_counts
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.collectives import Acquainted
 from mcore_rl.distributed.own_rows import OwnRows, share_of
 from mcore_rl.errors import ContractError
 from mcore_rl.models.megatron.families.mixture import Mixture
@@ -26,7 +29,7 @@ from mcore_rl.models.policy.generating import Generating
 from mcore_rl.models.policy.handover import TrainingMemory, WeightHandover
 from mcore_rl.models.policy.interfaces import ReferenceLogprobOutputSpec
 from mcore_rl.models.policy.keeping import Keeping
-from mcore_rl.models.policy.step_results import collect_results, explain_nonfinite
+from mcore_rl.models.policy.step_results import MicrobatchResult, collect_results, explain_nonfinite
 
 
 class MegatronPolicy(Keeping, Generating):
@@ -51,6 +54,7 @@ class MegatronPolicy(Keeping, Generating):
         self.reference = self._new_reference(begun) if keep_reference else None
         self.generation: Any = None
         self.load: GlobalLoad | None = None
+        self._names_of_metrics = Acquainted()
         self.is_trained = total_steps > 0
         if self.is_trained:
             self.chunks = wrap_for_training(self.model, config.parallel.overlap_grad_reduce)
@@ -178,30 +182,68 @@ class MegatronPolicy(Keeping, Generating):
         self.require("evaluate", self.weights_away)
         return self._run_loss(data, loss_fn, temperature, mbs, train=False)
 
+    @torch.no_grad()
+    def evaluate_parts(
+        self, parts: Iterable[BatchedDataDict[Any]], counts: tuple[Tensor, Tensor], loss_fn: LossFunction
+    ) -> dict[str, float]:
+        """As `evaluate` of all parts as one batch, which need not be there together.
+
+        Args:
+            counts: `valid_counts` of all parts together.
+        """
+        self.require("evaluate", self.weights_away)
+        results = [result for data in parts for result in self._results(data, loss_fn, counts, 1.0, None, train=False)]
+        return _reduced(results, loss_fn)[0]
+
     def _run_loss(
         self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float, mbs: int | None, train: bool
     ) -> tuple[dict[str, float], dict[str, list[float]]]:
         """Metrics over the global batch, and of each microbatch."""
-        head = LossHead(self.model, loss_fn, *valid_counts(data), temperature)
+        return _reduced(self._results(data, loss_fn, valid_counts(data), temperature, mbs, train), loss_fn)
+
+    def _results(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        counts: tuple[Tensor, Tensor],
+        temperature: float,
+        mbs: int | None,
+        train: bool,
+    ) -> list[MicrobatchResult]:
+        """Of every microbatch of all replicas.
+
+        Args:
+            counts: (global_valid_seqs, global_valid_toks), what the loss is averaged over.
+        """
+        head = LossHead(self.model, loss_fn, *counts, temperature)
         # A loss of logits gets a row's own, one at a time, so that its rows stand apart.
         share = head.fused or head.rewards is not None
         microbatches = self._microbatches(data, mbs, share, getattr(loss_fn, "rows_per_unit", 1))
         if prepare := getattr(loss_fn, "prepare", None):
             prepare(microbatches)
         outputs = self._run(microbatches, head, train)
-        results = collect_results(self.topology, type(loss_fn).__name__, microbatches, outputs)
+        loss_name = type(loss_fn).__name__
+        results = collect_results(self.topology, loss_name, microbatches, outputs, self._names_of_metrics)
         loss, rows = sum(result.loss for result in results), sum(result.rows for result in results)
         if not math.isfinite(loss):
             raise FloatingPointError(explain_nonfinite(loss, outputs))
         total = share_of(data).total
         assert rows == total, f"{rows} rows went through the loss, not {total}"
-        parts = [{"loss": result.loss, **result.metrics} for result in results]
-        reduced = reduce_metrics(parts, [result.samples for result in results], reductions_of(loss_fn))
-        of_microbatches = {name: [part[name] for part in parts if name in part] for name in reduced}
-        return {**{name: float(value) for name, value in reduced.items()}, "loss": loss}, of_microbatches
+        return results
 
     # ------------------------------------------------------------ life
 
     def shutdown(self) -> bool:
         self.release_shared_bucket()
         return super().shutdown()
+
+
+def _reduced(
+    results: Sequence[MicrobatchResult], loss_fn: LossFunction
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Metrics over all microbatches, and of each."""
+    parts = [{"loss": result.loss, **result.metrics} for result in results]
+    reduced = reduce_metrics(parts, [result.samples for result in results], reductions_of(loss_fn))
+    of_microbatches = {name: [part[name] for part in parts if name in part] for name in reduced}
+    loss = sum(result.loss for result in results)
+    return {**{name: float(value) for name, value in reduced.items()}, "loss": loss}, of_microbatches

@@ -12,7 +12,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.algorithms.loss_functions.common import locate_nonfinite
 from mcore_rl.data.packing import Microbatch
-from mcore_rl.distributed.collectives import all_gather, all_reduce, gather_objects
+from mcore_rl.distributed.collectives import Acquainted, all_gather, all_reduce, gather_objects
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import ContractError
 
@@ -28,18 +28,23 @@ class MicrobatchResult:
 
 
 def collect_results(
-    topology: Topology, loss_name: str, microbatches: Sequence[Microbatch], outputs: Sequence[dict[str, Any]]
+    topology: Topology,
+    loss_name: str,
+    microbatches: Sequence[Microbatch],
+    outputs: Sequence[dict[str, Any]],
+    names_of_all: Acquainted,
 ) -> list[MicrobatchResult]:
     """Those of all data-parallel ranks, without fillers; the same list on every rank, by one host sync.
 
     Args:
         outputs: what the loss's head gave for each of `microbatches`; [] on all pipeline stages but the last.
+        names_of_all: tells which metrics each rank has; the same one in every step.
 
     Raises:
         ContractError: a metric is not a number; on every rank.
     """
-    described = gather_objects(_describe(loss_name, outputs)) if torch.distributed.get_world_size() > 1 else None
-    everyone = [_describe(loss_name, outputs)] if described is None else described
+    own_names = _describe(loss_name, outputs)
+    everyone = names_of_all.gather(own_names) if torch.distributed.get_world_size() > 1 else [own_names]
     if errors := [found for found in everyone if isinstance(found, str)]:
         raise ContractError(errors[0])
     names = sorted({name for found in everyone for name in found})
