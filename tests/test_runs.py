@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from models import make_model
@@ -293,8 +294,6 @@ def make_adapter(base, directory, seed):
 @pytest.mark.long
 def test_a_precomputed_reference_is_of_its_adapter_and_whole(files, tmp_path):
     """Two adapters one after the other in one directory, then each way in which what is stored can be damaged."""
-    from safetensors.torch import load_file
-
     out, first, second = (tmp_path / name for name in ("out", "first", "second"))
     for seed, path in enumerate((first, second)):
         make_adapter(files / "model", path, seed)
@@ -305,7 +304,8 @@ def test_a_precomputed_reference_is_of_its_adapter_and_whole(files, tmp_path):
     said = run(files, *afresh, f"model.lora.path={second}", algorithm="dpo")
     (other,) = set((out / "reference_logprobs").iterdir()) - {stored}
     assert stored.read_bytes() == content and "damaged" not in said
-    assert (load_file(other)["logprobs"] - load_file(stored)["logprobs"]).abs().max() > 1e-3
+    of_other, of_stored = (np.frombuffer(path.read_bytes()[:-32], np.float32) for path in (other, stored))
+    assert np.abs(of_other - of_stored).max() > 1e-3
     for damaged in (content[:-7], b"", content[:-1] + bytes([content[-1] ^ 1]), other.read_bytes()[:50]):
         stored.write_bytes(damaged)
         said = run(files, *afresh, f"model.lora.path={first}", algorithm="dpo")

@@ -130,7 +130,7 @@ def test_precomputed_reference_equals_swapping(files, dpo_run):
     arguments = (files / "dpo.yaml", f"output_dir={out}", "dpo.reference=precompute")
     run("train_dpo.py", *arguments, "parallel.context_parallel_size=2", processes=2)
     assert_same_run(metrics_of(out), metrics_of(swapped))
-    (stored,) = (out / "reference_logprobs").glob("*.safetensors")  # train and validation are the same data here
+    (stored,) = (out / "reference_logprobs").glob("*.logprobs")  # train and validation are the same data here
     written = stored.stat().st_mtime_ns
     run("train_dpo.py", *arguments, "checkpoint.resume=none", "checkpoint.overwrite=true", "trainer.max_steps=1")
     assert stored.stat().st_mtime_ns == written, "the stored reference does not depend on the layout"

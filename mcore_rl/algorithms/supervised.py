@@ -14,6 +14,7 @@ from mcore_rl import watchdog
 from mcore_rl.algorithms.interfaces import LossFunction
 from mcore_rl.algorithms.training import TrainingRun
 from mcore_rl.data.batches import collate, valid_counts
+from mcore_rl.data.division import share_records
 from mcore_rl.data.records import Dataset
 from mcore_rl.distributed.own_rows import OwnRows, Share
 
@@ -77,21 +78,10 @@ class SupervisedRun(TrainingRun[Dataset]):
         Args:
             first_sample: number of the batch's first sample among all of the run; None for those of validation.
         """
-        units, pad = dataset.units, self.inputs.tokenizer.pad_token_id
-        lengths = [units.lengths_of(index) for index in indices]
-        size = len(lengths[0])
-
-        def units_of(rows: Sequence[int]) -> list[int]:
-            return list(dict.fromkeys(row // size for row in rows))
-
-        replicas, rows = self.policy.topology.data, [length for unit in lengths for length in unit]
-        division = self.policy.divide(
-            rows, lambda rows: collate([units[indices[unit]] for unit in units_of(rows)], pad)["input_ids"]
-        )
-        share = Share(division[replicas.rank], len(rows), replicas)
-        own = units_of(share.indices)
-        samples = None if first_sample is None else [first_sample + unit for unit in own]
-        return self.own_batch(dataset, [indices[unit] for unit in own], share, samples), [indices[u] for u in own]
+        share, places = share_records(self.policy.divide, self.policy.topology.data, dataset.units, indices)
+        own = [indices[place] for place in places]
+        samples = None if first_sample is None else [first_sample + place for place in places]
+        return self.own_batch(dataset, own, share, samples), own
 
     def own_batch(
         self, dataset: Dataset, indices: Sequence[int], share: Share, samples: Sequence[int] | None

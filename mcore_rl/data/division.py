@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from mcore_rl import platform
+from mcore_rl.data.batches import padded_rows
 from mcore_rl.data.packing import Batching, UnitSize
+from mcore_rl.data.token_store import TokenStore
 from mcore_rl.distributed.collectives import all_gather
 from mcore_rl.distributed.own_rows import Share
 from mcore_rl.distributed.topology import ParallelDimension
@@ -37,6 +39,32 @@ def divide(
         known = [row for row in range(len(lengths)) if row // size % replicas.size == replicas.rank]
     own = batching.unit_sizes([lengths[row] for row in known], tokens_of(known), known) if known else []
     return batching.divide(sorted(_all_gather_units(own, replicas), key=lambda unit: unit.rows[0]))
+
+
+def share_records(
+    divide: Callable[[Sequence[int], Callable[[Sequence[int]], Tensor]], list[list[int]]],
+    replicas: ParallelDimension,
+    units: TokenStore,
+    indices: Sequence[int],
+) -> tuple[Share, list[int]]:
+    """This replica's share of the rows that some records make; and their records' places in `indices`. Collective.
+
+    Args:
+        divide: as that of a model.
+    """
+    lengths = [units.lengths_of(index) for index in indices]
+    size = len(lengths[0])
+
+    def places_of(rows: Sequence[int]) -> list[int]:
+        return list(dict.fromkeys(row // size for row in rows))
+
+    def tokens_of(rows: Sequence[int]) -> Tensor:
+        sequences = [sequence.input_ids for place in places_of(rows) for sequence in units[indices[place]]]
+        return padded_rows(sequences)["input_ids"]
+
+    rows = [length for unit in lengths for length in unit]
+    share = Share(divide(rows, tokens_of)[replicas.rank], len(rows), replicas)
+    return share, places_of(share.indices)
 
 
 def _all_gather_units(own: Sequence[UnitSize], replicas: ParallelDimension) -> list[UnitSize]:

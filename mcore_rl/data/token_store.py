@@ -98,6 +98,10 @@ class TokenStore(Sequence[Unit]):
         """Tokens of every sequence, int64 [units × sequences a unit]."""
         return np.diff(self._arrays["ends"], prepend=0)
 
+    @property
+    def sequences_per_unit(self) -> int:
+        return self._rows
+
     def lengths_of(self, unit: int) -> list[int]:
         """Tokens of each sequence of a unit, which are not read."""
         ends, first = self._arrays["ends"], unit * self._rows

@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mcore_rl.config import ModelConfig
 from mcore_rl.data.batches import collate
+from mcore_rl.data.division import share_records
 from mcore_rl.data.progress import Say
 from mcore_rl.data.token_store import TokenStore
 from mcore_rl.distributed.collectives import broadcast_object
+from mcore_rl.distributed.own_rows import OwnRows
+from mcore_rl.distributed.replicas import gather_on_first
 from mcore_rl.models.megatron.peft_directory import CONFIG_FILE, TENSORS_FILE
 from mcore_rl.models.policy.scoring import ScoringModel
 
-DIGEST = "sha256"
-"""Key of a stored file's metadata: of the log-probabilities' bytes."""
+DIGEST_BYTES = hashlib.sha256().digest_size
+"""At the end of a stored file: the digest of what stands before."""
+ITEM_BYTES = np.dtype(np.float32).itemsize
 
 
 class PrecomputedReference:
-    """Reference log-probabilities of every sequence of a dataset, in its order.
+    """Reference log-probabilities of every sequence of a dataset, in its order; read when they are used.
 
-    Kept as `DIRECTORY/<key>.safetensors`; the key hashes the reference weights, an adapter on them, their
+    Kept as `DIRECTORY/<key>.logprobs`, float32; the key hashes the reference weights, an adapter on them, their
     precision and the tokenized data (hence tokenizer and chat template), and nothing of the parallel layout.
     """
 
-    def __init__(self, logprobs: Tensor, lengths: Sequence[int]) -> None:
-        self._of_sequence = logprobs.split(list(lengths))
+    def __init__(self, path: Path, lengths: np.ndarray) -> None:
+        self._file, self._ends = open(path, "rb"), np.cumsum(lengths)  # noqa: SIM115
 
     @classmethod
     def load_or_compute(
@@ -39,37 +45,72 @@ class PrecomputedReference:
     ) -> PrecomputedReference:
         """From disk if there and whole; else by `model`, whose weights must be the reference's. Collective.
 
+        What is computed is written batch by batch; who was stopped goes on from there.
+
         Args:
             model: its adapters, if it has some, must be as they began.
         """
-        lengths = units.lengths().tolist()
+        lengths = units.lengths()
         key = reference_key(model.config.model, units) if model.is_writer else ""
-        path = directory / f"{broadcast_object(key)}.safetensors"
-        problem = broadcast_object(_problem(path, sum(lengths)) if model.is_writer and path.is_file() else None)
+        path = directory / f"{broadcast_object(key)}.logprobs"
+        problem = broadcast_object(_problem(path, int(lengths.sum())) if model.is_writer and path.is_file() else None)
         if problem is not None:
             say(f"damaged reference log-probabilities: {path}: {problem}; they are computed again")
-        elif broadcast_object(path.is_file()):
-            return cls(load_file(path)["logprobs"], lengths)
-        parts = []
-        for start in range(0, len(units), batch_size):
-            data = collate(units[start : start + batch_size], pad_token_id)
-            scores = model.get_logprobs(data)["logprobs"]
-            parts += [row[:length] for row, length in zip(scores, data["input_lengths"].tolist(), strict=True)]
-        logprobs = torch.cat(parts)
-        if model.is_writer:
-            directory.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(".partial")
-            save_file({"logprobs": logprobs}, temporary, metadata={DIGEST: _digest(logprobs)})
-            temporary.replace(path)
-        return cls(logprobs, lengths)
+        if problem is not None or not broadcast_object(path.is_file()):
+            _compute(path, model, units, pad_token_id, batch_size, say)
+        return cls(path, lengths)
 
     def rows(self, sequences: Iterable[int], width: int) -> Tensor:
         """[n, width] for the dataset's sequences of these indices; column t scores token t."""
-        picked = [self._of_sequence[index] for index in sequences]
+        picked = [self._of_sequence(index) for index in sequences]
         out = torch.zeros(len(picked), width)
         for row, values in enumerate(picked):
-            out[row, : len(values)] = values
+            out[row, : len(values)] = torch.from_numpy(values)
         return out
+
+    def _of_sequence(self, index: int) -> np.ndarray:
+        start, end = int(self._ends[index - 1]) if index else 0, int(self._ends[index])
+        read = os.pread(self._file.fileno(), (end - start) * ITEM_BYTES, start * ITEM_BYTES)
+        return np.frombuffer(bytearray(read), np.float32)
+
+
+def _compute(path: Path, model: ScoringModel, units: TokenStore, pad_token_id: int, batch_size: int, say: Say) -> None:
+    """Write the file; its records stand in `PATH.partial` until all are there."""
+    partial = path.with_suffix(".partial")
+    begun = _whole_records(partial, units) if model.is_writer else 0
+    done: int = broadcast_object(begun)
+    if done:
+        say(f"reference log-probabilities: {done:,} of {len(units):,} records were computed before")
+    with open(partial, "ab") if model.is_writer else contextlib.nullcontext() as file:
+        for start in range(done, len(units), batch_size):
+            indices = range(start, min(start + batch_size, len(units)))
+            share, places = share_records(model.divide, model.topology.data, units, indices)
+            data: OwnRows[Any] = OwnRows(collate([units[start + place] for place in places], pad_token_id), share)
+            scores, ends = model.get_logprobs(data)["logprobs"], data["input_lengths"].tolist()
+            of_rows = zip(share.indices, scores, ends, strict=True)
+            scored = {row: values[:end].numpy().tobytes() for row, values, end in of_rows}
+            gathered = gather_on_first(scored, range(share.total), model.topology)
+            if file is not None:
+                file.writelines(gathered)
+                file.flush()
+                os.fsync(file.fileno())
+    if model.is_writer:
+        digest = _digest(partial, partial.stat().st_size)
+        with open(partial, "ab") as file:
+            file.write(digest)
+        partial.replace(path)
+    broadcast_object(None)  # nobody looks for it before it is there
+
+
+def _whole_records(partial: Path, units: TokenStore) -> int:
+    """So many have all their values in the file of a run that was stopped; what stands behind them is cut off."""
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    if not partial.is_file():
+        return 0
+    ends = np.cumsum(units.lengths())[units.sequences_per_unit - 1 :: units.sequences_per_unit]
+    whole = int(np.searchsorted(ends, partial.stat().st_size // ITEM_BYTES, side="right"))
+    os.truncate(partial, int(ends[whole - 1]) * ITEM_BYTES if whole else 0)
+    return whole
 
 
 def reference_key(model: ModelConfig, units: TokenStore) -> str:
@@ -87,15 +128,20 @@ def reference_key(model: ModelConfig, units: TokenStore) -> str:
 
 def _problem(path: Path, tokens: int) -> str | None:
     """Why a stored file is not `tokens` log-probabilities as they were written; None if it is."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            logprobs, written = file.get_tensor("logprobs"), (file.metadata() or {}).get(DIGEST)
-    except (OSError, SafetensorError) as error:
-        return " ".join(str(error).split())
-    if logprobs.shape != (tokens,):
-        return f"it holds {list(logprobs.shape)} values, not {tokens}"
-    return None if written == _digest(logprobs) else "its digest is not that of its values"
+    size = path.stat().st_size - DIGEST_BYTES
+    if size != tokens * ITEM_BYTES:
+        return f"it holds {size} bytes, not {tokens * ITEM_BYTES}"
+    with open(path, "rb") as file:
+        file.seek(size)
+        return None if file.read() == _digest(path, size) else "its digest is not that of its values"
 
 
-def _digest(logprobs: Tensor) -> str:
-    return hashlib.sha256(logprobs.numpy().tobytes()).hexdigest()
+def _digest(path: Path, size: int) -> bytes:
+    """Of a file's first bytes."""
+    digest, left = hashlib.sha256(), size
+    with open(path, "rb") as file:
+        while left:
+            part = file.read(min(left, 2**24))
+            digest.update(part)
+            left -= len(part)
+    return digest.digest()

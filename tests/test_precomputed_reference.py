@@ -1,0 +1,73 @@
+"""Log-probabilities of a reference, kept on disk: written as they are computed, by any layout."""
+
+import numpy as np
+import pytest
+import torch
+from test_layouts import make_config, plain_logprobs
+from transformers import AutoModelForCausalLM
+
+from mcore_rl.data.batches import collate
+from mcore_rl.data.token_store import TokenizedChunk, collect
+from mcore_rl.data.tokenize import TokenSequence
+from mcore_rl.distributed.processes import run_processes
+from mcore_rl.layout_check import Layout
+
+
+def make_store():
+    """Seven pairs of 1 to 40 tokens."""
+    generator, chunk = torch.Generator().manual_seed(5), TokenizedChunk()
+    for lengths in ((1, 40), (17, 3), (8, 8), (30, 31), (2, 1), (25, 9), (14, 37)):
+        rows = [torch.randint(0, 250, (length,), generator=generator).tolist() for length in lengths]
+        chunk.add(tuple(TokenSequence(tuple(row), (True,) * len(row)) for row in rows))
+    return collect([chunk], 2)
+
+
+def precompute(config, directory):
+    """Rows 13, 0 and 6, what was said, and how many rows were scored."""
+    from mcore_rl.models.policy.reference import PrecomputedReference
+    from mcore_rl.models.policy.scoring import ScoringModel
+
+    said, scored = [], []
+
+    class Counted(ScoringModel):
+        def get_logprobs(self, data):
+            scored.append(data.share.total)
+            return super().get_logprobs(data)
+
+    model = Counted(config, rows_per_unit=2)
+    stored = PrecomputedReference.load_or_compute(directory, model, make_store(), 0, 3, said.append)
+    model.shutdown()
+    return stored.rows([13, 0, 6], 40), said, scored
+
+
+def test_what_is_stored_is_the_models_and_is_computed_once(model_of, tmp_path):
+    config, store = make_config(model_of("llama")), make_store()
+    data = collate(list(store), 0)
+    plain = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    expected = plain_logprobs(plain, data)[[13, 0, 6], :40].float()
+    for rank, (rows, said, scored) in enumerate(
+        run_processes(precompute, Layout(dp=2, pp=2).apply(config), tmp_path, world_size=4)
+    ):
+        torch.testing.assert_close(rows, expected, rtol=1e-5, atol=1e-5, msg=f"rank {rank}")
+        assert (said, scored) == ([], [6, 6, 2])
+    ((again, said, scored),) = run_processes(precompute, config, tmp_path, world_size=1)
+    assert torch.equal(again, rows) and (said, scored) == ([], [])
+    (stored,) = tmp_path.iterdir()
+    values = np.frombuffer(stored.read_bytes()[:-32], np.float32)
+    assert len(values) == store.num_tokens
+
+
+@pytest.mark.parametrize(("values", "records"), [(41 + 20 + 15, 2), (3, 0), (40 + 1, 1), (226, 7)])
+def test_who_was_stopped_goes_on(values, records, model_of, tmp_path):
+    """Stopped in the middle of a record, of the first, behind one, before the digest."""
+    config = make_config(model_of("llama"))
+    ((rows, *_),) = run_processes(precompute, config, tmp_path, world_size=1)
+    (stored,) = tmp_path.iterdir()
+    content = stored.read_bytes()
+    stored.unlink()
+    stored.with_suffix(".partial").write_bytes(content[: values * 4 + (1 if values < 226 else 0)])
+    for again, said, scored in run_processes(precompute, Layout(dp=2).apply(config), tmp_path, world_size=2):
+        assert sum(scored) == 2 * (7 - records)
+        assert said == ([f"reference log-probabilities: {records} of 7 records were computed before"] * bool(records))
+        torch.testing.assert_close(again, rows, rtol=1e-5, atol=1e-5)
+    assert stored.read_bytes()[: records * 4] == content[: records * 4] and list(tmp_path.iterdir()) == [stored]
