@@ -17,7 +17,7 @@ from mcore_rl.config import DistillationConfig, ModelConfig
 from mcore_rl.data.chat import end_token_ids
 from mcore_rl.data.records import Dataset, Unit, load_sft_dataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.errors import UserError
+from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.models.policy.teacher import TeacherModel
@@ -33,6 +33,11 @@ def train_distill(config: DistillationConfig) -> Path | None:
     speaker(student.is_writer)(f"teacher: {teacher.describe()}")
 
     def add_teacher(data: BatchedDataDict[Any], dataset: Dataset, indices: Sequence[int]) -> None:
+        if (token := int(data["input_ids"].max())) >= teacher.vocab_size:
+            raise TrainingError(
+                f"distillation.teacher: {config.distillation.teacher} has {teacher.vocab_size} rows of embeddings, "
+                f"none for token {token} of the student's answers, which no text has"
+            )
         if config.distillation.topk is None:
             return  # the loss lets it see the student's microbatches
         best = teacher.get_topk_logits(data, config.distillation.topk)
