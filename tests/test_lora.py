@@ -514,6 +514,29 @@ def reference_of_an_adapter(config):
     return before, found, after
 
 
+def load_each_others(whole, config, directory):
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policies = [MegatronPolicy(each, total_steps=1) for each in (whole, config)]
+    saved = [
+        p.save_checkpoint(directory / name, 1, {}) for p, name in zip(policies, ("whole", "adapters"), strict=True)
+    ]
+    told = []
+    for policy, iteration in zip(reversed(policies), saved, strict=True):
+        with pytest.raises(UserError) as error:
+            policy.load_checkpoint(iteration, allow_partial=True)
+        told.append(str(error.value))
+        policy.shutdown()
+    return told
+
+
+def test_adapters_and_whole_models_are_told_apart(model_of, tmp_path):
+    whole, config = make_config(model_of("llama")), lora_config(model_of("llama"), rank=2)
+    of_whole, of_adapters = run_processes(load_each_others, whole, config, tmp_path, world_size=1)[0]
+    assert "whole/iter_0000001 holds a whole model, which model.lora takes from model.path" in of_whole
+    assert "adapters/iter_0000001 holds adapters alone; set model.lora" in of_adapters
+
+
 def one_step(config):
     from mcore_rl.algorithms.dpo import train_dpo
     from mcore_rl.algorithms.kto import train_kto
