@@ -45,9 +45,8 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
 def check_model_directory(path: Path, key: str = "model.path") -> None:
     """Raises UserError if a path is no Hugging Face model directory, saying what it is instead."""
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        raise UserError(
-            f"{key}: {path} is an adapter (LoRA), not a model; give its base model, and it as model.lora.path"
-        )
+        instead = "give its base model, and it as model.lora.path" if key == "model.path" else "merge it into its base"
+        raise UserError(f"{key}: {path} is an adapter (LoRA), not a model; {instead}")
     if not (path / "config.json").is_file():
         raise UserError(f"{key}: {path} must be a Hugging Face model directory with a config.json")
     try:

@@ -116,7 +116,7 @@ class RunIdentity:
             if key in before and key in now and before[key] != now[key]:
                 yield key, str(before[key]), str(now[key])
         for key in ADAPTER_KEYS:
-            if before.get(key, NO_ADAPTER) != now.get(key, NO_ADAPTER):
+            if _in_any_order(before.get(key, NO_ADAPTER)) != _in_any_order(now.get(key, NO_ADAPTER)):
                 yield key, str(before.get(key, NO_ADAPTER)), str(now.get(key, NO_ADAPTER))
         for key, was, value in architecture_changes(earlier.architecture, self.architecture):
             yield "model.path", f"{key} {was}", str(value)
@@ -136,6 +136,10 @@ class RunIdentity:
         before, now = flattened(earlier.config), flattened(self.config)
         common = [key for key in now if key in before and not key.startswith(INSIGNIFICANT)]
         return [f"{key} {before[key]} → {now[key]}" for key in common if before[key] != now[key]]
+
+
+def _in_any_order(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value
 
 
 def models_of(config: TrainingConfig) -> dict[str, Path]:

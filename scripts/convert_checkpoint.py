@@ -66,7 +66,8 @@ def megatron_to_hf(checkpoint: Path, destination: Path, model: Path | None) -> N
 
     template = read_chat_template(config.get("data", {}).get("chat_template"))
     megatron_to_hf(iteration, source, destination, progress, chat_template=template)
-    print(f"Hugging Face model: {destination}")
+    is_adapter = not (destination / "config.json").is_file()
+    print(f"{'PEFT adapter' if is_adapter else 'Hugging Face model'}: {destination}")
 
 
 def inspect(checkpoint: Path) -> None:

@@ -12,11 +12,11 @@ from test_training import metrics_of, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.algorithms.inputs import _check_vocabulary
-from mcore_rl.config import DistillationConfig, ModelConfig
+from mcore_rl.config import DistillationConfig, ModelConfig, build_config
 from mcore_rl.config.algorithms import DistillationAlgorithmConfig
 from mcore_rl.data.order import SampleOrder
 from mcore_rl.distributed.processes import run_processes
-from mcore_rl.errors import UserError
+from mcore_rl.errors import UserError, WorkerError
 from mcore_rl.layout_check import Layout
 
 STEPS, SIZE, COUNT, K = 3, 5, 11, 9
@@ -259,3 +259,21 @@ def test_another_vocabulary_is_told_by_its_first_token():
             _check_vocabulary("TEACHER", teacher, student)
         assert told in str(error.value)
     _check_vocabulary("TEACHER", dict(student), student)
+
+
+def distill(config):
+    from mcore_rl.algorithms.distill import train_distill
+
+    train_distill(config)
+
+
+def test_a_token_that_the_teacher_has_no_embedding_of_is_told(files, tmp_path):
+    """One of the student's rows beyond the tokenizer, which a student of random weights answers with."""
+    teacher = make_model("llama", tmp_path / "teacher", vocab_size=90)
+    overrides = [f"distillation.teacher={teacher}", "distillation.on_policy=true", "distillation.max_new_tokens=12"]
+    values = yaml.safe_load((files / "distill.yaml").read_text())
+    config = build_config(DistillationConfig, values, [f"output_dir={tmp_path / 'out'}", *overrides], "")
+    with pytest.raises(
+        WorkerError, match=r"distillation\.teacher: .* has 90 rows of embeddings, none for token \d+ of"
+    ):
+        run_processes(distill, config, world_size=1)

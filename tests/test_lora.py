@@ -16,11 +16,12 @@ from test_layouts import make_config, make_data, plain_logprobs
 from test_training import metrics_of, run
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.config import LoRAConfig
+from mcore_rl.config import DPOConfig, KTOConfig, LoRAConfig, build_config
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
 from mcore_rl.layout_check import Layout, compute_outcome
 from mcore_rl.models.megatron.checkpoint_trust import read_index
+from mcore_rl.models.megatron.peft_directory import PEFTDirectory
 
 RANK, ALPHA = 3, 5.0
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -205,6 +206,33 @@ def test_other_parameters_than_experts_are_refused(model_of, adapter_of, tmp_pat
     (directory / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"target_parameters=\['mlp.gate.weight'\] is not supported"):
         lora_of_family(model_of("mixtral"), path=directory)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("init_lora_weights", "pissa_niter_4"),
+        ("init_lora_weights", "olora"),
+        ("init_lora_weights", "lora_ga"),
+        ("alora_invocation_tokens", [5, 6]),
+        ("use_rslora", True),
+        ("kasa_config", {"beta": 1e-4}),
+    ],
+)
+def test_adapters_that_compute_something_else_are_refused(key, value, adapter_of, tmp_path):
+    directory = shutil.copytree(adapter_of("llama", "some"), tmp_path / "adapter")
+    config = json.loads((directory / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(UserError, match=re.escape(f"{key}={value!r} is not supported")):
+        PEFTDirectory(directory)
+
+
+@pytest.mark.parametrize("kind", [True, "gaussian", "orthogonal"])
+def test_adapters_that_differ_in_their_beginning_alone_are_taken(kind, model_of, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(model_of("llama"), dtype=torch.float32)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=kind, task_type="CAUSAL_LM")
+    peft.get_peft_model(base, config).save_pretrained(tmp_path)
+    assert PEFTDirectory(tmp_path).target_modules == ("q_proj",)
 
 
 # ------------------------------------------------------------------ a run
@@ -484,6 +512,60 @@ def reference_of_an_adapter(config):
     after = policy.get_logprobs(make_data())["logprobs"]
     policy.shutdown()
     return before, found, after
+
+
+def load_each_others(whole, config, directory):
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policies = [MegatronPolicy(each, total_steps=1) for each in (whole, config)]
+    saved = [
+        p.save_checkpoint(directory / name, 1, {}) for p, name in zip(policies, ("whole", "adapters"), strict=True)
+    ]
+    told = []
+    for policy, iteration in zip(reversed(policies), saved, strict=True):
+        with pytest.raises(UserError) as error:
+            policy.load_checkpoint(iteration, allow_partial=True)
+        told.append(str(error.value))
+        policy.shutdown()
+    return told
+
+
+def test_adapters_and_whole_models_are_told_apart(model_of, tmp_path):
+    whole, config = make_config(model_of("llama")), lora_config(model_of("llama"), rank=2)
+    of_whole, of_adapters = run_processes(load_each_others, whole, config, tmp_path, world_size=1)[0]
+    assert "whole/iter_0000001 holds a whole model, which model.lora takes from model.path" in of_whole
+    assert "adapters/iter_0000001 holds adapters alone; set model.lora" in of_adapters
+
+
+def one_step(config):
+    from mcore_rl.algorithms.dpo import train_dpo
+    from mcore_rl.algorithms.kto import train_kto
+
+    (train_dpo if isinstance(config, DPOConfig) else train_kto)(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "record", "reward"),
+    [
+        (DPOConfig, {"prompt": "a", "chosen": "bc", "rejected": "de"}, "rewards_chosen_mean"),
+        (KTOConfig, {"prompt": "a", "completion": "bc", "label": True}, "rewards_desirable_sum"),
+    ],
+)
+def test_dropout_of_an_adapter_that_training_begins_from_is_no_mistake(
+    kind, record, reward, model_of, adapter_of, tmp_path
+):
+    """Its first step drops out what the reference has."""
+    (tmp_path / "data.jsonl").write_text(2 * (json.dumps(record) + "\n"))
+    values = {
+        "output_dir": str(tmp_path / "out"),
+        "model": {"path": str(model_of("llama")), "lora": {"path": str(adapter_of("llama", "all")), "dropout": 0.5}},
+        "data": {"train": str(tmp_path / "data.jsonl"), "max_sequence_length": 16},
+        "batch": {"global_batch_size": 1},
+        "trainer": {"max_steps": 1},
+        "checkpoint": {"export_hf": False},
+    }
+    run_processes(one_step, build_config(kind, values, [], ""), world_size=1)
+    assert metrics_of(tmp_path / "out")[0][reward] != 0
 
 
 @pytest.mark.long

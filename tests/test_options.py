@@ -17,13 +17,13 @@ from test_layouts import make_config, make_data
 from transformers import LlamaConfig
 
 from mcore_rl import platform, watchdog
-from mcore_rl.algorithms import grpo, metrics, rl
+from mcore_rl.algorithms import checkpointing, grpo, metrics, rl
 from mcore_rl.algorithms.checkpointing import RunCheckpoints
 from mcore_rl.algorithms.metrics import Reporter
 from mcore_rl.algorithms.ppo import PPORun
 from mcore_rl.algorithms.rollouts import Rollout, Rollouts
 from mcore_rl.algorithms.step_log import read_step_log
-from mcore_rl.config import EnvironmentConfig, GRPOConfig, PPOConfig, SFTConfig, load_config
+from mcore_rl.config import EnvironmentConfig, GRPOConfig, ModelConfig, PPOConfig, SFTConfig, load_config
 from mcore_rl.data.division import divide
 from mcore_rl.data.order import SampleOrder
 from mcore_rl.data.packing import Batching
@@ -352,6 +352,31 @@ def test_asynchronous_decides_whether_a_save_is_waited_for(asynchronous, tmp_pat
     checkpoints.save(1, {}, wait=False)
     checkpoints.save(2, {}, wait=True)
     assert waited == [not asynchronous, True]
+
+
+@pytest.mark.parametrize(("kept", "held"), [(None, True), ("weights", True), (None, False)])
+def test_a_moved_reference_is_not_forgotten_in_silence(kept, held, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpointing, "broadcast_object", lambda value: value)
+    monkeypatch.setattr(checkpointing, "holds_reference", lambda iteration: held)
+    restored = SimpleNamespace(state={"step": 3}, pieces=["weights"], missing=[])
+    policy = SimpleNamespace(
+        reference=kept, verify_checkpoint=lambda path: [], load_checkpoint=lambda path, partial: restored
+    )
+    said = []
+    config = load(SFTConfig, tmp_path, batch={"global_batch_size": 2})
+    RunCheckpoints(config, policy, said.append, ([tmp_path], []), "").resume()
+    assert any("its reference, which has followed the policy, is not used" in line for line in said) == (
+        kept is None and held
+    )
+
+
+def test_dropout_of_adapters_is_no_mistake_of_the_first_step(step):
+    run, metrics = step(), {"token_mult_prob_error": 1.08, "kl_penalty": 0.1, "probs_ratio": 1.1}
+    with pytest.raises(TrainingError, match="before any update"):
+        run._check_mismatch(1, metrics)
+    lora = {"path": "adapter", "dropout": 0.2}
+    run.config = run.config.model_copy(update={"model": ModelConfig(path="model", lora=lora)})
+    run._check_mismatch(1, metrics)
 
 
 def test_other_programs_get_every_metric(tmp_path, monkeypatch):

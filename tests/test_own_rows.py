@@ -208,6 +208,24 @@ def empty_batches(config):
     policy.train(OwnRows(data, Share([], 0, policy.topology.data)), loss_of(config))
 
 
+def missing_embeddings(config):
+    """The second replica alone has a token behind the vocabulary, in a row that the first does not see."""
+    from mcore_rl.models.policy.scoring import ScoringModel
+
+    model = ScoringModel(config)
+    replicas, tokens = model.topology.data, torch.tensor([[1, 2, model.hf_config.vocab_size]])
+    model.check_tokens(OwnRows({"input_ids": tokens[:, :2]}, Share([replicas.rank], 2, replicas)), "critic.path")
+    own = tokens if replicas.rank == 1 else tokens[:0]
+    model.check_tokens(OwnRows({"input_ids": own}, Share([0][: len(own)], 1, replicas)), "critic.path")
+
+
+def test_a_token_without_an_embedding_is_told_on_all_ranks(model_of):
+    config = Layout(dp=2).apply(make_config(model_of("llama")))
+    with pytest.raises(WorkerError) as error:
+        run_processes(missing_embeddings, config, world_size=2)
+    assert str(error.value).count("TrainingError: critic.path: ") == 2 and "none for token" in str(error.value)
+
+
 def test_no_rows_at_all_are_refused(model_of):
     config = Layout(dp=2).apply(make_config(model_of("llama")))
     with pytest.raises(WorkerError, match="ContractError: train: the batch has no rows"):

@@ -1,5 +1,6 @@
 """A reference that follows the policy: its log-probabilities by transformers, under layouts, through checkpoints."""
 
+import dataclasses
 import json
 import shutil
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.config import DPOConfig, GRPOConfig, build_config
 from mcore_rl.distributed.processes import run_processes
-from mcore_rl.errors import UserError
+from mcore_rl.errors import UserError, WorkerError
 from mcore_rl.layout_check import Layout
 
 ALPHAS = (0.6, 0.25)
@@ -148,6 +149,26 @@ def test_a_run_that_is_taken_up_again(tmp_path):
     assert whole[0] == fixed[0] and whole[1][0] == fixed[1][0]
     assert whole[1][1] != fixed[1][1], "validation after step 2 is by the reference that has moved"
     assert all(a != b for a, b in zip(whole[2:], fixed[2:], strict=True))
+
+
+def moved_then_computed_before(config):
+    train(config)
+    dpo = dataclasses.replace(config.dpo, reference="precompute")
+    train(config.model_copy(update={"dpo": dpo, "reference_sync": None}))
+
+
+def test_a_reference_that_has_moved_is_not_computed_again(model_of, tmp_path):
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "bc", "rejected": "de"}\n')
+    values = {
+        "output_dir": str(tmp_path / "out"),
+        "model": {"path": str(model_of("llama"))},
+        "data": {"train": str(tmp_path / "pairs.jsonl"), "max_sequence_length": 16},
+        "batch": {"global_batch_size": 1},
+        "checkpoint": {"export_hf": False},
+        "reference_sync": {"interval": 1},
+    }
+    with pytest.raises(WorkerError, match=r"dpo\.reference=precompute: the reference that .*iter_0000001 holds has"):
+        run_processes(moved_then_computed_before, build_config(DPOConfig, values, [], ""), world_size=1)
 
 
 @pytest.mark.parametrize(

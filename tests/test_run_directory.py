@@ -260,3 +260,13 @@ def test_every_tensor_of_a_large_file_is_looked_at(changed, tmp_path):
         file.seek(begin + changed)
         file.write(b"\1")
     assert digest_of_weights(tmp_path) != before
+
+
+def test_targets_of_adapters_are_the_same_in_any_order(tmp_path):
+    def adapting(*targets):
+        lora = {"rank": 2, "alpha": None, "target_modules": list(targets)}
+        return RunIdentity("sft", {}, "", "", {"model": {"lora": lora}, "data": {}, "output_dir": "out"})
+
+    adapting("q_proj", "v_proj").require_same(adapting("v_proj", "q_proj"), tmp_path)
+    with pytest.raises(UserError, match=r"model\.lora\.target_modules: .* is of another run"):
+        adapting("q_proj").require_same(adapting("v_proj", "q_proj"), tmp_path)

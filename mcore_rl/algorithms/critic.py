@@ -37,7 +37,12 @@ class Critic:
             self.model.offload_after_refit()
 
     def values(self, data: OwnRows[Any]) -> Tensor:
-        """[B, S] of the state that each token of a replica's own rows is chosen in."""
+        """[B, S] of the state that each token of a replica's own rows is chosen in.
+
+        Raises:
+            TrainingError: a token has no embedding here.
+        """
+        self.model.check_tokens(data, "critic.path")
         with self.model.brought_back():
             values: Tensor = self.model.get_values(_read(data))["values"]
         return values

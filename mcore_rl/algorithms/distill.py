@@ -34,6 +34,7 @@ def train_distill(config: DistillationConfig) -> Path | None:
     speaker(student.is_writer)(f"teacher: {teacher.describe()}")
 
     def add_teacher(data: OwnRows[Any], dataset: Dataset, indices: Sequence[int]) -> None:
+        teacher.check_tokens(data, "distillation.teacher")
         if config.distillation.topk is None:
             return  # the loss lets it see the student's microbatches
         best = teacher.get_topk_logits(data, config.distillation.topk)

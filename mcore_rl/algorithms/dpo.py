@@ -15,10 +15,12 @@ from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import DPOConfig, ModelConfig
 from mcore_rl.data.records import Dataset, load_preference_dataset
 from mcore_rl.distributed.own_rows import OwnRows
-from mcore_rl.errors import TrainingError
+from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.models.megatron.checkpoint import holds_reference
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.models.policy.reference import PrecomputedReference
 from mcore_rl.models.policy.scoring import ScoringModel
+from mcore_rl.preflight import find_checkpoints
 
 # Before the first update policy and reference are the same weights; what is left is rounding, in nats a token.
 FIRST_MARGIN_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
@@ -43,7 +45,7 @@ def train_dpo(config: DPOConfig) -> Path | None:
         data["reference_policy_logprobs"] = logprobs.roll(-1, dims=1)  # column t scores token t + 1
 
     def check_margin(metrics: dict[str, Any], data: OwnRows[Any]) -> None:
-        if reference is None or config.dpo.reference_model:
+        if reference is None or config.dpo.reference_model or config.model.begins_with_dropout:
             return
         margin = max(abs(metrics["rewards_chosen_mean"]), abs(metrics["rewards_rejected_mean"]))
         longest = max(data["token_mask"][:, 1:].sum(1).tolist(), default=0.0)
@@ -84,8 +86,14 @@ def _check_reference(config: DPOConfig, inputs: Inputs[Dataset]) -> Inputs[Datas
     """`inputs`, once a reference of its own has been looked at.
 
     Raises:
-        UserError: it cannot be used, or has another vocabulary.
+        UserError: it cannot be used, or has another vocabulary; or it is to be computed before, and has moved.
     """
+    for iteration in find_checkpoints(config)[0][:1] if config.dpo.reference == "precompute" else ():
+        if holds_reference(iteration):
+            raise UserError(
+                f"dpo.reference=precompute: the reference that {iteration} holds has followed the policy "
+                "(reference_sync), and cannot be computed from the model that training began from; leave it out"
+            )
     if config.dpo.reference_model is None:
         return inputs
     check_model_beside(_reference_config(config), "dpo.reference_model", inputs.tokenizer)

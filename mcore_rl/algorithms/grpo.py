@@ -242,7 +242,7 @@ class GRPORun(TrainingRun[PromptDataset]):
 
     def _check_mismatch(self, step: int, metrics: dict[str, Any]) -> None:
         """Raises TrainingError if sampler and trainer disagree too much on the same weights."""
-        if step == self.config.first_update_step:
+        if step == self.config.first_update_step and not self.config.model.begins_with_dropout:
             self._check_first(metrics)
         bound, error = self.config.generation.max_token_mult_prob_error, metrics["token_mult_prob_error"]
         if bound is not None and error > bound:

@@ -131,7 +131,7 @@ def check_model_beside(config: TrainingConfig, key: str, tokenizer: Any) -> Any:
         check_hf_tensors(hf, SafetensorsDirectory(model.path))
         own = load_tokenizer(model.path, model.trust_remote_code)
     except UserError as error:
-        told = str(error)
+        told = str(error).replace("; set model.head=reward", ", where a language model is needed")
         fits = f"{key}: {model.path} does not fit beside the policy: {told}"
         raise UserError(told.replace("model.path", key) if "model.path" in told else fits) from None
     _check_vocabulary(f"{key}: {model.path}", own.get_vocab(), tokenizer.get_vocab())

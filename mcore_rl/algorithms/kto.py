@@ -47,6 +47,8 @@ def train_kto(config: KTOConfig) -> Path | None:
         data["kl_reference_point"] = kto_reference_point(*of_all).expand(data.size).clone()
 
     def check_rewards(metrics: dict[str, Any], data: OwnRows[Any]) -> None:
+        if config.model.begins_with_dropout:
+            return
         reward = max(abs(metrics[f"rewards_{kind}_sum"]) for kind in ("desirable", "undesirable"))
         (tokens,) = data.share.sum(float(data["token_mask"][:, 1:].sum()))
         if reward > FIRST_MARGIN_TOLERANCE[config.model.dtype] * tokens:

@@ -70,6 +70,12 @@ class ModelConfig(Section):
     moe_router_bias_update_rate: NonNegative = 0.0
     """How far each step moves the biases that experts are chosen with, in families that have them."""
 
+    @property
+    def begins_with_dropout(self) -> bool:
+        """Whether already the first step trains another function than what scores: adapters that begin from nothing
+        drop out nothing before they have been trained."""
+        return self.lora is not None and self.lora.path is not None and self.lora.dropout > 0
+
     @model_validator(mode="after")
     def _recomputes_once(self) -> ModelConfig:
         if self.recompute_activations and self.recompute_modules:

@@ -37,6 +37,7 @@ from mcore_rl.models.megatron.model import BuiltModel
 from mcore_rl.models.megatron.parallel import process_groups
 from mcore_rl.models.megatron.random_states import random_states, seed_everything, set_random_states
 from mcore_rl.models.megatron.trained_part import METADATA, TrainedPart, model_state, set_model_state
+from mcore_rl.models.megatron.weights import ADAPTER
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing.core import (  # isort: skip
@@ -202,6 +203,7 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
         UserError: it does not fit the model, lacks a piece (unless `allow_partial`), or names code to run.
     """
     index = check_trusted(iteration)
+    _check_adapters(iteration, index, run.model)
     common = dist_checkpointing.load_common_state_dict(str(iteration))
     has_optimizer = any(key.startswith("optimizer.state.") for key in index.state_dict_metadata)
     restored = Restored(common.get("state", {}), ["weights" if run.model.lora is None else "adapters"])
@@ -230,6 +232,19 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
     if present["random states"]:
         restored.pieces.append(_restore_random(common["random"], run, restored.state))
     return restored
+
+
+def _check_adapters(iteration: Path, index: Any, model: BuiltModel) -> None:
+    """Raises UserError if a checkpoint holds adapters alone and the model has none, or the other way round."""
+    there = any(ADAPTER in key for key in index.state_dict_metadata)
+    if there and model.lora is None:
+        raise UserError(f"{iteration} holds adapters alone; set model.lora to go on with them")
+    if model.lora is not None and not there:
+        raise UserError(
+            f"{iteration} holds a whole model, which model.lora takes from model.path; convert it "
+            "(scripts/convert_checkpoint.py megatron-to-hf) if that is not where it came from, and leave "
+            "checkpoint.resume out"
+        )
 
 
 def holds_reference(iteration: Path) -> bool:

@@ -35,6 +35,12 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "modules_to_save": ((), []),
     "layers_to_transform": ((), []),
     "lora_bias": (False,),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # others (PiSSA, OLoRA, …) change the base
+    "alora_invocation_tokens": ((), []),
+    "use_bdlora": (False,),
+    "arrow_config": (),
+    "kasa_config": (),
+    "monteclora_config": (),
 }
 """Values of keys of the configuration that change what an adapter computes; null is any of them."""
 

@@ -18,7 +18,7 @@ from mcore_rl.data.packing import Microbatch, batching_of
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_reduce
 from mcore_rl.distributed.own_rows import OwnRows, share_of
-from mcore_rl.errors import ContractError, UserError
+from mcore_rl.errors import ContractError, TrainingError, UserError
 from mcore_rl.models.megatron.adapters import add_adapters
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.forward_step import (
@@ -169,6 +169,24 @@ class ScoringModel:
         return divide(self.batching, lengths, tokens_of, self.topology.data, known)
 
     # ------------------------------------------------------------ scoring
+
+    def check_tokens(self, data: BatchedDataDict[Any], key: str) -> None:
+        """Look whether this model has an embedding for every token of a global batch. Collective.
+
+        Tokenizers agree where several models meet; a policy may draw a token that stands behind all of the tokenizer's.
+
+        Args:
+            key: of the configuration, which names this model.
+
+        Raises:
+            TrainingError: on every rank, if it has not.
+        """
+        (token,) = share_of(data).max(float(data["input_ids"].max()) if data.size else -1.0)
+        if token >= self.hf_config.vocab_size:
+            raise TrainingError(
+                f"{key}: {self.config.model.path} has {self.hf_config.vocab_size} rows of embeddings, none for token "
+                f"{token:.0f} of an answer, which no text has"
+            )
 
     def get_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, temperature: float = 1.0
