@@ -30,7 +30,7 @@ def train_distill(config: DistillationConfig) -> Path | None:
     _check_teacher(config, inputs)
     inputs = claim_output(config, inputs)
     student = MegatronPolicy(config, total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size))
-    teacher = TeacherModel(_teaching(config), inputs.hf_config.vocab_size)
+    teacher = TeacherModel(config_of_teacher(config), inputs.hf_config.vocab_size)
     speaker(student.is_writer)(f"teacher: {teacher.describe()}")
 
     def add_teacher(data: OwnRows[Any], dataset: Dataset, indices: Sequence[int]) -> None:
@@ -54,7 +54,7 @@ def train_distill(config: DistillationConfig) -> Path | None:
     return exported
 
 
-def _teaching(config: DistillationConfig) -> DistillationConfig:
+def config_of_teacher(config: DistillationConfig) -> DistillationConfig:
     """The run's configuration with the teacher in the student's place."""
     path, own = Path(config.distillation.teacher), config.model
     model = ModelConfig(path=path, dtype=own.dtype, trust_remote_code=own.trust_remote_code)
@@ -66,7 +66,7 @@ def _check_teacher(config: DistillationConfig, inputs: Inputs[Dataset]) -> None:
     Raises:
         UserError: the teacher cannot be used, or has another vocabulary than the student.
     """
-    hf = check_model_beside(_teaching(config), "distillation.teacher", inputs.tokenizer)
+    hf = check_model_beside(config_of_teacher(config), "distillation.teacher", inputs.tokenizer)
     topk, sizes = config.distillation.topk, (hf.vocab_size, inputs.hf_config.vocab_size)
     if topk is not None and sizes[0] > sizes[1]:
         raise UserError(

@@ -68,14 +68,14 @@ def _reference(config: DPOConfig, inputs: Inputs[Dataset], policy: MegatronPolic
         return None
     model: ScoringModel = policy
     if config.dpo.reference_model is not None:
-        model = ScoringModel(_reference_config(config), rows_per_unit=2)
+        model = ScoringModel(config_of_reference(config), rows_per_unit=2)
         speaker(model.is_writer)(f"reference: {model.describe()}")
     if config.dpo.reference == "precompute":
         return _precompute(config, inputs, model)
     return SwappedReference(policy) if model is policy else OtherModel(model)
 
 
-def _reference_config(config: DPOConfig) -> DPOConfig:
+def config_of_reference(config: DPOConfig) -> DPOConfig:
     """The run's configuration with the reference in the policy's place."""
     path = Path(config.dpo.reference_model or "")
     model = ModelConfig(path=path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
@@ -96,7 +96,7 @@ def _check_reference(config: DPOConfig, inputs: Inputs[Dataset]) -> Inputs[Datas
             )
     if config.dpo.reference_model is None:
         return inputs
-    check_model_beside(_reference_config(config), "dpo.reference_model", inputs.tokenizer)
+    check_model_beside(config_of_reference(config), "dpo.reference_model", inputs.tokenizer)
     return inputs
 
 

@@ -198,6 +198,8 @@ class TrainingRun(ABC, Generic[DatasetT]):
         self.say(f"model: {policy.describe()}, {policy.describe_layout()}")
         if lora := policy.model.lora:
             self.say(f"LoRA: {lora}")
+        if policy.reference is not None:
+            self.say(f"reference: {policy.reference.describe()}")
         self.say(self.inputs.train.describe("train", self.max_record_length))
         for name, dataset in self.inputs.validation.items():
             self.say(dataset.describe(f"validation {name}".rstrip(), self.max_record_length))

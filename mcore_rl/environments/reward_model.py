@@ -33,7 +33,7 @@ class RewardModelEnvironment:
     def __init__(self, config: RLConfig) -> None:
         self.config, self.limit = config.environment, _limit(config)
         self.tokenizer = load_tokenizer(_path(config.environment))
-        self.model = ScoringModel(_judging(config))
+        self.model = ScoringModel(config_of_judge(config))
 
     def step(self, samples: Sequence[Sample]) -> list[Step]:
         rows = [self._tokens(sample.message_log, sample.record) for sample in samples]
@@ -77,7 +77,7 @@ def check_reward_model(config: RLConfig) -> None:
     Raises:
         UserError: it is none, or not one that can be used.
     """
-    judging = _judging(config)
+    judging = config_of_judge(config)
     with _named_by_its_key():
         model = judging.model
         hf = load_hf_config(model.path, model.trust_remote_code, model.head)
@@ -97,7 +97,7 @@ def check_reward_model(config: RLConfig) -> None:
         raise UserError(f"environment.max_sequence_length={_limit(config)}: the reward model has {positions} positions")
 
 
-def _judging(config: RLConfig) -> RLConfig:
+def config_of_judge(config: RLConfig) -> RLConfig:
     """The run's configuration with the reward model in the policy's place."""
     model = ModelConfig(path=_path(config.environment), dtype=config.model.dtype, head="reward")
     data = config.data.model_copy(update={"max_sequence_length": _limit(config)})

@@ -6,20 +6,21 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl import launch_environment, platform
-from mcore_rl.config import DistillationConfig, DPOConfig, PPOConfig, RLConfig, RMConfig, TrainingConfig
+from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, RMConfig, TrainingConfig
 from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.memory import LiveBytes, bytes_of
+from mcore_rl.simulation.models import CRITIC, CRITIC_UPDATE, PHASES, TRAINING, UPDATE, Models, configs_beside, run_step
 from mcore_rl.simulation.products import product_counter
 from mcore_rl.simulation.rank import AttentionFlops, HostReads, ShapesOnly, flash_stand_in, note_host_reads, replaced
 from mcore_rl.simulation.traffic import Traffic, Transfer, count_traffic
 
-BUILDING, SCORING, TRAINING, UPDATE = "building", "scoring", "training", "update"
+BUILDING = "building"
 RESULTS = "results"
 """What ranks tell each other of the loss: some bytes, which are not simulated."""
 
@@ -86,17 +87,13 @@ def simulate_rank(
 
     from mcore_rl.distributed import linear_logprobs, parallel_logprobs
     from mcore_rl.models.megatron import attention, weights
-    from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
     from mcore_rl.models.policy import megatron_policy, scoring
     from mcore_rl.models.policy.step_results import MicrobatchResult
 
-    hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
-    check_model_fits(hf_config, config.parallel, config.data.max_sequence_length, config.model)
-    family = family_of(hf_config)
-    if (second := second_model(config)) is not None:
-        raise UserError(f"{second}: runs with a second model cannot be simulated")
-    _check_routing(config)
+    in_turn = [config, *configs_beside(config).values()]  # as they are built
+    shapes = iter([_shapes_of(one) for one in in_turn])
+    for one in in_turn:
+        _check_routing(one)
     linear_logprobs.TILE_SHAPE["meta"] = linear_logprobs.TILE_SHAPE[tiles_of]
     parallel_logprobs.CHUNK_BYTES["meta"] = parallel_logprobs.CHUNK_BYTES[tiles_of]
     flops = AttentionFlops()
@@ -104,7 +101,7 @@ def simulate_rank(
     # What all ranks would have told of the step's loss, in as many microbatches as need not be known.
     told = MicrobatchResult(1.0, len(sequences.lengths), float(len(sequences.lengths)), {})
     with (
-        replaced(scoring, "SafetensorsDirectory", lambda path: ShapesOnly(path, family.shapes())),
+        replaced(scoring, "SafetensorsDirectory", lambda path: ShapesOnly(path, next(shapes))),
         replaced(weights, "read_shard", lambda *_: torch.empty((), device="meta")),
         replaced(megatron_policy, "collect_results", lambda *_: [told]),
     ):
@@ -125,24 +122,21 @@ def measure_step(
     Args:
         devices: kinds of device whose memory is counted.
     """
-    from mcore_rl.algorithms.objectives import loss_of
     from mcore_rl.models.megatron.families.mixture import Mixture
     from mcore_rl.models.policy import megatron_policy, scoring
-    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     started = time.perf_counter()
     live, counter = LiveBytes(*devices), product_counter()
     products, attention_by_phase = Counter[str](), Counter[str]()
-    before_update = 0
+    made = 0  # optimizer state, so far
+    made_before: dict[str, int] = {}
     layouts: list[PackLayout] = []
 
     def enter(phase: str) -> None:
-        nonlocal before_update
+        made_before.setdefault(phase, made)
         products[live.phase] += counter.get_total_flops() - sum(products.values())
         attention_by_phase[live.phase] += attention.total - sum(attention_by_phase.values())
         live.phase = traffic.phase = reads.phase = phase
-        if phase == UPDATE:
-            before_update = live.live
 
     def run(model: Any, wrapped: Any, microbatches: Any, head: Any, train: bool) -> Any:
         layouts[:] = [microbatch.layout for microbatch in microbatches]
@@ -156,8 +150,11 @@ def measure_step(
             traffic.phase = live.phase
 
     def update(*arguments: Any) -> Any:
-        enter(UPDATE)
-        return optimizer_step(*arguments)
+        nonlocal made
+        enter(CRITIC_UPDATE if live.phase == CRITIC else UPDATE)
+        before, done = live.live, optimizer_step(*arguments)
+        made += live.live - before
+        return done
 
     run_microbatches, collect_results = scoring.run_microbatches, megatron_policy.collect_results
     optimizer_step = megatron_policy.optimizer_step
@@ -169,16 +166,12 @@ def measure_step(
         counter,
     ):
         enter(BUILDING)
-        policy = MegatronPolicy(config, 2, rows_per_unit=config.rows_per_unit)
-        data = invented_batch(config, sequences)
-        for _ in range(scoring_passes(config)):
-            enter(SCORING)
-            policy.get_logprobs(data)
-        enter(TRAINING)
-        policy.train(data, loss_of(config))
-        enter("")
-    parameters = [p for chunk in policy.model.chunks for p in chunk.parameters()]
-    memory, peak_phase = memory_of(parameters, live, live.live - before_update)
+        models = Models.build(config)
+        policy, data = models.policy, invented_batch(config, sequences)
+        run_step(config, models, data, enter)
+    parameters = [p for model in models.all for chunk in model.model.chunks for p in chunk.parameters()]
+    missing = {phase: made - before for phase, before in made_before.items()}
+    memory, peak_phase = memory_of(parameters, live, missing)
     return RankReport(
         rank=launch_environment.rank(),
         stage=policy.topology.pipeline.rank,
@@ -192,32 +185,41 @@ def measure_step(
         host_reads=dict(reads.places),
         packs=len(layouts),
         tokens=(sum(sum(layout.lengths) for layout in layouts), sum(layout.total for layout in layouts)),
-        model_flops=policy.training_flops(sequences.lengths),
+        model_flops=sum(model.training_flops(sequences.lengths) for model in models.trained),
         seconds=time.perf_counter() - started,
-        is_mixture=isinstance(policy.model.family, Mixture),
+        is_mixture=any(isinstance(model.model.family, Mixture) for model in models.all),
     )
 
 
-def memory_of(parameters: Sequence[Any], live: LiveBytes, made_by_update: int) -> tuple[dict[str, int], str]:
-    """Bytes by kind at the peak of any step but the first, which alone begins without the optimizer's state."""
-    weights, gradients = bytes_of(parameters), bytes_of(p.main_grad for p in parameters if p.requires_grad)
+def memory_of(parameters: Sequence[Any], live: LiveBytes, missing: Mapping[str, int]) -> tuple[dict[str, int], str]:
+    """Bytes by kind at the peak of any step but the first, which alone begins without the optimizer's state.
+
+    Args:
+        missing: what optimizers had not yet made when each phase began; an update's peak has its own.
+    """
+    weights = bytes_of(parameters)
+    gradients = bytes_of(p.main_grad for p in parameters if p.requires_grad and hasattr(p, "main_grad"))
     state = live.live - weights - gradients
-    peaks = {phase: live.peaks.get(phase, 0) + made_by_update for phase in (SCORING, TRAINING)}
-    peaks[UPDATE] = live.peaks[UPDATE]
+    made_later = {**missing, CRITIC_UPDATE: missing.get(TRAINING, 0), UPDATE: 0}
+    peaks = {phase: live.peaks[phase] + made_later[phase] for phase in PHASES if phase in live.peaks}
     phase = max(peaks, key=lambda phase: peaks[phase])
     rest = peaks[phase] - weights - gradients - state
     return {"weights": weights, "gradients": gradients, "optimizer": state, "activations, workspace": rest}, phase
 
 
-def second_model(config: TrainingConfig) -> str | None:
-    """The key that names a model beside the policy, if one does."""
-    if isinstance(config, DPOConfig) and config.dpo.reference_model is not None:
-        return "dpo.reference_model"
-    if isinstance(config, RLConfig) and config.environment.path is not None:
-        return "environment.path"
-    if isinstance(config, PPOConfig):
-        return "critic"
-    return "distillation.teacher" if isinstance(config, DistillationConfig) else None
+def _shapes_of(config: TrainingConfig) -> dict[str, tuple[int, ...]]:
+    """Of a model's tensors, by their names.
+
+    Raises:
+        UserError: it does not fit the layout.
+    """
+    from mcore_rl.models.megatron.families import family_of
+    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+
+    model = config.model
+    hf_config = load_hf_config(model.path, model.trust_remote_code, model.head)
+    check_model_fits(hf_config, config.parallel, config.data.max_sequence_length, model)
+    return family_of(hf_config).shapes()
 
 
 def _check_routing(config: TrainingConfig) -> None:
@@ -228,17 +230,6 @@ def _check_routing(config: TrainingConfig) -> None:
             f"model.moe_grouped_gemm: in {config.model.dtype} it cannot be simulated: torch knows the shapes of "
             "grouped products in bfloat16 alone; leave it out"
         )
-
-
-def scoring_passes(config: TrainingConfig) -> int:
-    """Forward passes of a step beside the one that trains: of the reference, and of the weights before an update."""
-    if isinstance(config, DPOConfig):
-        return int(config.dpo.needs_reference and config.dpo.reference == "swap")
-    if isinstance(config, RLConfig):
-        forced = config.loss.force_on_policy_ratio
-        before = int(not (config.rollouts.num_updates_per_rollout == 1 if forced is None else forced))
-        return before + int(config.loss.reference_policy_kl_penalty > 0)
-    return 0
 
 
 def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
@@ -262,7 +253,16 @@ def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
         columns = ("reference_policy_logprobs",)
     if isinstance(config, RLConfig):
         columns = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages")
-    return BatchedDataDict(data | {name: torch.zeros(shape) for name in columns})
+    if isinstance(config, PPOConfig):
+        columns += ("values", "returns")
+    data |= {name: torch.zeros(shape) for name in columns}
+    if isinstance(config, KTOConfig):
+        data["reference_policy_logprobs"], data["kl_reference_point"] = torch.zeros(shape), torch.zeros(shape[0])
+        data["desirable"] = torch.arange(shape[0]) % 2 == 0
+    if isinstance(config, DistillationConfig) and config.distillation.topk is not None:
+        likeliest = torch.arange(config.distillation.topk).expand(*shape, -1)
+        data["teacher_topk_indices"], data["teacher_topk_logits"] = likeliest.contiguous(), likeliest.float()
+    return BatchedDataDict(data)
 
 
 def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: float = 0.5) -> Sequences:

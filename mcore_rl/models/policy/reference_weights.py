@@ -19,6 +19,10 @@ class Reference(Protocol):
         """Inside, the model computes what the reference does; afterwards what it did, whatever happens."""
         ...
 
+    def describe(self) -> str:
+        """What it is, and what of it is in this rank's memory."""
+        ...
+
 
 class KeptWeights:
     """Copies in host memory, page-locked where there is a GPU, of this rank's tensors as they are now."""
@@ -36,6 +40,10 @@ class KeptWeights:
             # In fp32: a small alpha would be lost in bfloat16's rounding of each product.
             kept.copy_(torch.lerp(kept.float(), tensor.float(), alpha))
         self.has_moved = True
+
+    def describe(self) -> str:
+        of_what = "moved weights" if self.has_moved else "the weights that training began from"
+        return f"{of_what}, {sum(kept.nbytes for kept in self.kept) / 2**30:.2f} GiB a rank in the host's memory"
 
     def by_tensor(self) -> dict[int, Tensor]:
         """The reference's value of each of the model's tensors, by its `id`."""
@@ -69,6 +77,9 @@ class AdaptersOff:
 
     def __init__(self, adapters: Iterable[Any]) -> None:
         self.adapters = list(adapters)
+
+    def describe(self) -> str:
+        return "the policy without its adapters, no copy"
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

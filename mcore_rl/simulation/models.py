@@ -1,0 +1,129 @@
+"""The models of a run, and what a step asks of each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
+from mcore_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+    from mcore_rl.models.policy.scoring import ScoringModel
+
+SCORING, TRAINING, UPDATE = "scoring", "training", "update"
+CRITIC, CRITIC_UPDATE = "critic", "critic's update"
+PHASES = (SCORING, CRITIC, CRITIC_UPDATE, TRAINING, UPDATE)
+"""Of a step, in their order."""
+
+
+def configs_beside(config: TrainingConfig) -> dict[str, TrainingConfig]:
+    """Of the models beside the policy while it is trained, by the keys that name them.
+
+    Raises:
+        UserError: a model that cannot be simulated.
+    """
+    from mcore_rl.algorithms.critic import config_of_critic
+    from mcore_rl.algorithms.distill import config_of_teacher
+    from mcore_rl.algorithms.dpo import config_of_reference
+    from mcore_rl.environments.reward_model import config_of_judge
+
+    found: dict[str, TrainingConfig] = {}
+    if isinstance(config, DPOConfig) and config.dpo.reference_model and config.dpo.reference == "swap":
+        found["dpo.reference_model"] = config_of_reference(config)
+    if isinstance(config, RLConfig) and config.environment.name == "reward_model":
+        found["environment.path"] = config_of_judge(config)
+    if isinstance(config, PPOConfig):
+        if config.critic.offload:
+            raise UserError("critic.offload: what is moved to the host and back cannot be simulated; leave it out")
+        found["critic"] = config_of_critic(config)
+    if isinstance(config, DistillationConfig):
+        found["distillation.teacher"] = config_of_teacher(config)
+    return found
+
+
+@dataclass(frozen=True)
+class Models:
+    """The policy, and the models beside it by the keys that name them."""
+
+    policy: MegatronPolicy
+    beside: Mapping[str, ScoringModel]
+
+    @classmethod
+    def build(cls, config: TrainingConfig) -> Models:
+        """All that the configuration asks for."""
+        from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+        from mcore_rl.models.policy.scoring import ScoringModel
+        from mcore_rl.models.policy.teacher import TeacherModel
+
+        policy, beside = MegatronPolicy(config, 2, rows_per_unit=config.rows_per_unit), dict[str, ScoringModel]()
+        for key, other in configs_beside(config).items():
+            if key == "critic":
+                beside[key] = MegatronPolicy(other, 2)
+            elif key == "distillation.teacher":
+                beside[key] = TeacherModel(other, policy.hf_config.vocab_size)
+            else:
+                beside[key] = ScoringModel(other, rows_per_unit=other.rows_per_unit)
+        return cls(policy, beside)
+
+    @property
+    def all(self) -> list[ScoringModel]:
+        return [self.policy, *self.beside.values()]
+
+    @property
+    def trained(self) -> list[MegatronPolicy]:
+        critic: Any = self.beside.get("critic")
+        return [self.policy] if critic is None else [self.policy, critic]
+
+
+def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[[str], None]) -> None:
+    """What the algorithm's step asks of its models, one update of each that is trained.
+
+    Args:
+        enter: is told of each phase.
+    """
+    from mcore_rl.algorithms.loss_functions import ValueLossFn
+    from mcore_rl.algorithms.objectives import loss_of
+
+    for score in scorings(config, models, data):
+        enter(SCORING)
+        score()
+    critic: Any = models.beside.get("critic")
+    if critic is not None and isinstance(config, PPOConfig):
+        enter(CRITIC)
+        critic.get_values(data)
+        critic.train(data, ValueLossFn(config.critic.value_clip))
+    enter(TRAINING)
+    teacher: Any = models.beside.get("distillation.teacher")
+    whole = isinstance(config, DistillationConfig) and config.distillation.topk is None
+    models.policy.train(data, loss_of(config, teacher) if whole else loss_of(config))
+    enter("")
+
+
+def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable[[], Any]]:
+    """Forward passes of a step beside the one that trains: of the reference, of the weights before an update, of a
+    judge or a teacher. A judge's conversations are taken to be as long as the policy's."""
+    policy, beside = models.policy, models.beside
+
+    def by_policy() -> Any:
+        return policy.get_logprobs(data)
+
+    if isinstance(config, DPOConfig):
+        other = beside.get("dpo.reference_model")
+        if other is not None:
+            return [lambda: other.get_logprobs(data)]
+        return [by_policy] * int(config.dpo.needs_reference and config.dpo.reference == "swap")
+    if isinstance(config, KTOConfig):
+        return [by_policy] * 3  # the reference, and on other records' responses the reference and the policy
+    if isinstance(config, DistillationConfig) and config.distillation.topk is not None:
+        k = config.distillation.topk
+        return [lambda: beside["distillation.teacher"].get_topk_logits(data, k)]
+    if isinstance(config, RLConfig):
+        forced = config.loss.force_on_policy_ratio
+        before = int(not (config.rollouts.num_updates_per_rollout == 1 if forced is None else forced))
+        judge = beside.get("environment.path")
+        judged = [] if judge is None else [lambda: judge.get_rewards(data)]
+        return [*judged, *[by_policy] * (before + int(config.loss.reference_policy_kl_penalty > 0))]
+    return []
