@@ -15,7 +15,7 @@ from mcore_rl.algorithms.step_log import StepLog
 from mcore_rl.config import RLConfig
 from mcore_rl.data.progress import Say
 from mcore_rl.data.prompts import Prompt, PromptDataset
-from mcore_rl.models.megatron.weights import export_hf_weights
+from mcore_rl.models.megatron.weights import own_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
 SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", *REPLAYED_OPTIONS}
@@ -104,7 +104,7 @@ class RolloutCollector:
         """Into the recording, and some into samples.jsonl; the policy must have its weights."""
         if self.recorded is not None:
             return
-        weights = hash_of_weights(export_hf_weights(self.policy.model)) if self.recording else ""
+        weights = hash_of_weights(own_weights(self.policy.model)) if self.recording and self.policy.is_writer else ""
         if not self.policy.is_writer:
             return
         if self.recording:
