@@ -264,8 +264,9 @@ def _load_weights_and_moments(
     regions = [*run.policy.regions(weights, bool(common))]
     if reference is not None:
         regions += tensor_regions(reference_state.reference_state(weights, reference.by_tensor()))
-        reference.has_moved = True
     _read_regions(iteration, index, regions)
+    if reference is not None:
+        reference.has_moved = True
     _load_objects(iteration, index, run.model, weights)
     run.policy.restore_step(common.get("optimizer"))
 

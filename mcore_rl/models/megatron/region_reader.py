@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import io
+import itertools
 import math
 import pickle
 import struct
@@ -70,7 +71,7 @@ class RegionReader:
 
     @torch.no_grad()
     def read(self, regions: Iterable[Region]) -> None:
-        """Fill the memory of all regions, or of none if one cannot be.
+        """Fill the memory of all regions; of none if one of them does not fit.
 
         Raises:
             UserError: there is no such tensor, not all of a region, or a damaged file.
@@ -81,19 +82,13 @@ class RegionReader:
             if region.is_padded:
                 region.values.zero_()
         pieces.sort(key=lambda piece: (piece.file, piece.start))
-        opened, file = "", None
-        try:
-            for piece in pieces:
-                if file is None or opened != piece.file:
-                    if file is not None:
-                        file.close()
-                    opened, file = piece.file, open(self.iteration / piece.file, "rb")  # noqa: SIM115
-                self._read_piece(file, piece)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, struct.error) as error:
-            raise UserError(f"{self.iteration / opened}: cannot be read: {error}") from None
-        finally:
-            if file is not None:
-                file.close()
+        for name, of_file in itertools.groupby(pieces, key=lambda piece: piece.file):
+            try:
+                with open(self.iteration / name, "rb") as file:
+                    for piece in of_file:
+                        self._read_piece(file, piece)
+            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, struct.error) as error:
+                raise UserError(f"{self.iteration / name}: cannot be read: {error}") from None
 
     def tensor(self, key: str, offsets: Shape, sizes: Shape) -> Tensor:
         """`tensor[offsets : offsets + sizes]`, in its own precision.
@@ -118,9 +113,10 @@ class RegionReader:
             raise UserError(
                 f"{self.iteration} does not fit the model: its {region.key} is {tuple(entry.size)}, not {region.whole}"
             )
-        shards = self._by_first_row.setdefault(region.key, _ByFirstRow(entry))
+        if region.key not in self._by_first_row:
+            self._by_first_row[region.key] = _ByFirstRow(entry)
         pieces = []
-        for chunk in shards.near(region.offsets, sizes):
+        for chunk in self._by_first_row[region.key].near(region.offsets, sizes):
             low = tuple(map(max, chunk.offsets, region.offsets))
             corners = zip(chunk.offsets, chunk.sizes, region.offsets, sizes, strict=True)
             high = tuple(min(a + b, c + d) for a, b, c, d in corners)
@@ -142,8 +138,8 @@ class RegionReader:
         begin = _numbers_in(shard, piece)
         if begin is None:
             shard.seek(0)
-            numbers = torch.load(shard, map_location="cpu", weights_only=True)
-            _copy(lambda first, count: numbers.flatten()[first : first + count], piece.sizes, 0, piece)
+            numbers = torch.load(shard, map_location="cpu", weights_only=True).flatten()
+            _copy(lambda first, count: numbers[first : first + count], piece)
             return
 
         def read(first: int, count: int) -> Tensor:
@@ -153,7 +149,7 @@ class RegionReader:
                 raise EOFError("it ends too early")
             return torch.frombuffer(self._block, dtype=piece.dtype, count=count)
 
-        _copy(read, piece.sizes, 0, piece)
+        _copy(read, piece)
 
 
 class _ByFirstRow:
@@ -184,9 +180,13 @@ def _numbers_in(shard: Any, piece: _Piece) -> int | None:
     return found[0].header_offset + ZIP_HEADER_BYTES + sum(ZIP_LENGTHS.unpack(shard.read(ZIP_LENGTHS.size)))
 
 
-def _copy(read: Callable[[int, int], Tensor], sizes: Shape, first: int, piece: _Piece) -> None:
-    """The piece's numbers, in blocks of whole rows, of whatever dimension has rows that fit into one."""
-    for begin, inner, offsets, values in _rows(sizes, first, piece.offsets, piece.values, piece.dtype.itemsize):
+def _copy(read: Callable[[int, int], Tensor], piece: _Piece) -> None:
+    """The piece's numbers, in blocks of whole rows, of whatever dimension has rows that fit into one.
+
+    Args:
+        read: gives so many of the stored shard's numbers, from one of them on.
+    """
+    for begin, inner, offsets, values in _rows(piece.sizes, 0, piece.offsets, piece.values, piece.dtype.itemsize):
         step = max(1, BLOCK_BYTES // (math.prod(inner) * piece.dtype.itemsize))
         for start in range(0, len(values), step):
             rows = values[start : start + step]
