@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_rl.distributed import linear_logprobs as fused
 from mcore_rl.distributed import parallel_logprobs
@@ -180,6 +181,44 @@ def test_topk_over_shards(k):
     for values, indices in run_processes(topk_on_shards, k, world_size=2):
         assert torch.equal(values, expected.values)
         assert torch.equal(indices, expected.indices)
+
+
+def linear_topk_on_shards(k):
+    hidden, weight = a_linear_layer()
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    group, counted = torch.distributed.group.WORLD, LargestTensor()
+    with counted:
+        best = fused.linear_topk(hidden, weight.chunk(size)[rank], k, group, VOCAB, chunk_size=2)
+    return *best, counted.elements
+
+
+def a_linear_layer():
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(11, HIDDEN, generator=generator), torch.randn(PADDED, HIDDEN, generator=generator)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements that the result of an operation has, views of arguments left out."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("k", [1, 2, 14])
+def test_topk_straight_from_hidden_states(k):
+    """Of a vocabulary whose last shard is mostly padding, by chunks that do not divide the tokens."""
+    hidden, weight = a_linear_layer()
+    expected = (hidden.double() @ weight.double().T)[:, :VOCAB].topk(k)
+    for values, indices, largest in run_processes(linear_topk_on_shards, k, world_size=2):
+        torch.testing.assert_close(values.double(), expected.values, rtol=1e-5, atol=1e-5)
+        assert torch.equal(indices, expected.indices)
+        if k < 3:
+            assert largest <= max(2 * PADDED // 2, 11 * 2 * k), "all tokens' logits exist at once"
 
 
 def test_bad_input():

@@ -63,6 +63,19 @@ def test_the_numbers_are_the_workers_own(policy, model_of, tmp_path):
     assert sum(map(len, policy.prepare_weights_for_ipc(20_000))) == len(policy.prepare_refit_info())
 
 
+def test_one_ranks_result_comes_to_the_driver(policy, monkeypatch):
+    """A result that all ranks have is sent once; how much each of them freed is asked of each."""
+    fetched, get = [], ray.get
+    monkeypatch.setattr(ray, "get", lambda ref, **options: fetched.append(get(ref, **options)) or fetched[-1])
+    logprobs = policy.get_logprobs(make_data())["logprobs"]
+    assert sorted(value is None for value, _ in fetched) == [False, True]
+    assert any(value is not None and torch.equal(value["logprobs"], logprobs) for value, _ in fetched)
+    fetched.clear()
+    freed = policy.offload_before_refit()
+    assert len(fetched) == 2 and all(0 < value < freed for value, _ in fetched)
+    policy.prepare_for_training()
+
+
 class FailingLoss(LossFunction):
     loss_type = LossType.TOKEN_LEVEL
 

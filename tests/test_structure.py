@@ -75,6 +75,27 @@ def test_megatron_is_imported_in_one_place(name, path):
         assert not [i for i in imported(path) if i.split(".")[0] == "megatron"]
 
 
+def private_names(path):
+    """Names with an underscore that are imported from Megatron, or are asked of objects other than one's own."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron"):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            owner = node.value
+            while isinstance(owner, ast.Attribute | ast.Call):
+                owner = owner.value if isinstance(owner, ast.Attribute) else owner.func
+            others = {"self", "super", "os", "torch"}
+            names = [] if isinstance(owner, ast.Name) and owner.id in others else [node.attr]
+        yield from (name for name in names if name.startswith("_") and not name.startswith("__"))
+
+
+@pytest.mark.parametrize(("name", "path"), modules())
+def test_private_names_of_megatron_stand_in_one_file(name, path):
+    if name.startswith("mcore_rl.models.megatron") and not name.endswith(".internals"):
+        assert not list(private_names(path))
+
+
 @pytest.mark.parametrize(("name", "path"), modules())
 def test_files_can_be_read_in_a_sitting(name, path):
     assert len(path.read_text().splitlines()) <= 400

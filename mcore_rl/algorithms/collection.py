@@ -18,7 +18,7 @@ from mcore_rl.config import RLConfig
 from mcore_rl.data.progress import Say
 from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.distributed.replicas import gather_on_first
-from mcore_rl.models.megatron.weights import export_hf_weights
+from mcore_rl.models.megatron.weights import own_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
 SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", *REPLAYED_OPTIONS}
@@ -109,8 +109,8 @@ class RolloutCollector:
         if self.recorded is not None:
             return
         topology, everything = self.policy.topology, range(len(rollouts))
-        weights = hash_of_weights(export_hf_weights(self.policy.model)) if self.recording else ""
         if self.recording and (recorded := gather_on_first(rollouts.own, everything, topology)):
+            weights = hash_of_weights(own_weights(self.policy.model))
             sampling = self.config.rollouts.model_dump(include=SAMPLING_OPTIONS)
             sampling |= recorded_by(self.config, self.inputs.train.fingerprint)
             self.recording.append(step, recorded_step(weights, sampling, recorded))

@@ -143,6 +143,15 @@ class PipelineConfig(Section):
         counts, size = self.layers_of_chunks(layers), self.pipeline_model_parallel_size
         return [sum(counts[stage::size]) for stage in range(size)]
 
+    def stages_of_layers(self, layers: int) -> list[int]:
+        """The pipeline stage of each of a model's layers.
+
+        Raises:
+            UserError: they cannot be shared out so.
+        """
+        counts, size = self.layers_of_chunks(layers), self.pipeline_model_parallel_size
+        return [chunk % size for chunk, count in enumerate(counts) for _ in range(count)]
+
     def distinct_stages(self) -> list[int]:
         """The first and the last stage, and of those between them, if uneven, the first with each share of layers:
         of equal ones it keeps the activations of the most microbatches."""

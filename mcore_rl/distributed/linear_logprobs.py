@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -21,10 +22,14 @@ from mcore_rl.distributed.collectives import (
     group_rank,
 )
 from mcore_rl.distributed.parallel_logprobs import (
+    CHUNK_BYTES,
     accumulation_dtype,
+    check_topk,
     combine_over_vocabulary,
+    combine_topk,
     finite_peak,
     logprob_gradient,
+    shard_topk,
     slices,
     valid_columns,
     weighted_mean,
@@ -89,6 +94,41 @@ def linear_logprobs(
     wide = targets if targets.ndim == 2 else targets[:, None]
     logprobs, entropy = _LinearLogprobs.apply(hidden, weight, wide, group, columns, temperature, with_entropy)
     return logprobs if targets.ndim == 2 else logprobs[:, 0], entropy if with_entropy else None
+
+
+@torch.no_grad()
+def linear_topk(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "vocab_shard hidden"],
+    k: int,
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
+    """The k largest logits of hidden · weightᵀ over the whole vocabulary, and their token ids; no gradient.
+
+    Dense equivalent: `(hidden @ weight.T).topk(k)`, the product in the precision of its factors, the results fp32.
+    Two all-gathers of k numbers per token.
+
+    Args:
+        hidden: [T, H], the same on all ranks of `group`.
+        weight: [Vp, H], this rank's rows of the LM head.
+        vocab_size: real tokens in the vocabulary; rows of `weight` beyond are padding, left out.
+        chunk_size: tokens whose logits exist at a time; None for as many as `CHUNK_BYTES` allows.
+
+    Raises:
+        ContractError: k is not between 1 and the vocabulary's size.
+    """
+    check_topk(k, weight.shape[0], group, vocab_size)
+    rows_of_vocabulary = weight[: valid_columns(weight.shape[0], group_rank(group), vocab_size)]
+    if chunk_size is None:  # the logits, and a copy of them in the accumulation type
+        row_bytes = max(len(rows_of_vocabulary), 1) * (hidden.itemsize + accumulation_dtype(hidden.dtype).itemsize)
+        chunk_size = max(1, CHUNK_BYTES[hidden.device.type] // row_bytes)
+    values = hidden.new_empty((len(hidden), k), dtype=accumulation_dtype(hidden.dtype))
+    columns = hidden.new_empty((len(hidden), k), dtype=torch.long)
+    for rows in slices(len(hidden), chunk_size):
+        values[rows], columns[rows] = shard_topk(F.linear(hidden[rows], rows_of_vocabulary), k)
+    return combine_topk(values, columns, k, weight.shape[0], group)
 
 
 class _LinearLogprobs(torch.autograd.Function):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -236,17 +237,39 @@ def vocab_parallel_topk(
     Raises:
         ContractError: k is not between 1 and the vocabulary's size.
     """
-    whole = logits.shape[-1] * group_size(group) if vocab_size is None else vocab_size
+    check_topk(k, logits.shape[-1], group, vocab_size)
+    columns = valid_columns(logits.shape[-1], group_rank(group), vocab_size)
+    return combine_topk(*shard_topk(logits[:, :columns], k), k, logits.shape[-1], group)
+
+
+def check_topk(k: int, shard_size: int, group: ProcessGroup | None, vocab_size: int | None) -> None:
+    """
+    Raises:
+        ContractError: k is not between 1 and the vocabulary's size.
+    """
+    whole = shard_size * group_size(group) if vocab_size is None else vocab_size
     if not 1 <= k <= whole:
         raise ContractError(f"vocab_parallel_topk: k must be between 1 and the vocabulary's {whole}, got {k}")
-    rank = group_rank(group)
-    columns = valid_columns(logits.shape[-1], rank, vocab_size)
-    local = logits[:, :columns].to(accumulation_dtype(logits.dtype))
-    values, ids = local.topk(min(k, columns), dim=-1)
-    if (short := k - values.shape[1]) > 0:
-        values = torch.nn.functional.pad(values, (0, short), value=-torch.inf)
-        ids = torch.nn.functional.pad(ids, (0, short))
-    ids = ids + rank * logits.shape[-1]
+
+
+def shard_topk(
+    logits: Float[Tensor, "tokens columns"], k: int
+) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
+    """The k largest of a shard, and their columns; −inf, and column 0, where it has fewer."""
+    values, columns = logits.to(accumulation_dtype(logits.dtype)).topk(min(k, logits.shape[1]), dim=-1)
+    short = k - values.shape[1]
+    return F.pad(values, (0, short), value=-torch.inf), F.pad(columns, (0, short))
+
+
+def combine_topk(
+    values: Float[Tensor, "tokens k"],
+    columns: Int[Tensor, "tokens k"],
+    k: int,
+    shard_size: int,
+    group: ProcessGroup | None,
+) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
+    """`shard_topk` of all ranks' shards → of the whole vocabulary, with token ids; two all-gathers."""
+    ids = columns + group_rank(group) * shard_size
     if group_size(group) > 1:
         values = torch.cat(tuple(all_gather(values, group)), dim=-1)
         ids = torch.cat(tuple(all_gather(ids, group)), dim=-1)

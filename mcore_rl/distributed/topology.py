@@ -34,6 +34,8 @@ class Topology:
     """Ranks that share out the experts of a layer; they are taken from data, context and tensor parallelism."""
     expert_tensor: ParallelDimension = ParallelDimension()
     """Ranks that share out the weights of each expert."""
+    expert_data: ParallelDimension = ParallelDimension()
+    """Ranks that hold the same weights of the same experts."""
 
     @property
     def is_first_stage(self) -> bool:

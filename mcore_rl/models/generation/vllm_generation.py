@@ -294,7 +294,8 @@ class VLLMGeneration(StreamingGeneration):
             self._pool.announce(self._version(), version)
         torch.distributed.barrier()  # a response with the new weights is for no rank one of unknown weights
         self._on_first_rank(self._begin_update)
-        tensors: Iterator[tuple[str, torch.Tensor]] = export_hf_weights(self.policy.model, copies=False)
+        tensors: Iterator[tuple[str, torch.Tensor]]
+        tensors = export_hf_weights(self.policy.model, copies=False, first_only=True)
         if self._sleeps:
             tensors = ((name, tensor.cpu()) for name, tensor in tensors)
         info = self.policy.prepare_refit_info()

@@ -28,10 +28,10 @@ from mcore_rl.models.megatron.weights import (
     ADAPTER,
     chunk_mappings,
     first_layer,
-    gather_tensors,
     name_in_model,
     read_shard,
 )
+from mcore_rl.models.megatron.whole_tensors import gather_tensors
 
 from megatron.core.tensor_parallel import (  # isort: skip
     copy_to_tensor_model_parallel_region,
@@ -189,16 +189,17 @@ def adapters_in(model: BuiltModel) -> list[Tensor]:
 
 
 def export_adapters(
-    model: BuiltModel, value_of: Callable[[Tensor], Tensor] = torch.Tensor.detach
+    model: BuiltModel, value_of: Callable[[Tensor], Tensor] = torch.Tensor.detach, first_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of PEFT's format, whole, on every rank. Collective over EP, TP and PP.
+    """Every tensor of PEFT's format, whole, on every rank. Collective over all of them.
 
     Args:
         value_of: what is exported of a parameter, for example its gradient.
+        first_only: on the first rank alone; data-parallel replicas other than its own then gather nothing.
     """
     assert model.lora is not None, "the model has no adapters"
     own = {m.megatron: value_of(p) for chunk in model.chunks for _, m, p in adapter_mappings(model, chunk)}
-    tensors = gather_tensors(model.lora.table, own, model.topology)
+    tensors = gather_tensors(model.lora.table, own, model, first_only=first_only)
     yield from stack_experts((name, tensor) for name, tensor in tensors if name != NOWHERE)
 
 

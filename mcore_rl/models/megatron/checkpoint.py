@@ -8,7 +8,7 @@ business.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from mcore_rl import __version__
 from mcore_rl.checkpoint_store import CheckpointStore, digest_problems, digests_of
@@ -34,9 +35,11 @@ from mcore_rl.models.megatron.checkpoint_writer import (
     raise_together,
 )
 from mcore_rl.models.megatron.model import BuiltModel
+from mcore_rl.models.megatron.optimizer_shards import tensor_regions
 from mcore_rl.models.megatron.parallel import process_groups
 from mcore_rl.models.megatron.random_states import random_states, seed_everything, set_random_states
-from mcore_rl.models.megatron.trained_part import METADATA, TrainedPart, model_state, set_model_state
+from mcore_rl.models.megatron.region_reader import Region, RegionReader
+from mcore_rl.models.megatron.trained_part import METADATA, TrainedPart, model_state, set_objects
 from mcore_rl.models.megatron.weights import ADAPTER
 
 from megatron.core import dist_checkpointing  # isort: skip
@@ -45,6 +48,7 @@ from megatron.core.dist_checkpointing.core import (  # isort: skip
     CheckpointingException,
     save_config,
 )
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # isort: skip
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
 
 VERSIONS = {"mcore_rl": __version__, **{name: version(name) for name in ("torch", "megatron-core")}}
@@ -222,8 +226,8 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
         )
     reference = run.reference if _has_reference(index) else None
     there = [part for part in run.beside if present[part.name]]
-    _load_weights_and_moments(iteration, run, common if present["optimizer"] else {}, reference)
-    _load_beside(iteration, there, common)
+    _load_weights_and_moments(iteration, index, run, common if present["optimizer"] else {}, reference)
+    _load_beside(iteration, index, there, common)
     if reference is not None:
         restored.pieces.append("reference")
     if present["schedule"]:
@@ -265,28 +269,30 @@ def _restore_random(saved: dict[str, Any], run: TrainingState, state: dict[str, 
 
 
 def _load_weights_and_moments(
-    iteration: Path, run: TrainingState, common: dict[str, Any], reference: MovingReference | None
+    iteration: Path, index: Metadata, run: TrainingState, common: dict[str, Any], reference: MovingReference | None
 ) -> None:
     """
     Args:
         common: what all ranks share of the optimizer; {} where there is none to be loaded.
     """
     weights = run.policy.weights()
-    wanted = run.policy.wanted(weights, bool(common))
+    regions = [*run.policy.regions(weights, bool(common))]
     if reference is not None:
-        wanted[reference_state.KEY] = reference_state.reference_state(weights, reference.by_tensor())
-    loaded = load_sharded(wanted, iteration)
+        regions += tensor_regions(reference_state.reference_state(weights, reference.by_tensor()))
+    _read_regions(iteration, index, regions)
     if reference is not None:
-        reference_state.set_reference(weights, reference.by_tensor(), loaded[reference_state.KEY])
         reference.has_moved = True
-    run.policy.restore(loaded, common.get("optimizer"))
+    _load_objects(iteration, index, run.model, weights)
+    run.policy.restore_step(common.get("optimizer"))
 
 
-def _load_beside(iteration: Path, parts: Sequence[TrainedPart], common: dict[str, Any]) -> None:
+def _load_beside(iteration: Path, index: Metadata, parts: Sequence[TrainedPart], common: dict[str, Any]) -> None:
     """Models trained beside the policy, whole or not at all."""
     for part in parts:
-        loaded = load_sharded(part.wanted(part.weights(), with_optimizer=True), iteration)
-        part.restore(loaded, common[part.name]["optimizer"])
+        weights = part.weights()
+        _read_regions(iteration, index, part.regions(weights, with_optimizer=True))
+        _load_objects(iteration, index, part.model, weights)
+        part.restore_step(common[part.name]["optimizer"])
         part.scheduler.load_state_dict(common[part.name]["scheduler"])
 
 
@@ -299,22 +305,48 @@ def load_weights(iteration: Path, model: BuiltModel, name: str = "") -> None:
     Raises:
         UserError: it does not fit the model, or names code to run.
     """
-    check_trusted(iteration)
-    set_model_state(model, load_sharded(model_state(model, name), iteration))
+    index, weights = check_trusted(iteration), model_state(model, name)
+    _read_regions(iteration, index, tensor_regions(weights))
+    _load_objects(iteration, index, model, weights)
 
 
-def load_sharded(wanted: dict[str, Any], iteration: Path) -> dict[str, Any]:
-    """What Megatron's description `wanted` asks for.
+def _read_regions(iteration: Path, index: Metadata, regions: Iterable[Region]) -> None:
+    """Each rank reads its own; if one cannot, it is an error on all of them. Collective.
 
     Raises:
-        UserError: the checkpoint does not hold it, or in another shape.
+        UserError: the checkpoint does not fit, or a file of it is damaged.
     """
+    problem = None
     try:
-        loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(iteration))
+        RegionReader(iteration, index).read(regions)
+    except UserError as error:
+        problem = str(error)
+    for found in gather_objects(problem):
+        if found is not None:
+            raise UserError(found)
+
+
+def _load_objects(iteration: Path, index: Metadata, model: BuiltModel, weights: dict[str, Any]) -> None:
+    """What modules keep beside their tensors, which Megatron reads. Collective.
+
+    Args:
+        weights: Megatron's description of the model.
+
+    Raises:
+        UserError: the checkpoint does not hold it.
+    """
+    if not any(isinstance(entry, BytesStorageMetadata) for entry in index.state_dict_metadata.values()):
+        return
+    objects = {
+        chunk: {name: entry for name, entry in entries.items() if isinstance(entry, ShardedObject)}
+        for chunk, entries in weights.items()
+    }
+    try:
+        loaded = dist_checkpointing.load(objects, str(iteration))
     except (CheckpointingException, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{iteration} does not fit the model of model.path: {reason}") from None
-    return loaded
+    set_objects(model, loaded)
 
 
 __all__ = ["PendingSave", "Restored", "SaveError", "TrainingState", "load", "load_weights", "verify"]

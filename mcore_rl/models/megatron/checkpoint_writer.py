@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from mcore_rl.checkpoint_store import FileDigests, digests_of
 from mcore_rl.distributed.collectives import broadcast_object, gather_objects
+from mcore_rl.models.megatron.internals import shards_by_key
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict  # isort: skip
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # isort: skip
@@ -33,7 +34,6 @@ from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_st
 from megatron.core.dist_checkpointing.strategies.torch import (  # isort: skip
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
 
@@ -68,11 +68,8 @@ class PlannedShards:
         """
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
         FullyParallelSaveStrategyWrapper(strategy, group).apply_saving_parallelization(state)
-        # From here on what the strategy's own saving does, up to the writing: that it would do in processes which it
-        # waits for for ever.
-        tensors, *_ = _replace_state_dict_keys_with_sharded_keys(state, strategy.keep_only_main_replica)
         planned, *_ = save_state_dict_async_plan(
-            mcore_to_pyt_state_dict(tensors, False),
+            mcore_to_pyt_state_dict(shards_by_key(state, strategy), False),
             OneFileWriter(directory),
             None,
             coordinator_rank=0,

@@ -16,11 +16,8 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
 
 from mcore_rl.checkpoint_store import CheckpointStore, digests_of
 from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig, read_yaml
@@ -38,6 +35,7 @@ from mcore_rl.models.megatron.model import BuiltModel, build_model
 from mcore_rl.models.megatron.optimizer_shards import parts_of
 from mcore_rl.models.megatron.parallel import destroy_parallel, initialize_parallel, process_groups
 from mcore_rl.models.megatron.peft_directory import write_peft_directory
+from mcore_rl.models.megatron.region_reader import RegionReader
 from mcore_rl.models.megatron.trained_part import METADATA, model_state
 from mcore_rl.models.megatron.weights import FLOAT32_BUFFER, check_hf_tensors, chunk_mappings, read_shard
 from mcore_rl.run_identity import architecture_changes, architecture_of, architecture_of_checkpoint
@@ -208,38 +206,5 @@ def _load_all(iteration: Path, index: Metadata, model: BuiltModel, progress: Pro
             if isinstance(mapping.kind, Vocabulary):  # padded differently by every layout
                 shape = (model.vocab_size, *shape[1:])
             ones = (1,) * part.place.prepend_axis_num
-            pieces.append(reader.read(part.place.key, tuple(part.place.global_offset), (*ones, *shape)).view(shape))
+            pieces.append(reader.tensor(part.place.key, tuple(part.place.global_offset), (*ones, *shape)).view(shape))
         yield from mapping.split(torch.cat(pieces)[None])
-
-
-class RegionReader(DefaultLoadPlanner):
-    """Reads parts of a checkpoint's tensors, from however many shards they were written in."""
-
-    def __init__(self, iteration: Path, index: Metadata) -> None:
-        super().__init__()
-        self.iteration, self.index = iteration, index
-        self.storage = FileSystemReader(iteration)
-        self.storage.set_up_storage_reader(index, is_coordinator=True)
-
-    def read(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        """`tensor[offsets : offsets + sizes]`.
-
-        Raises:
-            UserError: there is no such tensor, or not all of the region.
-        """
-        entry = self.index.state_dict_metadata.get(key)
-        if not isinstance(entry, TensorStorageMetadata) or len(entry.size) != len(sizes):
-            raise UserError(f"{self.iteration}: holds no tensor {key} of {len(sizes)} dimensions")
-        self.out = torch.empty(sizes, dtype=entry.properties.dtype)
-        region = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        items = create_read_items_for_chunk_list(key, entry, [region])
-        if sum(item.lengths.numel() for item in items) != self.out.numel():
-            raise UserError(f"{self.iteration}: {key} is {tuple(entry.size)}, not large enough for this model")
-        self.storage.read_data(LoadPlan(items), self).wait()
-        return self.out
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        return narrow_tensor_by_index(self.out, read_item.dest_offsets, read_item.lengths)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass

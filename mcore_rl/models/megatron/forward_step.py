@@ -25,9 +25,9 @@ from mcore_rl.distributed.context_parallel import gather_context_parallel, slice
 from mcore_rl.distributed.counted_positions import CountedPositions
 from mcore_rl.distributed.last_states import LastStates
 from mcore_rl.distributed.linear_divergences import LinearLogits
-from mcore_rl.distributed.linear_logprobs import gather_hidden_states, linear_logprobs
+from mcore_rl.distributed.linear_logprobs import gather_hidden_states, linear_logprobs, linear_topk
 from mcore_rl.distributed.pack_layout import PackLayout
-from mcore_rl.distributed.parallel_logprobs import valid_columns, vocab_parallel_topk
+from mcore_rl.distributed.parallel_logprobs import valid_columns
 from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
@@ -136,7 +136,8 @@ def last_states(model: BuiltModel, hidden: Tensor, microbatch: Microbatch, tempe
 
 
 class TopKHead:
-    """The k largest logits of each position of a microbatch, and their token ids; the vocabulary stays in shards."""
+    """The k largest logits of each position of a microbatch, and their token ids; those of a few positions at a time
+    are computed."""
 
     def __init__(self, model: BuiltModel, k: int) -> None:
         self.model, self.k = model, k
@@ -145,9 +146,8 @@ class TopKHead:
         """[n, S, k] each, of the positions of each row's tokens; whole on every rank, 0 in the padding."""
         topology, layout = self.model.topology, microbatch.layout
         group, width = topology.tensor.group, microbatch.data["input_ids"].shape[1]
-        values, ids = vocab_parallel_topk(
-            vocab_parallel_logits(hidden, self.model), self.k, group, self.model.vocab_size
-        )
+        hidden = gather_hidden_states(hidden, group, topology.sequence_parallel)
+        values, ids = linear_topk(hidden, self.model.chunks[-1].lm_head_weight(), self.k, group, self.model.vocab_size)
         index, valid = (x.to(hidden.device) for x in layout.token_table(width))
         best, tokens = (
             gather_context_parallel(local, layout, topology.context.group)[index] * valid[..., None]

@@ -51,6 +51,16 @@ class Kind(ABC):
     def split(self, stacked: Tensor) -> list[Tensor]:
         """All shards [size, …] (one, where it is not cut) → the parts, as views where they can be."""
 
+    def shard_shape(self, parts: Sequence[Part], size: int) -> Shape:
+        """Of each of `size` ranks, which is that of the parts one above the other, or its share of it."""
+        shape = [self._rows(parts, size), *parts[0].shape[1:]]
+        if self.partition_dim is not None:
+            shape[self.partition_dim] //= size
+        return tuple(shape)
+
+    def _rows(self, parts: Sequence[Part], size: int) -> int:
+        return sum(part.shape[0] for part in parts)
+
 
 def _share(total: int, rank: int, size: int) -> slice:
     return slice(rank * total // size, (rank + 1) * total // size)
@@ -132,6 +142,9 @@ class Vocabulary(Kind):
 
     def split(self, stacked: Tensor) -> list[Tensor]:
         return [stacked.flatten(0, 1)[: self.vocab_size]]
+
+    def _rows(self, parts: Sequence[Part], size: int) -> int:
+        return padded_vocab_size(self.vocab_size, size)
 
 
 class GateUp(Kind):

@@ -67,6 +67,8 @@ class BuiltModel:
     chunks: list[HiddenStateGPTModel]
     family: Family
     topology: Topology
+    stages: tuple[int, ...]
+    """The pipeline stage of each layer of the whole model."""
     lora: LoRA | None = None
     """The adapters, which alone are trained where there are some."""
 
@@ -80,9 +82,13 @@ class BuiltModel:
 
     @property
     def first_expert(self) -> int:
-        """Number of this rank's first expert; every rank of the expert-parallel group holds as many."""
-        config = self.chunks[0].config
-        return self.topology.expert.rank * (config.num_moe_experts or 0) // self.topology.expert.size
+        """Number of this rank's first expert."""
+        return self.topology.expert.rank * self.experts_per_rank
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Experts of a layer that every rank of the expert-parallel group holds; 0 where there are none."""
+        return (self.chunks[0].config.num_moe_experts or 0) // self.topology.expert.size
 
 
 def build_model(
@@ -109,7 +115,7 @@ def build_model(
     # Megatron 0.19 builds norms of queries and keys only with this; with this it also sums their gradients over
     # tensor-parallel ranks, which is wrong where each holds a part of the weight.
     config.qk_layernorm = family.has_qk_norm
-    return BuiltModel(chunks, family, topology)
+    return BuiltModel(chunks, family, topology, tuple(parallel.stages_of_layers(family.num_layers)))
 
 
 def _build_chunk(

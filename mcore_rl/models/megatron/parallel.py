@@ -97,6 +97,7 @@ def _build_groups(config: ParallelConfig) -> Topology:
         sequence_parallel=config.sequence_parallel,
         expert=ParallelDimension.of(groups.ep),
         expert_tensor=ParallelDimension.of(groups.expt_tp),
+        expert_data=ParallelDimension.of(groups.expt_dp),
     )
 
 

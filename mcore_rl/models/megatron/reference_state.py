@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # isort: skip
@@ -26,13 +25,6 @@ def reference_state(model_state: Mapping[str, Any], kept: Mapping[int, Tensor]) 
         described.setdefault(chunk, {})[name] = replace(entry, data=value)
     add_prefix_for_sharding(described, f"{KEY}.")
     return described
-
-
-@torch.no_grad()
-def set_reference(model_state: Mapping[str, Any], kept: Mapping[int, Tensor], loaded: Mapping[str, Any]) -> None:
-    """Copy what was loaded for `reference_state` into `kept`."""
-    for chunk, name, _, value in _pairs(model_state, kept):
-        value.copy_(loaded[chunk][name])
 
 
 def _pairs(model_state: Mapping[str, Any], kept: Mapping[int, Tensor]) -> Iterator[tuple[str, str, Any, Tensor]]:

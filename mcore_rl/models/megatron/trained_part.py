@@ -12,12 +12,19 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from mcore_rl.models.megatron.adapters import adapter_state
 from mcore_rl.models.megatron.model import BuiltModel
-from mcore_rl.models.megatron.optimizer_shards import optimizer_shards, optimizers_with_parameters
+from mcore_rl.models.megatron.optimizer_shards import (
+    optimizer_regions,
+    optimizer_shards,
+    optimizers_with_parameters,
+    tensor_regions,
+)
+from mcore_rl.models.megatron.region_reader import Region
 
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # isort: skip
 from megatron.core.optimizer import MegatronOptimizer  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
+TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 # The one optimizer format that loads under every layout.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
@@ -50,29 +57,29 @@ class TrainedPart:
         """What all ranks share."""
         return {"optimizer": _optimizer_common(self.optimizer), "scheduler": self.scheduler.state_dict()}
 
-    def wanted(self, weights: dict[str, Any], with_optimizer: bool) -> dict[str, Any]:
-        """What is to be loaded."""
-        found = dict(weights)
+    def regions(self, weights: dict[str, Any], with_optimizer: bool) -> Iterator[Region]:
+        """What is to be read, and this rank's memory for it.
+
+        Args:
+            weights: as described above.
+        """
+        yield from tensor_regions(weights)
         if with_optimizer:
             _ensure_optimizer_state(self.optimizer)
-            for index, inner in enumerate(optimizers_with_parameters(self.optimizer)):
-                described = inner.sharded_state_dict(weights, is_loading=True, metadata=METADATA)
-                found[f"moments{index}"] = described["param_state"]
-        return found
+            yield from optimizer_regions(self.optimizer, weights)
 
-    def restore(self, loaded: dict[str, Any], common: dict[str, Any] | None) -> None:
-        """Take what was loaded for `wanted`.
+    def restore_step(self, common: dict[str, Any] | None) -> None:
+        """What is left to be done when the regions are read.
 
         Args:
             common: the optimizer's part of what all ranks share; None where it begins anew.
         """
-        set_model_state(self.model, loaded)
         if common is None:
             self.optimizer.reload_model_params()
             return
         step = common["optimizer"]["param_groups"][0].get("step")
-        for index, inner in enumerate(optimizers_with_parameters(self.optimizer)):
-            _load_optimizer(inner, step, loaded[f"moments{index}"])
+        for inner in optimizers_with_parameters(self.optimizer):
+            _set_step(inner.optimizer, step)
 
 
 def _optimizer_common(optimizer: MegatronOptimizer) -> dict[Any, Any]:
@@ -85,18 +92,23 @@ def _optimizer_common(optimizer: MegatronOptimizer) -> dict[Any, Any]:
 
 
 def _ensure_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Zero moments before the first step: Megatron describes only states that exist."""
+    """Zero moments before the first step: what is saved and read is what is there."""
     for inner in optimizers_with_parameters(optimizer):
-        if not inner.optimizer.state:
-            rates = [group["lr"] for group in inner.optimizer.param_groups]
-            for group in inner.optimizer.param_groups:  # a step on zero gradients would still decay the weights
-                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-            inner._init_optimizer_states_with_dummy_values()
-            for group, rate in zip(inner.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+        inner.init_state_fn(inner.optimizer, inner.config)
+        if isinstance(inner.optimizer, TORCH_ADAM):
             for state in inner.optimizer.state.values():
-                if "step" in state:
-                    state["step"].zero_()
+                state.setdefault("step", torch.tensor(0.0))
+
+
+def _set_step(optimizer: Any, step: Any) -> None:
+    """torch's Adam counts in each parameter's state, in place, so each has a tensor of its own; others count in the
+    parameter groups."""
+    if isinstance(optimizer, TORCH_ADAM):
+        for state in optimizer.state.values():
+            state["step"].fill_(step)
+    elif step is not None:
+        for group in optimizer.param_groups:
+            group["step"] = step
 
 
 def _model_key(model: BuiltModel, index: int) -> str:
@@ -120,29 +132,8 @@ def model_state(model: BuiltModel, name: str = "") -> dict[str, Any]:
     return described
 
 
-def set_model_state(model: BuiltModel, loaded: dict[str, Any]) -> None:
+def set_objects(model: BuiltModel, loaded: dict[str, Any]) -> None:
+    """What modules keep beside their tensors, by chunk as in `model_state`."""
     for index, chunk in enumerate(model.chunks):
-        state = loaded.get(_model_key(model, index), {})  # which Megatron drops where it holds nothing: no adapters
-        if model.lora is None:
-            chunk.load_state_dict(state)
-            continue
-        with torch.no_grad():
-            for name, value in state.items():
-                chunk.get_parameter(name).copy_(value)
-
-
-def _load_optimizer(inner: Any, step: Any, moments: dict[Any, Any]) -> None:
-    """Restore an optimizer on torch's Adam, whose `step` is a tensor in every parameter's state.
-
-    Megatron's loader assigns one such tensor to all parameters (Adam counts in place, and would advance
-    it once per parameter), then copies the moments by the state's keys and finds no saved `step`. So
-    the step is taken out while the moments are copied, and put back as a tensor of each parameter's own.
-    """
-    own = inner.state_dict()
-    for group in own["optimizer"]["param_groups"]:
-        group["step"] = step
-    inner.load_state_dict(own)
-    steps = [(entry, entry.pop("step")) for entry in inner.optimizer.state.values() if "step" in entry]
-    inner.load_parameter_state_from_fully_reshardable(moments)
-    for entry, value in steps:
-        entry["step"] = value.clone()
+        if objects := loaded.get(_model_key(model, index)):  # which Megatron drops where there are none
+            chunk.load_state_dict(objects, strict=False)

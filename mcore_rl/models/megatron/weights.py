@@ -1,24 +1,20 @@
 """Hugging Face ⇄ Megatron weights: the family's one table, read in both directions.
 
 Import: every rank reads only its slices of the safetensors files; no communication. Export: a
-generator over all parameters in the model's order, one at a time: an expert's from the rank that holds it,
-gathered over tensor-parallel ranks, then sent to the other pipeline stages, split into its Hugging Face tensors.
+generator over all parameters in the model's order, one at a time: gathered over tensor-parallel ranks where it is
+(`whole_tensors`), then split into its Hugging Face tensors.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
-from collections.abc import Mapping as Dictionary
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcore_rl import platform
-from mcore_rl.distributed.collectives import gather_objects
-from mcore_rl.distributed.topology import ParallelDimension, Topology
+from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.families.family import REWARD_HEAD
@@ -26,6 +22,7 @@ from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 from mcore_rl.models.megatron.linear import Adapted
 from mcore_rl.models.megatron.mapping import Mapping, Shape, TensorSource
 from mcore_rl.models.megatron.model import BuiltModel, HiddenStateGPTModel
+from mcore_rl.models.megatron.whole_tensors import cut_over, gather_tensors
 
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes  # isort: skip
 
@@ -84,6 +81,12 @@ def weights_of(chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(FLOAT32_BUFFER))
 
 
+def own_weights(model: BuiltModel) -> Iterator[tuple[str, Tensor]]:
+    """`weights_of` all chunks of this rank, by names that tell the chunks apart."""
+    for index, chunk in enumerate(model.chunks):
+        yield from ((f"{index}.{name}", tensor) for name, tensor in weights_of(chunk))
+
+
 def first_layer(chunk: HiddenStateGPTModel) -> int:
     """Number in the whole model of a chunk's first layer; 0 where it has none."""
     return int(chunk.decoder.layers[0].layer_number) - 1 if len(chunk.decoder.layers) else 0
@@ -115,12 +118,8 @@ def load_hf_weights(model: BuiltModel, source: SafetensorsDirectory) -> None:
 
 def read_shard(mapping: Mapping, source: TensorSource, topology: Topology) -> Tensor:
     """This rank's shard of a parameter."""
-    ranks = _cut_over(mapping, topology)
+    ranks = cut_over(mapping, topology)
     return mapping.kind.read(mapping.parts, source, ranks.rank, ranks.size)
-
-
-def _cut_over(mapping: Mapping, topology: Topology) -> ParallelDimension:
-    return topology.expert_tensor if mapping.is_expert else topology.tensor
 
 
 def hf_shapes(hf: Any) -> dict[str, Shape]:
@@ -157,19 +156,21 @@ def export_hf_weights(
     value_of: Callable[[Tensor], Tensor] | None = None,
     names: Collection[str] | None = None,
     copies: bool = True,
+    first_only: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every Hugging Face tensor, whole, on every rank, one at a time. Collective over EP, TP and PP.
+    """Yield every Hugging Face tensor, whole, one at a time, on every rank. Collective over all of them.
 
     Args:
         value_of: what is exported of a parameter, for example its gradient; its value, with its adapter merged into
             it, if left out.
         names: only these tensors, the same on every rank; all if left out.
         copies: give each tensor memory of its own; otherwise it is valid until the next one only.
+        first_only: on the first rank alone; data-parallel replicas other than its own then gather nothing.
     """
     adapters = adapters_of(model) if value_of is None else {}
     value_of = value_of or torch.Tensor.detach
     own = {mapping.megatron: value_of(tensor) for mapping, tensor in named_mappings(model)}
-    yield from gather_tensors(model.family.table, own, model.topology, names, copies, adapters)
+    yield from gather_tensors(model.family.table, own, model, names, copies, first_only, adapters)
 
 
 def adapters_of(model: BuiltModel) -> dict[str, Any]:
@@ -181,76 +182,3 @@ def adapters_of(model: BuiltModel) -> dict[str, Any]:
         if isinstance(module, Adapted) and module.adapter is not None
     }
     return {mapping.megatron: owners[id(tensor)] for mapping, tensor in named_mappings(model) if id(tensor) in owners}
-
-
-def gather_tensors(
-    table: Dictionary[str, Mapping],
-    own: dict[str, Tensor],
-    topology: Topology,
-    names: Collection[str] | None = None,
-    copies: bool = True,
-    adapters: Dictionary[str, Any] = MappingProxyType({}),
-) -> Iterator[tuple[str, Tensor]]:
-    """As `export_hf_weights`, of any table, from this rank's tensors `own` by their names in it.
-
-    Args:
-        adapters: by the same names, to be merged into them.
-    """
-    described = {name: (tuple(value.shape), value.dtype) for name, value in own.items()}
-    by_expert_rank = gather_objects(described, topology.expert.group)
-    by_stage = gather_objects(by_expert_rank, topology.pipeline.group)
-    holders = {
-        name: (stage, rank, *what)
-        for stage, ranks in reversed(list(enumerate(by_stage)))
-        for rank, held in reversed(list(enumerate(ranks)))
-        for name, what in held.items()
-    }
-    for name, mapping in table.items():
-        if names is not None and not set(mapping.hf_names) & set(names):
-            continue
-        stage, expert_rank, shape, dtype = holders[name]
-        shard = own.get(name)
-        if name in adapters and shard is not None:
-            shard = adapters[name].merged(shard)
-        if stage == topology.pipeline.rank and mapping.is_expert and topology.expert.size > 1:
-            shard = _received(shard, shape, dtype, topology.expert, expert_rank)
-        whole = _gather_whole(
-            mapping, shard if stage == topology.pipeline.rank else None, stage, shape, dtype, topology
-        )
-        for hf_name, tensor in mapping.split(whole, copies):
-            if names is None or hf_name in names:
-                yield hf_name, tensor
-
-
-def _gather_whole(
-    mapping: Mapping, shard: Tensor | None, stage: int, shape: Shape, dtype: torch.dtype, topology: Topology
-) -> Tensor:
-    """All tensor-parallel shards stacked, [TP, …] (or [1, …] if not cut), on every stage."""
-    ranks = _cut_over(mapping, topology)
-    parts = 1 if mapping.kind.partition_dim is None else ranks.size
-    stacked = None
-    if shard is not None:
-        stacked = shard.unsqueeze(0) if parts == 1 else _gather_in_place(shard, ranks)
-    if topology.pipeline.size == 1:
-        assert stacked is not None, f"{mapping.megatron} is on no rank"
-        return stacked
-    return _received(stacked, (parts, *shape), dtype, topology.pipeline, stage)
-
-
-def _received(tensor: Tensor | None, shape: Shape, dtype: torch.dtype, ranks: ParallelDimension, source: int) -> Tensor:
-    """`tensor` of rank `source` of a group, on all of its ranks."""
-    if ranks.rank != source:
-        tensor = torch.empty(shape, dtype=dtype, device=platform.device())
-    assert tensor is not None, "the source has it"
-    tensor = tensor.contiguous()
-    torch.distributed.broadcast(tensor, group=ranks.group, group_src=source)
-    return tensor
-
-
-def _gather_in_place(shard: Tensor, ranks: ParallelDimension) -> Tensor:
-    """[…] on each rank → [size, …]; gloo's all-gather would hold the whole a second time."""
-    stacked = shard.new_empty((ranks.size, *shard.shape))
-    stacked[ranks.rank] = shard
-    for rank, part in enumerate(stacked):
-        torch.distributed.broadcast(part, group=ranks.group, group_src=rank)
-    return stacked

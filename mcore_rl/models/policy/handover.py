@@ -110,7 +110,11 @@ class WeightHandover:
         if not self.is_connected:
             raise RuntimeError("broadcast_weights_for_collective: call init_collective first")
         info = self.info(adapters_only)
-        tensors = export_adapters(self.model) if adapters_only else export_hf_weights(self.model, copies=False)
+        tensors = (
+            export_adapters(self.model, first_only=True)
+            if adapters_only
+            else export_hf_weights(self.model, copies=False, first_only=True)
+        )
         send_weights(tensors, info, self._group, bucket_bytes)
 
     def buckets(self, bucket_bytes: int, adapters_only: bool = False) -> list[list[str]]:

@@ -67,7 +67,7 @@ class Keeping(ColocatablePolicy):
         lora = self.model.lora
         assert lora is not None, "the model has no adapters"
         write_peft_directory(
-            export_adapters(self.model),
+            export_adapters(self.model, first_only=True),
             destination,
             self.config.model.path,
             lora.settings,
@@ -79,7 +79,7 @@ class Keeping(ColocatablePolicy):
     def export_hf(self, destination: Path) -> None:
         """Write the current weights, adapters merged into them, as a Hugging Face model directory. Collective."""
         write_hf_directory(
-            export_hf_weights(self.model),
+            export_hf_weights(self.model, first_only=True),
             destination,
             self.config.model.path,
             self.hf_config,

@@ -79,16 +79,28 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     # ------------------------------------------------------------ calls
 
-    def _refs(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """The call on every rank, under way; large arguments go into the object store once."""
-        stored = [ray.put(arg) if isinstance(arg, BatchedDataDict) else arg for arg in args]
-        return [worker.call.remote(method, *stored, **kwargs) for worker in self.workers]
+    def _refs(self, method: str, *args: Any, from_all: bool = False, **kwargs: Any) -> list[Any]:
+        """The call on every rank, under way; large arguments go into the object store once.
 
-    def _call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        return self._gather(self._refs(method, *args, **kwargs), timeout)
+        Args:
+            from_all: give every rank's result, not the first rank's alone, beside which the others' are None.
+        """
+        stored = [ray.put(arg) if isinstance(arg, BatchedDataDict) else arg for arg in args]
+        return [
+            worker.call.remote(method, from_all or rank == 0, *stored, **kwargs)
+            for rank, worker in enumerate(self.workers)
+        ]
+
+    def _call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """The first rank's result, which alone comes here: that of most calls is the same on all of them."""
+        return self._gather(self._refs(method, *args, **kwargs), timeout)[0]
+
+    def _call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Every rank's result."""
+        return self._gather(self._refs(method, *args, from_all=True, **kwargs))
 
     def _gather(self, refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        """Every rank's result; the first failure ends all ranks, which would wait for the failed one.
+        """The results of calls on every rank; the first failure ends all ranks, which would wait for the failed one.
 
         Raises:
             WorkerError: a rank failed, died, or took longer than `timeout` seconds.
@@ -120,24 +132,24 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def get_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, temperature: float = 1.0
     ) -> BatchedDataDict[LogprobOutputSpec]:
-        return self._call("get_logprobs", data, micro_batch_size, temperature)[0]
+        return self._call("get_logprobs", data, micro_batch_size, temperature)
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, temperature: float = 1.0
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        return self._call("get_reference_policy_logprobs", data, micro_batch_size, temperature)[0]
+        return self._call("get_reference_policy_logprobs", data, micro_batch_size, temperature)
 
     def get_topk_logits(self, data: BatchedDataDict[Any], k: int) -> BatchedDataDict[Any]:
         """As `MegatronPolicy.get_topk_logits`."""
-        return self._call("get_topk_logits", data, k)[0]
+        return self._call("get_topk_logits", data, k)
 
     def get_rewards(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """As `MegatronPolicy.get_rewards`."""
-        return self._call("get_rewards", data)[0]
+        return self._call("get_rewards", data)
 
     def evaluate(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, float]:
         """The loss's metrics over a global batch, without gradients."""
-        metrics: dict[str, float] = self._call("evaluate", data, loss_fn, temperature)[0]
+        metrics: dict[str, float] = self._call("evaluate", data, loss_fn, temperature)
         return metrics
 
     def train(
@@ -150,21 +162,21 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         temperature: float = 1.0,
     ) -> dict[str, Any]:
         """As `MegatronPolicy.train`."""
-        metrics: dict[str, Any] = self._call("train", data, loss_fn, eval_mode, gbs, mbs, temperature)[0]
+        metrics: dict[str, Any] = self._call("train", data, loss_fn, eval_mode, gbs, mbs, temperature)
         return metrics
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """As `MegatronPolicy.generate`."""
-        return self._call("generate", data, greedy)[0]
+        return self._call("generate", data, greedy)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         """As `MegatronPolicy.prepare_for_generation`."""
-        return all(self._call("prepare_for_generation", *args, **kwargs))
+        return all(self._call_all("prepare_for_generation", *args, **kwargs))
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        return all(self._call("finish_generation", *args, **kwargs))
+        return all(self._call_all("finish_generation", *args, **kwargs))
 
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
         self._call("prepare_for_lp_inference", *args, **kwargs)
@@ -176,37 +188,37 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._call("finish_training", *args, **kwargs)
 
     def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any]) -> Path:
-        path: Path = self._call("save_checkpoint", directory, step, state)[0]
+        path: Path = self._call("save_checkpoint", directory, step, state)
         return path
 
     def load_checkpoint(self, iteration: Path, allow_partial: bool = False) -> Any:
         """As `MegatronPolicy.load_checkpoint`."""
-        return self._call("load_checkpoint", iteration, allow_partial)[0]
+        return self._call("load_checkpoint", iteration, allow_partial)
 
     def export_hf(self, destination: Path) -> None:
         """Write the current weights as a Hugging Face model directory."""
         self._call("export_hf", destination)
 
     def offload_before_refit(self) -> int:
-        return sum(self._call("offload_before_refit"))
+        return sum(self._call_all("offload_before_refit"))
 
     def offload_after_refit(self) -> int:
-        return sum(self._call("offload_after_refit"))
+        return sum(self._call_all("offload_after_refit"))
 
     def prepare_refit_info(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        info: dict[str, Any] = self._call("prepare_refit_info", *args, **kwargs)[0]
+        info: dict[str, Any] = self._call("prepare_refit_info", *args, **kwargs)
         return info
 
     def adapter_settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = self._call("adapter_settings")[0]
+        settings: dict[str, Any] = self._call("adapter_settings")
         return settings
 
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
-        groups: list[list[str]] = self._call("prepare_weights_for_ipc", *args, **kwargs)[0]
+        groups: list[list[str]] = self._call("prepare_weights_for_ipc", *args, **kwargs)
         return groups
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        handles: dict[str, Any] = self._call("get_weights_ipc_handles", keys)[0]
+        handles: dict[str, Any] = self._call("get_weights_ipc_handles", keys)
         return handles
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
@@ -218,7 +230,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return self._refs("broadcast_weights_for_collective", *args, **kwargs)
 
     def wait(self, refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        """Results of calls that returned `ray.ObjectRef`s, rank by rank.
+        """Results of calls that returned `ray.ObjectRef`s: the first rank's, and None of the others.
 
         Raises:
             WorkerError: as every other call.
@@ -246,9 +258,10 @@ class _Worker:
             listener.bind(("", 0))
             return (ray.util.get_node_ip_address(), listener.getsockname()[1]), None
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
+    def call(self, method: str, result_wanted: bool, *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
         try:
-            return getattr(self if method == "start" else self.policy, method)(*args, **kwargs), None
+            result = getattr(self if method == "start" else self.policy, method)(*args, **kwargs)
+            return result if result_wanted else None, None
         except Exception:
             return None, traceback.format_exc()
 
