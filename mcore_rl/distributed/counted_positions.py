@@ -57,10 +57,12 @@ class CountedPositions:
 
     def at_predictors(self, values: Shaped[Tensor, "rows seq k"]) -> Shaped[Tensor, "n k"]:
         """Of values that rows have at each input position, those of the predictors."""
-        index, there = (x.to(values.device) for x in self.layout.token_table(values.shape[1]))
-        packed = values.new_zeros(self.layout.total, values.shape[2])
-        packed[index[there]] = values[there]
-        return packed[self.layout.predictor[self.tokens].clamp(min=0).to(values.device)]
+        index, there = self.layout.token_table(values.shape[1])
+        # Found on the host, which a mask on the device would make wait.
+        place = torch.zeros(self.layout.total, dtype=torch.long)  # of each pack position in the rows
+        place[index[there]] = there.flatten().nonzero().flatten()
+        wanted = place[self.layout.predictor[self.tokens].clamp(min=0)]
+        return values.flatten(0, 1)[wanted.to(values.device, non_blocking=True)]
 
     def spread(
         self, values: Float[Tensor, n * rest], context_parallel_group: ProcessGroup | None
