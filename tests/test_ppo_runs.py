@@ -251,9 +251,11 @@ def test_a_critic_of_another_vocabulary(files):
 
 
 @pytest.mark.long
-def test_a_dry_run_estimates_no_memory_of_two_models(files):
-    process = train(files, "dry", "--dry-run")
-    assert "memory: not estimated (critic: runs with a second model cannot be simulated)" in process.stdout_text
+def test_a_dry_run_estimates_the_memory_of_both_models(files):
+    both = train(files, "dry", "--dry-run").stdout_text
+    assert "memory of rank 0 at the peak of a step, on a GPU: 0.0" in both
+    offloaded = train(files, "dry", "--dry-run", "critic.offload=true").stdout_text
+    assert "memory: not estimated (critic.offload: what is moved to the host and back cannot be simulated" in offloaded
     assert not (files / "dry").exists()
 
 

@@ -264,6 +264,15 @@ def test_the_host_never_waits_among_the_microbatches(algorithm, sections, model)
     assert report.parameters and report.packs > 1
 
 
+@pytest.mark.parametrize("case", and_long([], ["teacher"], ["whole teacher", "judge", "critic", "mismatched"]))
+def test_nor_where_there_are_several_models(case, model, others):
+    algorithm, sections = BESIDE[case]
+    layout = Layout(tp=2, cp=2, pp=2, dp=2, sp=True).apply(config_of(model, algorithm, **sections(others)))
+    (report,) = in_processes(simulate_rank, (layout, 9, 16, SEQUENCES))
+    assert {place for phase, place in report.host_reads if phase == "training"} == set()
+    assert not [place for phase, place in report.host_reads if phase == "critic" and "forward_step" in place]
+
+
 def read_in_loss(config):
     from mcore_rl.algorithms.loss_functions import NLLLoss
 
@@ -325,6 +334,44 @@ def test_public_figures(tmp_path):
     logits_spared = 0.5 * embedding * 8 * tokens  # the LM head multiplies the trained half of the tokens, and once more
     expected = 8 * (70.55e9 - embedding) * tokens - logits_spared
     assert counted == pytest.approx(expected, rel=0.02)
+
+
+# Hidden size, layers, heads, GPUs, pipeline stages, sequences, seconds a step, MFU: of A100s, with sequence
+# parallelism and selective recomputation (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+# Transformer Models", tables 3 and 5).
+PUBLISHED = and_long(
+    [],
+    [(6144, 48, 64, 8, 1, 4, 1.10, 0.415)],
+    [
+        (12288, 96, 96, 64, 8, 64, 13.75, 0.514),
+        (20480, 105, 128, 280, 35, 280, 37.83, 0.560),
+        (25600, 128, 160, 512, 64, 512, 71.49, 0.563),
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "layers", "heads", "gpus", "stages", "sequences", "seconds", "utilization"), PUBLISHED
+)
+def test_published_operations(hidden, layers, heads, gpus, stages, sequences, seconds, utilization, tmp_path):
+    """Of 22B to 1T parameters, 2,048 tokens a sequence: what a step's time and utilization say is computed in it.
+
+    A gated layer of 8/3 times the hidden size multiplies as much as the paper's plain one of four times. The paper
+    counts all pairs of tokens in attention, here the visible half is."""
+    width = -(-8 * hidden // 24) * 8
+    sizes = {"hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": layers}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": hidden // heads}
+    path = llama(tmp_path / "model", **sizes, **heads_of, vocab_size=51200, max_position_embeddings=2048)
+    config = config_of(
+        path, model={"path": str(path), "dtype": "bfloat16"}, data={"train": "x", "max_sequence_length": 2048},
+        batch={"global_batch_size": 1, "tokens_per_pack": 2048},
+    )  # fmt: skip
+    config = Layout(tp=8, sp=True, pp=stages, tokens_per_pack=2048).apply(config)
+    (report,) = in_processes(simulate_rank, (config, 0, gpus, Sequences((2048,), (2047,))))
+    assert sequences * report.model_flops == pytest.approx(utilization * 312e12 * gpus * seconds, rel=0.1)
+    if stages == 1:
+        computed = 8 * (report.products["training"] + 2 * report.attention["training"])
+        assert sequences * computed == pytest.approx(utilization * 312e12 * gpus * seconds, rel=0.1)
 
 
 def call(*arguments):
