@@ -350,28 +350,42 @@ PUBLISHED = and_long(
 )
 
 
+def published(path, hidden, layers, heads, stages, sequences):
+    """A gated layer of 8/3 times the hidden size multiplies as much as the papers' plain one of four times."""
+    width = -(-8 * hidden // 24) * 8
+    sizes = {"hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": layers}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": hidden // heads}
+    path = llama(path, **sizes, **heads_of, vocab_size=51200, max_position_embeddings=2048)
+    config = config_of(
+        path, model={"path": str(path), "dtype": "bfloat16"}, data={"train": "x", "max_sequence_length": 2048},
+        batch={"global_batch_size": sequences, "tokens_per_pack": 2048 * sequences},
+    )  # fmt: skip
+    return Layout(tp=8, sp=True, pp=stages, tokens_per_pack=2048 * sequences).apply(config)
+
+
 @pytest.mark.parametrize(
     ("hidden", "layers", "heads", "gpus", "stages", "sequences", "seconds", "utilization"), PUBLISHED
 )
 def test_published_operations(hidden, layers, heads, gpus, stages, sequences, seconds, utilization, tmp_path):
     """Of 22B to 1T parameters, 2,048 tokens a sequence: what a step's time and utilization say is computed in it.
 
-    A gated layer of 8/3 times the hidden size multiplies as much as the paper's plain one of four times. The paper
-    counts all pairs of tokens in attention, here the visible half is."""
-    width = -(-8 * hidden // 24) * 8
-    sizes = {"hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": layers}
-    heads_of = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": hidden // heads}
-    path = llama(tmp_path / "model", **sizes, **heads_of, vocab_size=51200, max_position_embeddings=2048)
-    config = config_of(
-        path, model={"path": str(path), "dtype": "bfloat16"}, data={"train": "x", "max_sequence_length": 2048},
-        batch={"global_batch_size": 1, "tokens_per_pack": 2048},
-    )  # fmt: skip
-    config = Layout(tp=8, sp=True, pp=stages, tokens_per_pack=2048).apply(config)
+    The paper counts all pairs of tokens in attention, here the visible half is."""
+    config = published(tmp_path / "model", hidden, layers, heads, stages, 1)
     (report,) = in_processes(simulate_rank, (config, 0, gpus, Sequences((2048,), (2047,))))
     assert sequences * report.model_flops == pytest.approx(utilization * 312e12 * gpus * seconds, rel=0.1)
     if stages == 1:
         computed = 8 * (report.products["training"] + 2 * report.attention["training"])
         assert sequences * computed == pytest.approx(utilization * 312e12 * gpus * seconds, rel=0.1)
+
+
+@pytest.mark.long
+def test_published_activations(tmp_path):
+    """34·s·b·h / t bytes a layer where nothing quadratic in the length is kept (the paper's equation 6), in the 22B
+    shape and batch: its dropout masks of 2·s·b·h are not there."""
+    configs = [published(tmp_path / str(layers), 6144, layers, 64, 1, 4) for layers in (4, 8)]
+    four, eight = in_processes(simulate_rank, *[(c, 0, 8, Sequences((2048,) * 4, (2047,) * 4)) for c in configs])
+    kept = (eight.memory["activations, workspace"] - four.memory["activations, workspace"]) / 4
+    assert kept == pytest.approx(34 * 2048 * 4 * 6144 / 8, rel=0.1)
 
 
 def call(*arguments):

@@ -203,6 +203,8 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         masked_softmax_fusion=False,
         **_recomputation(model),
     )
+    # Said after its checks, which know Transformer Engine's own: the layer spec's activation is taken.
+    config.use_te_activation_func = not use_te
     if family.rope_factor() != 1.0:
         config.yarn_rotary_scaling_factor = concentration_scale(family.rope_factor())
     return config

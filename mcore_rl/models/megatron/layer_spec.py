@@ -8,6 +8,7 @@ import itertools
 from typing import Any
 
 from mcore_rl import platform
+from mcore_rl.models.megatron.activations import GatedActivation
 from mcore_rl.models.megatron.attention import PackedCausalAttention
 from mcore_rl.models.megatron.experts import CountingExperts, GroupedExperts
 from mcore_rl.models.megatron.families import Family
@@ -115,7 +116,7 @@ def _output_linear(family: Family) -> type[RowLinear]:
 
 
 def _linears(family: Family) -> MLPSubmodules:
-    return MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=_output_linear(family))
+    return MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=_output_linear(family), activation_func=GatedActivation)
 
 
 def _sparse_mlp(family: Family, config: TransformerConfig) -> ModuleSpec:

@@ -36,9 +36,30 @@ class RMSNorm(FasterInGeneration, torch.nn.Module):
         weight = 1 + self.weight.float() if self.is_zero_centred else self.weight
         if self.in_generation and x.dtype == torch.float32:  # one operation, the same but for rounding
             return F.rms_norm(x, weight.shape, weight, self.eps)
+        normed: Tensor = _Normed.apply(x, weight, self.eps)
+        return normed
+
+
+class _Normed(torch.autograd.Function):
+    """weight · x / rms(x), which keeps x itself for the backward pass, where autograd would keep it in fp32 and what
+    becomes of it. A weight in fp32 multiplies before rounding to x's precision, any other behind it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (weight * wide).to(x.dtype) if self.is_zero_centred else weight * wide.to(x.dtype)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        wide = wide * scale
+        return (weight * wide).to(x.dtype) if weight.dtype == torch.float32 else weight * wide.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed, grad = x.float() * scale, grad.float()
+        of_weight = (grad * normed).flatten(0, -2).sum(0)
+        grad = grad * weight.float()
+        of_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
 
 
 class HeadRMSNorm(RMSNorm):
