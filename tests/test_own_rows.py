@@ -232,6 +232,34 @@ def test_no_rows_at_all_are_refused(model_of):
         run_processes(empty_batches, config, world_size=2)
 
 
+def losses_of_a_token_that_is_not_finite(config, data, division):
+    """What is said of the loss on all rows, and on this replica's own."""
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    with torch.no_grad():
+        policy.model.chunks[0].embedding.word_embeddings.weight[249] = torch.nan
+    replicas = policy.topology.data
+    share = Share(division[replicas.rank], data.size, replicas)
+    said = []
+    for rows in (data, OwnRows(data.select_indices(share.indices), share)):
+        with pytest.raises(FloatingPointError) as told:
+            policy.train(rows, loss_of(config))
+        said.append(str(told.value))
+    policy.shutdown()
+    return said
+
+
+def test_a_bad_row_is_named_by_its_number_in_the_global_batch(model_of):
+    data = make_data()
+    data["input_ids"][data["input_ids"] == 249] = 248
+    data["input_ids"][10, 12], data["token_mask"][10, 13] = 249, 1
+    config = Layout(dp=2, packing=False).apply(make_config(model_of("llama")))
+    division = [list(range(8)), [8, 9, 10, 11]]
+    for said in run_processes(losses_of_a_token_that_is_not_finite, config, data, division, world_size=2):
+        assert all(": row 10 of the global batch, position" in told for told in said), said
+
+
 # ------------------------------------------------------------------ the loops
 
 

@@ -22,7 +22,7 @@ from mcore_rl.distributed.prefix_layout import PrefixLayout, PrefixTree
 class Microbatch:
     """Rows that go through the model together; equal to itself alone.
 
-    rows: indices into the global batch.
+    rows: indices into the batch that it was cut from: the global one, or a replica's own rows.
     data: those rows, cut to the longest of them; whole sequences.
     layout: where they are in the pack.
     packed: False where all rows are padded to one length.

@@ -225,10 +225,10 @@ class MegatronPolicy(Keeping, Generating):
         loss_name = type(loss_fn).__name__
         results = collect_results(self.topology, loss_name, microbatches, outputs, self._names_of_metrics)
         loss, rows = sum(result.loss for result in results), sum(result.rows for result in results)
+        known = share_of(data)
         if not math.isfinite(loss):
-            raise FloatingPointError(explain_nonfinite(loss, outputs))
-        total = share_of(data).total
-        assert rows == total, f"{rows} rows went through the loss, not {total}"
+            raise FloatingPointError(explain_nonfinite(loss, outputs, known.indices))
+        assert rows == known.total, f"{rows} rows went through the loss, not {known.total}"
         return results
 
     # ------------------------------------------------------------ life

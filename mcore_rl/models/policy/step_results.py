@@ -65,12 +65,16 @@ def collect_results(
     return results
 
 
-def explain_nonfinite(loss: float, outputs: Sequence[dict[str, Any]]) -> str:
-    """Which row and position, from every rank's microbatches; collective."""
+def explain_nonfinite(loss: float, outputs: Sequence[dict[str, Any]], indices: Sequence[int]) -> str:
+    """Which row and position, from every rank's microbatches; collective.
+
+    Args:
+        indices: in the global batch, of the rows that this rank has.
+    """
     found = None
     for output in outputs:
         if "logprobs" in output and (place := locate_nonfinite(output["logprobs"].cpu(), output["mask"].cpu())):
-            found = f"row {output['rows'][place[0]]} of the global batch, position {place[1]}"
+            found = f"row {indices[output['rows'][place[0]]]} of the global batch, position {place[1]}"
             break
     places = [f"rank {rank}: {place}" for rank, place in enumerate(gather_objects(found)) if place]
     return f"the loss is {loss}" + (f"; first bad log-probability at {places[0]}" if places else "")
