@@ -28,10 +28,15 @@ def train_kto(config: KTOConfig) -> Path | None:
     steps = total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size)
     policy = MegatronPolicy(config, steps, keep_reference=True)
 
+    made: dict[str, OwnRows[Any]] = {}
+
     def mismatched(dataset: UnpairedDataset, indices: Sequence[int], share: Share) -> OwnRows[Any]:
-        """Each record's prompt with another's response."""
-        limit, pad = config.data.max_sequence_length, inputs.tokenizer.pad_token_id
-        return OwnRows(collate([(dataset.mismatched(i).truncate(limit),) for i in indices], pad), share)
+        """Each record's prompt with another's response; those of the latest rows are kept."""
+        if "latest" not in made or made["latest"].share is not share:
+            limit, pad = config.data.max_sequence_length, inputs.tokenizer.pad_token_id
+            rows = collate([(dataset.mismatched(i).truncate(limit),) for i in indices], pad)
+            made["latest"] = OwnRows(rows, share)
+        return made["latest"]
 
     def add_reference(data: OwnRows[Any], dataset: UnpairedDataset, indices: Sequence[int]) -> None:
         data["desirable"] = torch.tensor([dataset.is_desirable(i) for i in indices], dtype=torch.bool)

@@ -97,7 +97,8 @@ class SupervisedRun(TrainingRun[Dataset]):
         self.validation_columns.clear()
 
     def validate_on(self, name: str, dataset: Dataset, step: int) -> dict[str, float]:
-        """Metrics over a whole set: exact means, though its tokens are never there all at once."""
+        """Metrics over a whole set, whose tokens are never there all at once: exact means, but for what a loss takes
+        from a batch as a whole (KTO's reference point)."""
         starts = range(0, len(dataset), VALIDATION_RECORDS)
         if name not in self.validation_counts:
             counts = [valid_counts(self._part(dataset, start)[0]) for start in starts]

@@ -81,7 +81,9 @@ class Batching:
         Raises:
             ValueError: rows that do not make whole units, or a unit longer than a pack.
         """
-        return [[_rows(box) for box in boxes] for boxes in self._assign(self._units(lengths, input_ids))]
+        units = self.unit_sizes(lengths, input_ids, range(len(lengths)))
+        shards = self._shards(units)
+        return [[[row for unit in sorted(box) for row in units[unit].rows] for box in boxes] for boxes in shards]
 
     def _units(
         self, lengths: Sequence[int], input_ids: torch.Tensor | None, indices: Sequence[int] | None = None
@@ -91,15 +93,24 @@ class Batching:
         Args:
             indices: of the rows in the global batch, whose groups they are of.
         """
-        if len(lengths) % self.rows_per_unit:
-            raise ValueError(f"{len(lengths)} rows do not make whole units of {self.rows_per_unit} rows")
+        step = self._whole_units(lengths)
         if not self.rows_per_group or input_ids is None:
-            step = self.rows_per_unit
             starts = range(0, len(lengths), step)
             return [self._apart(list(range(start, start + step)), lengths) for start in starts]
         indices = range(len(lengths)) if indices is None else indices
         groups = groupby(range(len(lengths)), key=lambda row: indices[row] // self.rows_per_group)
         return [unit for _, rows in groups for unit in self._sharing(list(rows), lengths, input_ids)]
+
+    def _whole_units(self, lengths: Sequence[int]) -> int:
+        """Rows of a unit, of which there must be whole ones."""
+        if len(lengths) % self.rows_per_unit:
+            raise ValueError(f"{len(lengths)} rows do not make whole units of {self.rows_per_unit} rows")
+        return self.rows_per_unit
+
+    def _work(self, before: int, length: int) -> float:
+        """In tokens, of so many behind others: linear in what goes through the model, and in what each of them sees."""
+        padded = round_up(length, self.multiple)
+        return padded + padded * (2 * before + padded) / self.attention_length
 
     def _apart(self, rows: list[int], lengths: Sequence[int]) -> Unit:
         own = tuple(lengths[row] for row in rows)
@@ -121,7 +132,8 @@ class Batching:
 
     def _size(self, unit: Unit) -> UnitSize:
         tree = unit.tree
-        return UnitSize(unit.rows, tree.padded_size(self.multiple), unit.cost(self.multiple, self.attention_length))
+        work = sum(self._work(before, length) for before, length in zip(tree.before, tree.lengths, strict=True))
+        return UnitSize(unit.rows, tree.padded_size(self.multiple), work)
 
     def _shards(self, units: Sequence[UnitSize]) -> list[list[list[int]]]:
         """[data-parallel rank][microbatch] → units by number."""
@@ -195,7 +207,9 @@ class Batching:
         padded = [round_up(n, self.multiple) for unit in units for n in unit.tree.lengths]
         return max(padded, default=0) * len(padded)
 
-    def unit_sizes(self, lengths: Sequence[int], input_ids: torch.Tensor, indices: Sequence[int]) -> list[UnitSize]:
+    def unit_sizes(
+        self, lengths: Sequence[int], input_ids: torch.Tensor | None, indices: Sequence[int]
+    ) -> list[UnitSize]:
         """Of the units that some rows of a global batch make.
 
         Args:
@@ -203,8 +217,21 @@ class Batching:
             input_ids: [b, S] their tokens; not read unless beginnings are shared.
             indices: [b] where they are in the global batch.
         """
+        if not self.rows_per_group or input_ids is None:
+            return self._sizes_apart(lengths, indices)
         sizes = map(self._size, self._units(lengths, input_ids, indices))
         return [replace(size, rows=[indices[row] for row in size.rows]) for size in sizes]
+
+    def _sizes_apart(self, lengths: Sequence[int], indices: Sequence[int]) -> list[UnitSize]:
+        """As `unit_sizes` where nothing is shared, without an object for each sequence."""
+        step = self._whole_units(lengths)
+        padded = [round_up(length, self.multiple) for length in lengths]
+        work = [self._work(0, length) for length in lengths]
+        starts = range(0, len(lengths), step)
+        return [
+            UnitSize(indices[first : first + step], sum(padded[first : first + step]), sum(work[first : first + step]))
+            for first in starts
+        ]
 
     def divide(self, units: Sequence[UnitSize]) -> list[list[int]]:
         """[data-parallel rank] → rows of the global batch, in their order; as `plan` shares them out."""
@@ -226,14 +253,6 @@ class Unit:
 
     rows: list[int]
     tree: PrefixTree
-
-    def cost(self, multiple: int, attention_length: float) -> float:
-        """Work in tokens: linear in what goes through the model, and in what each of these tokens sees."""
-        work = 0.0
-        for before, length in zip(self.tree.before, self.tree.lengths, strict=True):
-            padded = round_up(length, multiple)
-            work += padded + padded * (2 * before + padded) / attention_length
-        return work
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Share:
         """That of a replica with `count` rows, where the global batch is all replicas' rows one after another."""
         counts = torch.zeros(replicas.size, dtype=torch.float64)
         counts[replicas.rank] = count
-        *before, total = accumulate(map(int, _reduced(counts, replicas).tolist()), initial=0)
+        *before, total = accumulate(map(int, reduced(counts, replicas).tolist()), initial=0)
         first = before[replicas.rank]
         return cls(range(first, first + count), total, replicas)
 
@@ -55,14 +55,15 @@ class Share:
         """A value of each row of the global batch, from each replica those of its own rows; fp64, on the host."""
         values = torch.zeros(self.total, dtype=torch.float64)
         values[list(self.indices)] = own.double().cpu()
-        return _reduced(values, self.replicas)
+        return reduced(values, self.replicas)
 
     def _reduce(self, values: Sequence[float], op: Any) -> list[float]:
-        reduced: list[float] = _reduced(torch.tensor(values, dtype=torch.float64), self.replicas, op).tolist()
-        return reduced
+        values_of_all: list[float] = reduced(torch.tensor(values, dtype=torch.float64), self.replicas, op).tolist()
+        return values_of_all
 
 
-def _reduced(values: Tensor, replicas: ParallelDimension, op: Any = ReduceOp.SUM) -> Tensor:
+def reduced(values: Tensor, replicas: ParallelDimension, op: Any = ReduceOp.SUM) -> Tensor:
+    """`values` on the host, summed over the replicas (or by `op`)."""
     if replicas.size == 1:
         return values
     return all_reduce(values.to(platform.device()), replicas.group, op).cpu()

@@ -131,6 +131,16 @@ def flash_stand_in(flops: AttentionFlops) -> Any:
     return attend
 
 
+def alike(reduced: Any) -> Any:
+    """`own_rows.reduced` where other replicas, which are not there, are taken to have what this one has."""
+
+    def of_all(values: Tensor, replicas: Any, op: Any = torch.distributed.ReduceOp.SUM) -> Tensor:
+        reduced(values, replicas, op)  # its transfer, and that the host waits for it
+        return values * replicas.size if op == torch.distributed.ReduceOp.SUM else values
+
+    return of_all
+
+
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """`owner.name` is `value` meanwhile."""

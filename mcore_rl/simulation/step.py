@@ -17,7 +17,15 @@ from mcore_rl.errors import UserError
 from mcore_rl.simulation.memory import LiveBytes, bytes_of
 from mcore_rl.simulation.models import CRITIC, CRITIC_UPDATE, PHASES, TRAINING, UPDATE, Models, configs_beside, run_step
 from mcore_rl.simulation.products import product_counter
-from mcore_rl.simulation.rank import AttentionFlops, HostReads, ShapesOnly, flash_stand_in, note_host_reads, replaced
+from mcore_rl.simulation.rank import (
+    AttentionFlops,
+    HostReads,
+    ShapesOnly,
+    alike,
+    flash_stand_in,
+    note_host_reads,
+    replaced,
+)
 from mcore_rl.simulation.traffic import Traffic, Transfer, count_traffic
 
 BUILDING = "building"
@@ -85,7 +93,7 @@ def simulate_rank(
 
     import torch
 
-    from mcore_rl.distributed import linear_logprobs, parallel_logprobs
+    from mcore_rl.distributed import linear_logprobs, own_rows, parallel_logprobs
     from mcore_rl.models.megatron import attention, weights
     from mcore_rl.models.policy import megatron_policy, scoring
     from mcore_rl.models.policy.step_results import MicrobatchResult
@@ -104,6 +112,7 @@ def simulate_rank(
         replaced(scoring, "SafetensorsDirectory", lambda path: ShapesOnly(path, next(shapes))),
         replaced(weights, "read_shard", lambda *_: torch.empty((), device="meta")),
         replaced(megatron_policy, "collect_results", lambda *_: [told]),
+        replaced(own_rows, "reduced", alike(own_rows.reduced)),
     ):
         devices = ("meta", "cpu") if tiles_of == "cpu" else ("meta",)
         return measure_step(config, sequences, traffic, reads, flops, devices)
@@ -122,6 +131,7 @@ def measure_step(
     Args:
         devices: kinds of device whose memory is counted.
     """
+    from mcore_rl.layout_check import own_rows
     from mcore_rl.models.megatron.families.mixture import Mixture
     from mcore_rl.models.policy import megatron_policy, scoring
 
@@ -167,7 +177,8 @@ def measure_step(
     ):
         enter(BUILDING)
         models = Models.build(config)
-        policy, data = models.policy, invented_batch(config, sequences)
+        policy = models.policy
+        data = own_rows(policy, invented_batch(config, sequences))
         run_step(config, models, data, enter)
     parameters = [p for model in models.all for chunk in model.model.chunks for p in chunk.parameters()]
     missing = {phase: made - before for phase, before in made_before.items()}
