@@ -262,13 +262,13 @@ def waits_among_microbatches(report, phase="training"):
 
 @pytest.mark.parametrize(("algorithm", "sections"), ALGORITHMS)
 def test_the_host_never_waits_among_the_microbatches(algorithm, sections, model):
-    """Only where results of the whole batch are read: a score's rows, and the gradient's norm."""
+    """Only before them, and where results of the whole batch are read: a score's rows, and the gradient's norm."""
     config = config_of(model, algorithm, **sections)
     layout = Layout(tp=2, cp=2, pp=2, dp=2, sp=True).apply(config)
-    (report,) = in_processes(simulate_rank, (layout, 9, 16, SEQUENCES))
+    (report,) = in_processes(simulate_rank, (layout, 9, 16, Sequences(2 * LENGTHS, 2 * SEQUENCES.responses)))
     places = {(phase, place.partition(":")[0]) for phase, place in report.host_reads}
     assert not waits_among_microbatches(report)
-    assert {place for place in places if place[0] == "scoring"} <= {("scoring", "scoring.py")}
+    assert {place for phase, place in places if phase == "scoring"} <= {"scoring.py", "own_rows.py"}
     assert report.parameters and report.packs > 1
 
 
