@@ -28,13 +28,11 @@ from mcore_rl.config import (
     TrainingConfig,
 )
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.own_rows import OwnRows, Share
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
 from mcore_rl.layouts import Layout
 
 if TYPE_CHECKING:
-    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.models.policy.teacher import TeacherModel
 
 ROUNDING = 1e-12
@@ -116,7 +114,7 @@ def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: i
     else:
         scores = policy.get_logprobs(data)["logprobs"]
         add_earlier_logprobs(data, scores, config)
-    own = own_rows(policy, data)
+    own = policy.own_rows(data)
     policy.compute_gradients(own, loss_fn)
     gather_gradients(policy.chunks)
     export = export_adapters if policy.model.lora else export_hf_weights
@@ -129,14 +127,6 @@ def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: i
         if model is not None:
             model.shutdown()
     return Outcome(metrics, scores, gradients, weights) if is_writer else None
-
-
-def own_rows(policy: MegatronPolicy, data: BatchedDataDict[Any]) -> OwnRows[Any]:
-    """This replica's share of a global batch that every rank has. Collective."""
-    replicas = policy.topology.data
-    division = policy.divide(data["input_lengths"].tolist(), lambda rows: data["input_ids"][list(rows)])
-    share = Share(division[replicas.rank], data.size, replicas)
-    return OwnRows(data.select_indices(share.indices), share)
 
 
 def _main_grad(parameter: Tensor) -> Tensor:

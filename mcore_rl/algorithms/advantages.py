@@ -124,15 +124,14 @@ def whitened(
     Args:
         share: of which the samples are; mean and deviation are over all of them. Collective. All, if left out.
     """
-    share = share or Share(range(len(values)), len(values))
+    share = share or Share.whole(len(values))
     mask = mask.double()
     values = torch.where(mask > 0, values.double(), 0)
-    counted = values[mask > 0].tolist()
     total, count = share.sum(float((values * mask).sum()), float(mask.sum()))
-    high, low = share.max(max(counted, default=-math.inf), max((-x for x in counted), default=-math.inf))
+    low, high = share.extent(values[mask > 0])
     mean, count = total / max(count, 1), max(count, 1)
     (squares,) = share.sum(float(((values - mean).square() * mask).sum()))
-    if high <= -low:
+    if high <= low:
         return torch.zeros_like(values)
     return (values - mean) * mask / (math.sqrt(squares / count) + epsilon)
 
@@ -169,7 +168,7 @@ def has_signal(rewards: Float[Tensor, "prompts group"]) -> Bool[Tensor, " prompt
 def _of_share(of_samples: Float[Tensor, "prompts group"], share: Share | None) -> Float[Tensor, "own 1"]:
     """A column of the values of a share's samples; of all, for None."""
     column = of_samples.reshape(-1, 1)
-    return column if share is None else column[list(share.indices)]
+    return column if share is None else share.select(column)
 
 
 def _result_type(rewards: Tensor) -> torch.dtype:

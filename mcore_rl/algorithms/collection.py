@@ -62,8 +62,7 @@ class RolloutCollector:
         """
         options = self.config.rollouts
         if self.recorded is not None:
-            replicas = self.policy.topology.data
-            of_all = Rollouts.known_to_all(self.recorded[step], replicas.rank, replicas.size)
+            of_all = Rollouts.known_to_all(self.recorded[step], self.policy.topology.data)
             return of_all, options.num_prompts_per_step
         if options.max_staleness:
             self._begin_ahead(step, position)

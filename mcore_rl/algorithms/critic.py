@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -112,7 +111,7 @@ def value_metrics(values: Tensor, returns: Tensor, mask: Tensor, share: Share | 
     Args:
         share: of which the rows are; the means are over all of them. Collective. All, if left out.
     """
-    share = share or Share(range(len(values)), len(values))
+    share = share or Share.whole(len(values))
     v, r = (x[mask > 0].double() for x in (values, returns))
     count, of_values, of_returns = share.sum(len(v), float(v.sum()), float(r.sum()))
     found = {"values_mean": of_values / count, "returns_mean": of_returns / count}
@@ -121,7 +120,7 @@ def value_metrics(values: Tensor, returns: Tensor, mask: Tensor, share: Share | 
     )  # fmt: skip
     variance, unexplained = (total / count for total in share.sum(*spreads))
     found["returns_std"] = variance**0.5
-    high, low = share.max(max(r.tolist(), default=-math.inf), max((-r).tolist(), default=-math.inf))
-    if high > -low:
+    low, high = share.extent(r)
+    if high > low:
         found["explained_variance"] = 1 - unexplained / variance
     return found

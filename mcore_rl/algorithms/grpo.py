@@ -304,7 +304,7 @@ def add_positive_examples(data: BatchedDataDict[Any], rewards: torch.Tensor) -> 
         rewards: of all samples, also where `data` has a replica's own.
     """
     share = share_of(data)
-    data["rewards"] = rewards.flatten()[list(share.indices)]
+    data["rewards"] = share.select(rewards.flatten())
     positive = data["token_mask"][:, 1:].sum(1) * data["sample_mask"] * (data["rewards"] > 0)
     (total,) = share.sum(float(positive.sum()))
     data["num_positive_tokens"] = torch.full((data.size,), total)

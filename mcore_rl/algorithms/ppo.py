@@ -81,8 +81,7 @@ class PPORun(GRPORun):
         ppo, mask = self.config.ppo, data["token_mask"] * data["sample_mask"][:, None]
         with self._phase(step, "critic"):
             values = self.critic.values(data)
-        own = rewards.flatten()[list(data.share.indices)]
-        earned = earned_by_tokens(rollouts, own, penalty)
+        earned = earned_by_tokens(rollouts, data.share.select(rewards.flatten()), penalty)
         advantages, returns = gae_advantages(earned, values, mask, ppo.gamma, ppo.gae_lambda)
         if ppo.whiten_advantages:
             advantages = whitened(advantages, mask, ppo.advantage_epsilon, data.share)

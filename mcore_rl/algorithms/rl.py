@@ -110,5 +110,6 @@ def rollout_worker(
     """Generation with the policy's weights, as the configuration says."""
     tokenizer, topology = inputs.tokenizer, policy.topology
     generation = generation_of(config, policy, tokenizer, speaker(policy.is_writer))
-    meeting_seconds = min(5.0, config.parallel.timeout_seconds / 4)
-    return RolloutWorker(generation, environment, tokenizer, config.environment.max_turns, meeting_seconds, topology)
+    return RolloutWorker(
+        generation, environment, tokenizer, config.environment.max_turns, config.parallel.meeting_seconds, topology
+    )

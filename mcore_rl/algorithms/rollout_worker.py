@@ -130,9 +130,7 @@ class RolloutWorker:
         """One conversation for each (index, prompt); `sample_ids` tell them apart."""
         if self.streams:
             return self.collect(self.begin(prompts, sample_ids, greedy))
-        replica, replicas = self.topology.data.rank, self.topology.data.size
-        first, end = (len(prompts) * r // replicas for r in (replica, replica + 1))
-        places = range(first, end)  # neighbours: equal prompts, which go through the model once
+        places = self.topology.data.part_of(range(len(prompts)))  # equal prompts go through the model once
         conversations = _conversations(prompts, sample_ids, places)
         self._in_lockstep(conversations, greedy)
         return self._of_all({p: c.rollout for p, c in zip(places, conversations, strict=True)})

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from mcore_rl.data.prompts import Prompt
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.environments.interfaces import MessageLog, Step
 
 
@@ -138,10 +139,13 @@ class Rollouts:
     own: Mapping[int, Rollout] = field(default_factory=dict)
 
     @classmethod
-    def known_to_all(cls, rollouts: Sequence[Rollout], replica: int = 0, replicas: int = 1) -> Rollouts:
+    def known_to_all(
+        cls,
+        rollouts: Sequence[Rollout],
+        replicas: ParallelDimension = ParallelDimension(),  # noqa: B008 (frozen)
+    ) -> Rollouts:
         """Those that every rank has anyhow, each counted as led by one replica: neighbours by the same."""
-        first, end = (len(rollouts) * r // replicas for r in (replica, replica + 1))
-        own = {place: rollouts[place] for place in range(first, end)}
+        own = {place: rollouts[place] for place in replicas.part_of(range(len(rollouts)))}
         return cls([rollout.outcome for rollout in rollouts], own)
 
     def select(self, places: Sequence[int]) -> Rollouts:

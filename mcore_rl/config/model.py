@@ -128,6 +128,11 @@ class ParallelConfig(PipelineConfig):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
+    def meeting_seconds(self) -> float:
+        """How often ranks meet that wait for something beside, so that no collective times out."""
+        return min(5.0, self.timeout_seconds / 4)
+
+    @property
     def sequence_multiple(self) -> int:
         """Every packed sequence is padded to a multiple of this many tokens.
 

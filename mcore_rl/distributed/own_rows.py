@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Self, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from mcore_rl import platform
@@ -35,6 +36,11 @@ class Share:
     replicas: ParallelDimension = field(default_factory=ParallelDimension)
 
     @classmethod
+    def whole(cls, total: int) -> Share:
+        """All rows, where every rank has them."""
+        return cls(range(total), total)
+
+    @classmethod
     def appended(cls, count: int, replicas: ParallelDimension) -> Share:
         """That of a replica with `count` rows, where the global batch is all replicas' rows one after another."""
         counts = torch.zeros(replicas.size, dtype=torch.float64)
@@ -50,6 +56,16 @@ class Share:
     def max(self, *values: float) -> list[float]:
         """Each value's largest over the replicas."""
         return self._reduce(values, ReduceOp.MAX)
+
+    def extent(self, values: Shaped[Tensor, "*any"]) -> tuple[float, float]:
+        """The smallest and the largest of all replicas' values, of which a replica may have none."""
+        own = (-math.inf, -math.inf) if not values.numel() else (-float(values.amin()), float(values.amax()))
+        low, high = self.max(*own)
+        return -low, high
+
+    def select(self, values: Shaped[Tensor, total * rest]) -> Shaped[Tensor, own * rest]:
+        """The own rows of what every rank knows of all."""
+        return values[list(self.indices)]
 
     def everyone(self, own: Float[Tensor, " own"]) -> Float[Tensor, " total"]:
         """A value of each row of the global batch, from each replica those of its own rows; fp64, on the host."""
@@ -94,4 +110,4 @@ class OwnRows(BatchedDataDict[DictT]):
 
 def share_of(data: BatchedDataDict[Any]) -> Share:
     """What of a global batch `data` is: all of it, unless it says otherwise."""
-    return data.share if isinstance(data, OwnRows) else Share(range(data.size), data.size)
+    return data.share if isinstance(data, OwnRows) else Share.whole(data.size)

@@ -20,6 +20,11 @@ class ParallelDimension:
     def of(cls, group: ProcessGroup) -> ParallelDimension:
         return cls(torch.distributed.get_rank(group), torch.distributed.get_world_size(group), group)
 
+    def part_of(self, items: range) -> range:
+        """This rank's of even parts, one a rank, of neighbours; there may be none in it."""
+        first, end = (len(items) * rank // self.size for rank in (self.rank, self.rank + 1))
+        return items[first:end]
+
 
 @dataclass(frozen=True)
 class Topology:

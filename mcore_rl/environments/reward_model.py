@@ -38,12 +38,11 @@ class RewardModelEnvironment:
     def step(self, samples: Sequence[Sample]) -> list[Step]:
         rows = [self._tokens(sample.message_log, sample.record) for sample in samples]
         steps = [Step(error=row) if isinstance(row, str) else Step() for row in rows]
-        fitting = [index for index, row in enumerate(rows) if not isinstance(row, str)]
+        fitting = {index: row for index, row in enumerate(rows) if not isinstance(row, str)}
         share = Share.appended(len(fitting), self.model.topology.data)
         if not share.total:
             return steps
-        fitting_rows = [row for row in rows if not isinstance(row, str)]
-        entries = {**padded_rows(fitting_rows), "sample_mask": torch.ones(len(fitting))}
+        entries = {**padded_rows(list(fitting.values())), "sample_mask": torch.ones(len(fitting))}
         data: OwnRows[Any] = OwnRows(entries, share)
         for index, reward in zip(fitting, self.model.get_rewards(data)["rewards"][:, 0].tolist(), strict=True):
             finite = math.isfinite(reward)

@@ -131,7 +131,6 @@ def measure_step(
     Args:
         devices: kinds of device whose memory is counted.
     """
-    from mcore_rl.layout_check import own_rows
     from mcore_rl.models.megatron.families.mixture import Mixture
     from mcore_rl.models.policy import megatron_policy, scoring
 
@@ -178,7 +177,7 @@ def measure_step(
         enter(BUILDING)
         models = Models.build(config)
         policy = models.policy
-        data = own_rows(policy, invented_batch(config, sequences))
+        data = policy.own_rows(invented_batch(config, sequences))
         run_step(config, models, data, enter)
     parameters = [p for model in models.all for chunk in model.model.chunks for p in chunk.parameters()]
     missing = {phase: made - before for phase, before in made_before.items()}

@@ -119,11 +119,10 @@ class MegatronGeneration(GenerationInterface):
         prompts = [_Sequence(row, sample_id, prompt) for row, (sample_id, prompt) in rows]
         limits = list(max_new_tokens or [params.max_new_tokens] * len(prompts))
         sharing = [self.topology.context] if isinstance(data, OwnRows) else [self.topology.data, self.topology.context]
-        first, end = 0, len(prompts)
+        places = range(len(prompts))
         for dimension in sharing:  # neighbours: equal prompts, which go through the model once
-            count = end - first
-            first, end = (first + count * r // dimension.size for r in (dimension.rank, dimension.rank + 1))
-        mine = prompts[first:end]
+            places = dimension.part_of(places)
+        mine = [prompts[place] for place in places]
         with self.decoder.generating():
             if mine:
                 _Batch(self, mine, params, limits).run()

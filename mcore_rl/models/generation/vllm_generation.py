@@ -166,7 +166,7 @@ class VLLMGeneration(StreamingGeneration):
         if isinstance(data, OwnRows):
             topology = self.policy.topology
             begun = self._beside.submit(ask) if topology.leads_replica else None
-            responses = share_in_replica(settle(begun, self._meeting_seconds), topology)
+            responses = share_in_replica(settle(begun, self.config.parallel.meeting_seconds), topology)
         else:
             responses = self._on_first_rank(ask)
         return output_of([prompt for _, prompt in rows], responses, self.tokenizer.pad_token_id)
@@ -195,11 +195,7 @@ class VLLMGeneration(StreamingGeneration):
 
     def _on_first_rank(self, work: Callable[[], T]) -> T:
         begun = self._beside.submit(work) if self.policy.is_writer else None
-        return share_outcome(begun, self._meeting_seconds)
-
-    @property
-    def _meeting_seconds(self) -> float:
-        return min(5.0, self.config.parallel.timeout_seconds / 4)
+        return share_outcome(begun, self.config.parallel.meeting_seconds)
 
     # ------------------------------------------------------------ servers
 

@@ -17,7 +17,7 @@ from mcore_rl.data.division import divide
 from mcore_rl.data.packing import Microbatch, batching_of
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_reduce
-from mcore_rl.distributed.own_rows import OwnRows, share_of
+from mcore_rl.distributed.own_rows import OwnRows, Share, share_of
 from mcore_rl.errors import ContractError, TrainingError, UserError
 from mcore_rl.models.megatron.adapters import add_adapters
 from mcore_rl.models.megatron.families.mixture import Mixture
@@ -167,6 +167,13 @@ class ScoringModel:
     ) -> list[list[int]]:
         """[replica] → rows of a global batch of these lengths that it trains on; as `division.divide`."""
         return divide(self.batching, lengths, tokens_of, self.topology.data, known)
+
+    def own_rows(self, data: BatchedDataDict[Any]) -> OwnRows[Any]:
+        """This replica's share of a global batch that every rank has. Collective."""
+        replicas = self.topology.data
+        division = self.divide(data["input_lengths"].tolist(), lambda rows: data["input_ids"][list(rows)])
+        share = Share(division[replicas.rank], data.size, replicas)
+        return OwnRows(data.select_indices(share.indices), share)
 
     # ------------------------------------------------------------ scoring
 
