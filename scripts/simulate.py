@@ -5,20 +5,18 @@
 
 The code that trains runs for one rank of the first and of the last pipeline stage (of an uneven pipeline, one of each
 number of layers), on tensors without memory and groups without peers; of the model its config.json is all that is
-needed. Lengths are the data's, or those of --lengths.
+needed. Lengths are the data's, or those of --lengths. With --load-from the ranks first load a checkpoint.
 """
 
 import argparse
 import sys
 
-from mcore_rl.config import GRPOConfig, SFTConfig
+from mcore_rl.config import DistillationConfig, KTOConfig, RLConfig, SFTConfig
 from mcore_rl.entry_point import Parser, count, told_in_one_line
 from mcore_rl.errors import UserError
 from mcore_rl.preflight import check_model_directory
-from mcore_rl.programs.training import load_for
+from mcore_rl.programs.training import PROGRAMS, load_for
 from mcore_rl.quiet import quiet_libraries
-
-ALGORITHMS = ("dpo", "sft", "rm", "grpo")
 
 
 def main() -> None:
@@ -26,19 +24,20 @@ def main() -> None:
     parser.add_argument("config", help="YAML file of the algorithm's training script")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--world-size", type=count, required=True, help="processes of the run")
-    parser.add_argument("--algorithm", choices=ALGORITHMS, default="dpo")
+    parser.add_argument("--algorithm", choices=PROGRAMS, default="dpo")
     parser.add_argument("--hardware", default="h100", help="h100, h200, a100, or FILE:NAME")
     parser.add_argument("--lengths", help="tokens of the sequences, one after the other: 2048,512,…")
     parser.add_argument("--response-part", type=float, default=0.5, help="of a sequence, with --lengths")
     parser.add_argument("--ranks", default="distinct", help="first, last, distinct, stages, or numbers")
     parser.add_argument("--search", action="store_true", help="try layouts instead of the configuration's")
+    parser.add_argument("--load-from", type=count, metavar="RANKS", help="how many ranks wrote a checkpoint to load")
     parser.add_argument("--workers", type=count, default=1, help="processes that simulate")
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
     with told_in_one_line():
         from mcore_rl.simulation.hardware import Hardware
-        from mcore_rl.simulation.report import describe, table
-        from mcore_rl.simulation.run import chosen_ranks, search, simulate
+        from mcore_rl.simulation.report import describe, describe_loading, table
+        from mcore_rl.simulation.run import chosen_ranks, search, simulate, simulate_loadings
 
         config = load_for(arguments.algorithm, arguments.config, arguments.overrides)
         gpu, size = Hardware.load(arguments.hardware), arguments.world_size
@@ -57,6 +56,9 @@ def main() -> None:
         print(f"{arguments.algorithm}, {size} processes, {config.model.dtype}, {rows} a step")
         reports = simulate(config, size, ranks, sequences, arguments.workers)
         print("\n".join(describe(config, size, reports, gpu)))
+        if arguments.load_from:
+            loadings = simulate_loadings(config, size, ranks, arguments.load_from, arguments.workers)
+            print("\n".join(describe_loading(loadings, arguments.load_from)))
 
 
 def sequences_of(config, arguments):
@@ -75,17 +77,21 @@ def sequences_of(config, arguments):
 
 
 def data_lengths(config):
-    """Of the data's first global batch; the answers of GRPO are as long as they may be."""
+    """Of the data's first global batch; the answers of GRPO and PPO are as long as they may be."""
     from mcore_rl.algorithms.plan import first_batch
     from mcore_rl.data.prompts import load_prompt_dataset
-    from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
+    from mcore_rl.data.records import load_preference_dataset, load_sft_dataset, load_unpaired_dataset
     from mcore_rl.data.tokenize import load_tokenizer
 
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, config.data.read_chat_template())
-    if isinstance(config, GRPOConfig):
+    if isinstance(config, RLConfig):
         dataset = load_prompt_dataset(config.data.train, tokenizer, config.data, config.max_prompt_length)
     else:
-        load_dataset = load_sft_dataset if isinstance(config, SFTConfig) else load_preference_dataset
+        load_dataset = load_preference_dataset
+        if isinstance(config, SFTConfig | DistillationConfig):
+            load_dataset = load_sft_dataset
+        elif isinstance(config, KTOConfig):
+            load_dataset = load_unpaired_dataset
         dataset = load_dataset(config.data.train, tokenizer, config.data)
     sequences, _ = first_batch(config, dataset)
     return sequences

@@ -29,6 +29,7 @@ from mcore_rl.config import (
 from mcore_rl.errors import UserError
 from mcore_rl.layouts import Layout
 from mcore_rl.simulation.hardware import Hardware
+from mcore_rl.simulation.loading import simulate_loading
 from mcore_rl.simulation.models import PHASES
 from mcore_rl.simulation.report import table
 from mcore_rl.simulation.run import chosen_ranks, layouts_to_try, search, simulate
@@ -317,20 +318,41 @@ SEVENTY = {
 }  # fmt: skip
 
 
+def seventy(path, **parallel):
+    """DPO of a 70B shape."""
+    return DPOConfig.model_validate({
+        "output_dir": "unused", "dpo": {}, "optimizer": {"lr": 1e-6}, "trainer": {"max_steps": 2},
+        "model": {"path": str(llama(path, **SEVENTY)), "dtype": "bfloat16", "recompute_activations": False},
+        "data": {"train": "x.jsonl", "max_sequence_length": 4096},
+        "batch": {"global_batch_size": 16, "tokens_per_pack": 8192},
+        "parallel": {"tensor_model_parallel_size": 8, "sequence_parallel": True, **parallel},
+    })  # fmt: skip
+
+
+@pytest.mark.long
+def test_loading_at_scale(tmp_path):
+    """On 256 ranks, at TP8 × CP2 × DP16, of what 64 ranks have written: each reads into what it has, some blocks of
+    4 MiB at a time. Of weights, and of bf16's fp32 copies and two moments, a rank has this much."""
+    (report,) = in_processes(simulate_loading, (seventy(tmp_path / "70b", context_parallel_size=2), 0, 256, 64))
+    parameters = 70.55e9 / 8
+    assert report.state == pytest.approx((2 + 12 / 32) * parameters, rel=0.01)
+    assert 0 < report.beyond <= 0.05 * report.state and report.beyond <= 16 * 2**20
+    assert report.read >= report.state
+
+
+def test_what_is_read_of_a_checkpoint_of_the_same_cut(model):
+    """One rank's own files: every number of weights, fp32 weights and moments once."""
+    (report,) = in_processes(simulate_loading, (config_of(model), 0, 1, 1))
+    assert report.read == report.state > 0
+
+
 @pytest.mark.long
 def test_public_figures(tmp_path):
     """A 70B shape on 128 GPUs: its published parameters; 6 + 12 / d bytes a parameter (Megatron Core's documentation of
     its distributed optimizer: bf16 weights, fp32 gradients, d data- and context-parallel ranks); and 6 FLOPs a
     parameter and token, 8 with a scoring pass (Kaplan et al. 2020), but for the embedding, which multiplies nothing."""
-    path = llama(tmp_path / "70b", **SEVENTY)
     sequences = Sequences((4096,) * 32, (2048,) * 32)
-    config = DPOConfig.model_validate({
-        "output_dir": "unused", "model": {"path": str(path), "dtype": "bfloat16", "recompute_activations": False},
-        "data": {"train": "x.jsonl", "max_sequence_length": 4096},
-        "batch": {"global_batch_size": 16, "tokens_per_pack": 8192}, "optimizer": {"lr": 1e-6},
-        "trainer": {"max_steps": 2}, "dpo": {},
-        "parallel": {"tensor_model_parallel_size": 8, "sequence_parallel": True, "pipeline_model_parallel_size": 2},
-    })  # fmt: skip
+    config = seventy(tmp_path / "70b", pipeline_model_parallel_size=2)
     first, last = in_processes(simulate_rank, (config, 0, 128, sequences), (config, 64, 128, sequences))
     assert 8 * (first.parameters + last.parameters) == pytest.approx(70.55e9, rel=0.001)
     for rank in (first, last):
@@ -413,12 +435,16 @@ def file(model, tmp_path_factory):
 
 @pytest.mark.long
 def test_the_script(file):
-    done = call(file, "--world-size", 8, "--lengths", "128,60", "parallel.tensor_model_parallel_size=2")
+    layout = "parallel.tensor_model_parallel_size=2"
+    done = call(file, "--world-size", 8, "--lengths", "128,60", "--load-from", 4, layout)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("dpo, 8 processes, float32, 16 sequences of 1,504 tokens a step")
     assert lines[1].startswith("rank 0 (pipeline stage 0): ")
-    assert lines[-1].startswith("estimate: ") and "MFU" in lines[-1]
+    estimate, loading, loaded = lines[-3:]
+    assert estimate.startswith("estimate: ") and "MFU" in estimate
+    assert loading == "loading a checkpoint that 4 ranks wrote"
+    assert loaded.startswith("  rank 0 (pipeline stage 0): ") and loaded.endswith("%)")
     assert any(line.startswith("  memory: ") and line.endswith("fits 80 GB") for line in lines)
 
 

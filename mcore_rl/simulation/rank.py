@@ -49,9 +49,8 @@ class HostReads:
         self.places[self.phase, where] += 1
 
 
-def note_host_reads() -> HostReads:
+def note_host_reads(reads: HostReads) -> None:
     """From now on a value of a simulated tensor is 1 wherever the host asks for it, and the place is noted."""
-    reads = HostReads()
     tensor_class: Any = Tensor
 
     def replaced(name: str, value: Any) -> None:
@@ -77,7 +76,6 @@ def note_host_reads() -> HostReads:
     replaced("__bool__", lambda tensor: True)
     replaced("tolist", lambda tensor: ones(tensor).tolist())
     replaced("cpu", ones)
-    return reads
 
 
 class AttentionFlops:

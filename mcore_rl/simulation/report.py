@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from mcore_rl.config import TrainingConfig
 from mcore_rl.simulation.hardware import Hardware
+from mcore_rl.simulation.loading import LoadingReport
 from mcore_rl.simulation.run import Candidate
 from mcore_rl.simulation.step import RankReport
 
@@ -52,6 +53,17 @@ def _rank(report: RankReport, gpu: Hardware) -> Iterator[str]:
         waits[phase] += times
     text = ", ".join(f"{times} in {phase}" for phase, times in waits.items()) or "never"
     yield f"  the host waits for the device: {text}"
+
+
+def describe_loading(reports: Sequence[LoadingReport], writers: int) -> Iterator[str]:
+    """The lines on a checkpoint's loading."""
+    yield f"loading a checkpoint that {writers:,} ranks wrote"
+    for report in reports:
+        yield (
+            f"  rank {report.rank} (pipeline stage {report.stage}): {report.read / 1e9:.2f} GB are read for "
+            f"{report.state / 1e9:.2f} GB of weights and optimizer state, "
+            f"{report.beyond / 1e6:.1f} MB of memory beside it ({report.beyond / report.state:.2%})"
+        )
 
 
 def _traffic_rows(report: RankReport, gpu: Hardware) -> list[tuple[tuple[str, int, bool], int]]:

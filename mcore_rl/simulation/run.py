@@ -13,6 +13,7 @@ from mcore_rl.config import TrainingConfig, build_config
 from mcore_rl.errors import UserError
 from mcore_rl.layouts import Layout
 from mcore_rl.simulation.hardware import Hardware
+from mcore_rl.simulation.loading import LoadingReport, simulate_loading
 from mcore_rl.simulation.step import RankReport, Sequences, simulate_rank
 
 
@@ -49,6 +50,15 @@ def simulate(
     """
     with _pool(workers) as pool:
         waiting = [pool.submit(simulate_rank, config, rank, world_size, sequences) for rank in ranks]
+        return [future.result() for future in waiting]
+
+
+def simulate_loadings(
+    config: TrainingConfig, world_size: int, ranks: Sequence[int], writers: int, workers: int = 1
+) -> list[LoadingReport]:
+    """What these ranks take to load a checkpoint that so many ranks have written."""
+    with _pool(workers) as pool:
+        waiting = [pool.submit(simulate_loading, config, rank, world_size, writers) for rank in ranks]
         return [future.result() for future in waiting]
 
 

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl import launch_environment, platform
+from mcore_rl import launch_environment
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, RMConfig, TrainingConfig
 from mcore_rl.distributed.pack_layout import PackLayout
-from mcore_rl.errors import UserError
 from mcore_rl.simulation.memory import LiveBytes, bytes_of
-from mcore_rl.simulation.models import CRITIC, CRITIC_UPDATE, PHASES, TRAINING, UPDATE, Models, configs_beside, run_step
+from mcore_rl.simulation.models import CRITIC, CRITIC_UPDATE, PHASES, TRAINING, UPDATE, Models, run_step
+from mcore_rl.simulation.process import simulated_process
 from mcore_rl.simulation.products import product_counter
-from mcore_rl.simulation.rank import (
-    AttentionFlops,
-    HostReads,
-    ShapesOnly,
-    alike,
-    flash_stand_in,
-    note_host_reads,
-    replaced,
-)
-from mcore_rl.simulation.traffic import Traffic, Transfer, count_traffic
+from mcore_rl.simulation.rank import AttentionFlops, HostReads, replaced
+from mcore_rl.simulation.traffic import Traffic, Transfer
 
 BUILDING = "building"
 RESULTS = "results"
@@ -86,36 +77,15 @@ def simulate_rank(
     Raises:
         UserError: what the run itself would refuse, and what cannot be simulated.
     """
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
-    traffic = count_traffic()
-    platform.initialize_platform(simulate=True)
-    reads = note_host_reads()
+    with simulated_process(config, rank, world_size, tiles_of) as seen:
+        from mcore_rl.models.policy import megatron_policy
+        from mcore_rl.models.policy.step_results import MicrobatchResult
 
-    import torch
-
-    from mcore_rl.distributed import linear_logprobs, own_rows, parallel_logprobs
-    from mcore_rl.models.megatron import attention, weights
-    from mcore_rl.models.policy import megatron_policy, scoring
-    from mcore_rl.models.policy.step_results import MicrobatchResult
-
-    in_turn = [config, *configs_beside(config).values()]  # as they are built
-    shapes = iter([_shapes_of(one) for one in in_turn])
-    for one in in_turn:
-        _check_routing(one)
-    linear_logprobs.TILE_SHAPE["meta"] = linear_logprobs.TILE_SHAPE[tiles_of]
-    parallel_logprobs.CHUNK_BYTES["meta"] = parallel_logprobs.CHUNK_BYTES[tiles_of]
-    flops = AttentionFlops()
-    attention.KERNELS["meta"] = flash_stand_in(flops)
-    # What all ranks would have told of the step's loss, in as many microbatches as need not be known.
-    told = MicrobatchResult(1.0, len(sequences.lengths), float(len(sequences.lengths)), {})
-    with (
-        replaced(scoring, "SafetensorsDirectory", lambda path: ShapesOnly(path, next(shapes))),
-        replaced(weights, "read_shard", lambda *_: torch.empty((), device="meta")),
-        replaced(megatron_policy, "collect_results", lambda *_: [told]),
-        replaced(own_rows, "reduced", alike(own_rows.reduced)),
-    ):
+        # What all ranks would have told of the step's loss, in as many microbatches as need not be known.
+        told = MicrobatchResult(1.0, len(sequences.lengths), float(len(sequences.lengths)), {})
         devices = ("meta", "cpu") if tiles_of == "cpu" else ("meta",)
-        return measure_step(config, sequences, traffic, reads, flops, devices)
+        with replaced(megatron_policy, "collect_results", lambda *_: [told]):
+            return measure_step(config, sequences, seen.traffic, seen.reads, seen.attention, devices)
 
 
 def measure_step(
@@ -215,31 +185,6 @@ def memory_of(parameters: Sequence[Any], live: LiveBytes, missing: Mapping[str, 
     phase = max(peaks, key=lambda phase: peaks[phase])
     rest = peaks[phase] - weights - gradients - state
     return {"weights": weights, "gradients": gradients, "optimizer": state, "activations, workspace": rest}, phase
-
-
-def _shapes_of(config: TrainingConfig) -> dict[str, tuple[int, ...]]:
-    """Of a model's tensors, by their names.
-
-    Raises:
-        UserError: it does not fit the layout.
-    """
-    from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
-
-    model = config.model
-    hf_config = load_hf_config(model.path, model.trust_remote_code, model.head)
-    check_model_fits(hf_config, config.parallel, config.data.max_sequence_length, model)
-    return family_of(hf_config).shapes()
-
-
-def _check_routing(config: TrainingConfig) -> None:
-    if config.model.moe_router_replay:
-        raise UserError("model.moe_router_replay: experts chosen while sampling cannot be simulated; leave it out")
-    if config.model.moe_grouped_gemm and config.model.dtype != "bfloat16":
-        raise UserError(
-            f"model.moe_grouped_gemm: in {config.model.dtype} it cannot be simulated: torch knows the shapes of "
-            "grouped products in bfloat16 alone; leave it out"
-        )
 
 
 def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:

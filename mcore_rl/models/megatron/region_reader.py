@@ -49,7 +49,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """What one stored shard has of a region: where the shard is, what is read of it, and where to."""
 
     file: str
@@ -77,7 +77,7 @@ class RegionReader:
             UserError: there is no such tensor, not all of a region, or a damaged file.
         """
         regions = list(regions)
-        pieces = [piece for region in regions for piece in self._pieces(region)]
+        pieces = [piece for region in regions for piece in self.pieces(region)]
         for region in regions:
             if region.is_padded:
                 region.values.zero_()
@@ -106,7 +106,12 @@ class RegionReader:
             raise UserError(f"{self.iteration} does not fit the model: it holds no {key} of {dimensions} dimensions")
         return entry
 
-    def _pieces(self, region: Region) -> list[_Piece]:
+    def pieces(self, region: Region) -> list[Piece]:
+        """What is to be read for a region, from each of its shards.
+
+        Raises:
+            UserError: there is no such tensor, or not all of the region.
+        """
         sizes = tuple(region.values.shape)
         entry = self._entry(region.key, len(sizes))
         if region.whole not in (None, tuple(entry.size)) and not region.is_padded:
@@ -128,18 +133,18 @@ class RegionReader:
                 values = values.narrow(dimension, first - region.offsets[dimension], last - first)
             offsets = tuple(a - b for a, b in zip(low, chunk.offsets, strict=True))
             place = storage.relative_path, storage.offset, storage.length
-            pieces.append(_Piece(*place, tuple(chunk.sizes), entry.properties.dtype, offsets, values))
+            pieces.append(Piece(*place, tuple(chunk.sizes), entry.properties.dtype, offsets, values))
         if sum(piece.values.numel() for piece in pieces) != region.values.numel() and not region.is_padded:
             raise UserError(f"{self.iteration}: {region.key} is {tuple(entry.size)}, not large enough for this model")
         return pieces
 
-    def _read_piece(self, file: BinaryIO, piece: _Piece) -> None:
+    def _read_piece(self, file: BinaryIO, piece: Piece) -> None:
         shard: Any = _Slice(file, piece.start, piece.length)
         begin = _numbers_in(shard, piece)
         if begin is None:
             shard.seek(0)
             numbers = torch.load(shard, map_location="cpu", weights_only=True).flatten()
-            _copy(lambda first, count: numbers[first : first + count], piece)
+            copy_piece(lambda first, count: numbers[first : first + count], piece)
             return
 
         def read(first: int, count: int) -> Tensor:
@@ -149,7 +154,7 @@ class RegionReader:
                 raise EOFError("it ends too early")
             return torch.frombuffer(self._block, dtype=piece.dtype, count=count)
 
-        _copy(read, piece)
+        copy_piece(read, piece)
 
 
 class _ByFirstRow:
@@ -168,7 +173,7 @@ class _ByFirstRow:
         return self.chunks[begin : bisect.bisect_left(self.firsts, offsets[0] + sizes[0])]
 
 
-def _numbers_in(shard: Any, piece: _Piece) -> int | None:
+def _numbers_in(shard: Any, piece: Piece) -> int | None:
     """Where in a shard's file its numbers begin; None if they do not lie there one after the other in its shape."""
     layout = torch.load(shard, map_location="meta", weights_only=True)
     with zipfile.ZipFile(shard) as archive:
@@ -180,7 +185,7 @@ def _numbers_in(shard: Any, piece: _Piece) -> int | None:
     return found[0].header_offset + ZIP_HEADER_BYTES + sum(ZIP_LENGTHS.unpack(shard.read(ZIP_LENGTHS.size)))
 
 
-def _copy(read: Callable[[int, int], Tensor], piece: _Piece) -> None:
+def copy_piece(read: Callable[[int, int], Tensor], piece: Piece) -> None:
     """The piece's numbers, in blocks of whole rows, of whatever dimension has rows that fit into one.
 
     Args:
@@ -207,7 +212,8 @@ def _rows(
     if not sizes:
         sizes, offsets, values = (1,), (0,), values.view(1)
     row = math.prod(sizes[1:])
-    if len(sizes) == 1 or row * itemsize <= BLOCK_BYTES:
+    of_one_row = len(values) == 1  # then no more of it is read than the region has
+    if len(sizes) == 1 or (row * itemsize <= BLOCK_BYTES and not of_one_row):
         yield first + offsets[0] * row, sizes[1:], offsets[1:], values
         return
     for index, part in enumerate(values.unbind()):

@@ -1,0 +1,106 @@
+"""What a rank reads of a checkpoint, and what memory that takes beside the state that it fills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.config import TrainingConfig
+from mcore_rl.simulation.memory import LiveBytes
+from mcore_rl.simulation.models import Models
+from mcore_rl.simulation.process import simulated_process
+
+if TYPE_CHECKING:
+    from mcore_rl.models.megatron.region_reader import Region
+
+LOADING = "loading"
+
+
+@dataclass(frozen=True)
+class LoadingReport:
+    """What one rank's loading takes, in bytes.
+
+    state: weights and optimizer state of this rank. read: from files. beyond: what is live at most, on device and host,
+    beside what is there anyhow when all is loaded.
+    """
+
+    rank: int
+    stage: int
+    state: int
+    read: int
+    beyond: int
+
+
+def simulate_loading(config: TrainingConfig, rank: int, world_size: int, writers: int) -> LoadingReport:
+    """Simulate in this process, which can do nothing else afterwards.
+
+    Args:
+        writers: ranks that have written the checkpoint, each an equal part of every tensor's first dimension.
+
+    Raises:
+        UserError: what the run itself would refuse, and what cannot be simulated.
+    """
+    with simulated_process(config, rank, world_size):
+        live = LiveBytes("meta", "cpu")
+        with live:
+            policy = Models.build(config).policy
+            live.phase = LOADING
+            part = policy.trained_part()
+            regions = list(part.regions(part.weights(), with_optimizer=True))
+            read = _read(regions, writers)
+        state = sum(region.values.nbytes for region in regions)
+        return LoadingReport(rank, policy.topology.pipeline.rank, state, read, live.peaks[LOADING] - live.live)
+
+
+def _read(regions: list[Region], writers: int) -> int:
+    """Bytes that are read, by the code that reads files, of which there are none."""
+    import torch
+
+    from mcore_rl.models.megatron.region_reader import RegionReader, copy_piece
+
+    total = 0
+    reader = RegionReader(Path("simulated"), _index(regions, writers))
+    with torch.no_grad():
+        for region in regions:
+            for piece in reader.pieces(region):
+
+                def read(first: int, count: int, dtype: torch.dtype = piece.dtype) -> torch.Tensor:
+                    nonlocal total
+                    total += count * dtype.itemsize
+                    return torch.empty(count, dtype=dtype, device="cpu")
+
+                copy_piece(read, piece)
+    return total
+
+
+def _index(regions: list[Region], writers: int) -> Any:
+    """Of a checkpoint that holds all of these regions' tensors."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for region in regions:
+        if region.key in entries:
+            continue
+        whole = region.whole or tuple(region.values.shape)
+        rows = -(-whole[0] // writers)
+        chunks = [
+            ChunkStorageMetadata(
+                torch.Size((first, *(0 for _ in whole[1:]))), torch.Size((min(rows, whole[0] - first), *whole[1:]))
+            )
+            for first in range(0, whole[0], rows)
+        ]
+        properties = TensorProperties(dtype=region.values.dtype)
+        entries[region.key] = TensorStorageMetadata(properties, torch.Size(whole), chunks)
+        for writer, chunk in enumerate(chunks):
+            places[MetadataIndex(region.key, chunk.offsets)] = _StorageInfo(f"__{writer}_0.distcp", 0, 0)
+    return Metadata(entries, storage_data=places)

@@ -1,0 +1,93 @@
+"""A process that stands for one rank of a run: no weights, no device, no peers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mcore_rl import platform
+from mcore_rl.config import TrainingConfig
+from mcore_rl.errors import UserError
+from mcore_rl.simulation.models import configs_beside
+from mcore_rl.simulation.rank import (
+    AttentionFlops,
+    HostReads,
+    ShapesOnly,
+    alike,
+    flash_stand_in,
+    note_host_reads,
+    replaced,
+)
+from mcore_rl.simulation.traffic import Traffic, count_traffic
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the rank does that costs something: transfers, waits of the host, operations of attention."""
+
+    traffic: Traffic
+    reads: HostReads
+    attention: AttentionFlops
+
+
+@contextmanager
+def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_of: str = "cuda") -> Iterator[Seen]:
+    """This process, which can do nothing else afterwards, is a rank of the run.
+
+    Args:
+        tiles_of: kind of device whose tile sizes are taken.
+
+    Raises:
+        UserError: what the run itself would refuse, and what cannot be simulated.
+    """
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
+    seen = Seen(count_traffic(), HostReads(), AttentionFlops())
+    platform.initialize_platform(simulate=True)
+    note_host_reads(seen.reads)
+
+    import torch
+
+    from mcore_rl.distributed import linear_logprobs, own_rows, parallel_logprobs
+    from mcore_rl.models.megatron import attention, weights
+    from mcore_rl.models.policy import scoring
+
+    in_turn = [config, *configs_beside(config).values()]  # as they are built
+    shapes = iter([_shapes_of(one) for one in in_turn])
+    for one in in_turn:
+        _check_routing(one)
+    linear_logprobs.TILE_SHAPE["meta"] = linear_logprobs.TILE_SHAPE[tiles_of]
+    parallel_logprobs.CHUNK_BYTES["meta"] = parallel_logprobs.CHUNK_BYTES[tiles_of]
+    attention.KERNELS["meta"] = flash_stand_in(seen.attention)
+    with (
+        replaced(scoring, "SafetensorsDirectory", lambda path: ShapesOnly(path, next(shapes))),
+        replaced(weights, "read_shard", lambda *_: torch.empty((), device="meta")),
+        replaced(own_rows, "reduced", alike(own_rows.reduced)),
+    ):
+        yield seen
+
+
+def _shapes_of(config: TrainingConfig) -> dict[str, tuple[int, ...]]:
+    """Of a model's tensors, by their names.
+
+    Raises:
+        UserError: it does not fit the layout.
+    """
+    from mcore_rl.models.megatron.families import family_of
+    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+
+    model = config.model
+    hf_config = load_hf_config(model.path, model.trust_remote_code, model.head)
+    check_model_fits(hf_config, config.parallel, config.data.max_sequence_length, model)
+    return family_of(hf_config).shapes()
+
+
+def _check_routing(config: TrainingConfig) -> None:
+    if config.model.moe_router_replay:
+        raise UserError("model.moe_router_replay: experts chosen while sampling cannot be simulated; leave it out")
+    if config.model.moe_grouped_gemm and config.model.dtype != "bfloat16":
+        raise UserError(
+            f"model.moe_grouped_gemm: in {config.model.dtype} it cannot be simulated: torch knows the shapes of "
+            "grouped products in bfloat16 alone; leave it out"
+        )
