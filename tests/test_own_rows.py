@@ -1,6 +1,7 @@
 """Replicas that have their own rows of a batch alone: the same numbers as with all rows on every rank."""
 
 import copy
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,11 +14,13 @@ from topologies import grid
 
 from mcore_rl.algorithms import supervised
 from mcore_rl.algorithms.objectives import loss_of
+from mcore_rl.algorithms.outcomes import Outcome, Telling
 from mcore_rl.algorithms.rollouts import Rollout, Rollouts
 from mcore_rl.data.batches import collate, valid_counts
 from mcore_rl.data.packing import Batching
 from mcore_rl.data.token_store import TokenizedChunk, collect
 from mcore_rl.data.tokenize import TokenSequence
+from mcore_rl.distributed import collectives, replicas
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.own_rows import OwnRows, Share, share_of
 from mcore_rl.distributed.processes import WorkerError, run_processes
@@ -78,6 +81,51 @@ def test_items_go_to_those_who_want_them():
         assert nothing == (None if rank % 2 else [])
         assert first == ([["item", n, "x" * n] for n in (3, 0, 2)] if rank == 0 else [])
         assert told == [0.5, 1.5]
+
+
+OUTCOMES = [
+    Outcome(
+        prompt=2**50 + place, sample_id=2**51 + place, reward=reward, rewards=rewards, error=error,
+        truncated=place == 1, turns=place, num_tokens=7 * place, response_length=3, longest_response=2,
+        weight_versions=versions,
+    )
+    for place, (reward, rewards, error, versions) in enumerate([
+        (0.1, {"a": 0.1}, None, [(3, 2), (4, 1)]),
+        (-math.inf, {}, None, []),
+        (2 / 3, {"b": -0.0, "c": 1e-300}, None, [(5, 3)]),
+        (1.5, {"a": 1.5}, "the judge's\nown words: é", [(0, 1), (1, 1), (2, 1)]),
+    ])
+]  # fmt: skip
+
+
+def told(wells, places_of):
+    """Of steps in turn; whether texts were sent."""
+    topology, sent = grid(width=2), []
+    telling = Telling(topology)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (collectives, replicas):
+            original = getattr(module, "gather_objects", None) or module.gather_along
+            name = original.__name__
+            patch.setattr(module, name, lambda *a, original=original: (sent.append(1), original(*a))[1])
+        results = []
+        for well in wells:
+            chosen = [place for place in range(4) if not (well and OUTCOMES[place].error)]
+            own = [place for place in places_of[topology.data.rank] if place in chosen]
+            sent.clear()
+            own = {chosen.index(place): OUTCOMES[place] for place in own}
+            results.append((telling.everyones(own, len(chosen)), bool(sent)))
+    return results
+
+
+@pytest.mark.parametrize("places_of", [[[2, 0], [1, 3]], [[], [3, 2, 1, 0]]])
+def test_every_rank_knows_what_came_of_all(places_of):
+    """Texts travel with the first step, whose names of rewards are new, and with errors."""
+    well = [outcome for outcome in OUTCOMES if not outcome.error]
+    for rank, results in enumerate(run_processes(told, [True, True, False, True], places_of, world_size=4)):
+        assert [outcomes for outcomes, _ in results] == [well, well, OUTCOMES, well]
+        first, again, with_error, last = (sent for _, sent in results)
+        assert first and not again and not last
+        assert with_error or rank % 2  # which hears of texts from the first rank of its replica
 
 
 # ------------------------------------------------------------------ division

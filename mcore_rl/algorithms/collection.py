@@ -10,9 +10,10 @@ import torch
 
 from mcore_rl.algorithms.advantages import has_signal
 from mcore_rl.algorithms.inputs import Inputs
+from mcore_rl.algorithms.outcomes import Outcome
 from mcore_rl.algorithms.recordings import REPLAYED_OPTIONS, hash_of_weights, recorded_by, recorded_step
 from mcore_rl.algorithms.rollout_worker import Asked, Begun, RolloutWorker
-from mcore_rl.algorithms.rollouts import Outcome, Rollout, Rollouts
+from mcore_rl.algorithms.rollouts import Rollout, Rollouts
 from mcore_rl.algorithms.step_log import StepLog
 from mcore_rl.config import RLConfig
 from mcore_rl.data.progress import Say

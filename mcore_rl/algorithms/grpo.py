@@ -17,9 +17,10 @@ from mcore_rl.algorithms.collection import RolloutCollector, rollout_metrics, st
 from mcore_rl.algorithms.inputs import Inputs
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, calculate_kl
 from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
+from mcore_rl.algorithms.outcomes import Outcome
 from mcore_rl.algorithms.rl import train_on_rollouts
 from mcore_rl.algorithms.rollout_worker import RolloutWorker
-from mcore_rl.algorithms.rollouts import Outcome, Rollout, Rollouts, to_batch, without_texts
+from mcore_rl.algorithms.rollouts import Rollout, Rollouts, to_batch, without_texts
 from mcore_rl.algorithms.step_log import StepLog
 from mcore_rl.algorithms.training import TrainingRun
 from mcore_rl.config import GRPOConfig, RLConfig

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from mcore_rl.algorithms.outcomes import Telling
 from mcore_rl.algorithms.rollouts import Rollout, Rollouts
 from mcore_rl.data.chat import tokens_between
 from mcore_rl.data.prompts import Prompt
 from mcore_rl.distributed.collectives import settle
 from mcore_rl.distributed.own_rows import OwnRows, Share
-from mcore_rl.distributed.replicas import gather_from_replicas, share_in_replica
+from mcore_rl.distributed.replicas import share_in_replica
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment, Sample, Step
 from mcore_rl.models.generation.interfaces import (
@@ -107,6 +108,7 @@ class RolloutWorker:
         self.judges_together = hasattr(environment, "step")
         self.environment: Any = environment
         self.weight_version = 0
+        self._telling = Telling(topology)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="conversations", daemon=True).start()
 
@@ -133,7 +135,7 @@ class RolloutWorker:
         places = self.topology.data.part_of(range(len(prompts)))  # equal prompts go through the model once
         conversations = _conversations(prompts, sample_ids, places)
         self._in_lockstep(conversations, greedy)
-        return self._of_all({p: c.rollout for p, c in zip(places, conversations, strict=True)})
+        return self._of_all({p: c.rollout for p, c in zip(places, conversations, strict=True)}, len(prompts))
 
     @property
     def streams(self) -> bool:
@@ -146,12 +148,12 @@ class RolloutWorker:
         Those of a prompt are of one replica, the prompts in turn of one and the other.
         """
         if not self.topology.leads_replica:
-            return Begun((), None)
+            return Begun((), None, len(prompts))
         replica, replicas = self.topology.data.rank, self.topology.data.size
         groups = groupby(range(len(prompts)), key=lambda place: prompts[place][0])
         places = [p for number, (_, group) in enumerate(groups) if number % replicas == replica for p in group]
         own = _conversations(prompts, sample_ids, places)
-        return Begun(places, asyncio.run_coroutine_threadsafe(self._lead_all(own, greedy), self._loop))
+        return Begun(places, asyncio.run_coroutine_threadsafe(self._lead_all(own, greedy), self._loop), len(prompts))
 
     def collect(self, begun: Begun) -> Rollouts:
         """The rollouts of what was begun, of all replicas, in the order of their prompts.
@@ -159,13 +161,12 @@ class RolloutWorker:
         The ranks meet often enough for no collective to time out; of exceptions the first is raised, on all of them.
         """
         led = settle(begun.work, self.meeting_seconds) or []
-        return self._of_all(dict(zip(begun.places, led, strict=True)))
+        return self._of_all(dict(zip(begun.places, led, strict=True)), begun.total)
 
-    def _of_all(self, own: Mapping[int, Rollout]) -> Rollouts:
+    def _of_all(self, own: Mapping[int, Rollout], total: int) -> Rollouts:
         """All replicas' conversations, of which these are this rank's, by their places."""
-        told = gather_from_replicas({place: rollout.outcome for place, rollout in own.items()}, self.topology)
-        outcomes = {place: outcome for part in told for place, outcome in part.items()}
-        return Rollouts([outcomes[place] for place in range(len(outcomes))], own)
+        outcomes = {place: rollout.outcome for place, rollout in own.items()}
+        return Rollouts(self._telling.everyones(outcomes, total), own)
 
     async def _lead_all(self, conversations: Sequence[Conversation], greedy: bool) -> list[Rollout]:
         return await asyncio.gather(*(self._lead(conversation, greedy) for conversation in conversations))
@@ -226,11 +227,12 @@ class RolloutWorker:
 class Begun:
     """Conversations that go on beside.
 
-    places: of those of this rank's replica among all. work: theirs, if this rank leads them.
+    places: of those of this rank's replica among all. work: theirs, if this rank leads them. total: of all.
     """
 
     places: Sequence[int]
     work: Future[list[Rollout]] | None
+    total: int
 
 
 async def _cancel_all() -> None:

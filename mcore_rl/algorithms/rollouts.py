@@ -10,35 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mcore_rl.algorithms.outcomes import Outcome
 from mcore_rl.data.prompts import Prompt
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.environments.interfaces import MessageLog, Step
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What every rank knows of a conversation: all but its tokens and texts.
-
-    The fields are those of `Rollout`; the numbers are of tokens.
-    """
-
-    prompt: int
-    sample_id: int
-    reward: float
-    rewards: dict[str, float]
-    error: str | None
-    truncated: bool
-    turns: int
-    num_tokens: int
-    response_length: int
-    longest_response: int
-    weight_versions: list[tuple[int, int]]
-
-    @property
-    def weight_version(self) -> int:
-        """Of the oldest weights that it has a token from."""
-        return min((version for version, _ in self.weight_versions), default=0)
 
 
 @dataclass

@@ -100,10 +100,14 @@ def settle(work: Future[T] | None, seconds: float) -> T | None:
     while True:
         if work is not None:
             wait([work], seconds)
-        if all(gather_objects(work is None or work.done())):
+        failed = work is not None and work.done() and work.exception() is not None
+        state = torch.tensor([work is None or work.done(), not failed], dtype=torch.int32, device=platform.device())
+        is_done, all_well = all_reduce(state, torch.distributed.group.WORLD, torch.distributed.ReduceOp.MIN).tolist()
+        if is_done:
             break
-    if errors := [error for error in gather_objects(None if work is None else work.exception()) if error is not None]:
-        raise errors[0]
+    if not all_well:
+        errors = gather_objects(None if work is None else work.exception())
+        raise next(error for error in errors if error is not None)
     return None if work is None else work.result()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl import platform
-from mcore_rl.distributed.collectives import gather_objects
+from mcore_rl.distributed.collectives import Acquainted, gather_objects
 from mcore_rl.models.megatron.adapters import export_adapters
 from mcore_rl.models.megatron.lora import LoRA, shapes_of
 from mcore_rl.models.megatron.model import BuiltModel
@@ -67,6 +67,7 @@ class WeightHandover:
         self.is_connected = False
         self._group: RefitGroup | None = None
         self._shared: SharedBucket | None = None
+        self._devices = Acquainted()
 
     def info(self, adapters_only: bool = False) -> RefitInfo:
         """What is handed over, in its order.
@@ -130,7 +131,7 @@ class WeightHandover:
             info = self.info(adapters_only)
         if unknown := sorted(set(keys) - set(info)):
             raise ValueError(f"get_weights_ipc_handles: the model has no {', '.join(unknown)}")
-        devices = gather_objects(platform.device_id())  # the first rank has come back: nobody reads the last blocks
+        devices = self._devices.gather(platform.device_id())  # the first rank has come back: nobody reads the last blocks
         self.release()
         if devices.index(devices[self.rank]) == self.rank:
             self._shared = SharedBucket({key: info[key] for key in keys})

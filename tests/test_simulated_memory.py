@@ -1,0 +1,71 @@
+"""What a real rank's process grows by is what its simulation says, allocator and libraries included."""
+
+import os
+
+import pytest
+from models import and_long, make_model
+from ports import free_port
+from test_simulation import EQUAL, SEQUENCES, config_of, in_processes
+
+from mcore_rl.layouts import Layout
+from mcore_rl.simulation.step import invented_batch, simulate_rank
+
+SIZES = {
+    "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64,
+    "num_hidden_layers": 8, "vocab_size": 16000,
+}  # fmt: skip
+
+
+def resident_growth(config, rank, world_size, port, sequences):
+    """Of two steps with everything that they need: the first alone begins without the optimizer's state."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    from mcore_rl import platform
+
+    platform.initialize_platform()
+    from peak_memory import PeakMemory
+
+    from mcore_rl.models.policy import megatron_policy  # noqa: F401  # its own memory is not the run's
+    from mcore_rl.simulation.models import Models, run_step
+
+    with PeakMemory() as peak:
+        models = Models.build(config)
+        data = models.policy.own_rows(invented_batch(config, sequences))
+        for _ in range(2):
+            run_step(config, models, data, lambda phase: None)
+    return peak.bytes
+
+
+def compare(path, layout, sequences):
+    config, size, port = layout.apply(config_of(path)), layout.world_size, free_port()
+    grown = in_processes(resident_growth, *[(config, rank, size, port, sequences) for rank in range(size)])
+    simulated = in_processes(simulate_rank, *[(config, rank, size, sequences, "cpu") for rank in (0, size - 1)])
+    ratios = [grown[rank] / report.peak for rank, report in zip((0, size - 1), simulated, strict=True)]
+    print(f"{layout}: grown / simulated {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
+    assert ratios == pytest.approx([1, 1], rel=0.15)
+
+
+DENSE = and_long(
+    [],
+    [Layout(), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(dp=2)],
+    [Layout(tp=2), Layout(tp=2, pp=2), Layout(pp=2, vpp=2), Layout(packing=False), Layout(tp=2, cp=2, sp=True)],
+)
+MIXTURES = and_long(
+    [],
+    [Layout(dp=2, ep=2), Layout(pp=2, dp=2, ep=2)],
+    [
+        Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2), Layout(cp=2, ep=2),
+        Layout(tp=2, sp=True, ep=2, etp=1), Layout(tp=2, sp=True, dp=2, ep=2),
+    ],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", DENSE, ids=str)
+def test_a_dense_model(layout, tmp_path):
+    compare(make_model("llama", tmp_path / "model", **SIZES), layout, SEQUENCES)
+
+
+@pytest.mark.parametrize("layout", MIXTURES, ids=str)
+def test_a_mixture(layout, tmp_path):
+    experts = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+    compare(make_model("qwen3_moe", tmp_path / "model", **SIZES, **experts), layout, EQUAL)
