@@ -58,6 +58,18 @@ def release_cached_memory() -> None:
     torch.cuda.empty_cache()
 
 
+def page_lock(block: torch.Tensor) -> None:
+    """Lock a tensor of the host in memory, where there is a GPU to copy from; if that is refused, copies are slower."""
+    if has_gpu() and block.numel():
+        torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0)
+
+
+def release_page_lock(block: torch.Tensor) -> None:
+    """What `page_lock` did, undone."""
+    if has_gpu() and block.numel():
+        torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+
+
 def backend() -> str:
     """The torch.distributed backend for `device()`."""
     if _simulates:

@@ -75,6 +75,12 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
+def on_all_ranks(*flags: bool) -> list[bool]:
+    """Of each flag, whether every process has it set."""
+    own = torch.tensor(flags, dtype=torch.int32, device=platform.device())
+    return list(map(bool, all_reduce(own, torch.distributed.group.WORLD, torch.distributed.ReduceOp.MIN).tolist()))
+
+
 def share_outcome(work: Future[T] | None, seconds: float) -> T:
     """What `work`, which rank 0 alone has, comes to, on every process; an exception is raised on all of them.
 
@@ -101,11 +107,10 @@ def settle(work: Future[T] | None, seconds: float) -> T | None:
         if work is not None:
             wait([work], seconds)
         failed = work is not None and work.done() and work.exception() is not None
-        state = torch.tensor([work is None or work.done(), not failed], dtype=torch.int32, device=platform.device())
-        is_done, all_well = all_reduce(state, torch.distributed.group.WORLD, torch.distributed.ReduceOp.MIN).tolist()
-        if is_done:
+        done, well = on_all_ranks(work is None or work.done(), not failed)
+        if done:
             break
-    if not all_well:
+    if not well:
         errors = gather_objects(None if work is None else work.exception())
         raise next(error for error in errors if error is not None)
     return None if work is None else work.result()

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from mcore_rl import __version__
 from mcore_rl.checkpoint_store import CheckpointStore, digest_problems, digests_of
 from mcore_rl.config import TrainingConfig, resolved_yaml
-from mcore_rl.distributed.collectives import gather_objects
+from mcore_rl.distributed.collectives import gather_objects, on_all_ranks
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron import reference_state
 from mcore_rl.models.megatron.checkpoint_trust import check_trusted
@@ -34,6 +34,7 @@ from mcore_rl.models.megatron.checkpoint_writer import (
     on_first_rank,
     raise_together,
 )
+from mcore_rl.models.megatron.host_staging import HostStaging
 from mcore_rl.models.megatron.model import BuiltModel
 from mcore_rl.models.megatron.optimizer_shards import tensor_regions
 from mcore_rl.models.megatron.parallel import process_groups
@@ -108,7 +109,9 @@ class PendingSave:
         SaveError: the disk is full, the folder cannot be written, a writing process died, …
     """
 
-    def __init__(self, store: CheckpointStore, step: int, run: TrainingState, state: dict[str, Any]) -> None:
+    def __init__(
+        self, store: CheckpointStore, step: int, run: TrainingState, state: dict[str, Any], staging: HostStaging
+    ) -> None:
         self.store, self.step, self.config = store, step, run.config
         self.best: int | None = state.get("best", {}).get("step")
         self.partial: Path = on_first_rank(lambda: store.begin(step))
@@ -131,16 +134,17 @@ class PendingSave:
         )
         on_first_rank(lambda: write_common(common, resolved_yaml(_described(run)), self.partial))
         planned = PlannedShards.of(shards, own, self.partial, process_groups().dp_cp)
-        self._writer = on_every_rank(lambda: ShardWriter(planned, run.config.checkpoint.timeout_seconds))
+        self._writer = on_every_rank(lambda: ShardWriter(planned, run.config.checkpoint.timeout_seconds, staging))
 
     def is_written(self, wait: bool = False) -> bool:
         """Whether every rank's shards are on disk."""
         while True:
             report = self._writer.poll()
-            if any(gather_objects(report is not None and report.error is not None)):
+            well, done = on_all_ranks(report is None or report.error is None, report is not None)
+            if not well:
                 self._writer.abandon()
                 raise_together(None if report is None else report.error)
-            if all(gather_objects(report is not None)):
+            if done:
                 return True
             if not wait:
                 return False

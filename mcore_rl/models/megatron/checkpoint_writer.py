@@ -1,7 +1,8 @@
 """Writing the shards of a checkpoint in a process of its own, while training goes on.
 
 The process is forked, so it sees the tensors as they were at that moment, whatever training does to
-them afterwards; tensors of a GPU are first copied to the host. It can fail or die without taking the run
+them afterwards. Tensors of a GPU are first copied to the host, while the host goes on; the process is forked when the
+copies are there. It can fail or die without taking the run
 with it: whoever waits looks at the process too, not only for its message.
 """
 
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from mcore_rl.checkpoint_store import FileDigests, digests_of
 from mcore_rl.distributed.collectives import broadcast_object, gather_objects
+from mcore_rl.models.megatron.host_staging import HostStaging
 from mcore_rl.models.megatron.internals import shards_by_key
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict  # isort: skip
@@ -106,9 +108,11 @@ class OneFileWriter(FileSystemWriterAsync):
         self.objects = [(item, data) for item, data in resolved if item.type == WriteItemType.BYTE_IO]
         self.tensors = [(item, data.detach()) for item, data in resolved if item.type != WriteItemType.BYTE_IO]
 
-    def stage(self) -> None:
-        """Copy to the host what is on a GPU."""
-        self.tensors = [(item, tensor.cpu()) for item, tensor in self.tensors]
+    def stage(self, staging: HostStaging) -> None:
+        """Copy to the host what is on a GPU, and whatever else could change before the copies are there."""
+        items, tensors = [item for item, _ in self.tensors], [tensor for _, tensor in self.tensors]
+        if any(tensor.device.type != "cpu" for tensor in tensors):
+            self.tensors = list(zip(items, staging.copy(tensors), strict=True))
 
     def write(self, tensors: Iterable[tuple[WriteItem, torch.Tensor]] | None = None) -> list[Any]:
         """Write and flush the file; returns what the index needs to know.
@@ -143,18 +147,25 @@ class ShardWriter:
     Args:
         planned: what to write.
         timeout: seconds after which the process is given up.
+        staging: memory for what is on a GPU; nobody else may use it before the file is written.
     """
 
-    def __init__(self, planned: PlannedShards, timeout: float) -> None:
-        self.storage, self.metadata = planned.storage, planned.metadata
+    def __init__(self, planned: PlannedShards, timeout: float, staging: HostStaging) -> None:
+        self.storage, self.metadata, self.staging = planned.storage, planned.metadata, staging
         self._deadline = time.monotonic() + timeout
         self._report: _Report | None = None
-        self.storage.stage()
         context = multiprocessing.get_context("fork")
-        self._receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_write, args=(sender, self.storage, os.getpid()), daemon=True)
-        self._process.start()
-        sender.close()
+        self._receiver, self._sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_write, args=(self._sender, self.storage, os.getpid()), daemon=True)
+        self.storage.stage(staging)
+        self._start_if_staged()
+
+    def _start_if_staged(self) -> bool:
+        """Whether the process has been started."""
+        if self._process.pid is None and self.staging.is_done:
+            self._process.start()
+            self._sender.close()
+        return self._process.pid is not None
 
     def poll(self) -> _Report | None:
         """None while writing."""
@@ -163,6 +174,8 @@ class ShardWriter:
         return self._report
 
     def _look(self) -> _Report | None:
+        if not self._start_if_staged():
+            return self._given_up()
         if self._receiver in wait([self._receiver, self._process.sentinel], timeout=0) or self._receiver.poll():
             try:
                 report: _Report = self._receiver.recv()
@@ -172,10 +185,14 @@ class ShardWriter:
             return report
         if not self._process.is_alive():
             return self._died()
-        if time.monotonic() > self._deadline:
-            self.abandon()
-            return _Report(error="writing took longer than checkpoint.timeout_seconds")
-        return None
+        return self._given_up()
+
+    def _given_up(self) -> _Report | None:
+        """None while there is time left."""
+        if time.monotonic() <= self._deadline:
+            return None
+        self.abandon()
+        return _Report(error="writing took longer than checkpoint.timeout_seconds")
 
     def _died(self) -> _Report:
         self._process.join(1)
@@ -183,8 +200,9 @@ class ShardWriter:
 
     def abandon(self) -> None:
         """Stop writing."""
-        self._process.kill()
-        self._process.join()
+        if self._process.pid is not None:
+            self._process.kill()
+            self._process.join()
 
 
 @dataclass(frozen=True)

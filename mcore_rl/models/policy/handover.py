@@ -131,7 +131,9 @@ class WeightHandover:
             info = self.info(adapters_only)
         if unknown := sorted(set(keys) - set(info)):
             raise ValueError(f"get_weights_ipc_handles: the model has no {', '.join(unknown)}")
-        devices = self._devices.gather(platform.device_id())  # the first rank has come back: nobody reads the last blocks
+        devices = self._devices.gather(
+            platform.device_id()
+        )  # the first rank has come back: nobody reads the last blocks
         self.release()
         if devices.index(devices[self.rank]) == self.rank:
             self._shared = SharedBucket({key: info[key] for key in keys})

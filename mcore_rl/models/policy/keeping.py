@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron import checkpoint
 from mcore_rl.models.megatron.adapters import adapters_in, export_adapters
 from mcore_rl.models.megatron.hf_checkpoint import write_hf_directory
+from mcore_rl.models.megatron.host_staging import HostStaging
 from mcore_rl.models.megatron.peft_directory import write_peft_directory
 from mcore_rl.models.megatron.trained_part import TrainedPart
 from mcore_rl.models.megatron.weights import adapters_of, export_hf_weights
@@ -32,6 +34,10 @@ class Keeping(ColocatablePolicy):
     """Another trained model, whose state is in this one's checkpoints."""
     name_beside = ""
     _saving: checkpoint.PendingSave | None = None
+
+    @cached_property
+    def _staging(self) -> HostStaging:
+        return HostStaging()
 
     def keep_beside(self, name: str, other: Keeping) -> None:
         """From now on checkpoints hold `other` too, under that name; it may be offloaded when they are written."""
@@ -103,7 +109,8 @@ class Keeping(ColocatablePolicy):
         self.finish_saving()
         self.require("save_checkpoint", self.weights_away, self.memory.optimizer)
         with self._beside_brought_back():
-            self._saving = checkpoint.PendingSave(CheckpointStore(directory), step, self._training_state(), state)
+            store, run = CheckpointStore(directory), self._training_state()
+            self._saving = checkpoint.PendingSave(store, step, run, state, self._staging)
         return self.finish_saving() if wait else None
 
     def finish_saving(self, wait: bool = True) -> Path | None:
