@@ -1,11 +1,15 @@
 """Log-probabilities of a reference, kept on disk: written as they are computed, by any layout."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from test_layouts import make_config, plain_logprobs
 from transformers import AutoModelForCausalLM
 
+from mcore_rl.algorithms.dpo import _check_reference
+from mcore_rl.config import DPOConfig
 from mcore_rl.data.batches import collate
 from mcore_rl.data.token_store import TokenizedChunk, collect
 from mcore_rl.data.tokenize import TokenSequence
@@ -49,7 +53,10 @@ def test_what_is_stored_is_the_models_and_is_computed_once(model_of, tmp_path):
         run_processes(precompute, Layout(dp=2, pp=2).apply(config), tmp_path, world_size=4)
     ):
         torch.testing.assert_close(rows, expected, rtol=1e-5, atol=1e-5, msg=f"rank {rank}")
-        assert (said, scored) == ([], [6, 6, 2])
+        assert scored == [6, 6, 2]
+        assert [line.partition(": /")[0] for line in said] == [
+            "reference log-probabilities: those of 7 records are computed once"
+        ]
     ((again, said, scored),) = run_processes(precompute, config, tmp_path, world_size=1)
     assert torch.equal(again, rows) and (said, scored) == ([], [])
     (stored,) = tmp_path.iterdir()
@@ -68,6 +75,26 @@ def test_who_was_stopped_goes_on(values, records, model_of, tmp_path):
     stored.with_suffix(".partial").write_bytes(content[: values * 4 + (1 if values < 226 else 0)])
     for again, said, scored in run_processes(precompute, Layout(dp=2).apply(config), tmp_path, world_size=2):
         assert sum(scored) == 2 * (7 - records)
-        assert said == ([f"reference log-probabilities: {records} of 7 records were computed before"] * bool(records))
+        assert [f", {records} of which were before" in line for line in said] == [bool(records)]
         torch.testing.assert_close(again, rows, rtol=1e-5, atol=1e-5)
     assert stored.read_bytes()[: records * 4] == content[: records * 4] and list(tmp_path.iterdir()) == [stored]
+
+
+@pytest.mark.parametrize(
+    ("dpo", "trainer", "sync", "precomputes"),
+    [
+        ({}, {"max_epochs": 1}, None, True),
+        ({}, {"max_steps": 3}, None, False),
+        ({}, {"max_steps": 4}, None, True),
+        ({}, {"max_steps": 4}, {"interval": 2}, False),
+        ({"reference": "swap"}, {"max_epochs": 9}, None, False),
+        ({"reference": "precompute"}, {"max_steps": 1}, None, True),
+        ({"preference_loss": "simpo", "reference_policy_kl_penalty": 2.0}, {"max_epochs": 1}, None, False),
+    ],
+)
+def test_it_is_computed_before_where_a_run_needs_all_of_it(dpo, trainer, sync, precomputes, model_of):
+    """Seven records, two a step."""
+    values = {**make_config(model_of("llama")).model_dump(), "dpo": dpo, "reference_sync": sync}
+    values["trainer"], values["batch"]["global_batch_size"] = trainer, 2
+    config = DPOConfig.model_validate(values)
+    assert _check_reference(config, SimpleNamespace(train=range(7))) == precomputes

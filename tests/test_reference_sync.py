@@ -3,20 +3,24 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from models import and_long, make_model
+from peak_memory import PeakMemory
 from safetensors.torch import save_file
 from test_layouts import make_config, make_data, plain_logprobs
 from test_lora import lora_config
 from transformers import AutoModelForCausalLM
 
+from mcore_rl.algorithms.dpo import _check_reference
 from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.config import DPOConfig, GRPOConfig, build_config
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError, WorkerError
 from mcore_rl.layout_check import Layout
+from mcore_rl.models.policy.reference_weights import KeptWeights
 
 ALPHAS = (0.6, 0.25)
 
@@ -153,8 +157,10 @@ def test_a_run_that_is_taken_up_again(tmp_path):
 
 def moved_then_computed_before(config):
     train(config)
+    without = config.model_copy(update={"reference_sync": None})
+    assert not _check_reference(without, SimpleNamespace(train=range(1))), "what has moved is in the checkpoint alone"
     dpo = dataclasses.replace(config.dpo, reference="precompute")
-    train(config.model_copy(update={"dpo": dpo, "reference_sync": None}))
+    train(without.model_copy(update={"dpo": dpo}))
 
 
 def test_a_reference_that_has_moved_is_not_computed_again(model_of, tmp_path):
@@ -186,3 +192,27 @@ def test_what_is_refused(kind, overrides, message):
     values = {"output_dir": "o", "model": {"path": "m"}, "data": {"train": "x"}}
     with pytest.raises(UserError, match=message):
         build_config(kind, values, overrides, "")
+
+
+def test_taking_the_place_takes_one_tensor_more():
+    """Of 24 of 4 MB each; the values are those from before to the last bit, also where it breaks off inside."""
+    tensors = [torch.randn(2**20) for _ in range(24)]
+    kept = KeptWeights(tensors)
+    begun = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.add_(torch.randn(2**20))
+    current = [tensor.clone() for tensor in tensors]
+
+    def same(one, other):
+        return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+    with PeakMemory() as peak, pytest.raises(KeyError), kept.in_place():
+        assert same(tensors, begun) and not same(kept.kept, begun)
+        raise KeyError
+    assert same(tensors, current) and same(kept.kept, begun)
+    assert peak.bytes < 3 * 4 * 2**20
+    with PeakMemory() as peak:
+        kept.move(0.25)
+    assert peak.bytes < 5 * 4 * 2**20
+    for moved, a, b in zip(kept.kept, begun, current, strict=True):
+        assert torch.equal(moved, torch.lerp(a, b, 0.25))

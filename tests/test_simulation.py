@@ -144,8 +144,8 @@ def others(tmp_path_factory):
 ROLLOUTS = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_new_tokens": 192}
 PAIRS = {"global_batch_size": 4, "tokens_per_pack": 768}
 BESIDE = {
-    "reference": (DPOConfig, lambda o: {"dpo": {"reference_model": o.small}, "batch": PAIRS}),
-    "swapped": (DPOConfig, lambda o: {"batch": PAIRS}),
+    "reference": (DPOConfig, lambda o: {"dpo": {"reference_model": o.small, "reference": "swap"}, "batch": PAIRS}),
+    "swapped": (DPOConfig, lambda o: {"dpo": {"reference": "swap"}, "batch": PAIRS}),
     "mismatched": (KTOConfig, lambda o: {}),
     "teacher": (DistillationConfig, lambda o: {"distillation": {"teacher": o.small, "topk": 4}}),
     "whole teacher": (DistillationConfig, lambda o: {"distillation": {"teacher": o.small, "topk": None}}),
@@ -239,7 +239,7 @@ def test_grouped_products_are_as_many_as_single_ones(tmp_path):
 
 ALGORITHMS = [
     pytest.param(SFTConfig, {}, id="sft", marks=pytest.mark.long),
-    pytest.param(DPOConfig, {"dpo": {}}, id="dpo"),
+    pytest.param(DPOConfig, {"dpo": {"reference": "swap"}}, id="dpo"),
     pytest.param(
         GRPOConfig,
         {
@@ -321,7 +321,7 @@ SEVENTY = {
 def seventy(path, **parallel):
     """DPO of a 70B shape."""
     return DPOConfig.model_validate({
-        "output_dir": "unused", "dpo": {}, "optimizer": {"lr": 1e-6}, "trainer": {"max_steps": 2},
+        "output_dir": "unused", "dpo": {"reference": "swap"}, "optimizer": {"lr": 1e-6}, "trainer": {"max_steps": 2},
         "model": {"path": str(llama(path, **SEVENTY)), "dtype": "bfloat16", "recompute_activations": False},
         "data": {"train": "x.jsonl", "max_sequence_length": 4096},
         "batch": {"global_batch_size": 16, "tokens_per_pack": 8192},

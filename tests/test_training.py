@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -124,16 +125,20 @@ def test_resuming_under_another_layout_continues_the_same_run(files, dpo_run):
 
 
 @pytest.mark.long
-def test_precomputed_reference_equals_swapping(files, dpo_run):
-    _, swapped = dpo_run
-    out = files / "out_precomputed"
-    arguments = (files / "dpo.yaml", f"output_dir={out}", "dpo.reference=precompute")
-    run("train_dpo.py", *arguments, "parallel.context_parallel_size=2", processes=2)
-    assert_same_run(metrics_of(out), metrics_of(swapped))
-    (stored,) = (out / "reference_logprobs").glob("*.logprobs")  # train and validation are the same data here
-    written = stored.stat().st_mtime_ns
-    run("train_dpo.py", *arguments, "checkpoint.resume=none", "checkpoint.overwrite=true", "trainer.max_steps=1")
-    assert stored.stat().st_mtime_ns == written, "the stored reference does not depend on the layout"
+def test_swapping_equals_a_precomputed_reference(files, dpo_run):
+    _, precomputed = dpo_run
+    (stored,) = (precomputed / "reference_logprobs").glob("*.logprobs")  # train and validation are the same data here
+    out, layout = files / "out_swapped", "parallel.context_parallel_size=2"
+    run("train_dpo.py", files / "dpo.yaml", f"output_dir={out}", "dpo.reference=swap", layout, processes=2)
+    assert_same_run(metrics_of(out), metrics_of(precomputed))
+    assert not (out / "reference_logprobs").exists()
+    out = files / "out_again"
+    shutil.copytree(precomputed / "reference_logprobs", out / "reference_logprobs")
+    (copied,) = (out / "reference_logprobs").iterdir()
+    written = copied.stat().st_mtime_ns
+    run("train_dpo.py", files / "dpo.yaml", f"output_dir={out}", layout, "trainer.max_steps=3", processes=2)
+    assert copied.name == stored.name, "what is stored does not depend on the layout"
+    assert copied.stat().st_mtime_ns == written
 
 
 @pytest.mark.long

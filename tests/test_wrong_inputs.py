@@ -190,7 +190,7 @@ KEYS = [
     ("dpo", "dpo.label_smothing=0.1", "unknown key dpo.label_smothing; did you mean dpo.label_smoothing?"),
     ("dpo", "dpo={preference_loss_weight: 0}", "dpo: preference_loss_weight and sft_loss_weight are both 0"),
     ("dpo", "dpo={preference_loss: ipo, label_smoothing: 0.1}", "dpo: label_smoothing applies to preference_loss=sigmoid"),
-    ("dpo", "dpo.reference=never", "dpo.reference: .*'swap' or 'precompute'"),
+    ("dpo", "dpo.reference=never", "dpo.reference: .*'auto', 'swap' or 'precompute'"),
     ("grpo", "generation.backend=sglang", "generation.backend: .*'megatron' or 'vllm'.*got 'sglang'"),
     ("grpo", "generation.max_token_mult_prob_error=1", "generation.max_token_mult_prob_error: .*greater than 1"),
     ("grpo", "generation.vllm.num_servers=2", "generation.vllm: goes with backend=vllm alone, not with megatron"),

@@ -28,15 +28,16 @@ FIRST_MARGIN_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 def train_dpo(config: DPOConfig) -> Path | None:
     """Make chosen responses likelier than rejected ones, relative to the reference."""
-    inputs = _check_reference(config, load_inputs(config, load_preference_dataset, rows_per_unit=2))
+    inputs = load_inputs(config, load_preference_dataset, rows_per_unit=2)
+    precomputes = _check_reference(config, inputs)
     inputs = claim_output(config, inputs)
     policy = MegatronPolicy(
         config,
         total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size),
         rows_per_unit=2,
-        keep_reference=config.dpo.needs_reference and config.dpo.reference == "swap" and not config.dpo.reference_model,
+        keep_reference=config.dpo.needs_reference and not precomputes and not config.dpo.reference_model,
     )
-    reference = _reference(config, inputs, policy)
+    reference = _reference(config, inputs, policy, precomputes)
 
     def add_reference(data: OwnRows[Any], dataset: Dataset, indices: Sequence[int]) -> None:
         if reference is None:
@@ -62,7 +63,9 @@ def train_dpo(config: DPOConfig) -> Path | None:
     return exported
 
 
-def _reference(config: DPOConfig, inputs: Inputs[Dataset], policy: MegatronPolicy) -> ReferenceScores | None:
+def _reference(
+    config: DPOConfig, inputs: Inputs[Dataset], policy: MegatronPolicy, precomputes: bool
+) -> ReferenceScores | None:
     """What the policy is compared with, if the loss compares it with something."""
     if not config.dpo.needs_reference:
         return None
@@ -70,7 +73,7 @@ def _reference(config: DPOConfig, inputs: Inputs[Dataset], policy: MegatronPolic
     if config.dpo.reference_model is not None:
         model = ScoringModel(config_of_reference(config), rows_per_unit=2)
         speaker(model.is_writer)(f"reference: {model.describe()}")
-    if config.dpo.reference == "precompute":
+    if precomputes:
         return _precompute(config, inputs, model)
     return SwappedReference(policy) if model is policy else OtherModel(model)
 
@@ -82,22 +85,26 @@ def config_of_reference(config: DPOConfig) -> DPOConfig:
     return config.model_copy(update={"model": model})
 
 
-def _check_reference(config: DPOConfig, inputs: Inputs[Dataset]) -> Inputs[Dataset]:
-    """`inputs`, once a reference of its own has been looked at.
+def _check_reference(config: DPOConfig, inputs: Inputs[Dataset]) -> bool:
+    """Whether the reference's log-probabilities are computed before training, once a reference of its own has been
+    looked at.
 
     Raises:
         UserError: it cannot be used, or has another vocabulary; or it is to be computed before, and has moved.
     """
-    for iteration in find_checkpoints(config)[0][:1] if config.dpo.reference == "precompute" else ():
+    if config.dpo.reference_model is not None:
+        check_model_beside(config_of_reference(config), "dpo.reference_model", inputs.tokenizer)
+    steps = total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size)
+    precomputes = config.precomputes(steps * config.batch.global_batch_size / len(inputs.train))
+    for iteration in find_checkpoints(config)[0][:1] if precomputes else ():
         if holds_reference(iteration):
+            if config.dpo.reference == "auto":
+                return False
             raise UserError(
                 f"dpo.reference=precompute: the reference that {iteration} holds has followed the policy "
                 "(reference_sync), and cannot be computed from the model that training began from; leave it out"
             )
-    if config.dpo.reference_model is None:
-        return inputs
-    check_model_beside(config_of_reference(config), "dpo.reference_model", inputs.tokenizer)
-    return inputs
+    return precomputes
 
 
 class ReferenceScores(Protocol):

@@ -26,16 +26,17 @@ class RMOptimizerConfig(OptimizerConfig):
 class DPOAlgorithmConfig(DPOOptions):
     """The options of the loss, and where the reference log-probabilities come from."""
 
-    reference: Literal["swap", "precompute"] = "swap"
+    reference: Literal["auto", "swap", "precompute"] = "auto"
     """swap: for each batch, by the initial weights in the policy's place (with LoRA: without the adapters),
-    or by `reference_model`; precompute: all before training, kept in output_dir."""
+    or by `reference_model`; precompute: all before training, kept in output_dir; auto: precompute if the run goes over
+    all training data at least once, and the reference does not move."""
     reference_model: str | None = None
     """A model directory that is the reference in place of the initial policy; of any size, with the same tokenizer."""
 
     def check(self) -> None:
         super().check()
         self.require(
-            self.needs_reference or (self.reference == "swap" and self.reference_model is None),
+            self.needs_reference or (self.reference != "precompute" and self.reference_model is None),
             f"preference_loss={', '.join(self.preference_losses)} has no reference; leave out reference and "
             "reference_model",
         )
@@ -48,10 +49,19 @@ class DPOConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _moves_a_copy(self) -> DPOConfig:
-        own = self.dpo.needs_reference and self.dpo.reference == "swap" and self.dpo.reference_model is None
+        own = self.dpo.needs_reference and self.dpo.reference != "precompute" and self.dpo.reference_model is None
         if self.reference_sync is not None and not own:
             raise ValueError("reference_sync: moves the policy's own reference: dpo.reference=swap, no reference_model")
         return self
+
+    def precomputes(self, epochs: float) -> bool:
+        """Whether the reference's log-probabilities are computed before training.
+
+        Args:
+            epochs: how often the run goes over its training data.
+        """
+        pays = self.dpo.reference == "auto" and self.reference_sync is None and epochs >= 1
+        return self.dpo.needs_reference and (pays or self.dpo.reference == "precompute")
 
     @property
     def rows_per_unit(self) -> int:

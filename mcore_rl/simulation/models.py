@@ -31,7 +31,7 @@ def configs_beside(config: TrainingConfig) -> dict[str, TrainingConfig]:
     from mcore_rl.environments.reward_model import config_of_judge
 
     found: dict[str, TrainingConfig] = {}
-    if isinstance(config, DPOConfig) and config.dpo.reference_model and config.dpo.reference == "swap":
+    if isinstance(config, DPOConfig) and config.dpo.reference_model and not config.precomputes(epochs=1):
         found["dpo.reference_model"] = config_of_reference(config)
     if isinstance(config, RLConfig) and config.environment.name == "reward_model":
         found["environment.path"] = config_of_judge(config)
@@ -114,7 +114,7 @@ def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable
         other = beside.get("dpo.reference_model")
         if other is not None:
             return [lambda: other.get_logprobs(data)]
-        return [by_policy] * int(config.dpo.needs_reference and config.dpo.reference == "swap")
+        return [by_policy] * int(config.dpo.needs_reference and not config.precomputes(epochs=1))
     if isinstance(config, KTOConfig):
         return [by_policy] * 3  # the reference, and on other records' responses the reference and the policy
     if isinstance(config, DistillationConfig) and config.distillation.topk is not None:

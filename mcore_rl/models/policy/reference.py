@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_rl.config import ModelConfig
 from mcore_rl.data.batches import collate
 from mcore_rl.data.division import share_records
-from mcore_rl.data.progress import Say
+from mcore_rl.data.progress import Progress, Say
 from mcore_rl.data.token_store import TokenStore
 from mcore_rl.distributed.collectives import broadcast_object
 from mcore_rl.distributed.own_rows import OwnRows
@@ -79,8 +79,9 @@ def _compute(path: Path, model: ScoringModel, units: TokenStore, pad_token_id: i
     partial = path.with_suffix(".partial")
     begun = _whole_records(partial, units) if model.is_writer else 0
     done: int = broadcast_object(begun)
-    if done:
-        say(f"reference log-probabilities: {done:,} of {len(units):,} records were computed before")
+    before = f", {done:,} of which were before" if done else ""
+    say(f"reference log-probabilities: those of {len(units):,} records are computed once{before}: {path}")
+    progress = Progress("reference log-probabilities", say)
     with open(partial, "ab") if model.is_writer else contextlib.nullcontext() as file:
         for start in range(done, len(units), batch_size):
             indices = range(start, min(start + batch_size, len(units)))
@@ -94,6 +95,7 @@ def _compute(path: Path, model: ScoringModel, units: TokenStore, pad_token_id: i
                 file.writelines(gathered)
                 file.flush()
                 os.fsync(file.fileno())
+            progress.reached((indices.stop - done) / (len(units) - done), indices.stop)
     if model.is_writer:
         digest = _digest(partial, partial.stat().st_size)
         with open(partial, "ab") as file:

@@ -36,9 +36,9 @@ class KeptWeights:
     @torch.no_grad()
     def move(self, alpha: float) -> None:
         """reference ← (1 − alpha) · reference + alpha · current, as in arXiv:2404.09656."""
-        for kept, tensor in zip(self.kept, _on_host(self.tensors), strict=True):
+        for kept, tensor in zip(self.kept, self.tensors, strict=True):
             # In fp32: a small alpha would be lost in bfloat16's rounding of each product.
-            kept.copy_(torch.lerp(kept.float(), tensor.float(), alpha))
+            kept.copy_(torch.lerp(kept.float(), tensor.to(kept.device).float(), alpha))
         self.has_moved = True
 
     def describe(self) -> str:
@@ -51,17 +51,24 @@ class KeptWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        current = _on_host(self.tensors)
+        exchanged = list[tuple[Tensor, Tensor]]()
         try:
-            self._set(self.kept)
+            for tensor, kept in zip(self.tensors, self.kept, strict=True):
+                _exchange(tensor, kept)
+                exchanged.append((tensor, kept))
             yield
         finally:
-            self._set(current)
+            for tensor, kept in exchanged:
+                _exchange(tensor, kept)
+            torch.cuda.current_stream().synchronize()  # a checkpoint reads what is kept without asking the device
 
-    @torch.no_grad()
-    def _set(self, values: list[Tensor]) -> None:
-        for tensor, value in zip(self.tensors, values, strict=True):
-            tensor.copy_(value, non_blocking=True)
+
+@torch.no_grad()
+def _exchange(tensor: Tensor, kept: Tensor) -> None:
+    """The values of each go to the other, one tensor more on the device meanwhile."""
+    current = tensor.clone()
+    tensor.copy_(kept, non_blocking=True)
+    kept.copy_(current, non_blocking=True)
 
 
 @torch.no_grad()
