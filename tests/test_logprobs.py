@@ -155,6 +155,50 @@ def test_gradient_goes_into_main_grad():
     linear_logprobs(hidden, head, targets)[0].sum().backward()
     torch.testing.assert_close(head.main_grad, expected + 1)
     assert head.grad_added_to_main_grad
+    assert head.grad.data_ptr() == head.data_ptr(), "what Megatron's hook drops has no memory of its own"
+    head.zero_out_wgrad = True  # Megatron adds what it is given to main_grad
+    (given,) = torch.autograd.grad(linear_logprobs(hidden, head, targets)[0].sum(), head)
+    assert torch.equal(given, torch.zeros_like(head))
+    torch.testing.assert_close(head.main_grad, 2 * expected + 1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("has_main_grad", [False, True])
+def test_half_precision_factors_are_multiplied_as_they_are(temperature, has_main_grad, monkeypatch):
+    """As on a GPU, whose products of bfloat16 are left in fp32; beside fp64 of the same bfloat16 numbers."""
+    torch.manual_seed(0)
+    hidden = torch.randn(700, 64).bfloat16().requires_grad_()
+    head = torch.nn.Parameter(torch.randn(9000, 64).bfloat16() * 0.3)
+    targets, weight = torch.randint(0, 8990, (700,)), torch.randn(700)
+    if has_main_grad:
+        head.main_grad = torch.zeros(9000, 64)
+    seen = set()
+
+    def multiply(tiles, a, b):
+        seen.add((a.dtype, b.dtype))
+        return a.float() @ b.float()
+
+    init = fused.Tiles.__init__
+    monkeypatch.setattr(
+        fused.Tiles, "__init__", lambda tiles, *a: (init(tiles, *a), setattr(tiles, "is_half", True))[0]
+    )
+    monkeypatch.setattr(fused.Tiles, "multiply", multiply)
+    logprobs, _ = linear_logprobs(hidden, head, targets, vocab_size=8990, temperature=temperature)
+    (logprobs * weight).sum().backward()
+    exact = [x.detach().double().requires_grad_() for x in (hidden, head)]
+    dense = F.log_softmax((exact[0] @ exact[1].T)[:, :8990] / temperature, -1).gather(1, targets[:, None])[:, 0]
+    (dense * weight).sum().backward()
+    assert seen == {(torch.bfloat16, torch.bfloat16)}
+    torch.testing.assert_close(logprobs.double(), dense, rtol=1e-5, atol=2e-5)
+    for ours, theirs in ((hidden.grad, exact[0].grad), (head.main_grad if has_main_grad else head.grad, exact[1].grad)):
+        assert (ours.double() - theirs).norm() <= 4e-3 * theirs.norm()  # a rounding of each factor to 8 bits
+
+
+def test_products_leave_their_sums_in_fp32_on_a_device():
+    """The operator itself, on shapes: its arguments are those of this torch."""
+    assert fused.WIDENING_PRODUCTS
+    hidden, weight = (torch.empty(rows, 4, dtype=torch.bfloat16, device="meta") for rows in (6, 9))
+    assert fused.Tiles(hidden, weight, 9, 0.5).product(slice(0, 2), slice(0, 4)).dtype == torch.float32
 
 
 def test_rows_the_loss_does_not_use_may_hold_nan():

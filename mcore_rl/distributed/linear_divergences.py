@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_rl.distributed.collectives import all_reduce, group_rank
-from mcore_rl.distributed.linear_logprobs import Tiles, WeightGradient, shard_statistics
+from mcore_rl.distributed.linear_logprobs import HeadGradients, Tiles, shard_statistics
 from mcore_rl.distributed.parallel_logprobs import combine_over_vocabulary, valid_columns
 from mcore_rl.errors import ContractError
 
@@ -130,12 +130,9 @@ class _LinearDivergences(torch.autograd.Function):
         hidden, teacher_hidden, lse, reverse_kl, q_to_m = ctx.saved_tensors
         student = Tiles(hidden, ctx.weight, ctx.columns, ctx.temperature)
         pair = _Pair(student, Tiles(teacher_hidden, ctx.teacher_weight, ctx.columns, ctx.temperature))
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.zeros_like(hidden, dtype=pair.dtype) if needs_hidden else None
-        sink = WeightGradient(ctx.weight, pair.dtype) if needs_weight else None
+        gradients = HeadGradients(student, ctx.weight, *ctx.needs_input_grad[:2])
         of_forward, of_reverse, of_js = (g[:, None] for g in grads)
         for at in pair.column_tiles():
-            block_gradient = None
             for rows in pair.row_tiles():
                 log_q, log_p = pair.logprobs(rows, at, lse)
                 factor = of_forward[rows] + of_reverse[rows] * (log_q - log_p - reverse_kl[rows, None])
@@ -143,19 +140,8 @@ class _LinearDivergences(torch.autograd.Function):
                     log_m = _log_mixture(log_p, log_q, ctx.js_beta)
                     factor += (1 - ctx.js_beta) * of_js[rows] * (log_q - log_m - q_to_m[rows, None])
                 grad = factor.mul_(log_q.exp_()).sub_(log_p.exp_().mul_(of_forward[rows]))
-                grad = grad if ctx.temperature == 1 else grad.mul_(1 / ctx.temperature)
-                if grad_hidden is not None:
-                    grad_hidden[rows].addmm_(grad, student.weight(at))
-                if sink is not None:
-                    part = grad.T @ student.hidden(rows)
-                    block_gradient = part if block_gradient is None else block_gradient.add_(part)
-            if sink is not None and block_gradient is not None:
-                sink.add(at, block_gradient)
-        return (
-            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
-            None if sink is None else sink.result(),
-            None, None, None, None, None,
-        )  # fmt: skip
+                gradients.add(rows, at, grad)
+        return (*gradients.results(), None, None, None, None, None)
 
 
 class _Pair:

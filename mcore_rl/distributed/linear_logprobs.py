@@ -156,42 +156,36 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, local, lse, mean = ctx.saved_tensors
         tiles = Tiles(hidden, ctx.weight, ctx.columns, ctx.temperature)
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.zeros_like(hidden, dtype=tiles.dtype) if needs_hidden else None
-        sink = WeightGradient(ctx.weight, tiles.dtype) if needs_weight else None
+        gradients = HeadGradients(tiles, ctx.weight, *ctx.needs_input_grad[:2])
         g, h = grads[0], grads[1] if ctx.with_entropy else None
         total = g.sum(dim=1)
         for columns in tiles.column_tiles():
-            block_gradient = None
             for rows in tiles.row_tiles():
                 x = tiles.product(rows, columns)
                 grad = logprob_gradient(x, lse[rows], mean[rows], total[rows], None if h is None else h[rows], out=x)
                 _add_at_targets(grad, local[rows] - columns.start, g[rows])
-                if ctx.temperature != 1:
-                    grad.mul_(1 / ctx.temperature)
-                if grad_hidden is not None:
-                    grad_hidden[rows].addmm_(grad, tiles.weight(columns))
-                if sink is not None:
-                    part = grad.T @ tiles.hidden(rows)
-                    block_gradient = part if block_gradient is None else block_gradient.add_(part)
-            if sink is not None and block_gradient is not None:
-                sink.add(columns, block_gradient)
-        return (
-            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
-            None if sink is None else sink.result(),
-            None, None, None, None, None,
-        )  # fmt: skip
+                gradients.add(rows, columns, grad)
+        return (*gradients.results(), None, None, None, None, None)
+
+
+WIDENING_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()
+"""Whether this torch leaves a product of half-precision factors in fp32, as it was accumulated (since 2.8)."""
 
 
 class Tiles:
-    """hidden × weightᵀ / temperature, a tile at a time, in the accumulation type."""
+    """hidden × weightᵀ / temperature, a tile at a time, in the accumulation type.
+
+    On a GPU half-precision factors are multiplied as they are, and their products accumulated and left in fp32.
+    """
 
     def __init__(self, hidden: Tensor, weight: Tensor, columns: int, temperature: float) -> None:
         self._hidden, self._weight = hidden, weight.detach()
         self.columns, self.temperature = columns, temperature
         self.count, self.device = hidden.shape[0], hidden.device
-        self.dtype = accumulation_dtype(hidden.dtype)
-        self.half_on_gpu = hidden.is_cuda and hidden.dtype in (torch.float16, torch.bfloat16)
+        self.dtype, self.hidden_dtype = accumulation_dtype(hidden.dtype), hidden.dtype
+        self.is_half = (
+            WIDENING_PRODUCTS and self.device.type != "cpu" and hidden.dtype in (torch.float16, torch.bfloat16)
+        )
 
     def row_tiles(self) -> Iterator[slice]:
         return slices(self.count, TILE_SHAPE[self.device.type][0])
@@ -199,18 +193,33 @@ class Tiles:
     def column_tiles(self) -> Iterator[slice]:
         return slices(self.columns, TILE_SHAPE[self.device.type][1])
 
+    def zeros_of_hidden(self) -> Tensor:
+        return torch.zeros_like(self._hidden, dtype=self.dtype)
+
+    def factor(self, x: Tensor) -> Tensor:
+        """`x` as products take it."""
+        return x.to(self.hidden_dtype if self.is_half else self.dtype)
+
     def hidden(self, rows: slice) -> Tensor:
-        return self._hidden[rows].to(self.dtype)
+        return self.factor(self._hidden[rows])
 
     def weight(self, columns: slice) -> Tensor:
-        return self._weight[columns].to(self.dtype)
+        return self.factor(self._weight[columns])
 
     def product(self, rows: slice, columns: slice) -> Tensor:
-        if self.half_on_gpu:  # tensor cores accumulate in fp32 and leave the result there
-            x = torch.mm(self._hidden[rows], self._weight[columns].T, out_dtype=torch.float32)
-        else:
-            x = self.hidden(rows) @ self.weight(columns).T
+        x = self.multiply(self.hidden(rows), self.weight(columns).T)
         return x if self.temperature == 1 else x.div_(self.temperature)
+
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        """a · b, of two factors."""
+        return torch.mm(a, b, out_dtype=self.dtype) if self.is_half else a @ b
+
+    def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+        """total += a · b"""
+        if total.dtype == a.dtype:
+            total.addmm_(a, b)
+        else:
+            total += self.multiply(a, b)
 
 
 def shard_statistics(tiles: Tiles, local: Tensor, with_mean: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,27 +256,46 @@ def _add_at_targets(x: Tensor, columns: Tensor, values: Tensor) -> None:
     x.scatter_add_(1, columns.clamp(0, x.shape[1] - 1), torch.where(inside, values, 0))
 
 
-class WeightGradient:
-    """Where the LM head's gradient goes: Megatron's fp32 `main_grad`, or an ordinary gradient."""
+class HeadGradients:
+    """Gradients of hidden states and of the LM head, summed up from those of tiles of logits.
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self.weight = weight
-        self.main_grad: Tensor | None = getattr(weight, "main_grad", None)
-        self.own = torch.zeros_like(weight, dtype=dtype) if self.main_grad is None else None
+    The LM head's goes to Megatron's `main_grad`, in its own precision, where there is one.
+    """
 
-    def add(self, columns: slice, block: Tensor) -> None:
-        target = self.own if self.main_grad is None else self.main_grad
-        assert target is not None
-        target[columns] += block
+    def __init__(self, tiles: Tiles, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> None:
+        self.tiles, self.weight = tiles, weight
+        self._hidden = tiles.zeros_of_hidden() if needs_hidden else None
+        self._main_grad: Tensor | None = getattr(weight, "main_grad", None) if needs_weight else None
+        own = needs_weight and self._main_grad is None
+        self._own = torch.zeros_like(weight, dtype=tiles.dtype) if own else None
 
-    def result(self) -> Tensor:
-        """What autograd gets.
-
-        Megatron's hook must fire for a parameter whose `main_grad` already holds its gradient; it then
-        ignores this tensor, unless `zero_out_wgrad` (tied embeddings) makes it add zeros.
+    def add(self, rows: slice, columns: slice, grad: Tensor) -> None:
         """
-        if self.own is not None:
-            return self.own.to(self.weight.dtype)
+        Args:
+            grad: of this tile of hidden × weightᵀ / temperature; may be overwritten.
+        """
+        tiles = self.tiles
+        grad = tiles.factor(grad if tiles.temperature == 1 else grad.mul_(1 / tiles.temperature))
+        if self._hidden is not None:
+            tiles.add_product(self._hidden[rows], grad, tiles.weight(columns))
+        of_weight = self._own if self._main_grad is None else self._main_grad
+        if of_weight is not None:
+            tiles.add_product(of_weight[columns], grad.T, tiles.hidden(rows))
+
+    def results(self) -> tuple[Tensor | None, Tensor | None]:
+        """What autograd gets, in the precision of hidden states and weight."""
+        hidden = None if self._hidden is None else self._hidden.to(self.tiles.hidden_dtype)
+        if self._main_grad is not None:
+            return hidden, self._stand_in()
+        return hidden, None if self._own is None else self._own.to(self.weight.dtype)
+
+    def _stand_in(self) -> Tensor:
+        """A gradient of the weight's shape and no memory of its own, for a parameter whose `main_grad` has it already.
+
+        Megatron's hook must fire, and then drops what it is given: so it is given the weight's own memory. Where the
+        embedding is the same parameter (`zero_out_wgrad`), it adds what the two give: so these are zeros.
+        """
         self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        make = torch.zeros_like if getattr(self.weight, "zero_out_wgrad", False) else torch.empty_like
-        return make(self.weight)
+        if getattr(self.weight, "zero_out_wgrad", False):
+            return self.weight.new_zeros(()).expand(self.weight.shape)
+        return self.weight.detach()
