@@ -11,26 +11,21 @@ made. Exits with 1 where a bound is missed.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
 import random
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 from bench_results import Row, finish
+from bench_trl import ROOT, VOCABULARY, make_model, python_with_trl, run
 
-ROOT = Path(__file__).parent.parent
-TRL = "trl>=1.0,<2"
-VOCABULARY, PAIRS_A_STEP, PAIRS_AT_ONCE, WARM_UP = 8192, 8, 4, 2
+PAIRS_A_STEP, PAIRS_AT_ONCE, WARM_UP = 8, 4, 2
 MODES = ("swapped", "precomputed")
 BOUNDS = {("swapped", 1): 5.0, ("swapped", 2): 7.5, ("precomputed", 1): 5.0, ("precomputed", 2): 7.5}
-LIMIT_SECONDS = 900
 
 
 def main() -> int:
@@ -86,24 +81,6 @@ def measure(steps: int, rounds: int) -> tuple[dict[tuple[str, int], float], dict
 # ------------------------------------------------------------ what is trained
 
 
-def make_model(directory: Path) -> None:
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    words = ["<pad>", "<end>", *(f"w{number}" for number in range(VOCABULARY - 2))]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>").save_pretrained(directory)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
-
-
 def make_records(path: Path, count: int) -> None:
     """Log-normal lengths, as those of chat data are: many short records, some long ones."""
     generator = random.Random(0)
@@ -135,48 +112,7 @@ def run_ours(directory: Path, mode: str, processes: int) -> tuple[list[float], f
     return [line["tokens_per_second"] for line in lines if line["step"] > WARM_UP], most
 
 
-def run(command: list[str], threads: int) -> float:
-    """Run to its end; returns the most memory that a process of it had, in MB.
-
-    Raises:
-        SystemExit: it failed, with what it said.
-    """
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT, text=True)
-        usage = wait(process)
-        if process.returncode:
-            said.seek(0)
-            sys.exit(f"{' '.join(command)}\n{said.read()[-4000:]}")
-    return usage / 1000  # ru_maxrss is in kB on Linux
-
-
-def wait(process: subprocess.Popen[str]) -> int:
-    """Until it has ended; returns its largest resident set, which is that of its largest child where that is larger."""
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while time.monotonic() < deadline:
-        found, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if found:
-            process.returncode = os.waitstatus_to_exitcode(status)
-            return usage.ru_maxrss
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    sys.exit(f"{process.args} did not end within {LIMIT_SECONDS} s")
-
-
 # ------------------------------------------------------------ TRL
-
-
-def python_with_trl() -> str:
-    if importlib.util.find_spec("trl") is not None:
-        return sys.executable
-    directory = ROOT / ".venv-trl"
-    if not (directory / "installed").is_file():
-        subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", str(directory)], check=True)
-        subprocess.run([str(directory / "bin" / "pip"), "install", "--quiet", TRL], check=True)
-        (directory / "installed").touch()
-    return str(directory / "bin" / "python")
 
 
 def run_trl(python: str, directory: Path, mode: str) -> tuple[list[float], float]:

@@ -1,0 +1,166 @@
+"""Sampled tokens a second of a GRPO step beside TRL's GRPOTrainer; measured within one run.
+
+    python scripts/bench_grpo.py
+
+A Llama of 7 million parameters, fp32, two threads in all, on the CPU; groups of 8 responses, sampled by the training
+processes themselves on both sides, judged by the same function, one update a step. The model ends no response, so all
+have the same length and no padding costs anything. TRL with one process, ours with one and with two (data-parallel).
+Each side is a program of its own; the programs take turns, and the medians of the steps' speeds count. TRL comes from
+this interpreter's environment, or from `.venv-trl`, which is made. Exits with 1 where a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench_results import Row, finish
+from bench_trl import ROOT, VOCABULARY, make_model, python_with_trl, run
+
+PROMPTS, GROUP, AT_ONCE, WARM_UP = 4, 8, 8, 1
+SHAPES = {"prompts of 64 tokens, responses of 128": (64, 128), "prompts of 512 tokens, responses of 64": (512, 64)}
+BOUNDS = {1: 2.0, 2: 3.0}
+REWARD = "def reward(completions, **columns):\n    return [text.count('7') / 10 for text in completions]\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3, help="of each program, beside one to warm up")
+    parser.add_argument("--rounds", type=int, default=2, help="how often each program has its turn")
+    parser.add_argument("--side", choices=("trl",), help=argparse.SUPPRESS)
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--response", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--prompt", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.side == "trl":
+        train_with_trl(arguments.directory, arguments.prompt, arguments.response, arguments.steps)
+        return 0
+    speeds, memory = measure(arguments.steps, arguments.rounds)
+    whole, bounded = arguments.steps >= 3, list(BOUNDS)
+    rows = [
+        Row(f"{shape}, {n} process{'es'[: 2 * n - 2]}", speeds[shape, n], trl, speeds[shape, n] / trl, BOUNDS[n])
+        for shape in SHAPES
+        for n in bounded
+        for trl in [speeds[shape, 0]]
+    ]
+    heavier = [
+        Row(f"memory, {shape}", memory[shape, 1], memory[shape, 0], memory[shape, 1] / memory[shape, 0], None, 0.75)
+        for shape in SHAPES
+    ]
+    missed = finish("grpo", "GRPO: sampled tokens a second", ("ours", "TRL", "ours / TRL"), rows, whole)
+    columns = ("ours, MB", "TRL, MB", "ours / TRL")
+    return missed | finish("grpo_memory", "GRPO: most resident memory, one process", columns, heavier, whole)
+
+
+def measure(steps: int, rounds: int) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
+    """Median sampled tokens a second, and megabytes; by shape and number of our processes, 0 for TRL."""
+    python = python_with_trl()
+    speeds: dict[tuple[str, int], list[float]] = {}
+    megabytes: dict[tuple[str, int], float] = {}
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        make_model(directory / "model", ends=False)
+        (directory / "rewards.py").write_text(REWARD)
+        for round_ in range(rounds):
+            for shape, (prompt, response) in SHAPES.items():
+                make_prompts(directory / "prompts.jsonl", prompt, PROMPTS * (steps + WARM_UP))
+                for processes in (0, 1, 2):
+                    side = (run_ours, processes) if processes else (run_trl, python)
+                    found, most = side[0](side[1], directory, prompt, response, steps)
+                    speeds.setdefault((shape, processes), []).extend(found)
+                    megabytes[shape, processes] = max(most, megabytes.get((shape, processes), 0.0))
+                    who = f"ours, {processes} process(es)" if processes else "TRL"
+                    print(f"round {round_ + 1}, {shape}, {who}: {statistics.median(found):,.0f} tokens/s", flush=True)
+    return {key: statistics.median(values) for key, values in speeds.items()}, megabytes
+
+
+def make_prompts(path: Path, length: int, count: int) -> None:
+    generator = random.Random(0)
+    texts = (" ".join(f"w{generator.randrange(VOCABULARY - 2)}" for _ in range(length)) for _ in range(count))
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+
+
+# ------------------------------------------------------------ ours
+
+
+def run_ours(processes: int, directory: Path, prompt: int, response: int, steps: int) -> tuple[list[float], float]:
+    output = directory / "ours"
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    command = [
+        *(sys.executable, *(["-m", *launcher] if launcher else []), str(ROOT / "scripts" / "train_grpo.py")),
+        *("--model", str(directory / "model"), "--data", str(directory / "prompts.jsonl"), "--output", str(output)),
+        *(f"grpo.num_prompts_per_step={PROMPTS}", f"grpo.num_generations_per_prompt={GROUP}"),
+        *(f"grpo.max_new_tokens={response}", f"data.max_sequence_length={prompt + response + 1}"),
+        *("batch.tokens_per_pack=4096", "batch.share_prefixes=true", "loss.reference_policy_kl_penalty=0"),
+        *("environment.name=trl", "environment.function=rewards:reward", "environment.num_workers=1"),
+        *(f"trainer.max_steps={steps + WARM_UP}", "trainer.max_epochs=null"),
+        *("checkpoint.resume=none", "checkpoint.overwrite=true", "checkpoint.export_hf=false"),
+    ]
+    most = run(command, threads=2 // processes, modules=directory)
+    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    sampled = PROMPTS * GROUP * response
+    return [sampled / line["step_seconds"] for line in lines if line["step"] > WARM_UP], most
+
+
+# ------------------------------------------------------------ TRL
+
+
+def run_trl(python: str, directory: Path, prompt: int, response: int, steps: int) -> tuple[list[float], float]:
+    command = [python, str(Path(__file__).resolve()), "--side", "trl", "--directory", str(directory)]
+    command += ["--prompt", str(prompt), "--response", str(response), "--steps", str(steps)]
+    run(command, threads=2, modules=directory)
+    found = json.loads((directory / "trl.json").read_text())
+    assert set(found["lengths"]) == {response}, f"responses of {found['lengths']} tokens"
+    return found["speeds"], found["megabytes"]
+
+
+def train_with_trl(directory: Path, prompt: int, response: int, steps: int) -> None:
+    """Some steps by GRPOTrainer; the speed of each goes to `trl.json`."""
+    from datasets import load_dataset
+    from rewards import reward
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    seconds: list[float] = []
+    lengths: list[int] = []
+
+    def judge(completions, completion_ids, **columns):
+        lengths.extend(map(len, completion_ids))
+        return reward(completions)
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            self.started = time.perf_counter()
+
+        def on_step_end(self, *args, **kwargs):
+            seconds.append(time.perf_counter() - self.started)
+
+    settings = GRPOConfig(
+        str(directory / "trl"), per_device_train_batch_size=AT_ONCE, gradient_accumulation_steps=PROMPTS * GROUP // AT_ONCE,
+        num_generations=GROUP, max_completion_length=response, max_steps=steps + WARM_UP, learning_rate=1e-6, beta=0.0,
+        temperature=1.0, use_vllm=False, use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
+        report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model", padding_side="left")
+    data = load_dataset(
+        "json", data_files=str(directory / "prompts.jsonl"), split="train", cache_dir=directory / "cache"
+    )
+    trainer = GRPOTrainer(
+        model, judge, args=settings, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]
+    )
+    trainer.train()
+    megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+    speeds = [PROMPTS * GROUP * response / taken for taken in seconds[WARM_UP:]]
+    (directory / "trl.json").write_text(json.dumps({"speeds": speeds, "megabytes": megabytes, "lengths": lengths}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

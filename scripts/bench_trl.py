@@ -1,0 +1,84 @@
+"""What the benchmarks beside TRL share: a model, programs that run one at a time, TRL's own environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TRL = "trl>=1.0,<2"
+VOCABULARY, LIMIT_SECONDS = 8192, 900
+
+
+def make_model(directory: Path, ends: bool = True) -> None:
+    """A Llama of 7 million parameters, and a tokenizer of words; without `ends` it never samples the end token."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = ["<pad>", "<end>", *(f"w{number}" for number in range(VOCABULARY - 2))]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>").save_pretrained(directory)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    if not ends:  # the last norm's output has a component that this row, and no other, counts against
+        with torch.no_grad():
+            model.model.embed_tokens.weight[:, 0], model.model.embed_tokens.weight[1, 0] = 0.0, -1e4
+    model.save_pretrained(directory)
+
+
+def run(command: list[str], threads: int, modules: Path | None = None) -> float:
+    """Run to its end; returns the most memory that a process of it had, in MB.
+
+    Args:
+        modules: a directory that it may import from.
+
+    Raises:
+        SystemExit: it failed, with what it said.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    if modules is not None:
+        environment["PYTHONPATH"] = str(modules)
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT, text=True)
+        usage = wait(process)
+        if process.returncode:
+            said.seek(0)
+            sys.exit(f"{' '.join(command)}\n{said.read()[-4000:]}")
+    return usage / 1000  # ru_maxrss is in kB on Linux
+
+
+def wait(process: subprocess.Popen[str]) -> int:
+    """Until it has ended; returns its largest resident set, which is that of its largest child where that is larger."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while time.monotonic() < deadline:
+        found, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if found:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return usage.ru_maxrss
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    sys.exit(f"{process.args} did not end within {LIMIT_SECONDS} s")
+
+
+def python_with_trl() -> str:
+    if importlib.util.find_spec("trl") is not None:
+        return sys.executable
+    directory = ROOT / ".venv-trl"
+    if not (directory / "installed").is_file():
+        subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", str(directory)], check=True)
+        subprocess.run([str(directory / "bin" / "pip"), "install", "--quiet", TRL], check=True)
+        (directory / "installed").touch()
+    return str(directory / "bin" / "python")
