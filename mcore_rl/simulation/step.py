@@ -94,7 +94,7 @@ def simulate_rank(
     import torch
 
     from mcore_rl.distributed import linear_logprobs, own_rows, parallel_logprobs
-    from mcore_rl.models.megatron import attention, weights
+    from mcore_rl.models.megatron import attention_kernels, weights
     from mcore_rl.models.policy import megatron_policy, scoring
     from mcore_rl.models.policy.step_results import MicrobatchResult
 
@@ -105,7 +105,7 @@ def simulate_rank(
     linear_logprobs.TILE_SHAPE["meta"] = linear_logprobs.TILE_SHAPE[tiles_of]
     parallel_logprobs.CHUNK_BYTES["meta"] = parallel_logprobs.CHUNK_BYTES[tiles_of]
     flops = AttentionFlops()
-    attention.KERNELS["meta"] = flash_stand_in(flops)
+    attention_kernels.KERNELS["meta"] = flash_stand_in(flops)
     # What all ranks would have told of the step's loss, in as many microbatches as need not be known.
     told = MicrobatchResult(1.0, len(sequences.lengths), float(len(sequences.lengths)), {})
     with (
