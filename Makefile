@@ -93,6 +93,7 @@ bench: install
 	$(BIN)/python scripts/bench_packing.py
 	$(BIN)/python scripts/bench_data.py
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_prefix.py
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_context_parallel.py
 	$(BIN)/python scripts/bench_logprobs.py
 	$(BIN)/python scripts/bench_checkpoints.py
 	$(BIN)/python scripts/bench_generation.py

@@ -3,6 +3,7 @@
 from jaxtyping import install_import_hook
 
 TENSOR_MODULES = (
+    "attention_tiles",
     "collectives",
     "context_parallel",
     "linear_divergences",
@@ -11,6 +12,7 @@ TENSOR_MODULES = (
     "pack_layout",
     "parallel_logprobs",
     "prefix_layout",
+    "remaking",
 )
 install_import_hook(
     [

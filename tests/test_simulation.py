@@ -57,8 +57,8 @@ def config_of(directory, algorithm=SFTConfig, **sections):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """As many key-value heads as query heads: torch's CPU kernel repeats them otherwise, which no GPU's does. Index
-    tensors, which count as well on a CPU, and gloo's copy of what it reduces and scatters stay below activations."""
+    """Index tensors, which count as well on a CPU, and gloo's copy of what it reduces and scatters
+    stay below activations."""
     directory = tmp_path_factory.mktemp("simulated")
     return make_model(
         "llama", directory, hidden_size=256, intermediate_size=640, num_attention_heads=8, num_key_value_heads=8,

@@ -22,7 +22,7 @@ from mcore_rl.distributed.pack_layout import PackLayout, round_up
 class PrefixTree:
     """How rows share their beginnings.
 
-    lengths: tokens of each segment, parents before children.
+    lengths: tokens of each segment, depth first: behind each stand all that continue it, and then others.
     parents: the segment that each continues, −1 for none.
     ends: each row's last segment.
     """

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from mcore_rl.models.megatron.attention_kernels import Kernel, VisibleKeys
 
 
 class ShapesOnly:
@@ -94,8 +97,9 @@ class AttentionFlops:
         return 4 * pairs * width
 
 
-def flash_stand_in(flops: AttentionFlops) -> Any:
-    """`packed_attention` on a device without memory: a flash kernel's output and saved tensors, and its operations."""
+def flash_stand_in(flops: AttentionFlops) -> Kernel:
+    """A kernel on a device without memory: a flash kernel's output and saved tensors, and its operations."""
+    from mcore_rl.models.megatron.attention_kernels import Kernel
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -114,19 +118,13 @@ def flash_stand_in(flops: AttentionFlops) -> Any:
             return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
     def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        query_lengths: tuple[int, ...],
-        key_lengths: tuple[int, ...],
-        scale: float | None,
-        window: int | None = None,
+        query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, scale: float | None, window: int | None
     ) -> Tensor:
         width = math.prod(query.shape[1:])
-        count = AttentionFlops.forward(query_lengths, key_lengths, window, width)
+        count = AttentionFlops.forward(visible.query_lengths, visible.key_lengths, window, width)
         return Attention.apply(query, key, value, count)
 
-    return attend
+    return Kernel(attend)
 
 
 def alike(reduced: Any) -> Any:

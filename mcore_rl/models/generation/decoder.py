@@ -16,8 +16,10 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_gather, all_reduce
 from mcore_rl.distributed.linear_logprobs import gather_hidden_states
+from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.distributed.parallel_logprobs import valid_columns
 from mcore_rl.models.megatron.attention import PackParams, packed_attention
+from mcore_rl.models.megatron.attention_kernels import visible_keys
 from mcore_rl.models.megatron.linear import FasterInGeneration, linear
 from mcore_rl.models.megatron.model import BuiltModel
 from mcore_rl.models.megatron.router_load import routers_of
@@ -170,19 +172,21 @@ class KeyValueCache:
 
     def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
         """Run whole prompts, packed, each into its row; [n, hidden] of their last tokens."""
-        device, lengths = self.keys.device, tuple(map(len, prompts))
-        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+        lengths = tuple(map(len, prompts))
+        layout = PackLayout.pack(lengths)
+        tokens = torch.tensor([token for prompt in prompts for token in prompt])
+        last = layout.cu_seqlens[1:].long() - 1
+        visible, (tokens, positions, last) = visible_keys(layout, 0, tokens, layout.position_ids, last)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             for row, k, v in zip(rows, key.split(lengths), value.split(lengths), strict=True):
                 self.keys[layer, row, :, : len(k)] = k.transpose(0, 1)
                 self.values[layer, row, :, : len(v)] = v.transpose(0, 1)
             window = self.decoder.windows[layer]
-            return packed_attention(query, key, value, lengths, lengths, self.scale, window).flatten(1)
+            return packed_attention(query, key, value, visible, self.scale, window).flatten(1)
 
         x = self.decoder.forward(tokens, positions, attend)
-        return x[torch.tensor(lengths, device=device).cumsum(0) - 1]
+        return x[last]
 
     def step(self, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """One token for each of the first n rows, as the last of their `lengths`; [n, hidden]."""

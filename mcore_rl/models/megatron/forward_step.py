@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from mcore_rl.distributed.linear_logprobs import gather_hidden_states, linear_lo
 from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.distributed.parallel_logprobs import valid_columns
 from mcore_rl.models.megatron.attention import PackParams
+from mcore_rl.models.megatron.attention_kernels import visible_keys
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
 from mcore_rl.models.megatron.model import BuiltModel
@@ -44,10 +46,14 @@ def run_microbatches(
     model: BuiltModel, wrapped: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], head: Head, train: bool
 ) -> list[dict[str, Any]]:
     """Forward (and backward) over the microbatches; the head's outputs on the last stage, else []."""
+    several = len(wrapped) > 1
+    of_microbatch = functools.partial(model_inputs, model=model)
+    # Each microbatch comes to every chunk of the model.
+    inputs: Callable[[Microbatch], dict[str, Any]] = functools.cache(of_microbatch) if several else of_microbatch
 
     def forward_step(iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         microbatch = next(iterator)
-        output = chunk(**model_inputs(microbatch, model))
+        output = chunk(**inputs(microbatch))
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             value, outputs = head(hidden, microbatch)
@@ -59,7 +65,6 @@ def run_microbatches(
 
         return output, loss
 
-    several = len(wrapped) > 1
     run = get_forward_backward_func(model.topology.pipeline.size, len(wrapped) if several else None)
     total = microbatches[0].layout.total
     return run(
@@ -79,16 +84,20 @@ def model_inputs(microbatch: Microbatch, model: BuiltModel) -> dict[str, Any]:
     layout, input_ids = microbatch.layout, microbatch.data["input_ids"]
     cp_rank = topology.context.rank
     tokens = slice_context_parallel(layout.pack_rows(input_ids), layout, cp_rank)
-    positions = slice_context_parallel(layout.position_ids, layout, cp_rank).to(device, non_blocking=True)
-    params = PackParams(qkv_format="thd", layout=layout, positions=positions)
+    positions = slice_context_parallel(layout.position_ids, layout, cp_rank)
     if uses_transformer_engine():
-        cu_seqlens = layout.cu_seqlens_padded.to(device, non_blocking=True)
+        tokens, positions, cu_seqlens = (
+            x.to(device, non_blocking=True) for x in (tokens, positions, layout.cu_seqlens_padded)
+        )
         longest = max(layout.segment_lengths)
-        params = PackParams("thd", cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens, longest, longest, layout=layout)
+        params = PackParams("thd", cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens, longest, longest)
+    else:
+        visible, (tokens, positions) = visible_keys(layout, cp_rank, tokens, positions)
+        params = PackParams(qkv_format="thd", visible=visible, positions=positions)
     if isinstance(model.family, Mixture):
         params.routed = RoutedTokens.of(microbatch, topology, device)
     return {
-        "input_ids": tokens[None].to(device, non_blocking=True),
+        "input_ids": tokens[None],
         "position_ids": positions[None],
         "attention_mask": None,
         "packed_seq_params": params,

@@ -1,0 +1,239 @@
+"""Attention over packs against a plain computation of softmax: outputs and all gradients, whoever holds which token."""
+
+import gc
+import weakref
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import and_long
+
+from mcore_rl.distributed import attention_tiles
+from mcore_rl.distributed.context_parallel import slice_context_parallel
+from mcore_rl.distributed.pack_layout import PackLayout
+from mcore_rl.distributed.prefix_layout import PrefixLayout, PrefixTree
+from mcore_rl.distributed.processes import run_processes
+from mcore_rl.distributed.remaking import remade_in_backward
+from mcore_rl.models.megatron.attention_kernels import VisibleKeys, flash_varlen, sdpa_by_segment, tiled
+
+DIM, LONG = 6, 24
+TREE = PrefixTree((9, 4, 1, 7, 12, 3, 3), (-1, 0, 1, 1, 0, -1, 5), (2, 3, 4, 6))
+"""Two prompts, one of which is continued by what is itself continued twice."""
+LONG_TREE = PrefixTree((4 * LONG + 61, 5, 40, 40), (-1, 0, 0, 0), (1, 2, 3))
+
+
+@pytest.fixture(autouse=True)
+def small_tiles():
+    """As if so many keys were many: what takes long sequences otherwise is met by short ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_tiles, "WORTH_A_TILE", LONG)
+        patch.setattr(attention_tiles, "QUERIES_OF_A_BLOCK", LONG // 2)
+        yield
+
+
+def layouts(cp):
+    """Awkward ones, by name."""
+    multiple = 2 * cp if cp > 1 else 1
+    return {
+        "ragged": PackLayout.pack((1, 13, 2, 30, 1), cp, multiple, 80),
+        "ones": PackLayout.pack((1,) * 5, cp, multiple),
+        "alike": PackLayout.rows((5, 16, 1), 16, cp),
+        "runs": PackLayout.pack((8, 8, 24, 24, 8), cp, multiple),
+        "long": PackLayout.pack((9 * LONG + 40,), cp, multiple),
+        "shared": PrefixLayout.of(TREE, cp, multiple, TREE.padded_size(multiple) + 2 * multiple),
+        "shared, long": PrefixLayout.of(LONG_TREE, cp, multiple),
+    }
+
+
+def predecessors(layout):
+    """[T, T]: whether a token's segment is another's, or continues it; by the segments' lengths and parents alone."""
+    parents = layout.tree.parents if isinstance(layout, PrefixLayout) else ()
+    starts = [sum(layout.segment_lengths[:segment]) for segment in range(len(layout.segment_lengths))]
+    distance = torch.full((layout.total, layout.total), -1)
+    for segment, (start, length) in enumerate(zip(starts, layout.segment_lengths, strict=True)):
+        own = torch.arange(length)
+        distance[start : start + length, start : start + length] = own[:, None] - own
+        ancestor, before = segment, 0
+        while (ancestor := parents[ancestor] if ancestor < len(parents) else -1) >= 0:
+            true = layout.lengths[ancestor]
+            before += true
+            place = starts[ancestor]
+            distance[start : start + length, place : place + true] = own[:, None] + before - torch.arange(true)
+    return distance
+
+
+def plain_attention(query, key, value, layout, window):
+    """Softmax of all pairs [T, T] in the pack's order; a token sees those before it less than `window` away."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    distance = predecessors(layout)
+    seen = (distance >= 0) & (distance < (window or layout.total))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * DIM**-0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+
+
+def inputs(layout, heads, groups, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(layout.total)
+    shapes = [(heads, DIM), (groups, DIM), (groups, DIM), (heads, DIM)]
+    drawn = [torch.randn(layout.total, *shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [x.requires_grad_() for x in drawn[:3]], drawn[3]
+
+
+def expected(layout, heads, groups, window):
+    """Output and the gradients of query, key and value [T, …], in the pack's order."""
+    leaves, upstream = inputs(layout, heads, groups)
+    out = plain_attention(*leaves, layout, window)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+def in_one_process(attend, in_place, layout, heads, groups, window, dtype):
+    """Each rank's part in turn: what all of them come to."""
+    leaves, upstream = inputs(layout, heads, groups, dtype)
+    order = torch.argsort(layout.gather_order)  # of all ranks' rows, one rank's after the other's
+    total, out = 0, torch.zeros_like(leaves[0])
+    for rank in range(layout.cp_size):
+        visible = VisibleKeys(layout, rank)
+        visible.put(*visible.on_host())
+        query, grad = (slice_context_parallel(x, layout, rank) for x in (leaves[0], upstream))
+        # As parts of a larger tensor, which is how attention gets them.
+        key, value = torch.cat((leaves[1], leaves[2]), dim=-1)[order].split(DIM, dim=-1)
+        if not in_place and visible.index is not None:
+            key, value = key[visible.index], value[visible.index]
+        seen_by = None if window is None or window >= max(visible.key_lengths) else window
+        local = attend(query, key, value, visible, None, seen_by)
+        total = total + (local * grad).sum()
+        out[layout.local_positions(rank)] = local.detach()
+    return [out, *torch.autograd.grad(total, leaves)]
+
+
+HEADS = {"MHA": (3, 3), "GQA": (6, 2), "MQA": (4, 1)}
+WINDOWS = [None, 1, 7, LONG + 30]
+KERNELS = {"tiles": (tiled, True), "segments": (sdpa_by_segment, False)}
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_kernels(cp, heads, window):
+    for name, layout in layouts(cp).items():
+        right = expected(layout, *HEADS[heads], window)
+        for kernel, (attend, in_place) in KERNELS.items():
+            got = in_one_process(attend, in_place, layout, *HEADS[heads], window, torch.float64)
+            for what, one, other in zip(("output", "query", "key", "value"), got, right, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10, msg=f"{kernel}, {name}: {what}")
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_precision(dtype, tolerance):
+    """Also where many queries add to one key's gradient: of the norm."""
+    for name, layout in layouts(2).items():
+        for window in (None, 7):
+            right = expected(layout, *HEADS["MQA"], window)
+            got = in_one_process(tiled, True, layout, *HEADS["MQA"], window, dtype)
+            for one, other in zip(got, right, strict=True):
+                assert one.dtype == dtype
+                assert (one.double() - other).norm() < tolerance * other.norm(), name
+
+
+def attention_module(cp_size, window, recompute):
+    """A layer's attention in this process group, all of whose ranks are context-parallel."""
+    from mcore_rl.models.megatron.attention import PackedCausalAttention
+
+    config = SimpleNamespace(recompute_granularity="full" if recompute else None)
+    module = PackedCausalAttention.__new__(PackedCausalAttention)
+    torch.nn.Module.__init__(module)
+    module.config, module.window, module.softmax_scale = config, window, None
+    module.cp_group = torch.distributed.group.WORLD if cp_size > 1 else None
+    return module
+
+
+def run_module(cp_size, heads, groups):
+    """By layout and window: this rank's positions, output and gradients, and how often it has gathered."""
+    from mcore_rl.models.megatron.attention import PackParams
+    from mcore_rl.models.megatron.attention_kernels import visible_keys
+
+    attention_tiles.WORTH_A_TILE, attention_tiles.QUERIES_OF_A_BLOCK = LONG, LONG // 2
+    rank, results, gathers = torch.distributed.get_rank(), {}, Counter()
+    gather = torch.distributed.all_gather_into_tensor
+
+    def counted(*args, **kwargs):
+        gathers["all"] += 1
+        return gather(*args, **kwargs)
+
+    torch.distributed.all_gather_into_tensor = counted
+    for name, layout in layouts(cp_size).items():
+        for window in (None, 7):
+            for recompute in (False, True):
+                gathers.clear()
+                leaves, upstream = inputs(layout, heads, groups)
+                local = [slice_context_parallel(x, layout, rank).detach().requires_grad_() for x in leaves]
+                params = PackParams(qkv_format="thd", visible=visible_keys(layout, rank)[0])
+                module = attention_module(cp_size, window, recompute)
+                out = module(*local, None, packed_seq_params=params).view(-1, heads, DIM)
+                before = gathers["all"]
+                gradients = torch.autograd.grad(out, local, slice_context_parallel(upstream, layout, rank))
+                positions = layout.local_positions(rank)
+                results[name, window, recompute] = positions, [out.detach(), *gradients], (before, gathers["all"])
+    return results
+
+
+@pytest.mark.parametrize(("cp_size", "heads"), and_long([(1, "GQA"), (2, "GQA"), (4, "MQA")], [(2, "MHA"), (4, "GQA")]))
+def test_layers(cp_size, heads):
+    """Gathered once in each direction; once in all where the whole layer is computed again."""
+    ranks = run_processes(run_module, cp_size, *HEADS[heads], world_size=cp_size)
+    for name, window, recompute in ranks[0]:
+        right = expected(layouts(cp_size)[name], *HEADS[heads], window)
+        for rank in ranks:
+            positions, got, gathers = rank[name, window, recompute]
+            if cp_size > 1:
+                assert gathers == ((1, 1) if recompute else (1, 2))
+            for one, other in zip(got, right, strict=True):
+                torch.testing.assert_close(one, other[positions], rtol=1e-10, atol=1e-10)
+
+
+def test_what_is_remade_is_not_kept():
+    made, numbers = [], torch.arange(6.0)
+
+    def make():
+        made.append(True)
+        return numbers * 2
+
+    doubled = make().requires_grad_()
+    alive = weakref.ref(doubled)
+    with remade_in_backward(doubled, make):
+        loss = (doubled[:3] * doubled[3:]).sum() + doubled.exp().sum()
+    right = torch.cat((doubled[3:], doubled[:3])) + doubled.exp()
+    (gradient,) = torch.autograd.grad(loss, doubled)
+    torch.testing.assert_close(gradient, right.detach())
+    assert len(made) == 2, "once for all of its views"
+    del loss, doubled, gradient, right
+    gc.collect()
+    assert alive() is None
+
+
+def test_graphs_without_a_backward_pass_are_freed():
+    leaf = torch.ones(3, requires_grad=True)
+    seen = leaf * 2
+    with remade_in_backward(seen, lambda: seen.detach()):
+        out = seen.exp()
+    alive = weakref.ref(out)
+    freed = []
+    weakref.finalize(out.untyped_storage(), freed.append, True)
+    del out
+    gc.collect()
+    assert alive() is None and freed
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_flash_kernel_takes_its_arguments(window):
+    """On shapes: the operator of this torch, forward and backward, with fewer heads of keys than of queries."""
+    visible = VisibleKeys(PackLayout.pack((5, 1, 8)), 0)
+    visible.put(*(tensor.to("meta") for tensor in visible.on_host()))
+    query, key, value = (
+        torch.empty(14, heads, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for heads in (6, 2, 2)
+    )
+    out = flash_varlen(query, key, value, visible, 0.3, window)
+    out.sum().backward()
+    assert out.shape == query.shape and out.dtype == torch.bfloat16
+    assert [x.grad.shape for x in (query, key, value)] == [x.shape for x in (query, key, value)]
