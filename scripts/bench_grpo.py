@@ -143,7 +143,8 @@ def train_with_trl(directory: Path, prompt: int, response: int, steps: int) -> N
             seconds.append(time.perf_counter() - self.started)
 
     settings = GRPOConfig(
-        str(directory / "trl"), per_device_train_batch_size=AT_ONCE, gradient_accumulation_steps=PROMPTS * GROUP // AT_ONCE,
+        str(directory / "trl"), per_device_train_batch_size=AT_ONCE,
+        gradient_accumulation_steps=PROMPTS * GROUP // AT_ONCE,
         num_generations=GROUP, max_completion_length=response, max_steps=steps + WARM_UP, learning_rate=1e-6, beta=0.0,
         temperature=1.0, use_vllm=False, use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
         report_to="none", disable_tqdm=True,
