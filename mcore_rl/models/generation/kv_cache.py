@@ -87,6 +87,7 @@ class KeyValueCache:
         shape = (0, BLOCK_SIZE, 2, decoder.groups, decoder.head_dim)
         self.storage = [torch.zeros(shape, dtype=decoder.dtype, device=platform.device()) for _ in decoder.layers]
         self.token_bytes = 2 * decoder.groups * decoder.head_dim * decoder.dtype.itemsize
+        self.gathered = self.storage[0][:0] if self.storage else torch.zeros(0)
         self.table = torch.zeros(0, 0, dtype=torch.long, device=platform.device())
         self.lengths: list[int] = []
 
@@ -144,9 +145,9 @@ class KeyValueCache:
 
     def _attend(self, layer: int, part: _Part, query: Tensor, seen: Tensor) -> Tensor:
         """[n, heads, d] queries of all → [count, heads · d] of a part."""
-        storage, table = self.storage[layer], part.table
-        gathered = storage.index_select(0, table.flatten()).unflatten(0, table.shape).flatten(1, 2)
-        keys, values = gathered[:, : part.longest].transpose(1, 3).unbind(2)
+        gathered, table = self.gathered[: part.table.numel()], part.table
+        torch.index_select(self.storage[layer], 0, table.flatten(), out=gathered)
+        keys, values = gathered.unflatten(0, table.shape).flatten(1, 2)[:, : part.longest].transpose(1, 3).unbind(2)
         # The query heads of a group go for positions: all of them see the same keys.
         attended = F.scaled_dot_product_attention(
             query[part.rows].unflatten(1, (self.decoder.groups, -1)),
@@ -167,6 +168,8 @@ class KeyValueCache:
             rows = slice(first, min(first + max(1, limit // longest), len(self.lengths)))
             parts.append(_Part(rows, longest, self.table[rows, : blocks_for(longest)].contiguous()))
             first = rows.stop
+        if self.storage and (largest := max(part.table.numel() for part in parts)) > len(self.gathered):
+            self.gathered = self.storage[0].new_empty(largest, *self.storage[0].shape[1:])
         return parts
 
     def _write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
