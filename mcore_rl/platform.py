@@ -70,6 +70,36 @@ def release_page_lock(block: torch.Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
 
 
+def is_asynchronous() -> bool:
+    """True where the host goes on while the device computes, and waits where it asks for a value."""
+    return has_gpu() or _simulates
+
+
+def to_device(values: Any, dtype: torch.dtype = torch.long) -> torch.Tensor:
+    """Numbers of the host (lists of one length, an array, a tensor) on the device; the host does not wait."""
+    host = torch.as_tensor(values, dtype=dtype)
+    return (host.pin_memory() if has_gpu() else host).to(device(), non_blocking=True)
+
+
+class HostCopy:
+    """A copy on the host of a tensor that nobody writes to any more, begun without waiting for the device."""
+
+    def __init__(self, of: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if of.is_cuda:
+            self._host = torch.empty(of.shape, dtype=of.dtype, pin_memory=True).copy_(of, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = torch.zeros(of.shape, dtype=of.dtype, device="cpu") if of.is_meta else of
+
+    def read(self) -> torch.Tensor:
+        """The values, 0 in a simulation; waits for what was under way when the copy was begun, nothing later."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
 def backend() -> str:
     """The torch.distributed backend for `device()`."""
     if _simulates:

@@ -1,5 +1,6 @@
 """Generation: transformers' greedy tokens, the trainer's log-probabilities, the same samples under every layout."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,14 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import WorkerError
 from mcore_rl.layout_check import Layout
-from mcore_rl.models.generation.sampling import SamplingParams, _filtered, sample, uniforms
+from mcore_rl.models.generation.sampling import (
+    SamplingParams,
+    _filtered,
+    _nucleus_threshold,
+    random_states,
+    sample,
+    uniforms,
+)
 
 ROWS, NEW_TOKENS, LIMIT = 13, 30, 100
 
@@ -208,16 +216,16 @@ def test_ranks_that_share_a_key_value_head(model_path, one_process):
 
 def generate_groups(config, slots, repeats):
     """Groups of equal prompts; sequences, and how many prompts went through the model."""
-    from mcore_rl.models.generation import megatron_generation
+    from mcore_rl.models.generation import continuous_batch
 
     ran = []
 
-    class CountingCache(megatron_generation.KeyValueCache):
-        def prefill(self, rows, prompts):
+    class CountingCache(continuous_batch.KeyValueCache):
+        def prefill(self, prompts, held):
             ran.extend(prompts)
-            return super().prefill(rows, prompts)
+            return super().prefill(prompts, held)
 
-    megatron_generation.KeyValueCache = CountingCache
+    continuous_batch.KeyValueCache = CountingCache
     prompts = BatchedDataDict({name: values.repeat_interleave(repeats, 0) for name, values in make_prompts().items()})
     out, difference = generate(
         config, SamplingParams(NEW_TOKENS, seed=2, stop_token_ids=(1,)), slots=slots, prompts=prompts
@@ -266,7 +274,7 @@ def test_filters_keep_what_transformers_keeps(options, warpers):
 def test_samples_follow_the_distribution():
     probabilities = torch.tensor([0.5, 0.0, 0.2, 0.05, 0.25])
     draws = 200_000
-    u = uniforms(3, list(range(draws)), [7] * draws)
+    u = uniforms(random_states(3, torch.arange(draws)), torch.full((draws,), 7))
     tokens, logprobs = sample(probabilities.log().expand(draws, -1), u, SamplingParams(1), None)
     counts = torch.bincount(tokens, minlength=5) / draws
     torch.testing.assert_close(counts, probabilities, atol=4e-3, rtol=0)
@@ -277,12 +285,72 @@ def test_samples_follow_the_distribution():
 @settings(deadline=None)
 @given(st.integers(0, 2**40), st.lists(st.integers(0, 2**31), min_size=2, max_size=20, unique=True))
 def test_uniform_numbers_depend_on_seed_sample_and_position(seed, samples):
-    u = uniforms(seed, samples, [4] * len(samples))
+    ids, position = torch.tensor(samples), torch.tensor(4)
+    u = uniforms(random_states(seed, ids), position)
     assert ((u >= 0) & (u < 1)).all()
     assert len(set(u.tolist())) == len(samples)
-    assert uniforms(seed, samples[:1], [4]) == u[0]
-    assert uniforms(seed, samples[:1], [5]) != u[0]
-    assert uniforms(seed + 1, samples[:1], [4]) != u[0]
+    assert uniforms(random_states(seed, ids[:1]), position) == u[0]
+    assert uniforms(random_states(seed, ids[:1]), position + 1) != u[0]
+    assert uniforms(random_states(seed + 1, ids[:1]), position) != u[0]
+
+
+def hashed(*numbers):
+    """SplitMix64, a number after the other, in Python's integers: the algorithm as published."""
+    state = numbers[0] % 2**64
+    for number in numbers[1:]:
+        state = (state + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+        state ^= state >> 31
+    return (state >> 11) * 2.0**-53
+
+
+@settings(deadline=None)
+@given(st.integers(-(2**40), 2**64), st.lists(st.integers(0, 2**62), min_size=1, max_size=20), st.integers(0, 2**31))
+def test_uniform_numbers_bit_for_bit(seed, samples, position):
+    u = uniforms(random_states(seed, torch.tensor(samples)), torch.full((len(samples),), position))
+    assert u.tolist() == [hashed(seed, sample, position) for sample in samples]
+
+
+def bisected(logprobs, top_p):
+    """The nucleus' threshold by halving the range of float32's bits, with a sum over the vocabulary each time."""
+    bits = logprobs.numpy().view("int32").astype("int64")
+    keys = np.where(bits >= 0, bits, -(2**31) - bits)
+    masses = np.exp(logprobs.numpy().astype("float64"))
+    thresholds = []
+    for row, mass in zip(keys, masses, strict=True):
+        low, high = -(2**31), 2**31 - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if mass[row >= middle].sum() >= top_p * mass.sum() else (low, middle - 1)
+        thresholds.append(low if low >= 0 else -(2**31) - low)
+    return torch.from_numpy(np.array(thresholds, dtype="int32").view("float32"))
+
+
+def nucleus_cases():
+    generator = torch.Generator().manual_seed(0)
+    for scale in (0.01, 1.0, 30.0):
+        logits = torch.randn(8, 120, generator=generator) * scale
+        logits[2:, 111:] = -torch.inf
+        logits[4:] = logits[4:].round()  # equally likely ones
+        yield logits.log_softmax(-1)
+
+
+def thresholds(top_p):
+    from mcore_rl.models.generation.sampling import _nucleus_threshold
+
+    group = torch.distributed.group.WORLD
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return [_nucleus_threshold(x.chunk(size, 1)[rank].contiguous(), top_p, group) for x in nucleus_cases()]
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 1 - 1e-9])
+def test_the_threshold_of_a_nucleus_bit_for_bit(top_p):
+    expected = [bisected(x, top_p) for x in nucleus_cases()]
+    assert all(map(torch.equal, (_nucleus_threshold(x, top_p, None) for x in nucleus_cases()), expected))
+    if top_p == 0.9:
+        for of_rank in run_processes(thresholds, top_p, world_size=2):
+            assert all(map(torch.equal, of_rank, expected))
 
 
 def sample_shards(logits, u, params):
@@ -298,7 +366,7 @@ def sample_shards(logits, u, params):
 def test_vocabulary_shards_give_the_same(params):
     logits = torch.randn(64, 120, generator=torch.Generator().manual_seed(1)) * 3
     logits[:, 111:] = -torch.inf  # the vocabulary's padding
-    u = uniforms(0, list(range(64)), [1] * 64)
+    u = uniforms(random_states(0, torch.arange(64)), torch.tensor(1))
     tokens, logprobs = sample(logits, u, params, None)
     assert tokens.max() < 111
     for size in (2, 4):

@@ -162,7 +162,7 @@ STALE_ERRORS = {
     "loss.truncated_importance_sampling_ratio=null": "and a loss.truncated_importance_sampling_ratio, such as 2",
     "loss.force_on_policy_ratio=true": "leave out loss.force_on_policy_ratio",
     "generation.max_token_mult_prob_error=1.5": "leave out generation.max_token_mult_prob_error",
-    "generation.vllm.sleep=true": "servers that sleep do not answer while others train; no generation.vllm.sleep",
+    "generation.offload=true": "servers that sleep do not answer while others train; no generation.offload",
     "environment={name: reward_model, path: judge}": "a reward model judges in the training processes",
 }
 

@@ -260,7 +260,7 @@ def test_servers_end_with_their_trainer_however_it_ends(sent, tmp_path):
 # ------------------------------------------------------------------ starting
 
 
-def config_of(tmp_path, **vllm):
+def config_of(tmp_path, offload=False, **vllm):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'WARNING OSError: never mind'\necho \"ValueError: $3 is no model\"\nexit 3\n")
     python.chmod(0o755)
@@ -271,7 +271,11 @@ def config_of(tmp_path, **vllm):
         "optimizer": {"lr": 1e-3},
         "trainer": {"max_steps": 4},
         "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_new_tokens": 8},
-        "generation": {"backend": "vllm", "vllm": {"python": str(python), "port": free_port(), **vllm}},
+        "generation": {
+            "backend": "vllm",
+            "offload": offload,
+            "vllm": {"python": str(python), "port": free_port(), **vllm},
+        },
     }
     return build_config(GRPOConfig, values, [], "here")
 

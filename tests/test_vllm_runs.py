@@ -111,7 +111,7 @@ def test_servers_sleep_while_the_policy_has_the_device(root, tmp_path):
     """Bit for bit the run without, recordings' hashes of the weights included."""
     options = ("trainer.validation_interval=2", f"data.validation={root / 'prompts.jsonl'}")
     runs = []
-    for name, more in (("awake", []), ("asleep", ["generation.vllm.sleep=true"])):
+    for name, more in (("awake", []), ("asleep", ["generation.offload=true"])):
         recording = tmp_path / f"{name}.jsonl"
         with serving(root / "dense", tmp_path / name, ["--sleeps"], ["--sleeps"]) as (urls, _, logs):
             _, metrics = train(root, f"{tmp_path.name}_{name}", *options, urls, *more, "--record", recording)

@@ -50,7 +50,7 @@ def generation_of(config):
 
 
 def test_one_gives_up_before_the_other_takes(tmp_path):
-    generation, events = generation_of(config_of(tmp_path, sleep=True))
+    generation, events = generation_of(config_of(tmp_path, offload=True))
     expected = [
         ["offload_after_refit", "connect", "/wake_up", "prepare_for_lp_inference", "refit 0", "offload_after_refit"],
         ["/sleep?level=1", "prepare_for_training"],
@@ -97,7 +97,7 @@ def test_nothing_sleeps_unless_asked_to(tmp_path):
 
 
 def test_servers_are_started_so_that_they_can(tmp_path, monkeypatch):
-    flag, asleep, awake = "--enable-sleep-mode", config_of(tmp_path, sleep=True), config_of(tmp_path)
+    flag, asleep, awake = "--enable-sleep-mode", config_of(tmp_path, offload=True), config_of(tmp_path)
     assert flag not in server_command(asleep, 8123), "vLLM refuses it on the CPU"
     monkeypatch.setattr(platform, "has_gpu", lambda: True)
     assert flag in server_command(asleep, 8123) and flag not in server_command(awake, 8123)
@@ -127,10 +127,13 @@ def telling(answers):
 
 
 def test_servers_that_cannot_are_refused_where_they_tell(tmp_path, monkeypatch):
-    path, config = "/server_info?config_format=json", config_of(tmp_path, sleep=True)
+    path, config = "/server_info?config_format=json", config_of(tmp_path, offload=True)
     monkeypatch.setattr(platform, "has_gpu", lambda: True)
     cannot = {path: {"vllm_config": {"model_config": {"enable_sleep_mode": False}}}}
-    with telling(cannot) as server, pytest.raises(UserError, match=r"vllm.sleep: http://\S+ runs without --enable-sl"):
+    with (
+        telling(cannot) as server,
+        pytest.raises(UserError, match=r"generation.offload: http://\S+ runs without --enable-sl"),
+    ):
         check_server(server, config)
     can = {path: {"vllm_config": {"model_config": {"enable_sleep_mode": True}}}}
     for answers, wanted in ((can, config), ({}, config), ({path: None}, config), (cannot, config_of(tmp_path))):

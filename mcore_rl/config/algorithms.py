@@ -257,8 +257,8 @@ class RLConfig(TrainingConfig):
         name, loss = f"{self.algorithm}.max_staleness", self.loss
         if self.generation.backend != "vllm":
             raise ValueError(f"{name}: needs generation.backend=vllm, which answers while others train")
-        if self.generation.vllm.sleep:
-            raise ValueError(f"{name}: servers that sleep do not answer while others train; no generation.vllm.sleep")
+        if self.generation.offload:
+            raise ValueError(f"{name}: servers that sleep do not answer while others train; no generation.offload")
         if self.environment.name == "reward_model":
             raise ValueError(f"{name}: a reward model judges in the training processes; use another environment")
         if self.rollouts.dynamic_sampling_rounds > 1:

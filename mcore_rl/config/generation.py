@@ -29,9 +29,6 @@ class VLLMConfig(Section):
     """Of the first server; the others take those behind it."""
     python: Directory = Path(".venv-vllm/bin/python")
     """The interpreter that has vLLM (`make install-vllm`)."""
-    sleep: bool = False
-    """The servers are on the GPUs that train: while they answer the policy has none of its memory there, and while it
-    scores and trains they sleep."""
     arguments: tuple[str, ...] = ()
     """More arguments of vLLM's server, such as [--gpu-memory-utilization, "0.5"]."""
     start_seconds: AboveZero = 900.0
@@ -58,6 +55,9 @@ class GenerationConfig(Section):
     """megatron: the training processes, by the weights that they train. vllm: servers that are sent them."""
     max_token_mult_prob_error: Annotated[float, Field(gt=1), BeforeValidator(refuse_bool)] | None = None
     """A step whose `token_mult_prob_error` is larger ends the run: sampler and trainer disagree too much."""
+    offload: bool = False
+    """While prompts are answered, what the policy does not need for it is in the host's memory. megatron: all but its
+    weights. vllm: everything, as the servers are on the GPUs that train; while it scores and trains they sleep."""
     vllm: VLLMConfig = VLLMConfig()
 
     @model_validator(mode="after")

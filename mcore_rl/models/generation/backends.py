@@ -15,4 +15,4 @@ def generation_of(config: RLConfig, policy: Any, tokenizer: Any, say: Say = sile
     """What continues prompts with the weights of `policy`, a `MegatronPolicy`; `say` tells what becomes of servers."""
     if config.generation.backend == "vllm":
         return VLLMGeneration(config, policy, sampling_params_of(config, tokenizer), tokenizer, say)
-    return megatron_generation_of(config, policy.model, tokenizer)
+    return megatron_generation_of(config, policy, tokenizer)

@@ -1,11 +1,8 @@
-"""The forward pass of generation: the modules that train, their core attention exchanged for one with a cache.
-
-Prompts go through packed; then one token a sequence, against a cache of keys and values.
-"""
+"""The forward pass of generation: the modules that train, their core attention exchanged for one with a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,10 +13,8 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_gather, all_reduce
 from mcore_rl.distributed.linear_logprobs import gather_hidden_states
-from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.distributed.parallel_logprobs import valid_columns
-from mcore_rl.models.megatron.attention import PackParams, packed_attention
-from mcore_rl.models.megatron.attention_kernels import visible_keys
+from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.linear import FasterInGeneration, linear
 from mcore_rl.models.megatron.model import BuiltModel
 from mcore_rl.models.megatron.router_load import routers_of
@@ -93,18 +88,19 @@ class Decoder:
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """All stages' layers on tokens [T]; final states [T, hidden] on the last stage, nothing of use on others."""
         if self.in_lockstep:
-            self._anyone_runs(True)
+            self._running(1.0)
         return self._run(tokens, positions, attend)
 
     def run_idle(self) -> None:
         """Run on nothing for as long as another replica runs."""
         nothing = torch.zeros(0, dtype=torch.long, device=platform.device())
-        while self.in_lockstep and self._anyone_runs(False):
+        while self.in_lockstep and bool(self._running(0.0) > 0):
             self._run(nothing, nothing, lambda layer, query, key, value: query.flatten(1))
 
-    def _anyone_runs(self, this_one: bool) -> bool:
-        runs = torch.tensor([float(this_one)], device=platform.device())
-        return bool(all_reduce(all_reduce(runs, self.topology.context.group), self.topology.data.group) > 0)
+    def _running(self, this_one: float) -> Tensor:
+        """[1] how many replicas run the model now; who runs it himself need not read it."""
+        runs = torch.full((1,), this_one, device=platform.device())
+        return all_reduce(all_reduce(runs, self.topology.context.group), self.topology.data.group)
 
     def _run(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Tokens are padded to what sequence parallelism can share out, and to one at least."""
@@ -154,65 +150,3 @@ class Decoder:
         logits = linear(x, self.model.chunks[-1].lm_head_weight()).float()
         logits[:, valid_columns(logits.shape[1], self.topology.tensor.rank, self.model.vocab_size) :] = -torch.inf
         return logits
-
-
-class KeyValueCache:
-    """Keys and values of the sequences being generated, row by row.
-
-    Args:
-        rows: sequences at most.
-        length: tokens of a sequence at most.
-    """
-
-    def __init__(self, decoder: Decoder, rows: int, length: int) -> None:
-        self.decoder, self.scale = decoder, decoder.scale
-        # Zeros: what lies behind a sequence's end is weighted by 0, which a NaN would survive.
-        shape = (len(decoder.layers), rows, decoder.groups, length, decoder.head_dim)
-        self.keys, self.values = (torch.zeros(shape, dtype=decoder.dtype, device=platform.device()) for _ in "kv")
-
-    def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Run whole prompts, packed, each into its row; [n, hidden] of their last tokens."""
-        lengths = tuple(map(len, prompts))
-        layout = PackLayout.pack(lengths)
-        tokens = torch.tensor([token for prompt in prompts for token in prompt])
-        last = layout.cu_seqlens[1:].long() - 1
-        visible, (tokens, positions, last) = visible_keys(layout, 0, tokens, layout.position_ids, last)
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            for row, k, v in zip(rows, key.split(lengths), value.split(lengths), strict=True):
-                self.keys[layer, row, :, : len(k)] = k.transpose(0, 1)
-                self.values[layer, row, :, : len(v)] = v.transpose(0, 1)
-            window = self.decoder.windows[layer]
-            return packed_attention(query, key, value, visible, self.scale, window).flatten(1)
-
-        x = self.decoder.forward(tokens, positions, attend)
-        return x[last]
-
-    def step(self, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """One token for each of the first n rows, as the last of their `lengths`; [n, hidden]."""
-        device, rows, longest = self.keys.device, len(tokens), max(lengths)
-        positions = torch.tensor(lengths, device=device) - 1
-        behind = positions[:, None] - torch.arange(longest, device=device)
-        seen = {w: (behind >= 0) & (behind < (w or longest)) for w in set(self.decoder.windows)}
-        index = torch.arange(rows, device=device)
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self.keys[layer], self.values[layer]
-            keys[index, :, positions] = key
-            values[index, :, positions] = value
-            # The query heads of a group go for positions: all of them see the same keys.
-            attended = F.scaled_dot_product_attention(
-                query.unflatten(1, (self.decoder.groups, -1)),
-                keys[:rows, :, :longest],
-                values[:rows, :, :longest],
-                attn_mask=seen[self.decoder.windows[layer]][:, None, None],
-                scale=self.scale,
-            )
-            return attended.flatten(1)
-
-        return self.decoder.forward(torch.tensor(tokens, device=device), positions, attend)
-
-    def copy(self, source: int, destination: int, length: int) -> None:
-        """Copy a row's first `length` tokens to another row."""
-        for cache in (self.keys, self.values):
-            cache[:, destination, :, :length] = cache[:, source, :, :length]

@@ -8,11 +8,10 @@ function of seed, sample and position alone; so a sample is the same under every
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
@@ -59,13 +58,13 @@ class SamplingParams:
 
 
 def sample(
-    logits: Tensor, uniform: Tensor, params: SamplingParams, group: ProcessGroup | None
+    logits: Tensor, uniform: Tensor | None, params: SamplingParams, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row.
+    """Draw one token a row. The host waits for nothing.
 
     Args:
         logits: [n, Vp] fp32, this rank's columns; −inf in the vocabulary's padding.
-        uniform: [n] float64 in [0, 1).
+        uniform: [n] float64 in [0, 1); not needed where the choice is greedy.
         group: the tensor-parallel group, whose ranks hold the vocabulary's columns in their order.
 
     Returns:
@@ -78,26 +77,47 @@ def sample(
     else:
         if params.filters:
             logprobs = _log_softmax(_filtered(logprobs, params, group), group)
+        assert uniform is not None, "drawing takes a uniform number a row"
         tokens = _draw(logprobs, uniform, group)
     local, owned = local_targets(tokens, group_rank(group) * logits.shape[1], logits.shape[1])
     chosen = logprobs.gather(1, local[:, None])[:, 0]
     return tokens, all_reduce(torch.where(owned, chosen, 0.0), group)
 
 
-def uniforms(seed: int, samples: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """[n] float64 in [0, 1): a hash of (seed, sample, position), by SplitMix64 (doi:10.1145/2714064.2660195)."""
-    state = np.full(len(samples), seed % 2**64, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for part in (samples, positions):
-            state = _mix(state + np.asarray(part, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    return torch.from_numpy((state >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+def random_states(seed: int, samples: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
+    """What `uniforms` makes each sample's random numbers of: a hash of seed and sample."""
+    return _mix(_signed(seed) + samples * _GOLDEN)
 
 
-def _mix(state: np.ndarray) -> np.ndarray:
-    state = state + np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+def uniforms(states: Int64[Tensor, " n"], positions: Int64[Tensor, " n"]) -> Float64[Tensor, " n"]:
+    """In [0, 1): a hash of (seed, sample, position), by SplitMix64 (doi:10.1145/2714064.2660195), on any device.
+
+    Products and sums of int64 wrap as those of the algorithm's uint64 do; what differs is shifts to the right.
+
+    Args:
+        states: of `random_states`.
+    """
+    return _shifted(_mix(states + positions * _GOLDEN), 11).double() * 2.0**-53
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of `value` modulo 2^64."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+_GOLDEN, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _mix(state: Tensor) -> Tensor:
+    state = state + _GOLDEN
+    state = (state ^ _shifted(state, 30)) * _FIRST
+    state = (state ^ _shifted(state, 27)) * _SECOND
+    return state ^ _shifted(state, 31)
+
+
+def _shifted(state: Tensor, bits: int) -> Tensor:
+    """To the right, zeros coming in: torch's own shift of int64 repeats the sign."""
+    return (state >> bits) & (2 ** (64 - bits) - 1)
 
 
 def _log_softmax(logits: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -131,22 +151,35 @@ def _at_least(logprobs: Tensor, threshold: Tensor) -> Tensor:
     return logprobs.masked_fill(logprobs < threshold[:, None], -torch.inf)
 
 
-def _nucleus_threshold(logprobs: Tensor, top_p: float, group: ProcessGroup | None) -> Tensor:
-    """The highest log-probability [n] such that tokens at least as likely make up `top_p` of the mass.
+MASS = 2.0**62
+"""Probabilities are added up as whole numbers of 1/MASS: the same sum in any order, so on any layout and device."""
+DIGIT_BITS = 8
 
-    Exact, by bisection over the ordered bit patterns of float32: 32 sums a rank instead of a sort of the
-    whole vocabulary.
+
+def _nucleus_threshold(
+    logprobs: Float[Tensor, "n columns"], top_p: float, group: ProcessGroup | None
+) -> Float[Tensor, " n"]:
+    """The highest log-probability such that tokens at least as likely make up `top_p` of the mass.
+
+    Exact, without a sort: the threshold's bits, in an order in which float32 values order as integers do, are found
+    eight at a time, from the mass that the tokens with each value of these bits have. Four all-reduces of [n, 256];
+    the host waits for nothing.
     """
-    probabilities, keys = logprobs.double().exp(), _ordered_bits(logprobs)
-    wanted = top_p * all_reduce(probabilities.sum(-1), group)
-    low = torch.full_like(wanted, -(2**31), dtype=torch.int64)
-    high = torch.full_like(low, 2**31 - 1)
-    while bool((low < high).any()):
-        middle = (low + high + 1).div(2, rounding_mode="floor")
-        mass = all_reduce((probabilities * (keys >= middle[:, None])).sum(-1), group)
-        enough = mass >= wanted
-        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle - 1)
-    return _from_ordered_bits(low)
+    keys, masses = _ordered_bits(logprobs) + 2**31, (logprobs.double().exp() * MASS).long()
+    found = above = wanted = torch.zeros_like(keys[:, 0])
+    for shift in range(32 - DIGIT_BITS, -1, -DIGIT_BITS):
+        digits = (keys >> shift) & (2**DIGIT_BITS - 1)
+        candidates = torch.where(keys >> (shift + DIGIT_BITS) == found[:, None], masses, 0)
+        histogram = masses.new_zeros(len(keys), 2**DIGIT_BITS).scatter_add_(1, digits, candidates)
+        histogram = all_reduce(histogram, group)
+        at_least = above[:, None] + histogram.flip(1).cumsum(1).flip(1)  # with this digit, or a higher one
+        if shift == 32 - DIGIT_BITS:
+            total = at_least[:, 0]
+            wanted = torch.minimum((total.double() * top_p).long(), total)
+        digit = ((at_least >= wanted[:, None]).sum(1) - 1).clamp(min=0)[:, None]
+        found = (found << DIGIT_BITS) + digit[:, 0]
+        above = (at_least - histogram).gather(1, digit)[:, 0]
+    return _from_ordered_bits(found - 2**31)
 
 
 def _ordered_bits(x: Tensor) -> Tensor:

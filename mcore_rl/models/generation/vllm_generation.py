@@ -34,7 +34,7 @@ from mcore_rl.models.generation.interfaces import (
     output_of,
     prompts_of,
 )
-from mcore_rl.models.generation.sampling import SamplingParams, uniforms
+from mcore_rl.models.generation.sampling import SamplingParams, random_states, uniforms
 from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
 from mcore_rl.models.generation.vllm_service import VLLMService
 from mcore_rl.models.megatron.families.mixture import Experts, Mixture
@@ -97,7 +97,7 @@ class VLLMGeneration(StreamingGeneration):
         self._service: VLLMService | None = None
         self._pool: ServerPool | None = None
         self._groups = RefitGroups({})
-        self._is_connected, self._sleeps = False, config.generation.vllm.sleep
+        self._is_connected, self._sleeps = False, config.generation.offload
         # Other ranks wait for as long in a collective, which must not end before.
         self._refit_seconds = config.parallel.timeout_seconds / 2
 
@@ -111,7 +111,7 @@ class VLLMGeneration(StreamingGeneration):
     def prepare_for_generation(self, *args: Any, weight_version: int | None = None, **kwargs: Any) -> bool:
         """Send the policy's weights, unless the servers have those of this version; start or find the servers first.
 
-        With `generation.vllm.sleep` the servers are woken, and the policy has no device memory left afterwards.
+        With `generation.offload` the servers are woken, and the policy has no device memory left afterwards.
 
         Raises:
             UserError: a server does not start, does not answer, or is not one for this run.
@@ -143,7 +143,8 @@ class VLLMGeneration(StreamingGeneration):
         assert self._pool is not None, "on the first rank of a replica, when weights have been sent"
         params = replace(self.params, temperature=0.0) if greedy else self.params
         longest = min(params.max_new_tokens, self.max_sequence_length - len(prompt))
-        seed = int(uniforms(params.seed, [sample_id], [len(prompt)]).item() * 2**53)
+        states = random_states(params.seed, torch.tensor([sample_id]))
+        seed = int(uniforms(states, torch.tensor([len(prompt)])).item() * 2**53)
         return self._pool.submit(Request(prompt, longest, seed, sample_id, group), params)
 
     def generate(
@@ -172,7 +173,7 @@ class VLLMGeneration(StreamingGeneration):
         return output_of([prompt for _, prompt in rows], responses, self.tokenizer.pad_token_id)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """With `generation.vllm.sleep` the servers fall asleep, and the policy has all its memory again.
+        """With `generation.offload` the servers fall asleep, and the policy has all its memory again.
 
         Raises:
             TrainingError: no server is left.
@@ -357,9 +358,9 @@ def check_server(server: VLLMServer, config: RLConfig) -> None:
             f"generation.vllm.urls: {server.url} takes {model['max_model_len']} tokens at most, "
             f"data.max_sequence_length is {wanted}; start it by scripts/serve_vllm.py with this configuration"
         )
-    if config.generation.vllm.sleep and platform.has_gpu() and not _can_sleep(server):
+    if config.generation.offload and platform.has_gpu() and not _can_sleep(server):
         raise UserError(
-            f"generation.vllm.sleep: {server.url} runs without --enable-sleep-mode; start it by scripts/serve_vllm.py "
+            f"generation.offload: {server.url} runs without --enable-sleep-mode; start it by scripts/serve_vllm.py "
             "with this configuration"
         )
 

@@ -46,7 +46,7 @@ def server_command(config: RLConfig, port: int) -> list[str]:
         command.append("--trust-remote-code")
     if config.model.moe_router_replay:
         command.append("--enable-return-routed-experts")
-    if vllm.sleep and platform.has_gpu():  # on the CPU vLLM refuses it; calls succeed there, and free nothing
+    if config.generation.offload and platform.has_gpu():  # on the CPU vLLM refuses it; calls free nothing there
         command.append("--enable-sleep-mode")
     if not platform.has_gpu():
         # A prompt in chunks takes back random numbers, which the CPU's generators cannot: seeded requests would end

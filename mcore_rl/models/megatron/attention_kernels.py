@@ -80,9 +80,9 @@ def visible_keys(layout: PackLayout, cp_rank: int, *others: Tensor) -> tuple[Vis
     """Of a pack, ready for the kernels of `platform.device()`; and `others` (int64) there, all by one transfer."""
     visible, device = VisibleKeys(layout, cp_rank), platform.device()
     if KERNELS[device.type].reads_in_place:
-        return visible, [other.to(device, non_blocking=True) for other in others]
+        return visible, [platform.to_device(other) for other in others]
     tensors = (*others, *visible.on_host())
-    there = torch.cat([x.flatten() for x in tensors]).to(device, non_blocking=True)
+    there = platform.to_device(torch.cat([x.flatten() for x in tensors]))
     *parts, cu_queries, cu_keys, index = there.split([x.numel() for x in tensors])
     visible.put(cu_queries, cu_keys, index)
     return visible, [part.view(other.shape) for part, other in zip(parts, others, strict=True)]

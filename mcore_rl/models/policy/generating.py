@@ -48,7 +48,7 @@ class Generating(GenerationInterface):
             limit = max_sequence_length or self.config.data.max_sequence_length
             self.generation = MegatronGeneration(self.model, params, limit, tokenizer, max_batch_size)
         elif isinstance(self.config, RLConfig):
-            self.generation = megatron_generation_of(self.config, self.model, tokenizer)
+            self.generation = megatron_generation_of(self.config, self, tokenizer)
         else:
             raise ContractError("prepare_for_generation: give SamplingParams; the configuration is not GRPO's")
         return self.generation.prepare_for_generation()

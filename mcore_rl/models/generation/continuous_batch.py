@@ -1,0 +1,321 @@
+"""The sequences that a replica has going: one that ends leaves at once, and the next of the queue takes its place.
+
+What is drawn stays on the device, where the next step takes it from. All lengths are known to the host anyhow; it asks
+only for what may end a response. Where the device works on its own it reads that of a step when the next one is under
+way, so that the device never waits for the host; what an ended sequence has drawn meanwhile is cut.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from mcore_rl import platform
+from mcore_rl.models.generation.decoder import Decoder
+from mcore_rl.models.generation.interfaces import Response
+from mcore_rl.models.generation.kv_cache import BLOCK_SIZE, KeyValueCache, blocks_for
+from mcore_rl.models.generation.sampling import SamplingParams, random_states, sample, uniforms
+
+LOOK_AHEAD = BLOCK_SIZE // 2
+"""Steps for which sequences are given blocks together: the device needs a new table of them only now and then."""
+
+
+@dataclass(eq=False)
+class Draws:
+    """What was drawn for the same n sequences, step by step.
+
+    tokens, logprobs: [n] of each step. experts: [n, layers, topk] int16 of the tokens that were fed to the model for
+        it, if they are recorded.
+    """
+
+    tokens: list[Tensor] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class RunningSequence:
+    """A sequence on its way."""
+
+    row: int
+    """In the batch of prompts."""
+    sample_id: int
+    prompt: tuple[int, ...]
+    limit: int
+    """Tokens of the response at most."""
+    drawn: int = 0
+    """Tokens of the response so far, with those behind its end that the host does not know of yet."""
+    ended_at: int | None = None
+    """Tokens of the response up to its stop token or string, once that is known."""
+    blocks: list[int] = field(default_factory=list)
+    """Of the cache."""
+    prompt_state: Tensor = field(init=False)
+    """[hidden] of the prompt's last token, on the last stage."""
+    prompt_experts: list[Tensor] = field(default_factory=list)
+    """[tokens, layers, topk] int16 of the prompt's tokens, if they are recorded."""
+    places: list[tuple[Draws, int]] = field(default_factory=list)
+    """Where the response is: draws and the column of each, in their order."""
+    tail: list[int] = field(default_factory=list)
+    """The response's last tokens, as far as stop strings ask for them."""
+
+    def __len__(self) -> int:
+        return len(self.prompt) + self.drawn
+
+    @property
+    def response_length(self) -> int:
+        return self.drawn if self.ended_at is None else self.ended_at
+
+    @property
+    def is_over(self) -> bool:
+        return self.ended_at is not None or self.drawn >= self.limit
+
+    def experts(self) -> Tensor:
+        """[tokens that were fed to the model, layers, topk] int16."""
+        of_response = [step[column] for draws, column in self.places for step in draws.experts]
+        recorded = torch.cat([*self.prompt_experts, *([torch.stack(of_response)] if of_response else [])])
+        return recorded[: len(self.prompt) + self.response_length - 1].cpu()
+
+
+class StopStrings:
+    """Texts that end a response."""
+
+    def __init__(self, texts: Sequence[str], tokenizer: Any) -> None:
+        self.texts, self.tokenizer = texts, tokenizer
+        # A token holds a byte at least: so many of the last ones show any stop string that has just come.
+        self.window = max((len(text.encode()) for text in texts), default=0) + 1
+
+    def end(self, s: RunningSequence, token: int) -> bool:
+        """Whether the next token of the response completes one."""
+        s.tail = [*s.tail, token][-self.window :]
+        text = self.tokenizer.decode(s.tail)
+        return any(stop in text for stop in self.texts)
+
+
+@dataclass
+class _Look:
+    """What the host asks of a draw: who has drawn a stop token [n] and, for stop strings, all tokens [n].
+
+    drawn: tokens of each sequence's response with this one.
+    """
+
+    sequences: Sequence[RunningSequence]
+    drawn: Sequence[int]
+    stopped: platform.HostCopy
+    tokens: platform.HostCopy | None
+
+
+class ContinuousBatch:
+    """
+    Args:
+        sequences: in the order in which they begin.
+        rows: sequences at a time.
+        prefill_tokens: prompt tokens that go through the model at a time.
+        lag: draws that come before the host reads what may have ended a response; the results are the same.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        sequences: Sequence[RunningSequence],
+        params: SamplingParams,
+        stop_strings: StopStrings,
+        rows: int,
+        prefill_tokens: int,
+        lag: int,
+    ) -> None:
+        self.decoder, self.params, self.stop_strings = decoder, params, stop_strings
+        self.rows, self.prefill_tokens, self.lag = rows, prefill_tokens, lag
+        self.all, self.queue, self.going = list(sequences), deque(sequences), list[RunningSequence]()
+        self.cache = KeyValueCache(decoder)
+        # Of each going sequence: its last token, that one's position, and what its random numbers are made of.
+        self.state = torch.zeros(3, 0, dtype=torch.long, device=platform.device())
+        self.stop_token_ids = platform.to_device(params.stop_token_ids)
+        self.history, self.looks = list[Draws](), deque[_Look]()
+        self.steps_ahead = 0
+        """For which the cache is arranged, unless the sequences change."""
+
+    def run(self) -> list[Response]:
+        """All sequences to their ends; the responses, for which the host waits once."""
+        while self.queue or self.going:
+            self._admit()
+            if self.going:
+                self._step()
+                if any(s.is_over for s in self.going):
+                    self._arrange(self.going, self.state)
+        self._look(lag=0)
+        return self._responses()
+
+    # ------------------------------------------------------------ steps
+
+    def _step(self) -> None:
+        """One more token each."""
+        if not self.steps_ahead:
+            self._make_room()
+        self.steps_ahead -= 1
+        tokens, positions, states = self.state.unbind()
+        x = self.cache.step(tokens, positions)
+        draws = self.history[-1]
+        if self.decoder.routers:
+            draws.experts.append(self.decoder.routed.short())
+        tokens = self._draw(self.going, x, positions + 1, states, draws)
+        self.state = torch.stack((tokens, positions + 1, states))
+
+    def _make_room(self) -> None:
+        """Blocks for some steps to come; all but the last token of a response are fed to the model."""
+        for s in self.going:
+            needed = min(len(s) + LOOK_AHEAD, len(s.prompt) + s.limit - 1)
+            s.blocks += self.cache.blocks.take(max(0, blocks_for(needed) - len(s.blocks)))
+        self.cache.arrange([s.blocks for s in self.going], [len(s) for s in self.going])
+        self.steps_ahead = min(len(s.blocks) * BLOCK_SIZE - len(s) for s in self.going) + 1
+
+    def _draw(
+        self,
+        sequences: Sequence[RunningSequence],
+        x: Float[Tensor, "n hidden"],
+        positions: Int64[Tensor, " n"],
+        states: Int64[Tensor, " n"],
+        draws: Draws,
+    ) -> Int64[Tensor, " n"]:
+        """A token each, for these positions, from the states of the tokens before them."""
+        tokens, logprobs = self._sampled(x, positions, states)
+        draws.tokens.append(tokens)
+        draws.logprobs.append(logprobs)
+        for s in sequences:
+            s.drawn += 1
+        if self.params.stop_token_ids or self.params.stop_strings:
+            stopped = (tokens[:, None] == self.stop_token_ids).any(1)
+            shown = platform.HostCopy(tokens) if self.params.stop_strings else None
+            drawn = [s.drawn for s in sequences]
+            self.looks.append(_Look(sequences, drawn, platform.HostCopy(stopped), shown))
+        self._look(self.lag)
+        return tokens
+
+    def _sampled(self, x: Tensor, positions: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [n] and their log-probabilities [n] fp32, on every stage."""
+        topology, params = self.decoder.topology, self.params
+        if topology.is_last_stage:
+            uniform = None if params.greedy else uniforms(states, positions)
+            tokens, logprobs = sample(self.decoder.logits(x), uniform, params, topology.tensor.group)
+        if topology.pipeline.size == 1:
+            return tokens, logprobs
+        drawn = torch.empty(2, len(x), dtype=torch.float64, device=x.device)
+        if topology.is_last_stage:
+            drawn[0], drawn[1] = tokens, logprobs
+        torch.distributed.broadcast(drawn, group=topology.pipeline.group, group_src=topology.pipeline.size - 1)
+        return drawn[0].long(), drawn[1].float()
+
+    def _look(self, lag: int) -> None:
+        """Note who has ended, as of all draws but the last `lag`; every rank of a replica as of the same ones."""
+        while len(self.looks) > lag:
+            look = self.looks.popleft()
+            stopped = look.stopped.read().tolist()
+            tokens = stopped if look.tokens is None else look.tokens.read().tolist()
+            for s, drawn, stop, token in zip(look.sequences, look.drawn, stopped, tokens, strict=True):
+                if s.ended_at is None and (stop or (look.tokens is not None and self.stop_strings.end(s, token))):
+                    s.ended_at = drawn
+
+    # ------------------------------------------------------------ sequences come and go
+
+    def _admit(self) -> None:
+        """Queued sequences into free rows, each with its first token."""
+        while self.queue and len(self.going) < self.rows:
+            new = self._begin()
+            numbers = platform.to_device([[len(s.prompt) for s in new], [s.sample_id for s in new]])
+            states = random_states(self.params.seed, numbers[1])
+            first = self._new_draws(new)
+            tokens = self._draw(new, torch.stack([s.prompt_state for s in new]), numbers[0], states, first)
+            state = torch.stack((tokens, numbers[0], states))
+            self._arrange([*self.going, *new], torch.cat((self.state, state), dim=1))
+
+    def _begin(self) -> list[RunningSequence]:
+        """The next ones of the queue, their prompts in the cache; of equal prompts one goes through the model."""
+        new, fresh, others = list[RunningSequence](), list[RunningSequence](), list[tuple[RunningSequence, ...]]()
+        having, tokens = {s.prompt: s for s in self.going}, 0
+        while self.queue and len(self.going) + len(new) < self.rows:
+            s = self.queue[0]
+            if s.prompt in having:
+                others.append((having[s.prompt], s))
+            else:
+                tokens += len(s.prompt)
+                if fresh and tokens > self.prefill_tokens:
+                    break
+                fresh.append(s)
+                having[s.prompt] = s
+            new.append(self.queue.popleft())
+        if fresh:
+            self._prefill(fresh)
+        self._share(others)
+        return new
+
+    def _prefill(self, fresh: Sequence[RunningSequence]) -> None:
+        for s in fresh:
+            s.blocks = self.cache.blocks.take(blocks_for(len(s.prompt)))
+        states = self.cache.prefill([s.prompt for s in fresh], [s.blocks for s in fresh])
+        for s, state in zip(fresh, states, strict=True):
+            s.prompt_state = state
+        if self.decoder.routers:
+            routed = self.decoder.routed.short().split([len(s.prompt) for s in fresh])
+            for s, experts in zip(fresh, routed, strict=True):
+                s.prompt_experts = [experts]
+
+    def _share(self, pairs: Sequence[tuple[RunningSequence, ...]]) -> None:
+        """Who has a prompt in the cache shares its full blocks with another, and copies the one that both will write
+        to."""
+        copied = list[tuple[int, int]]()
+        for source, s in pairs:
+            full, rest = divmod(len(s.prompt), BLOCK_SIZE)
+            s.blocks = self.cache.blocks.share(source.blocks[:full]) + self.cache.blocks.take(min(rest, 1))
+            s.prompt_state, s.prompt_experts = source.prompt_state, source.prompt_experts
+            if rest:
+                copied.append((source.blocks[full], s.blocks[full]))
+        if copied:
+            self.cache.copy([source for source, _ in copied], [own for _, own in copied])
+
+    def _arrange(self, sequences: Sequence[RunningSequence], state: Tensor) -> None:
+        """Go on with those that are not over, the longest first; the others give their blocks back."""
+        for s in sequences:
+            if s.is_over:
+                self.cache.blocks.give_back(s.blocks)
+        order = [i for i, s in enumerate(sequences) if not s.is_over]
+        order.sort(key=lambda i: -len(sequences[i]))
+        in_order = order == list(range(len(sequences)))
+        self.going, self.state = (
+            [sequences[i] for i in order],
+            state if in_order else state[:, platform.to_device(order)],
+        )
+        self.steps_ahead = 0
+        self._new_draws(self.going)
+
+    def _new_draws(self, sequences: Sequence[RunningSequence]) -> Draws:
+        """Where the next tokens of these sequences go."""
+        draws = Draws()
+        self.history.append(draws)
+        for column, s in enumerate(sequences):
+            s.places.append((draws, column))
+        return draws
+
+    # ------------------------------------------------------------ results
+
+    def _responses(self) -> list[Response]:
+        tokens = torch.cat([step for draws in self.history for step in draws.tokens]).tolist()
+        logprobs = torch.cat([step for draws in self.history for step in draws.logprobs]).tolist()
+        columns: dict[Draws, list[slice]] = {}
+        start = 0
+        for draws in self.history:
+            width = len(draws.tokens[0]) if draws.tokens else 0
+            end = start + len(draws.tokens) * width
+            columns[draws] = [slice(start + column, end, width) for column in range(width)]
+            start = end
+        responses = []
+        for s in self.all:
+            parts = [columns[draws][column] for draws, column in s.places if draws.tokens]
+            own_tokens = [token for part in parts for token in tokens[part]][: s.response_length]
+            own_logprobs = [logprob for part in parts for logprob in logprobs[part]][: s.response_length]
+            responses.append(Response(own_tokens, own_logprobs, s.ended_at is not None))
+        return responses
