@@ -3,10 +3,10 @@
     python scripts/bench_grpo.py
 
 A Llama of 7 million parameters, fp32, two threads in all, on the CPU; groups of 8 responses, sampled by the training
-processes themselves on both sides, judged by the same function, one update a step. The model ends no response, so all
-have the same length and no padding costs anything. TRL with one process, ours with one and with two (data-parallel).
-Each side is a program of its own; the programs take turns, and the medians of the steps' speeds count. TRL comes from
-this interpreter's environment, or from `.venv-trl`, which is made. Exits with 1 where a bound is missed.
+processes themselves on both sides, judged by the same function, one update a step. The model is not trained and ends
+hardly any response before its limit, so that padding costs nothing. TRL with one process, ours with one and with two
+(data-parallel). Each side is a program of its own; the programs take turns, and the medians of the steps' speeds count.
+TRL comes from this interpreter's environment, or from `.venv-trl`, which is made. Exits with 1 where a bound is missed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def measure(steps: int, rounds: int) -> tuple[dict[tuple[str, int], float], dict
     megabytes: dict[tuple[str, int], float] = {}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        make_model(directory / "model", ends=False)
+        make_model(directory / "model")
         (directory / "rewards.py").write_text(REWARD)
         for round_ in range(rounds):
             for shape, (prompt, response) in SHAPES.items():
@@ -105,8 +105,8 @@ def run_ours(processes: int, directory: Path, prompt: int, response: int, steps:
     ]
     most = run(command, threads=2 // processes, modules=directory)
     lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
-    sampled = PROMPTS * GROUP * response
-    return [sampled / line["step_seconds"] for line in lines if line["step"] > WARM_UP], most
+    sampled = [line["response_length_mean"] * PROMPTS * GROUP / line["step_seconds"] for line in lines]
+    return sampled[WARM_UP:], most
 
 
 # ------------------------------------------------------------ TRL
@@ -117,7 +117,7 @@ def run_trl(python: str, directory: Path, prompt: int, response: int, steps: int
     command += ["--prompt", str(prompt), "--response", str(response), "--steps", str(steps)]
     run(command, threads=2, modules=directory)
     found = json.loads((directory / "trl.json").read_text())
-    assert set(found["lengths"]) == {response}, f"responses of {found['lengths']} tokens"
+    assert statistics.mean(found["lengths"]) > 0.9 * response, f"responses of {found['lengths']} tokens"
     return found["speeds"], found["megabytes"]
 
 
@@ -159,7 +159,8 @@ def train_with_trl(directory: Path, prompt: int, response: int, steps: int) -> N
     )
     trainer.train()
     megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
-    speeds = [PROMPTS * GROUP * response / taken for taken in seconds[WARM_UP:]]
+    sampled = [sum(lengths[first : first + PROMPTS * GROUP]) for first in range(0, len(lengths), PROMPTS * GROUP)]
+    speeds = [count / taken for count, taken in zip(sampled, seconds, strict=True)][WARM_UP:]
     (directory / "trl.json").write_text(json.dumps({"speeds": speeds, "megabytes": megabytes, "lengths": lengths}))
 
 

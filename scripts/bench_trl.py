@@ -15,8 +15,8 @@ TRL = "trl>=1.0,<2"
 VOCABULARY, LIMIT_SECONDS = 8192, 900
 
 
-def make_model(directory: Path, ends: bool = True) -> None:
-    """A Llama of 7 million parameters, and a tokenizer of words; without `ends` it never samples the end token."""
+def make_model(directory: Path) -> None:
+    """A Llama of 7 million parameters, and a tokenizer of words."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -31,11 +31,7 @@ def make_model(directory: Path, ends: bool = True) -> None:
         num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=None,
         eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    if not ends:  # the last norm's output has a component that this row, and no other, counts against
-        with torch.no_grad():
-            model.model.embed_tokens.weight[:, 0], model.model.embed_tokens.weight[1, 0] = 0.0, -1e4
-    model.save_pretrained(directory)
+    LlamaForCausalLM(config).save_pretrained(directory)
 
 
 def run(command: list[str], threads: int, modules: Path | None = None) -> float:
