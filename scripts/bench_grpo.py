@@ -3,10 +3,11 @@
     python scripts/bench_grpo.py
 
 A Llama of 7 million parameters, fp32, two threads in all, on the CPU; groups of 8 responses, sampled by the training
-processes themselves on both sides, judged by the same function, one update a step. The model is not trained and ends
-hardly any response before its limit, so that padding costs nothing. TRL with one process, ours with one and with two
-(data-parallel). Each side is a program of its own; the programs take turns, and the medians of the steps' speeds count.
-TRL comes from this interpreter's environment, or from `.venv-trl`, which is made. Exits with 1 where a bound is missed.
+processes themselves on both sides, judged by the same function, one update a step. Prompts have log-normal lengths; a
+response ends with probability 1/64 at each of its tokens, or after 256. TRL with one process, ours with one and with
+two (data-parallel). Each side is a program of its own; the programs take turns, and the medians of the steps' speeds
+count. Nothing else may run meanwhile: threads that wait for each other make of a little load a large one. TRL comes
+from this interpreter's environment, or from `.venv-trl`, which is made. Exits with 1 where a bound is missed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from pathlib import Path
 from bench_results import Row, finish
 from bench_trl import ROOT, VOCABULARY, make_model, python_with_trl, run
 
-PROMPTS, GROUP, AT_ONCE, WARM_UP = 4, 8, 8, 1
-SHAPES = {"prompts of 64 tokens, responses of 128": (64, 128), "prompts of 512 tokens, responses of 64": (512, 64)}
+PROMPTS, GROUP, AT_ONCE, WARM_UP, RESPONSE, END = 4, 8, 8, 1, 256, 1 / 64
+PROMPT_LIMIT = 1024
+SHAPES = {"prompts of about 64 tokens": 64, "prompts of about 512 tokens": 512}
 BOUNDS = {1: 2.0, 2: 3.0}
 REWARD = "def reward(completions, **columns):\n    return [text.count('7') / 10 for text in completions]\n"
 
@@ -36,11 +38,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="how often each program has its turn")
     parser.add_argument("--side", choices=("trl",), help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--response", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--prompt", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side == "trl":
-        train_with_trl(arguments.directory, arguments.prompt, arguments.response, arguments.steps)
+        train_with_trl(arguments.directory, arguments.steps)
         return 0
     speeds, memory = measure(arguments.steps, arguments.rounds)
     whole, bounded = arguments.steps >= 3, list(BOUNDS)
@@ -66,14 +66,14 @@ def measure(steps: int, rounds: int) -> tuple[dict[tuple[str, int], float], dict
     megabytes: dict[tuple[str, int], float] = {}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        make_model(directory / "model")
+        make_model(directory / "model", END)
         (directory / "rewards.py").write_text(REWARD)
         for round_ in range(rounds):
-            for shape, (prompt, response) in SHAPES.items():
+            for shape, prompt in SHAPES.items():
                 make_prompts(directory / "prompts.jsonl", prompt, PROMPTS * (steps + WARM_UP))
                 for processes in (0, 1, 2):
                     side = (run_ours, processes) if processes else (run_trl, python)
-                    found, most = side[0](side[1], directory, prompt, response, steps)
+                    found, most = side[0](side[1], directory, steps)
                     speeds.setdefault((shape, processes), []).extend(found)
                     megabytes[shape, processes] = max(most, megabytes.get((shape, processes), 0.0))
                     who = f"ours, {processes} process(es)" if processes else "TRL"
@@ -81,23 +81,24 @@ def measure(steps: int, rounds: int) -> tuple[dict[tuple[str, int], float], dict
     return {key: statistics.median(values) for key, values in speeds.items()}, megabytes
 
 
-def make_prompts(path: Path, length: int, count: int) -> None:
+def make_prompts(path: Path, median: float, count: int) -> None:
     generator = random.Random(0)
-    texts = (" ".join(f"w{generator.randrange(VOCABULARY - 2)}" for _ in range(length)) for _ in range(count))
+    lengths = [min(PROMPT_LIMIT, max(4, int(median * generator.lognormvariate(0, 0.5)))) for _ in range(count)]
+    texts = (" ".join(f"w{generator.randrange(VOCABULARY - 2)}" for _ in range(length)) for length in lengths)
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
 
 
 # ------------------------------------------------------------ ours
 
 
-def run_ours(processes: int, directory: Path, prompt: int, response: int, steps: int) -> tuple[list[float], float]:
+def run_ours(processes: int, directory: Path, steps: int) -> tuple[list[float], float]:
     output = directory / "ours"
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
     command = [
         *(sys.executable, *(["-m", *launcher] if launcher else []), str(ROOT / "scripts" / "train_grpo.py")),
         *("--model", str(directory / "model"), "--data", str(directory / "prompts.jsonl"), "--output", str(output)),
         *(f"grpo.num_prompts_per_step={PROMPTS}", f"grpo.num_generations_per_prompt={GROUP}"),
-        *(f"grpo.max_new_tokens={response}", f"data.max_sequence_length={prompt + response + 1}"),
+        *(f"grpo.max_new_tokens={RESPONSE}", f"data.max_sequence_length={PROMPT_LIMIT + RESPONSE}"),
         *("batch.tokens_per_pack=4096", "batch.share_prefixes=true", "loss.reference_policy_kl_penalty=0"),
         *("environment.name=trl", "environment.function=rewards:reward", "environment.num_workers=1"),
         *(f"trainer.max_steps={steps + WARM_UP}", "trainer.max_epochs=null"),
@@ -112,16 +113,16 @@ def run_ours(processes: int, directory: Path, prompt: int, response: int, steps:
 # ------------------------------------------------------------ TRL
 
 
-def run_trl(python: str, directory: Path, prompt: int, response: int, steps: int) -> tuple[list[float], float]:
+def run_trl(python: str, directory: Path, steps: int) -> tuple[list[float], float]:
     command = [python, str(Path(__file__).resolve()), "--side", "trl", "--directory", str(directory)]
-    command += ["--prompt", str(prompt), "--response", str(response), "--steps", str(steps)]
+    command += ["--steps", str(steps)]
     run(command, threads=2, modules=directory)
     found = json.loads((directory / "trl.json").read_text())
-    assert statistics.mean(found["lengths"]) > 0.9 * response, f"responses of {found['lengths']} tokens"
+    assert 40 < statistics.mean(found["lengths"]) < 90, f"responses of {found['lengths']} tokens"
     return found["speeds"], found["megabytes"]
 
 
-def train_with_trl(directory: Path, prompt: int, response: int, steps: int) -> None:
+def train_with_trl(directory: Path, steps: int) -> None:
     """Some steps by GRPOTrainer; the speed of each goes to `trl.json`."""
     from datasets import load_dataset
     from rewards import reward
@@ -145,7 +146,7 @@ def train_with_trl(directory: Path, prompt: int, response: int, steps: int) -> N
     settings = GRPOConfig(
         str(directory / "trl"), per_device_train_batch_size=AT_ONCE,
         gradient_accumulation_steps=PROMPTS * GROUP // AT_ONCE,
-        num_generations=GROUP, max_completion_length=response, max_steps=steps + WARM_UP, learning_rate=1e-6, beta=0.0,
+        num_generations=GROUP, max_completion_length=RESPONSE, max_steps=steps + WARM_UP, learning_rate=1e-6, beta=0.0,
         temperature=1.0, use_vllm=False, use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
         report_to="none", disable_tqdm=True,
     )  # fmt: skip

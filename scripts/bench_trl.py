@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -15,8 +16,12 @@ TRL = "trl>=1.0,<2"
 VOCABULARY, LIMIT_SECONDS = 8192, 900
 
 
-def make_model(directory: Path) -> None:
-    """A Llama of 7 million parameters, and a tokenizer of words."""
+def make_model(directory: Path, end_probability: float | None = None) -> None:
+    """A Llama of 7 million parameters, and a tokenizer of words.
+
+    Args:
+        end_probability: of the end token, about the same at every place; the LM head is then one of its own.
+    """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -28,10 +33,19 @@ def make_model(directory: Path) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=1, pad_token_id=0,
+        num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=end_probability is None,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
+    model = LlamaForCausalLM(config)
+    if end_probability is not None:
+        with torch.no_grad():
+            head = model.lm_head.weight
+            model.model.embed_tokens.weight[:, 0], head[:, 0] = 1.0, 0.0  # what all states have, and no word's row
+            states = model.model(torch.randint(2, VOCABULARY, (4, 128))).last_hidden_state.flatten(0, 1)
+            others = (states @ head.T).logsumexp(-1).mean()
+            head[1] = 0.0
+            head[1, 0] = (others + math.log(end_probability / (1 - end_probability))) / states[:, 0].mean()
+    model.save_pretrained(directory)
 
 
 def run(command: list[str], threads: int, modules: Path | None = None) -> float:
