@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -60,8 +61,15 @@ def release_cached_memory() -> None:
 
 def page_lock(block: torch.Tensor) -> None:
     """Lock a tensor of the host in memory, where there is a GPU to copy from; if that is refused, copies are slower."""
-    if has_gpu() and block.numel():
-        torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0)
+    if not (has_gpu() and block.numel()):
+        return
+    cudart = torch.cuda.cudart()
+    status = cudart.cudaHostRegister(block.data_ptr(), block.nbytes, 0)
+    if status != cudart.cudaError.success:
+        told = f"{block.nbytes:,} bytes of the host cannot be page-locked ({status}): copies to them are slower"
+        warnings.warn(told, stacklevel=2)
+        with contextlib.suppress(RuntimeError):  # which the next launch would raise: the thread's last error is kept
+            torch.zeros(1, device=device())
 
 
 def release_page_lock(block: torch.Tensor) -> None:

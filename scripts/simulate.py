@@ -11,7 +11,7 @@ needed. Lengths are the data's, or those of --lengths. With --load-from the rank
 import argparse
 import sys
 
-from mcore_rl.config import DistillationConfig, KTOConfig, RLConfig, SFTConfig
+from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, RLConfig, SFTConfig
 from mcore_rl.entry_point import Parser, count, told_in_one_line
 from mcore_rl.errors import UserError
 from mcore_rl.preflight import check_model_directory
@@ -45,6 +45,10 @@ def main() -> None:
         if config.model.dtype not in gpu.flops_per_second:
             raise UserError(f"--hardware {arguments.hardware}: tells no peak for model.dtype={config.model.dtype}")
         sequences = sequences_of(config, arguments)
+        if isinstance(config, DPOConfig) and config.dpo.reference == "auto" and config.precomputes(epochs=1):
+            print("assumed: the reference is computed before training (dpo.reference=auto)", file=sys.stderr)
+        if arguments.search and arguments.load_from:
+            raise UserError("--load-from: is of one layout; leave out --search")
         if arguments.search:
             found = search(config, size, sequences, gpu, arguments.workers, lambda line: print(line, file=sys.stderr))
             print("\n".join(table(found)))

@@ -160,7 +160,8 @@ def moved_then_computed_before(config):
     without = config.model_copy(update={"reference_sync": None})
     assert not _check_reference(without, SimpleNamespace(train=range(1))), "what has moved is in the checkpoint alone"
     dpo = dataclasses.replace(config.dpo, reference="precompute")
-    train(without.model_copy(update={"dpo": dpo}))
+    longer = config.trainer.model_copy(update={"max_epochs": 2})
+    train(without.model_copy(update={"dpo": dpo, "trainer": longer}))
 
 
 def test_a_reference_that_has_moved_is_not_computed_again(model_of, tmp_path):
@@ -173,8 +174,52 @@ def test_a_reference_that_has_moved_is_not_computed_again(model_of, tmp_path):
         "checkpoint": {"export_hf": False},
         "reference_sync": {"interval": 1},
     }
-    with pytest.raises(WorkerError, match=r"dpo\.reference=precompute: the reference that .*iter_0000001 holds has"):
+    with pytest.raises(WorkerError, match=r"dpo\.reference=precompute: .*iter_0000001 begins from other weights than"):
         run_processes(moved_then_computed_before, build_config(DPOConfig, values, [], ""), world_size=1)
+
+
+def convert(source, destination):
+    from mcore_rl.models.megatron.convert import hf_to_megatron
+
+    hf_to_megatron(source, destination, lambda *_: None)
+
+
+def begun_from_other_weights(config, iteration):
+    """Losses of four steps at once, and of two and two; a run of each reference."""
+    found = []
+    for reference, steps in (("auto", (4,)), ("swap", (2, 4)), ("auto", (2, 4))):
+        dpo, out = dataclasses.replace(config.dpo, reference=reference), config.output_dir / f"{reference}{len(steps)}"
+        for number, last in enumerate(steps):
+            resume = iteration.parent if number == 0 else "auto"
+            checkpoint = config.checkpoint.model_copy(update={"resume": str(resume), "allow_partial": True})
+            trainer = config.trainer.model_copy(update={"max_steps": last})
+            changes = {"dpo": dpo, "output_dir": out, "checkpoint": checkpoint, "trainer": trainer}
+            train(config.model_copy(update=changes))
+        found.append([json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()])
+    return found
+
+
+@pytest.mark.long
+def test_a_run_begun_from_other_weights_keeps_its_reference(model_of, tmp_path):
+    """From a converted model, which is not that of model.path: stopped and resumed or not."""
+    other = make_model("llama", tmp_path / "other", initializer_range=0.08)
+    run_processes(convert, other, tmp_path / "weights", world_size=1)
+    (tmp_path / "pairs.jsonl").write_text(
+        "".join(f'{{"prompt": "a{n}", "chosen": "bc{n}", "rejected": "de"}}\n' for n in range(4))
+    )
+    values = {
+        "output_dir": str(tmp_path / "out"),
+        "model": {"path": str(model_of("llama"))},
+        "data": {"train": str(tmp_path / "pairs.jsonl"), "max_sequence_length": 16},
+        "batch": {"global_batch_size": 2},
+        "optimizer": {"lr": 1e-2, "warmup_steps": 0, "schedule": "constant"},
+        "checkpoint": {"export_hf": False},
+    }
+    config = build_config(DPOConfig, values, [], "")
+    (iteration,) = (tmp_path / "weights").glob("iter_*")
+    whole, swapped, parts = run_processes(begun_from_other_weights, config, iteration, world_size=1)[0]
+    assert whole[0] == pytest.approx(0.6931, abs=1e-4) and len(whole) == 4
+    assert whole == swapped == parts
 
 
 @pytest.mark.parametrize(

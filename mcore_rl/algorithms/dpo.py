@@ -16,7 +16,6 @@ from mcore_rl.config import DPOConfig, ModelConfig
 from mcore_rl.data.records import Dataset, load_preference_dataset
 from mcore_rl.distributed.own_rows import OwnRows
 from mcore_rl.errors import TrainingError, UserError
-from mcore_rl.models.megatron.checkpoint import holds_reference
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.models.policy.reference import PrecomputedReference
 from mcore_rl.models.policy.scoring import ScoringModel
@@ -42,6 +41,12 @@ def train_dpo(config: DPOConfig) -> Path | None:
     def add_reference(data: OwnRows[Any], dataset: Dataset, indices: Sequence[int]) -> None:
         if reference is None:
             return
+        if precomputes and config.dpo.reference_model is None and policy.began_elsewhere is not None:
+            raise UserError(
+                f"dpo.reference={config.dpo.reference}: {policy.began_elsewhere} begins from other weights than "
+                f"model.path, or holds a reference that has moved; what was computed before is not of these: set "
+                f"dpo.reference=swap, and delete {_directory(config)}"
+            )
         logprobs = reference.logprobs(data, dataset, indices)
         data["reference_policy_logprobs"] = logprobs.roll(-1, dims=1)  # column t scores token t + 1
 
@@ -55,7 +60,7 @@ def train_dpo(config: DPOConfig) -> Path | None:
             raise TrainingError(
                 f"step 1: before any update the policy must equal the reference, but rewards are off by {margin:.3g} "
                 f"nats over at most {tokens:.0f} tokens; the reference log-probabilities are not of these weights or "
-                "this data"
+                "this data" + (f"; delete {_directory(config)}, to have them computed again" if precomputes else "")
             )
 
     exported = SupervisedRun(config, inputs, policy, loss_of(config), add_reference, check_margin).run()
@@ -90,21 +95,19 @@ def _check_reference(config: DPOConfig, inputs: Inputs[Dataset]) -> bool:
     looked at.
 
     Raises:
-        UserError: it cannot be used, or has another vocabulary; or it is to be computed before, and has moved.
+        UserError: it cannot be used, or has another vocabulary.
     """
     if config.dpo.reference_model is not None:
         check_model_beside(config_of_reference(config), "dpo.reference_model", inputs.tokenizer)
+    if config.dpo.reference == "auto" and find_checkpoints(config)[0] and not _directory(config).is_dir():
+        return False  # what training began from is the checkpoint's to say
     steps = total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size)
-    precomputes = config.precomputes(steps * config.batch.global_batch_size / len(inputs.train))
-    for iteration in find_checkpoints(config)[0][:1] if precomputes else ():
-        if holds_reference(iteration):
-            if config.dpo.reference == "auto":
-                return False
-            raise UserError(
-                f"dpo.reference=precompute: the reference that {iteration} holds has followed the policy "
-                "(reference_sync), and cannot be computed from the model that training began from; leave it out"
-            )
-    return precomputes
+    return config.precomputes(steps * config.batch.global_batch_size / len(inputs.train))
+
+
+def _directory(config: DPOConfig) -> Path:
+    """Of log-probabilities that are computed before training."""
+    return config.output_dir / "reference_logprobs"
 
 
 class ReferenceScores(Protocol):
@@ -147,9 +150,8 @@ class StoredReference:
 
 
 def _precompute(config: DPOConfig, inputs: Inputs[Dataset], model: ScoringModel) -> StoredReference:
-    directory = config.output_dir / "reference_logprobs"
-    stored = []
-    for dataset in (inputs.train, *inputs.validation.values()):
+    directory, stored = _directory(config), []
+    for dataset in (inputs.train, *(inputs.validation.values() if config.trainer.validates else ())):
         units, pad = dataset.units, inputs.tokenizer.pad_token_id
         size, say = config.batch.global_batch_size, speaker(model.is_writer)
         scores = PrecomputedReference.load_or_compute(directory, model, units, pad, size, say)

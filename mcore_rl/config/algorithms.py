@@ -51,7 +51,9 @@ class DPOConfig(TrainingConfig):
     def _moves_a_copy(self) -> DPOConfig:
         own = self.dpo.needs_reference and self.dpo.reference != "precompute" and self.dpo.reference_model is None
         if self.reference_sync is not None and not own:
-            raise ValueError("reference_sync: moves the policy's own reference: dpo.reference=swap, no reference_model")
+            raise ValueError(
+                "reference_sync: moves the policy's own reference: no dpo.reference=precompute, no reference_model"
+            )
         return self
 
     def precomputes(self, epochs: float) -> bool:

@@ -120,6 +120,11 @@ class TrainerConfig(Section):
     log_interval: Positive = 1
     """Steps between lines on the console; metrics.jsonl has every step."""
 
+    @property
+    def validates(self) -> bool:
+        """Whether there is a validation at any time."""
+        return self.validation_interval is not None or self.validate_at_start or self.validate_at_end
+
     @model_validator(mode="before")
     @classmethod
     def _bounded(cls, values: Any) -> Any:

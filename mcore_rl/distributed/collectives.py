@@ -8,7 +8,8 @@ one process.
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import Future, wait
+import pickle
+from concurrent.futures import CancelledError, Future, wait
 from typing import Any, TypeVar
 
 import torch
@@ -98,6 +99,18 @@ def share_outcome(work: Future[T] | None, seconds: float) -> T:
             return result
 
 
+def _failure(work: Future[Any] | None) -> BaseException | None:
+    """Why it has failed, in a form that other processes can be sent; None if it has not."""
+    try:
+        error = None if work is None else work.exception()
+        pickle.loads(pickle.dumps(error))
+    except CancelledError as cancelled:
+        return cancelled
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
 def settle(work: Future[T] | None, seconds: float) -> T | None:
     """What this rank's `work` comes to, once that of all ranks is done; None of those that have none.
 
@@ -106,13 +119,13 @@ def settle(work: Future[T] | None, seconds: float) -> T | None:
     while True:
         if work is not None:
             wait([work], seconds)
-        failed = work is not None and work.done() and work.exception() is not None
-        done, well = on_all_ranks(work is None or work.done(), not failed)
+        is_done = work is None or work.done()  # asked once: it may end between two questions
+        error = _failure(work) if is_done else None
+        done, well = on_all_ranks(is_done, error is None)
         if done:
             break
     if not well:
-        errors = gather_objects(None if work is None else work.exception())
-        raise next(error for error in errors if error is not None)
+        raise next(error for error in gather_objects(error) if error is not None)
     return None if work is None else work.result()
 
 

@@ -293,9 +293,11 @@ class HeadGradients:
         """A gradient of the weight's shape and no memory of its own, for a parameter whose `main_grad` has it already.
 
         Megatron's hook must fire, and then drops what it is given: so it is given the weight's own memory. Where the
-        embedding is the same parameter (`zero_out_wgrad`), it adds what the two give: so these are zeros.
+        embedding is the same parameter (`zero_out_wgrad`), it adds what the two give: so these are zeros. As they are
+        where there may be no such hook, and somebody might write to the gradient.
         """
+        is_hooked = hasattr(self.weight, "grad_added_to_main_grad")
         self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        if getattr(self.weight, "zero_out_wgrad", False):
+        if getattr(self.weight, "zero_out_wgrad", False) or not is_hooked:
             return self.weight.new_zeros(()).expand(self.weight.shape)
         return self.weight.detach()

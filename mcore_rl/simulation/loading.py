@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,8 @@ LOADING = "loading"
 class LoadingReport:
     """What one rank's loading takes, in bytes.
 
-    state: weights and optimizer state of this rank. read: from files. beyond: what is live at most, on device and host,
-    beside what is there anyhow when all is loaded.
+    state: weights and optimizer state of this rank, of a critic too, and a reference that moves. read: from files.
+    beyond: what is live at most, on device and host, beside what is there anyhow when all is loaded.
     """
 
     rank: int
@@ -42,15 +43,30 @@ def simulate_loading(config: TrainingConfig, rank: int, world_size: int, writers
         UserError: what the run itself would refuse, and what cannot be simulated.
     """
     with simulated_process(config, rank, world_size):
+        from mcore_rl.models.megatron.region_reader import BLOCK_BYTES
+
         live = LiveBytes("meta", "cpu")
         with live:
-            policy = Models.build(config).policy
+            models = Models.build(config)
             live.phase = LOADING
-            part = policy.trained_part()
-            regions = list(part.regions(part.weights(), with_optimizer=True))
+            regions = list(_regions(config, models))
             read = _read(regions, writers)
         state = sum(region.values.nbytes for region in regions)
-        return LoadingReport(rank, policy.topology.pipeline.rank, state, read, live.peaks[LOADING] - live.live)
+        beyond = live.peaks[LOADING] - live.live + BLOCK_BYTES  # which a reader has
+        return LoadingReport(rank, models.policy.topology.pipeline.rank, state, read, beyond)
+
+
+def _regions(config: TrainingConfig, models: Models) -> Iterator[Region]:
+    """Of all models that are trained, and of a reference that moves."""
+    from mcore_rl.models.megatron.optimizer_shards import tensor_regions
+
+    for number, model in enumerate(models.trained):
+        part = model.trained_part("" if number == 0 else f"beside_{number}")
+        weights = part.weights()
+        yield from part.regions(weights, with_optimizer=True)
+        if number == 0 and config.reference_sync_of is not None:
+            for region in tensor_regions(weights):
+                yield replace(region, key=f"reference.{region.key}")
 
 
 def _read(regions: list[Region], writers: int) -> int:

@@ -60,8 +60,8 @@ def describe_loading(reports: Sequence[LoadingReport], writers: int) -> Iterator
     yield f"loading a checkpoint that {writers:,} ranks wrote"
     for report in reports:
         yield (
-            f"  rank {report.rank} (pipeline stage {report.stage}): {report.read / 1e9:.2f} GB are read for "
-            f"{report.state / 1e9:.2f} GB of weights and optimizer state, "
+            f"  rank {report.rank} (pipeline stage {report.stage}): {report.read / 1e9:.3g} GB are read for "
+            f"{report.state / 1e9:.3g} GB of weights and optimizer state, "
             f"{report.beyond / 1e6:.1f} MB of memory beside it ({report.beyond / report.state:.2%})"
         )
 

@@ -174,8 +174,11 @@ class ShardWriter:
         return self._report
 
     def _look(self) -> _Report | None:
-        if not self._start_if_staged():
-            return self._given_up()
+        try:
+            if not self._start_if_staged():
+                return self._given_up()
+        except Exception as error:  # the device's, or that no process can be started; other ranks must hear of it
+            return _Report(error=f"{type(error).__name__}: {error}")
         if self._receiver in wait([self._receiver, self._process.sentinel], timeout=0) or self._receiver.poll():
             try:
                 report: _Report = self._receiver.recv()

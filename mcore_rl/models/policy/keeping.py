@@ -33,6 +33,8 @@ class Keeping(ColocatablePolicy):
     kept_beside: Keeping | None = None
     """Another trained model, whose state is in this one's checkpoints."""
     name_beside = ""
+    began_elsewhere: Path | None = None
+    """The checkpoint whose weights, or whose reference that has moved, are not those of the model's directory."""
     _saving: checkpoint.PendingSave | None = None
 
     @cached_property
@@ -140,8 +142,13 @@ class Keeping(ColocatablePolicy):
             self.reference = KeptWeights(adapters_in(self.model))
         with self._beside_brought_back():
             restored = checkpoint.load(iteration, self._training_state(), allow_partial)
-        if self.reference is not None and not restored.state:  # training begins from these weights
+        begins = not restored.state  # training begins from these weights
+        if begins or checkpoint.holds_reference(iteration):
+            self.began_elsewhere = iteration
+        if self.reference is not None and begins:
             self.reference = self._new_reference(begun=True)
+            if isinstance(self.reference, KeptWeights):
+                self.reference.has_moved = True
         return restored
 
     def _training_state(self) -> checkpoint.TrainingState:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import os
 from collections.abc import Iterable
@@ -21,8 +21,10 @@ from mcore_rl.data.token_store import TokenStore
 from mcore_rl.distributed.collectives import broadcast_object
 from mcore_rl.distributed.own_rows import OwnRows
 from mcore_rl.distributed.replicas import gather_on_first
-from mcore_rl.models.megatron.peft_directory import CONFIG_FILE, TENSORS_FILE
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.checkpoint_writer import SaveError, on_first_rank
 from mcore_rl.models.policy.scoring import ScoringModel
+from mcore_rl.run_identity import digest_of_weights
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 """At the end of a stored file: the digest of what stands before."""
@@ -75,14 +77,17 @@ class PrecomputedReference:
 
 
 def _compute(path: Path, model: ScoringModel, units: TokenStore, pad_token_id: int, batch_size: int, say: Say) -> None:
-    """Write the file; its records stand in `PATH.partial` until all are there."""
+    """Write the file; its records stand in `PATH.partial` until all are there.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     partial = path.with_suffix(".partial")
-    begun = _whole_records(partial, units) if model.is_writer else 0
-    done: int = broadcast_object(begun)
-    before = f", {done:,} of which were before" if done else ""
-    say(f"reference log-probabilities: those of {len(units):,} records are computed once{before}: {path}")
-    progress = Progress("reference log-probabilities", say)
-    with open(partial, "ab") if model.is_writer else contextlib.nullcontext() as file:
+    try:
+        done: int = on_first_rank(lambda: _whole_records(partial, units))
+        before = f", {done:,} of which were before" if done else ""
+        say(f"reference log-probabilities: those of {len(units):,} records are computed once{before}: {path}")
+        progress = Progress("reference log-probabilities", say)
         for start in range(done, len(units), batch_size):
             indices = range(start, min(start + batch_size, len(units)))
             share, places = share_records(model.divide, model.topology.data, units, indices)
@@ -91,17 +96,24 @@ def _compute(path: Path, model: ScoringModel, units: TokenStore, pad_token_id: i
             of_rows = zip(share.indices, scores, ends, strict=True)
             scored = {row: values[:end].numpy().tobytes() for row, values, end in of_rows}
             gathered = gather_on_first(scored, range(share.total), model.topology)
-            if file is not None:
-                file.writelines(gathered)
-                file.flush()
-                os.fsync(file.fileno())
+            on_first_rank(functools.partial(_append, partial, gathered))
             progress.reached((indices.stop - done) / (len(units) - done), indices.stop)
-    if model.is_writer:
-        digest = _digest(partial, partial.stat().st_size)
-        with open(partial, "ab") as file:
-            file.write(digest)
-        partial.replace(path)
-    broadcast_object(None)  # nobody looks for it before it is there
+        on_first_rank(lambda: _seal(partial, path))  # nobody looks for it before it is there
+    except SaveError as error:
+        raise UserError(f"reference log-probabilities: {partial} cannot be written: {error}") from None
+
+
+def _append(partial: Path, values: Iterable[bytes]) -> None:
+    with open(partial, "ab") as file:
+        file.writelines(values)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _seal(partial: Path, path: Path) -> None:
+    """With the digest behind its values the file gets its name."""
+    _append(partial, [_digest(partial, partial.stat().st_size)])
+    partial.replace(path)
 
 
 def _whole_records(partial: Path, units: TokenStore) -> int:
@@ -116,14 +128,12 @@ def _whole_records(partial: Path, units: TokenStore) -> int:
 
 
 def reference_key(model: ModelConfig, units: TokenStore) -> str:
-    """Hash of the reference model's files and those of its adapter, its precision, and the token ids of the data."""
+    """Hash of the reference model, of its adapter (`digest_of_weights`), its precision, and the data's tokens."""
     digest = hashlib.sha256(model.dtype.encode())
-    files = sorted([model.path / "config.json", *model.path.glob("*.safetensors")])
+    digest.update((model.path / "config.json").read_bytes())
+    digest.update(digest_of_weights(model.path).encode())
     if model.lora is not None and model.lora.path is not None:
-        files += [model.lora.path / CONFIG_FILE, model.lora.path / TENSORS_FILE]
-    for file in files:
-        with open(file, "rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+        digest.update(digest_of_weights(model.lora.path).encode())
     digest.update(units.fingerprint.encode())
     return digest.hexdigest()[:24]
 

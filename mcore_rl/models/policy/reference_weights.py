@@ -31,7 +31,8 @@ class KeptWeights:
         self.tensors = list(tensors)
         self.kept = _on_host(self.tensors)
         self.has_moved = False
-        """Whether they are no longer what training began from, so that checkpoints must hold them."""
+        """Whether they are not those of the model's directory, so that checkpoints must hold them."""
+        self._what = "the weights that training began from"
 
     @torch.no_grad()
     def move(self, alpha: float) -> None:
@@ -39,11 +40,10 @@ class KeptWeights:
         for kept, tensor in zip(self.kept, self.tensors, strict=True):
             # In fp32: a small alpha would be lost in bfloat16's rounding of each product.
             kept.copy_(torch.lerp(kept.float(), tensor.to(kept.device).float(), alpha))
-        self.has_moved = True
+        self.has_moved, self._what = True, "moved weights"
 
     def describe(self) -> str:
-        of_what = "moved weights" if self.has_moved else "the weights that training began from"
-        return f"{of_what}, {sum(kept.nbytes for kept in self.kept) / 2**30:.2f} GiB a rank in the host's memory"
+        return f"{self._what}, {sum(kept.nbytes for kept in self.kept) / 2**30:.2f} GiB a rank in the host's memory"
 
     def by_tensor(self) -> dict[int, Tensor]:
         """The reference's value of each of the model's tensors, by its `id`."""
@@ -58,7 +58,7 @@ class KeptWeights:
                 exchanged.append((tensor, kept))
             yield
         finally:
-            for tensor, kept in exchanged:
+            for tensor, kept in reversed(exchanged):
                 _exchange(tensor, kept)
             torch.cuda.current_stream().synchronize()  # a checkpoint reads what is kept without asking the device
 
