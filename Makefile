@@ -89,16 +89,13 @@ layouts: outputs/demo/model/config.json
 	$(BIN)/python scripts/verify_layouts.py configs/dpo_cpu.yaml batch.global_batch_size=16 \
 		--layouts tp=1,2 pp=1,2 cp=1,2 dp=1,2 sp=0,1 packing=0,1 --max-processes 8
 
+BENCHMARKS := packing data prefix context_parallel logprobs checkpoints generation async dpo grpo growth
+
+# All of them, also after one that misses a bound.
 bench: install
-	$(BIN)/python scripts/bench_packing.py
-	$(BIN)/python scripts/bench_data.py
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_prefix.py
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_context_parallel.py
-	$(BIN)/python scripts/bench_logprobs.py
-	$(BIN)/python scripts/bench_checkpoints.py
-	$(BIN)/python scripts/bench_generation.py
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_async.py
-	$(BIN)/python scripts/bench_dpo.py
+	@failed=; for name in $(BENCHMARKS); do \
+		$(BIN)/python scripts/bench_$$name.py || failed="$$failed $$name"; \
+	done; test -z "$$failed" || { echo "missed a bound, or ended with an error:$$failed"; exit 1; }
 
 lint: install
 	$(BIN)/ruff format --check .

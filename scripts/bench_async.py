@@ -1,4 +1,4 @@
-"""Steps an hour of asynchronous rollouts beside synchronous ones, measured within one run.
+"""Time of a step with asynchronous rollouts beside synchronous ones, measured within one run.
 
     OMP_NUM_THREADS=1 python scripts/bench_async.py [--steps 16] [--hidden 256] [--layers 4]
 
@@ -20,9 +20,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from bench_results import Row, finish
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mcore_rl.config import GRPOConfig, build_config
+from mcore_rl.data.order import SampleOrder
 from mcore_rl.data.prompts import Prompt
 from mcore_rl.quiet import quiet_libraries
 
@@ -30,7 +32,7 @@ BOUND = 1.6
 PROMPTS, GROUP, NEW_TOKENS, VOCABULARY = 4, 4, 64, 1024
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=256)
@@ -48,14 +50,11 @@ def main() -> None:
             train(directory, policy, arguments.steps, s, latency=training) for s in (0, 1)
         )
         policy.shutdown()
-    ratio = (now / sum(of_now)) / (ahead / sum(of_ahead))
-    per_hour = [3600 * arguments.steps / seconds for seconds in (now, ahead)]
-    print(f"training takes {statistics.median(of_now):.2f} s a step; the stub engine sleeps as long for its responses")
-    print(
-        f"{per_hour[0]:,.0f} steps an hour with max_staleness=0, {per_hour[1]:,.0f} with 1, "
-        f"over {arguments.steps} steps; ratio {ratio:.2f} (at least {BOUND})"
-    )
-    sys.exit(ratio < BOUND)
+    now, ahead = now / sum(of_now), ahead / sum(of_ahead)
+    columns = ("max_staleness 1", "max_staleness 0", "0 / 1")
+    rows = [Row("rollouts one step ahead", ahead, now, now / ahead, at_least=BOUND)]
+    title, is_whole = "Time of a step, in units of its training", arguments == parser.parse_args([])
+    return finish("async", title, columns, rows, keep=is_whole)
 
 
 def train(directory, policy, steps, staleness, latency):
@@ -134,6 +133,9 @@ class PromptList:
     def __len__(self):
         return len(self.prompts)
 
+    def order(self, seed):
+        return SampleOrder(len(self), seed)
+
 
 def make_model(path, arguments):
     torch.manual_seed(0)
@@ -171,4 +173,4 @@ def config_of(directory, steps, staleness):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

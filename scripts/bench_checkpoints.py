@@ -3,19 +3,21 @@
     OMP_NUM_THREADS=2 python scripts/bench_checkpoints.py [--hidden 768] [--layers 8]
 
 Stall: seconds that training stands still for an asynchronous save, over those of a synchronous one; medians of
-interleaved repetitions. Memory: the peak of a converting process beyond its start, beside the size of
-the model and of its largest tensor.
+interleaved repetitions, on two threads. Memory: the peak of a converting process beyond its start, beside the size of
+the largest tensor, and of a shard where shards are written. Exits with 1 where a bound is missed.
 """
 
 import argparse
 import math
 import multiprocessing
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+from bench_results import Row, finish
 from peak_memory import PeakMemory
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,8 +26,10 @@ from mcore_rl.config import SFTConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.quiet import quiet_libraries
 
+SHARD_BYTES = 10**8
 
-def main() -> None:
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=8)
@@ -33,11 +37,17 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     arguments = parser.parse_args()
     quiet_libraries()
+    torch.set_num_threads(2)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         make_model(root / "model", arguments)
-        measure_conversion(root)
-        measure_stall(root, arguments.repetitions)
+        conversion = measure_conversion(root)
+        stall, megabytes = measure_stall(root, arguments.repetitions)
+    columns, is_whole = ("asynchronous, s", "synchronous, s", "stall / save"), arguments == parser.parse_args([])
+    title = f"Training stands still for an asynchronous save; a checkpoint of {megabytes:,.0f} MB"
+    missed = finish("checkpoints", title, columns, [stall], is_whole)
+    columns = ("peak, MB", "beside, MB", "ratio")
+    return missed | finish("conversion", "Most memory of a conversion", columns, conversion, is_whole)
 
 
 def make_model(directory, arguments):
@@ -53,6 +63,7 @@ def make_model(directory, arguments):
 
 
 def measure_stall(root, repetitions):
+    """A row, and megabytes of a checkpoint."""
     from mcore_rl.algorithms.loss_functions import NLLLoss
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -76,9 +87,10 @@ def measure_stall(root, repetitions):
         whole.append(time.perf_counter() - started)
         stall.append(stalled(policy, root / "checkpoints", step + 1))
     size = sum(path.stat().st_size for path in (root / "checkpoints").rglob("*.distcp")) / 1e6
-    ratio = statistics.median(a / b for a, b in zip(stall, whole, strict=True))
-    print(f"checkpoint of {size:,.0f} MB: stall of an asynchronous save / synchronous save {ratio:.3f}")
     policy.shutdown()
+    ratio = statistics.median(a / b for a, b in zip(stall, whole, strict=True))
+    stall, whole = statistics.median(stall), statistics.median(whole)
+    return Row("stall / synchronous save", stall, whole, ratio, at_most=0.25), size
 
 
 def stalled(policy, directory, step):
@@ -105,17 +117,20 @@ def some_data():
 def measure_conversion(root):
     with safe_open(root / "model" / "model.safetensors", framework="pt") as file:
         sizes = [4 * math.prod(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
-    context = multiprocessing.get_context("spawn")
-    for convert in (to_megatron, to_hf):
+    tensor, shard = max(sizes) / 1e6, SHARD_BYTES / 1e6
+    print(f"the model has {sum(sizes) / 1e6:,.0f} MB, its largest tensor {tensor:,.0f} MB")
+    context, rows = multiprocessing.get_context("spawn"), []
+    for name, convert, beside, bound in (
+        ("hf-to-megatron / largest tensor", to_megatron, tensor, 3),
+        ("megatron-to-hf / largest tensor and shard", to_hf, tensor + shard, 2),
+    ):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=measure_peak, args=(sender, convert, root))
         process.start()
-        peak = receiver.recv()
+        peak = receiver.recv() / 1e6
         process.join()
-        print(
-            f"{convert.__name__}: peak {peak / 1e6:,.0f} MB; the model has {sum(sizes) / 1e6:,.0f} MB, "
-            f"its largest tensor {max(sizes) / 1e6:,.0f} MB"
-        )
+        rows.append(Row(name, peak, beside, peak / beside, at_most=bound))
+    return rows
 
 
 def to_megatron(root):
@@ -128,7 +143,7 @@ def to_hf(root):
     from mcore_rl.models.megatron.convert import megatron_to_hf
 
     iteration = root / "megatron" / "iter_0000000"
-    megatron_to_hf(iteration, root / "model", root / "hf", lambda items, total: items, max_shard_bytes=10**8)
+    megatron_to_hf(iteration, root / "model", root / "hf", lambda items, total: items, max_shard_bytes=SHARD_BYTES)
 
 
 def measure_peak(sender, convert, root):
@@ -141,4 +156,4 @@ def measure_peak(sender, convert, root):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,8 +2,8 @@
 
     python scripts/bench_data.py [--records 1000000] [--tokens 512]
 
-Bounds: at most 1 GB resident in a process, and 10 s from its start to a first batch of 512 records; an order of samples
-that costs the same at any size. Exits with 1 if one is missed. Needs 5 bytes of disk a token.
+Bounds: at most 1 GiB resident in a process, and 10 s from its start to a first batch of 512 records; an order of
+samples that costs the same at any size. Exits with 1 if one is missed. Needs 5 bytes of disk a token.
 """
 
 import argparse
@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from bench_results import Row, finish
 
 from mcore_rl.data.order import SampleOrder
 from mcore_rl.data.token_store import TokenizedChunk, collect
 from mcore_rl.entry_point import Parser, count
 
-MAX_RESIDENT_BYTES, MAX_SECONDS = 1 << 30, 10.0
+MAX_RESIDENT_GIB, MAX_SECONDS = 1.0, 10.0
 MAX_SLOWDOWN = 5.0
 """A position is enciphered at most 4 times on average, and once where the size is just below a power of 4."""
 BATCH = 512
@@ -57,15 +58,16 @@ def main() -> int:
         rank = [sys.executable, "-c", RANK, directory, str(BATCH)]
         done = subprocess.run(rank, check=True, capture_output=True, text=True, timeout=300)
         seconds, resident = json.loads(done.stdout)
-        slowdown = order_seconds(arguments.records) / order_seconds(arguments.records // 100)
-        rows = [
-            ("first batch, from the start of the process, s", seconds, MAX_SECONDS),
-            ("resident after 20 batches, GB", resident / 1e9, MAX_RESIDENT_BYTES / 1e9),
-            ("order of a sample, beside a hundredth of the records", slowdown, MAX_SLOWDOWN),
-        ]
-        for name, value, bound in rows:
-            print(f"{name:<60}{value:>8.2f}   at most {bound:.2f}")
-        return int(any(value > bound for _, value, bound in rows))
+    all_, few = order_seconds(arguments.records), order_seconds(arguments.records // 100)
+    rows = [
+        Row.figure("first batch, from the start of the process", seconds, "s", at_most=MAX_SECONDS),
+        Row.figure("resident after 20 batches", resident / (1 << 30), "GiB", at_most=MAX_RESIDENT_GIB),
+        Row("order of samples / of a hundredth of the records", all_, few, all_ / few, at_most=MAX_SLOWDOWN),
+    ]
+    columns = ("s", "beside, s", "ratio, or figure")
+    is_whole = arguments == parser.parse_args([])
+    title = f"{arguments.records:,} tokenized records of {arguments.tokens} tokens"
+    return finish("data", title, columns, rows, keep=is_whole)
 
 
 def invented(records: int, tokens: int) -> Iterator[TokenizedChunk]:

@@ -4,7 +4,7 @@
 
 Ragged prompts, and responses of skewed lengths (a few as long as the limit, most much shorter), the same for
 both; then groups of responses to fewer, longer prompts. A token is useful if it belongs to a response; what a batch
-computes for sequences that have ended is not. Exits with 1 where a ratio is below its bound.
+computes for sequences that have ended is not. Two threads. Exits with 1 where a ratio is below its bound.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+from bench_results import Row, finish
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from mcore_rl.config import SFTConfig
@@ -40,7 +41,7 @@ class LengthLimits(StoppingCriteria):
         return input_ids.shape[1] >= self.ends
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
@@ -51,31 +52,34 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     arguments = parser.parse_args()
     quiet_libraries()
+    torch.set_num_threads(2)
     with tempfile.TemporaryDirectory() as directory:
         ours, theirs = make_both(Path(directory), arguments)
         print(f"{sum(p.numel() for p in theirs.parameters()):,} parameters, {arguments.prompts} responses")
         ragged = make_prompts(arguments, (8, 64), 1)
         groups = make_prompts(arguments, (256, LONGEST_PROMPT), arguments.group)
-        fast_enough = compare("ragged prompts", *ragged, ours, theirs, arguments.repetitions, bound=1.5)
-        fast_enough &= compare(f"groups of {arguments.group}", *groups, ours, theirs, arguments.repetitions, bound=4.0)
-    sys.exit(not fast_enough)
+        rows = [
+            compare("prompts of 8–63 tokens", *ragged, ours, theirs, arguments.repetitions, bound=1.5),
+            compare(
+                f"groups of {arguments.group}, longer prompts", *groups, ours, theirs, arguments.repetitions, bound=4
+            ),
+        ]
+    columns = ("ours", "transformers", "ours / transformers")
+    is_whole = arguments == parser.parse_args([])
+    return finish("generation", "Generation: useful tokens a second", columns, rows, keep=is_whole)
 
 
 def compare(name, prompts, limits, ours, theirs, repetitions, bound):
-    """Print one line; whether the ratio reaches the bound."""
-    ratios = []
+    speeds = [], []
     for _ in range(repetitions + 1):
         ours_seconds, ours_tokens = timed(lambda: run_ours(ours, prompts, limits))
         theirs_seconds, theirs_tokens = timed(lambda: run_theirs(theirs, prompts, limits))
         assert ours_tokens == theirs_tokens, "the two do not generate the same tokens"
-        ratios.append(theirs_seconds / ours_seconds)
-    useful = sum(limits)
-    ratio = statistics.median(ratios[1:])
-    print(
-        f"{name}, {useful} useful tokens: ours {useful / ours_seconds:,.0f} tokens/s, transformers "
-        f"{useful / theirs_seconds:,.0f} tokens/s; ratio {ratio:.2f} (median of {repetitions}; at least {bound})"
-    )
-    return ratio >= bound
+        for side, seconds in zip(speeds, (ours_seconds, theirs_seconds), strict=True):
+            side.append(sum(limits) / seconds)
+    ratio = statistics.median(a / b for a, b in list(zip(*speeds, strict=True))[1:])  # the first is a warm-up
+    print(f"{name}: {sum(limits)} useful tokens, ratio {ratio:.2f}", flush=True)
+    return Row(name, *(statistics.median(side[1:]) for side in speeds), ratio, at_least=bound)
 
 
 def make_prompts(arguments, lengths, group):
@@ -152,4 +156,4 @@ def run_theirs(model, prompts, limits):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,16 +4,20 @@
 
 The yardstick is the three matrix products that no method avoids: logits, and the gradients of hidden
 states and weight. Each ratio is the median over interleaved repetitions. Memory is the process's
-peak beyond inputs, weight and their gradients, measured in a process of its own.
+peak beyond inputs, weight and their gradients, measured in a process of its own. Exits with 1 where a
+bound is missed.
 """
 
 import argparse
 import multiprocessing
 import statistics
+import sys
 import time
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from bench_results import Row, finish
 from peak_memory import PeakMemory
 
 from mcore_rl.algorithms.loss_functions import NLLLoss, SequencePackingLossWrapper
@@ -22,7 +26,7 @@ from mcore_rl.distributed.linear_logprobs import linear_logprobs
 from mcore_rl.distributed.parallel_logprobs import vocab_parallel_logprobs
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=512)
@@ -32,35 +36,32 @@ def main() -> None:
     torch.set_num_threads(2)
     case = Case(sizes.tokens, sizes.hidden, sizes.vocabulary)
 
-    print(f"{sizes.tokens} tokens, hidden {sizes.hidden}, vocabulary {sizes.vocabulary}, fp32, 2 threads")
-    ratios = compare(sizes.repetitions, products=case.products, fused=case.fused)
-    row("fused / three products", ratios["fused"] / ratios["products"], "1.6")
-    ratios = compare(sizes.repetitions, products=case.products, from_logits=case.from_logits)
-    row("from logits / three products", ratios["from_logits"] / ratios["products"], "1.2")
-    ratios = compare(sizes.repetitions, half_masked=case.half_masked, fused=case.fused)
-    row("fused, half the tokens masked / none", ratios["half_masked"] / ratios["fused"], "0.6")
-
     many, few = Packs(64, 16, sizes.vocabulary), Packs(4, 256, sizes.vocabulary)
-    ratios = compare(sizes.repetitions, many=many.run, few=few.run)
-    row("loss of 64 sequences of 16 / 4 of 256", ratios["many"] / ratios["few"], "1.15")
-
+    rows = [
+        compare("fused / three products", case.fused, case.products, sizes.repetitions, 1.6),
+        compare("from logits / three products", case.from_logits, case.products, sizes.repetitions, 1.2),
+        compare("fused, half the tokens masked / none", case.half_masked, case.fused, sizes.repetitions, 0.6),
+        compare("loss of 64 sequences of 16 / 4 of 256", many.run, few.run, sizes.repetitions, 1.15),
+    ]
     for tokens in (sizes.tokens, 16 * sizes.tokens):
-        row(f"fused, peak MB beyond gradients at {tokens} tokens", peak_megabytes(tokens, sizes), "200")
+        rows.append(Row.figure(f"fused, peak at {tokens:,} tokens", peak_megabytes(tokens, sizes), "MB", at_most=200))
+    sized = f"{sizes.tokens:,} tokens, hidden {sizes.hidden}, vocabulary {sizes.vocabulary:,}"
+    columns = ("s", "beside, s", "ratio, or figure")
+    is_whole = sizes == parser.parse_args([])
+    return finish("logprobs", f"Log-probabilities: {sized}", columns, rows, keep=is_whole)
 
 
-def row(name: str, value: float, bound: str) -> None:
-    print(f"{name:<52}{value:>8.2f}   (at most {bound})", flush=True)
-
-
-def compare(repetitions: int, **functions) -> dict[str, float]:
-    """Median seconds of each, their repetitions interleaved so that a slow moment hits all alike."""
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
+def compare(name: str, ours: Callable[[], None], peer: Callable[[], None], repetitions: int, at_most: float) -> Row:
+    """Of median seconds; the repetitions are interleaved so that a slow moment hits both alike."""
+    seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(repetitions + 1):
-        for name, function in functions.items():
+        for function, times in zip((ours, peer), seconds, strict=True):
             started = time.perf_counter()
             function()
-            seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
+            times.append(time.perf_counter() - started)
+    taken, beside = (statistics.median(times[1:]) for times in seconds)
+    print(f"{name}: {taken / beside:.2f}", flush=True)
+    return Row(name, taken, beside, taken / beside, at_most=at_most)
 
 
 class Case:
@@ -129,4 +130,4 @@ def _peak(tokens: int, hidden: int, vocabulary: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

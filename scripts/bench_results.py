@@ -1,4 +1,9 @@
-"""A benchmark's table: printed, checked against its bounds, kept as JSON and as a picture in docs/benchmarks/."""
+"""A benchmark's table: printed, checked against its bounds, kept as JSON and as a picture in docs/benchmarks/.
+
+    python scripts/bench_results.py
+
+draws the pictures again from the JSON that is there.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +16,33 @@ from make_drawings import COLORS, PADDING, text
 
 RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks"
 BAR, LEFT, WIDTH = 22, 250, 360
+LETTER = 6.5  # of a name's letters, on average
 
 
 @dataclass(frozen=True)
 class Row:
     """
     ours, peer: in the table's unit. ratio: what is bounded. at_least, at_most: its bounds, if it has some.
+    `figure` makes a row that compares nothing: ratio is then the figure itself, in the row's own unit.
     """
 
     name: str
-    ours: float
-    peer: float
+    ours: float | None
+    peer: float | None
     ratio: float
     at_least: float | None = None
     at_most: float | None = None
+    unit: str = ""
+
+    @classmethod
+    def figure(
+        cls, name: str, value: float, unit: str, at_least: float | None = None, at_most: float | None = None
+    ) -> Row:
+        return cls(name, None, None, value, at_least, at_most, unit)
+
+    @property
+    def shown(self) -> str:
+        return f"{self.ratio:,.4g} {self.unit}" if self.unit else f"{self.ratio:.2f}"
 
     @property
     def is_missed(self) -> bool:
@@ -48,8 +66,8 @@ def finish(name: str, title: str, columns: tuple[str, str, str], rows: Sequence[
     width = max(len(row.name) for row in rows) + 2
     print(f"\n{title}\n{'':<{width}}" + "".join(f"{column:>22}" for column in columns) + "   bound")
     for row in rows:
-        values = f"{row.ours:>22,.4g}{row.peer:>22,.4g}{row.ratio:>22.2f}"
-        print(f"{row.name:<{width}}{values}   {row.bound}{'  MISSED' if row.is_missed else ''}")
+        values = "".join(f"{'' if value is None else f'{value:,.4g}':>22}" for value in (row.ours, row.peer))
+        print(f"{row.name:<{width}}{values}{row.shown:>22}   {row.bound}{'  MISSED' if row.is_missed else ''}")
     if keep:
         RESULTS.mkdir(exist_ok=True)
         table = {"title": title, "columns": columns, "rows": [asdict(row) for row in rows]}
@@ -58,21 +76,36 @@ def finish(name: str, title: str, columns: tuple[str, str, str], rows: Sequence[
     return int(any(row.is_missed for row in rows))
 
 
-def picture(title: str, columns: tuple[str, str, str], rows: Sequence[Row]) -> str:
-    """A bar for each row's ratio, a line for its bound."""
-    longest = max(max(row.ratio, row.at_least or 0, row.at_most or 0) for row in rows)
+def picture(title: str, columns: Sequence[str], rows: Sequence[Row]) -> str:
+    """A bar for each row's ratio, a line for its bound; rows of the same unit share a scale."""
+    longest: dict[str, float] = {}
+    for row in rows:
+        longest[row.unit] = max(longest.get(row.unit, 0), row.ratio, row.at_least or 0, row.at_most or 0)
+    left = max(LEFT, 24 + int(LETTER * max(len(row.name) for row in rows)))
     parts = [text(16, 24, title, weight="bold"), text(16, 42, columns[2], color="#666666")]
     for number, row in enumerate(rows):
-        y, bar = 58 + number * (BAR + 8), row.ratio / longest * WIDTH
-        parts.append(text(LEFT - 8, y + 15, row.name, anchor="end"))
-        parts.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH}" height="{BAR}" rx="2" fill="{PADDING}" opacity="0.4"/>')
+        y, scale = 58 + number * (BAR + 8), WIDTH / longest[row.unit]
+        parts.append(text(left - 8, y + 15, row.name, anchor="end"))
+        parts.append(f'<rect x="{left}" y="{y}" width="{WIDTH}" height="{BAR}" rx="2" fill="{PADDING}" opacity="0.4"/>')
         color = COLORS[4] if row.is_missed else COLORS[0]
-        parts.append(f'<rect x="{LEFT}" y="{y}" width="{bar:.1f}" height="{BAR}" rx="2" fill="{color}"/>')
+        bar = f'width="{row.ratio * scale:.1f}" height="{BAR}"'
+        parts.append(f'<rect x="{left}" y="{y}" {bar} rx="2" fill="{color}"/>')
         for bound in (row.at_least, row.at_most):
             if bound is not None:
-                x = LEFT + bound / longest * WIDTH
+                x = left + bound * scale
                 parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 3}" y2="{y + BAR + 3}" stroke="#222222"/>')
-        parts.append(text(LEFT + WIDTH + 8, y + 15, f"{row.ratio:.2f}  {row.bound}"))
-    size = f"{LEFT + WIDTH + 110} {58 + len(rows) * (BAR + 8) + 8}"
+        parts.append(text(left + WIDTH + 8, y + 15, f"{row.shown}  {row.bound}"))
+    size = f"{left + WIDTH + 110} {58 + len(rows) * (BAR + 8) + 8}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="12">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
+
+
+def kept(path: Path) -> tuple[str, list[str], list[Row]]:
+    """Title, columns and rows of a table's JSON."""
+    table = json.loads(path.read_text())
+    return table["title"], table["columns"], [Row(**row) for row in table["rows"]]
+
+
+if __name__ == "__main__":
+    for path in RESULTS.glob("*.json"):
+        path.with_suffix(".svg").write_text(picture(*kept(path)))

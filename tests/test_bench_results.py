@@ -1,11 +1,12 @@
 """A benchmark that misses a bound says so and fails."""
 
 import json
+import re
 import xml.etree.ElementTree as ET
 
 import bench_results
 import pytest
-from bench_results import Row
+from bench_results import RESULTS, Row, kept, picture
 
 
 @pytest.mark.parametrize(
@@ -16,6 +17,8 @@ from bench_results import Row
         (Row("a", 1, 2, 0.5, at_most=0.6), False),
         (Row("a", 1, 1.5, 0.67, at_most=0.6), True),
         (Row("a", 1, 1, 1.0), False),
+        (Row.figure("a", 199.9, "MB", at_most=200), False),
+        (Row.figure("a", 200.1, "MB", at_most=200), True),
     ],
 )
 def test_bounds(row, missed, tmp_path, monkeypatch, capsys):
@@ -24,3 +27,29 @@ def test_bounds(row, missed, tmp_path, monkeypatch, capsys):
     assert (status, "MISSED" in capsys.readouterr().out) == (int(missed), missed)
     assert json.loads((tmp_path / "results" / "name.json").read_text())["rows"][0]["ratio"] == row.ratio
     assert ET.parse(tmp_path / "results" / "name.svg").getroot().tag.endswith("svg")
+
+
+def test_a_figure_is_shown_in_its_own_unit_and_scale(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_results, "RESULTS", tmp_path)
+    rows = [Row("faster", 6, 3, 2.0, at_least=1.5), Row.figure("memory", 41.27, "MB", at_most=200)]
+    bench_results.finish("name", "A title", ("ours", "peer", "ratio"), rows)
+    faster, memory = capsys.readouterr().out.splitlines()[-2:]
+    assert faster.split() == ["faster", "6", "3", "2.00", "≥", "1.5"]
+    assert memory.split() == ["memory", "41.27", "MB", "≤", "200"]
+    svg = (tmp_path / "name.svg").read_text()
+    widths = [float(width) for width in re.findall(r'<rect x="\d+" y="\d+" width="([\d.]+)"', svg)]
+    assert "41.27 MB  ≤ 200" in svg
+    assert widths == [360, 360, 360, round(360 * 41.27 / 200, 1)]  # each row's ground, and its bar
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_kept_tables_hold_their_bounds_and_are_shown(path):
+    title, columns, rows = kept(path)
+    assert not [row.name for row in rows if row.is_missed]
+    assert path.with_suffix(".svg").read_text() == picture(title, columns, rows), "run scripts/bench_results.py"
+    shown = re.findall(r"!\[[^\]]+\]\(benchmarks/(\w+)\.svg\)", (RESULTS.parent / "benchmarks.md").read_text())
+    assert path.stem in shown
+
+
+def test_every_picture_has_its_table():
+    assert {path.stem for path in RESULTS.glob("*.svg")} == {path.stem for path in RESULTS.glob("*.json")}
