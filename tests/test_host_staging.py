@@ -72,3 +72,34 @@ def test_what_is_written_is_the_state_at_its_beginning(layout, model_of, tmp_pat
     for first, again, names in run_processes(saved_while_training, config, tmp_path, world_size=layout.world_size):
         assert first == again
         assert [name for name in names if name.startswith("iter_")] == ["iter_0000001"]
+
+
+def fails_to_fork(config, directory):
+    """On the last rank, once the copies are there."""
+    from mcore_rl.models.megatron import checkpoint_writer
+    from mcore_rl.models.megatron.checkpoint_writer import SaveError
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+
+    def stage(storage, staging):
+        items, tensors = zip(*storage.tensors, strict=True)
+        storage.tensors = list(zip(items, staging.copy(tensors), strict=True))
+
+    def cannot_start():
+        raise OSError(12, "Cannot allocate memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_writer.OneFileWriter, "stage", stage)
+        patch.setattr(HostStaging, "is_done", False)
+        policy.save_checkpoint(directory, 1, {}, wait=False)
+        patch.setattr(HostStaging, "is_done", True)
+        if policy.rank == 1:
+            policy._saving._writer._process.start = cannot_start
+        with pytest.raises(SaveError, match=r"rank 1: OSError: .*Cannot allocate memory"):
+            policy.finish_saving()
+    policy.shutdown()
+
+
+def test_a_process_that_cannot_be_started_is_a_failed_save_on_all_ranks(model_of, tmp_path):
+    run_processes(fails_to_fork, Layout(tp=2).apply(make_config(model_of("llama"))), tmp_path, world_size=2)

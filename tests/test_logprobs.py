@@ -152,6 +152,9 @@ def test_gradient_goes_into_main_grad():
     targets = torch.randint(0, 10, (6,))
     (expected,) = torch.autograd.grad(linear_logprobs(hidden, head, targets)[0].sum(), head)
     head.main_grad = torch.ones(10, 4)
+    (given,) = torch.autograd.grad(linear_logprobs(hidden, head, targets)[0].sum(), head)
+    assert torch.equal(given, torch.zeros_like(head)), "where nobody drops it, it may be added up"
+    head.main_grad, head.grad_added_to_main_grad = torch.ones(10, 4), False  # as Megatron's hook marks it
     linear_logprobs(hidden, head, targets)[0].sum().backward()
     torch.testing.assert_close(head.main_grad, expected + 1)
     assert head.grad_added_to_main_grad

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -81,6 +82,39 @@ def test_items_go_to_those_who_want_them():
         assert nothing == (None if rank % 2 else [])
         assert first == ([["item", n, "x" * n] for n in (3, 0, 2)] if rank == 0 else [])
         assert told == [0.5, 1.5]
+
+
+class Unsendable(Exception):
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
+
+
+def settled(kind):
+    """Rank 1's work fails in this way; rank 0's comes to something, rank 2 has none."""
+    rank, work = torch.distributed.get_rank(), Future()
+    if rank == 0:
+        work.set_result("done")
+    elif kind == "cancelled":
+        work.cancel()
+        work.set_running_or_notify_cancel()
+    else:
+        work.set_exception(Unsendable("this", "that") if kind == "unsendable" else ValueError("no"))
+    try:
+        return collectives.settle(work if rank < 2 else None, 0.1)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("failed", "ValueError: no"),
+        ("cancelled", "CancelledError: "),
+        ("unsendable", "RuntimeError: Unsendable: this and that"),
+    ],
+)
+def test_all_ranks_hear_of_what_fails(kind, told):
+    assert run_processes(settled, kind, world_size=3) == [told] * 3
 
 
 OUTCOMES = [

@@ -78,13 +78,13 @@ def test_the_reference_is_the_mixture(family, first, second, model_of, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "mixed", dtype=torch.float32)
     with torch.no_grad():
         expected = plain_logprobs(model, make_data())
-    torch.testing.assert_close(scores.double(), expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(scores.double(), expected, rtol=0, atol=4e-5)
     pieces, again, resaved = run_processes(load_and_score, second.apply(config), saved, world_size=second.world_size)[0]
     assert "reference" in pieces
-    torch.testing.assert_close(again, scores, rtol=0, atol=2e-5)
+    torch.testing.assert_close(again, scores, rtol=0, atol=4e-5)
     # A run that has loaded it goes on saving it, whether it moves it further or not.
     _, last, _ = run_processes(load_and_score, config, resaved, world_size=1)[0]
-    torch.testing.assert_close(last, scores, rtol=0, atol=2e-5)
+    torch.testing.assert_close(last, scores, rtol=0, atol=4e-5)
 
 
 @pytest.mark.long
@@ -96,10 +96,10 @@ def test_adapters_are_copied(model_of, tmp_path):
     before, after, saved = run_processes(adapters_moved, layout.apply(config), tmp_path, world_size=4)[0]
     torch.testing.assert_close(after, before)
     _, again, _ = run_processes(load_and_score, config, saved, world_size=1)[0]
-    torch.testing.assert_close(again, before, rtol=0, atol=2e-5)
+    torch.testing.assert_close(again, before, rtol=0, atol=4e-5)
     without = DPOConfig.model_validate({**values, "reference_sync": None})
     _, again, _ = run_processes(load_and_score, without, saved, world_size=1)[0]
-    torch.testing.assert_close(again, before, rtol=0, atol=2e-5)
+    torch.testing.assert_close(again, before, rtol=0, atol=4e-5)
 
 
 def adapters_moved(config, directory):
@@ -155,15 +155,6 @@ def test_a_run_that_is_taken_up_again(tmp_path):
     assert all(a != b for a, b in zip(whole[2:], fixed[2:], strict=True))
 
 
-def moved_then_computed_before(config):
-    train(config)
-    without = config.model_copy(update={"reference_sync": None})
-    assert not _check_reference(without, SimpleNamespace(train=range(1))), "what has moved is in the checkpoint alone"
-    dpo = dataclasses.replace(config.dpo, reference="precompute")
-    longer = config.trainer.model_copy(update={"max_epochs": 2})
-    train(without.model_copy(update={"dpo": dpo, "trainer": longer}))
-
-
 def test_a_reference_that_has_moved_is_not_computed_again(model_of, tmp_path):
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "bc", "rejected": "de"}\n')
     values = {
@@ -174,14 +165,18 @@ def test_a_reference_that_has_moved_is_not_computed_again(model_of, tmp_path):
         "checkpoint": {"export_hf": False},
         "reference_sync": {"interval": 1},
     }
+    run_processes(train, build_config(DPOConfig, values, [], ""), world_size=1)
+    without = {**values, "reference_sync": None, "trainer": {"max_epochs": 2}}
+    auto = build_config(DPOConfig, without, [], "")
+    assert not _check_reference(auto, SimpleNamespace(train=range(1))), "what has moved is in the checkpoint alone"
     with pytest.raises(WorkerError, match=r"dpo\.reference=precompute: .*iter_0000001 begins from other weights than"):
-        run_processes(moved_then_computed_before, build_config(DPOConfig, values, [], ""), world_size=1)
+        run_processes(train, build_config(DPOConfig, without, ["dpo.reference=precompute"], ""), world_size=1)
 
 
 def convert(source, destination):
     from mcore_rl.models.megatron.convert import hf_to_megatron
 
-    hf_to_megatron(source, destination, lambda *_: None)
+    hf_to_megatron(source, destination, lambda items, count: items)
 
 
 def begun_from_other_weights(config, iteration):
@@ -194,7 +189,7 @@ def begun_from_other_weights(config, iteration):
             checkpoint = config.checkpoint.model_copy(update={"resume": str(resume), "allow_partial": True})
             trainer = config.trainer.model_copy(update={"max_steps": last})
             changes = {"dpo": dpo, "output_dir": out, "checkpoint": checkpoint, "trainer": trainer}
-            train(config.model_copy(update=changes))
+            run_processes(train, config.model_copy(update=changes), world_size=1)
         found.append([json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()])
     return found
 
@@ -213,11 +208,12 @@ def test_a_run_begun_from_other_weights_keeps_its_reference(model_of, tmp_path):
         "data": {"train": str(tmp_path / "pairs.jsonl"), "max_sequence_length": 16},
         "batch": {"global_batch_size": 2},
         "optimizer": {"lr": 1e-2, "warmup_steps": 0, "schedule": "constant"},
+        "trainer": {"max_steps": 4},
         "checkpoint": {"export_hf": False},
     }
     config = build_config(DPOConfig, values, [], "")
     (iteration,) = (tmp_path / "weights").glob("iter_*")
-    whole, swapped, parts = run_processes(begun_from_other_weights, config, iteration, world_size=1)[0]
+    whole, swapped, parts = begun_from_other_weights(config, iteration)
     assert whole[0] == pytest.approx(0.6931, abs=1e-4) and len(whole) == 4
     assert whole == swapped == parts
 

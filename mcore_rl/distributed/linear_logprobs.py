@@ -297,7 +297,8 @@ class HeadGradients:
         where there may be no such hook, and somebody might write to the gradient.
         """
         is_hooked = hasattr(self.weight, "grad_added_to_main_grad")
-        self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        if is_hooked:
+            self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         if getattr(self.weight, "zero_out_wgrad", False) or not is_hooked:
             return self.weight.new_zeros(()).expand(self.weight.shape)
         return self.weight.detach()
