@@ -45,8 +45,6 @@ def main() -> None:
         if config.model.dtype not in gpu.flops_per_second:
             raise UserError(f"--hardware {arguments.hardware}: tells no peak for model.dtype={config.model.dtype}")
         sequences = sequences_of(config, arguments)
-        if isinstance(config, DPOConfig) and config.dpo.reference == "auto" and config.precomputes(epochs=1):
-            print("assumed: the reference is computed before training (dpo.reference=auto)", file=sys.stderr)
         if arguments.search and arguments.load_from:
             raise UserError("--load-from: is of one layout; leave out --search")
         if arguments.search:
@@ -58,6 +56,8 @@ def main() -> None:
         ranks = chosen_ranks(config, size, arguments.ranks)
         rows = f"{len(sequences.lengths):,} sequences of {sum(sequences.lengths):,} tokens"
         print(f"{arguments.algorithm}, {size} processes, {config.model.dtype}, {rows} a step")
+        if isinstance(config, DPOConfig) and config.dpo.reference == "auto" and config.precomputes(epochs=1):
+            print("assumed: the reference is computed before training (dpo.reference=auto)")
         reports = simulate(config, size, ranks, sequences, arguments.workers)
         print("\n".join(describe(config, size, reports, gpu)))
         if arguments.load_from:

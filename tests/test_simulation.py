@@ -440,7 +440,7 @@ def test_the_script(file):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("dpo, 8 processes, float32, 16 sequences of 1,504 tokens a step")
-    assert lines[1].startswith("rank 0 (pipeline stage 0): ")
+    assert lines[1].startswith("assumed: ") and lines[2].startswith("rank 0 (pipeline stage 0): ")
     estimate, loading, loaded = lines[-3:]
     assert estimate.startswith("estimate: ") and "MFU" in estimate
     assert loading == "loading a checkpoint that 4 ranks wrote"
