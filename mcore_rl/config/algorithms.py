@@ -29,7 +29,7 @@ class DPOAlgorithmConfig(DPOOptions):
     reference: Literal["auto", "swap", "precompute"] = "auto"
     """swap: for each batch, by the initial weights in the policy's place (with LoRA: without the adapters),
     or by `reference_model`; precompute: all before training, kept in output_dir; auto: precompute if the run goes over
-    all training data at least once, and the reference does not move."""
+    all training data at least once, did not begin from a checkpoint, and has a reference that does not move."""
     reference_model: str | None = None
     """A model directory that is the reference in place of the initial policy; of any size, with the same tokenizer."""
 
