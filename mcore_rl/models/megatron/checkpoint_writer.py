@@ -203,9 +203,11 @@ class ShardWriter:
 
     def abandon(self) -> None:
         """Stop writing."""
-        if self._process.pid is not None:
-            self._process.kill()
-            self._process.join()
+        if self._process.pid is None:
+            self._sender.close()
+            return
+        self._process.kill()
+        self._process.join()
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def run_microbatches(
     """Forward (and backward) over the microbatches; the head's outputs on the last stage, else []."""
     several = len(wrapped) > 1
     of_microbatch = functools.partial(model_inputs, model=model)
-    # Each microbatch comes to every chunk of the model.
+    # Each microbatch comes to every chunk of the model; what was made for it is kept until all have gone through.
     inputs: Callable[[Microbatch], dict[str, Any]] = functools.cache(of_microbatch) if several else of_microbatch
 
     def forward_step(iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:

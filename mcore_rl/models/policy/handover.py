@@ -131,10 +131,8 @@ class WeightHandover:
             info = self.info(adapters_only)
         if unknown := sorted(set(keys) - set(info)):
             raise ValueError(f"get_weights_ipc_handles: the model has no {', '.join(unknown)}")
-        devices = self._devices.gather(
-            platform.device_id()
-        )  # the first rank has come back: nobody reads the last blocks
-        self.release()
+        devices = self._devices.gather(platform.device_id())
+        self.release()  # the first rank has come back: nobody reads the last block
         if devices.index(devices[self.rank]) == self.rank:
             self._shared = SharedBucket({key: info[key] for key in keys})
         adapters = ((name, tensor) for name, tensor in export_adapters(self.model) if name in keys)
