@@ -8,7 +8,7 @@ import torch
 from test_layouts import make_config, plain_logprobs
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.algorithms.dpo import _check_reference
+from mcore_rl.algorithms.dpo import precomputes_reference
 from mcore_rl.config import DPOConfig
 from mcore_rl.data.batches import collate
 from mcore_rl.data.token_store import TokenizedChunk, collect
@@ -97,4 +97,4 @@ def test_it_is_computed_before_where_a_run_needs_all_of_it(dpo, trainer, sync, p
     values = {**make_config(model_of("llama")).model_dump(), "dpo": dpo, "reference_sync": sync}
     values["trainer"], values["batch"]["global_batch_size"] = trainer, 2
     config = DPOConfig.model_validate(values)
-    assert _check_reference(config, SimpleNamespace(train=range(7))) == precomputes
+    assert precomputes_reference(config, SimpleNamespace(train=range(7))) == precomputes

@@ -14,7 +14,7 @@ from test_layouts import make_config, make_data, plain_logprobs
 from test_lora import lora_config
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.algorithms.dpo import _check_reference
+from mcore_rl.algorithms.dpo import precomputes_reference
 from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.config import DPOConfig, GRPOConfig, build_config
 from mcore_rl.distributed.processes import run_processes
@@ -168,7 +168,7 @@ def test_a_reference_that_has_moved_is_not_computed_again(model_of, tmp_path):
     run_processes(train, build_config(DPOConfig, values, [], ""), world_size=1)
     without = {**values, "reference_sync": None, "trainer": {"max_epochs": 2}}
     auto = build_config(DPOConfig, without, [], "")
-    assert not _check_reference(auto, SimpleNamespace(train=range(1))), "what has moved is in the checkpoint alone"
+    assert not precomputes_reference(auto, SimpleNamespace(train=range(1))), "what has moved is in the checkpoint alone"
     with pytest.raises(WorkerError, match=r"dpo\.reference=precompute: .*iter_0000001 begins from other weights than"):
         run_processes(train, build_config(DPOConfig, without, ["dpo.reference=precompute"], ""), world_size=1)
 

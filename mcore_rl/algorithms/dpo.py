@@ -28,7 +28,7 @@ FIRST_MARGIN_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 def train_dpo(config: DPOConfig) -> Path | None:
     """Make chosen responses likelier than rejected ones, relative to the reference."""
     inputs = load_inputs(config, load_preference_dataset, rows_per_unit=2)
-    precomputes = _check_reference(config, inputs)
+    precomputes = precomputes_reference(config, inputs)
     inputs = claim_output(config, inputs)
     policy = MegatronPolicy(
         config,
@@ -90,7 +90,7 @@ def config_of_reference(config: DPOConfig) -> DPOConfig:
     return config.model_copy(update={"model": model})
 
 
-def _check_reference(config: DPOConfig, inputs: Inputs[Dataset]) -> bool:
+def precomputes_reference(config: DPOConfig, inputs: Inputs[Dataset]) -> bool:
     """Whether the reference's log-probabilities are computed before training, once a reference of its own has been
     looked at.
 
