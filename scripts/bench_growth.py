@@ -2,14 +2,15 @@
 
     OMP_NUM_THREADS=1 python scripts/bench_growth.py
 
-Each point is measured in processes of its own: CPU time, and the most memory that a rank takes beyond what it had
-before, both of the rank that takes most. A slope is that of the line through all points of a curve; beside it stands
-what arithmetic expects, and its bounds. Writes a picture of each curve. Exits with 1 where a slope is out of them.
+Each point is measured in processes of its own: CPU time, and the most memory that it takes beyond what was there
+before. A slope is that of the line through all points of a curve; beside it stands what arithmetic expects, and its
+bounds. Writes a picture of each curve. Exits with 1 where a slope is out of its bounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -29,23 +30,28 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.quiet import quiet_libraries
 
-VOCABULARY, PROMPT, RESPONSE, WIDTH, HEIGHT = 1024, 512, 64, 380, 220
+VOCABULARY, PROMPT, RESPONSE, WIDTH, HEIGHT = 1024, 512, 64, 460, 220
+PICTURES = RESULTS / "growth"
 Point = tuple[float, float]
 """CPU seconds and megabytes."""
+
+
+Slope = tuple[float, float | None, float]
+"""Expected, at least, at most."""
 
 
 @dataclass(frozen=True)
 class Curve:
     """
     sizes: points along it. measure: (model, size) → seconds and megabytes. seconds, megabytes: what is expected of the
-    slope, and how far it may be off below and above; None for what is not looked at.
+    slope, and the least and the most that it may be; None for what is not looked at.
     """
 
     name: str
     sizes: Sequence[int]
     measure: Callable[[Path, int], Point]
-    seconds: tuple[float, float, float] | None
-    megabytes: tuple[float, float, float] | None
+    seconds: Slope | None
+    megabytes: Slope | None
 
 
 def main() -> int:
@@ -74,13 +80,14 @@ def measured(curve: Curve, model: Path, keep: bool) -> list[Row]:
     ):
         if expected is not None:
             slope = slope_of(curve.sizes, values)
-            middle, below, above = expected
             name = f"{'time' if unit == 's' else 'memory'} by {curve.name}"
-            rows.append(Row(name, slope, middle, slope, middle - below, middle + above))
+            rows.append(Row(name, slope, expected[0], slope, *expected[1:]))
             if keep:
-                RESULTS.mkdir(exist_ok=True)
-                file = RESULTS / f"growth_{name.replace(' ', '_')}.svg"
-                file.write_text(picture(name, unit, curve.sizes, values, middle))
+                points_of = {"title": name, "unit": unit, "sizes": curve.sizes, "values": values, "slope": expected[0]}
+                PICTURES.mkdir(parents=True, exist_ok=True)
+                file = PICTURES / f"{name.replace(' ', '_')}.json"
+                file.write_text(json.dumps(points_of) + "\n")
+                file.with_suffix(".svg").write_text(picture(**points_of))
     return rows
 
 
@@ -92,11 +99,11 @@ def slope_of(sizes: Sequence[int], values: Sequence[float]) -> float:
     return covariance / sum((a - x_mean) ** 2 for a in x)
 
 
-def picture(title: str, unit: str, sizes: Sequence[int], values: Sequence[float], expected: float) -> str:
+def picture(title: str, unit: str, sizes: Sequence[int], values: Sequence[float], slope: float) -> str:
     """The points, and a line of the expected slope through their middle; both axes logarithmic."""
     x, y = ([log(value) for value in numbers] for numbers in (sizes, values))
     x_mean, y_mean = sum(x) / len(x), sum(y) / len(y)
-    line = [y_mean + expected * (a - x_mean) for a in x]
+    line = [y_mean + slope * (a - x_mean) for a in x]
     low, high = min(*y, *line), max(*y, *line)
 
     def at(a: float, b: float) -> tuple[float, float]:
@@ -104,7 +111,7 @@ def picture(title: str, unit: str, sizes: Sequence[int], values: Sequence[float]
         return 70 + across * (WIDTH - 110), HEIGHT - 40 - up * (HEIGHT - 90)
 
     (x1, y1), (x2, y2) = at(x[0], line[0]), at(x[-1], line[-1])
-    parts = [text(16, 24, title, weight="bold"), text(16, 42, f"line: slope {expected:.2f}", color="#666666")]
+    parts = [text(16, 24, title, weight="bold"), text(16, 42, f"line: slope {slope:.2f}", color="#666666")]
     parts.append(
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#888888" stroke-dasharray="4"/>'
     )
@@ -131,23 +138,20 @@ def make_model(directory: Path) -> None:
 
 
 def by_length(model: Path, tokens: int) -> Point:
-    return largest(run_processes(a_step, model, tokens, 1, 0, world_size=1, timeout=300))
+    return run_processes(a_step, model, tokens, 1, 0, world_size=1, timeout=300)[0]
 
 
 def by_group(model: Path, responses: int) -> Point:
-    return largest(run_processes(a_step, model, PROMPT + RESPONSE, responses, PROMPT, world_size=1, timeout=300))
+    return run_processes(a_step, model, PROMPT + RESPONSE, responses, PROMPT, world_size=1, timeout=300)[0]
 
 
 def by_ranks(model: Path, ranks: int) -> Point:
-    return largest(run_processes(a_step, model, 1024, 16, 0, world_size=ranks, timeout=300))
+    taken = run_processes(a_step, model, 1024, 16, 0, world_size=ranks, timeout=300)
+    return sum(rank[0] for rank in taken), sum(rank[1] for rank in taken)
 
 
 def by_vocabulary(model: Path, vocabulary: int) -> Point:
-    return largest(run_processes(a_head, vocabulary, world_size=1, timeout=300))
-
-
-def largest(ranks: Sequence[Point]) -> Point:
-    return max(rank[0] for rank in ranks), max(rank[1] for rank in ranks)
+    return run_processes(a_head, vocabulary, world_size=1, timeout=300)[0]
 
 
 def a_step(model: Path, tokens: int, rows: int, shared: int) -> Point:
@@ -212,12 +216,12 @@ GROUPS = (1, 2, 4, 8, 16, 32)
 TOKENS_OF_GROUPS = round(slope_of(GROUPS, [PROMPT + RESPONSE * n for n in GROUPS]), 2)
 CURVES = (
     # Projections take as much for each token, attention for each pair of tokens.
-    Curve("sequence length", (1024, 2048, 4096, 8192, 16384, 32768), by_length, (1.5, 0.5, 0.5), (1.0, 0.25, 0.1)),
-    Curve("vocabulary", (8192, 16384, 32768, 65536, 131072, 262144), by_vocabulary, (1.0, 0.1, 0.1), (0.0, 0.2, 0.2)),
+    Curve("sequence length", (1024, 2048, 4096, 8192, 16384, 32768), by_length, (1.5, 1.0, 2.0), (1.0, 0.75, 1.1)),
+    Curve("vocabulary", (8192, 16384, 32768, 65536, 131072, 262144), by_vocabulary, (1.0, 0.9, 1.1), (0.0, None, 0.2)),
     # The prompt goes through the model once: as many tokens as prompt and responses have.
-    Curve("group size", GROUPS, by_group, (TOKENS_OF_GROUPS, 0.2, 0.2), (TOKENS_OF_GROUPS, 0.3, 0.2)),
-    # Of a rank, of 16 sequences that all ranks train on together.
-    Curve("ranks", (1, 2, 4, 8), by_ranks, (-1.0, 0.1, 0.3), None),
+    Curve("group size", GROUPS, by_group, (TOKENS_OF_GROUPS, 0.2, 0.65), (TOKENS_OF_GROUPS, 0.1, 0.65)),
+    # Of all ranks together, of 16 sequences that they train on together.
+    Curve("ranks", (1, 2, 4, 8), by_ranks, (0.0, None, 0.3), None),
 )
 
 

@@ -88,7 +88,7 @@ def picture(title: str, columns: Sequence[str], rows: Sequence[Row]) -> str:
         parts.append(text(left - 8, y + 15, row.name, anchor="end"))
         parts.append(f'<rect x="{left}" y="{y}" width="{WIDTH}" height="{BAR}" rx="2" fill="{PADDING}" opacity="0.4"/>')
         color = COLORS[4] if row.is_missed else COLORS[0]
-        bar = f'width="{row.ratio * scale:.1f}" height="{BAR}"'
+        bar = f'width="{max(row.ratio, 0) * scale:.1f}" height="{BAR}"'
         parts.append(f'<rect x="{left}" y="{y}" {bar} rx="2" fill="{color}"/>')
         for bound in (row.at_least, row.at_most):
             if bound is not None:

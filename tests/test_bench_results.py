@@ -4,6 +4,7 @@ import json
 import re
 import xml.etree.ElementTree as ET
 
+import bench_growth
 import bench_results
 import pytest
 from bench_results import RESULTS, Row, kept, picture
@@ -49,6 +50,12 @@ def test_kept_tables_hold_their_bounds_and_are_shown(path):
     assert path.with_suffix(".svg").read_text() == picture(title, columns, rows), "run scripts/bench_results.py"
     shown = re.findall(r"!\[[^\]]+\]\(benchmarks/(\w+)\.svg\)", (RESULTS.parent / "benchmarks.md").read_text())
     assert path.stem in shown
+
+
+@pytest.mark.parametrize("path", sorted((RESULTS / "growth").glob("*.json")), ids=lambda path: path.stem)
+def test_kept_curves_are_shown(path):
+    assert path.with_suffix(".svg").read_text() == bench_growth.picture(**json.loads(path.read_text()))
+    assert f"](benchmarks/growth/{path.stem}.svg)" in (RESULTS.parent / "benchmarks.md").read_text()
 
 
 def test_every_picture_has_its_table():
