@@ -14,14 +14,22 @@ import argparse
 import json
 import random
 import resource
-import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 from bench_results import Row, finish
-from bench_trl import ROOT, VOCABULARY, make_model, python_with_trl, run
+from bench_trl import (
+    VOCABULARY,
+    Figures,
+    make_model,
+    our_program,
+    parser_of,
+    python_with_trl,
+    run,
+    taking_turns,
+)
 
 PAIRS_A_STEP, PAIRS_AT_ONCE, WARM_UP = 8, 4, 2
 MODES = ("swapped", "precomputed")
@@ -29,11 +37,7 @@ BOUNDS = {("swapped", 1): 5.0, ("swapped", 2): 7.5, ("precomputed", 1): 5.0, ("p
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6, help="of each program, beside two to warm up")
-    parser.add_argument("--rounds", type=int, default=2, help="how often each program has its turn")
-    parser.add_argument("--side", choices=("trl",), help=argparse.SUPPRESS)
-    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    parser = parser_of(__doc__, steps=6, warm_up="two")
     parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side == "trl":
@@ -56,26 +60,18 @@ def main() -> int:
     return missed | finish("dpo_memory", "DPO: most resident memory, one process", columns, heavier, whole)
 
 
-def measure(steps: int, rounds: int) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
-    """Median tokens a second, and megabytes; by mode and number of our processes, 0 for TRL."""
+def measure(steps: int, rounds: int) -> tuple[Figures, Figures]:
+    """Median tokens a second, and megabytes, by mode."""
     python = python_with_trl()
-    speeds: dict[tuple[str, int], list[float]] = {}
-    megabytes: dict[tuple[str, int], float] = {}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         make_model(directory / "model")
         make_records(directory / "pairs.jsonl", PAIRS_A_STEP * (steps + WARM_UP))
-        for round_ in range(rounds):
-            for mode in MODES:
-                for processes in (0, 1, 2):
-                    run = run_trl(python, directory, mode) if processes == 0 else run_ours(directory, mode, processes)
-                    found, most = run
-                    speeds.setdefault((mode, processes), []).extend(found)
-                    megabytes[mode, processes] = max(most, megabytes.get((mode, processes), 0.0))
-                    side = f"ours, {processes} process(es)" if processes else "TRL"
-                    median = statistics.median(found)
-                    print(f"round {round_ + 1}, reference {mode}, {side}: {median:,.0f} tokens/s", flush=True)
-    return {key: statistics.median(values) for key, values in speeds.items()}, megabytes
+
+        def run_side(mode: str, processes: int) -> tuple[list[float], float]:
+            return run_ours(directory, mode, processes) if processes else run_trl(python, directory, mode)
+
+        return taking_turns(MODES, rounds, run_side)
 
 
 # ------------------------------------------------------------ what is trained
@@ -98,10 +94,9 @@ def make_records(path: Path, count: int) -> None:
 
 def run_ours(directory: Path, mode: str, processes: int) -> tuple[list[float], float]:
     output = directory / "ours"
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
     reference = {"swapped": "swap", "precomputed": "precompute"}[mode]
     command = [
-        *(sys.executable, *(["-m", *launcher] if launcher else []), str(ROOT / "scripts" / "train_dpo.py")),
+        *our_program("train_dpo.py", processes),
         *("--model", str(directory / "model"), "--data", str(directory / "pairs.jsonl"), "--output", str(output)),
         *(f"batch.global_batch_size={PAIRS_A_STEP}", "data.max_sequence_length=1536", "batch.tokens_per_pack=4096"),
         *("batch.share_prefixes=true", f"dpo.reference={reference}", "trainer.max_epochs=1"),

@@ -12,7 +12,6 @@ from this interpreter's environment, or from `.venv-trl`, which is made. Exits w
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import resource
@@ -23,7 +22,16 @@ import time
 from pathlib import Path
 
 from bench_results import Row, finish
-from bench_trl import ROOT, VOCABULARY, make_model, python_with_trl, run
+from bench_trl import (
+    VOCABULARY,
+    Figures,
+    make_model,
+    our_program,
+    parser_of,
+    python_with_trl,
+    run,
+    taking_turns,
+)
 
 PROMPTS, GROUP, AT_ONCE, WARM_UP, RESPONSE, END = 4, 8, 8, 1, 256, 1 / 64
 PROMPT_LIMIT = 1024
@@ -33,21 +41,16 @@ REWARD = "def reward(completions, **columns):\n    return [text.count('7') / 10 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3, help="of each program, beside one to warm up")
-    parser.add_argument("--rounds", type=int, default=2, help="how often each program has its turn")
-    parser.add_argument("--side", choices=("trl",), help=argparse.SUPPRESS)
-    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, steps=3, warm_up="one").parse_args()
     if arguments.side == "trl":
         train_with_trl(arguments.directory, arguments.steps)
         return 0
     speeds, memory = measure(arguments.steps, arguments.rounds)
-    whole, bounded = arguments.steps >= 3, list(BOUNDS)
+    whole = arguments.steps >= 3
     rows = [
         Row(f"{shape}, {n} process{'es'[: 2 * n - 2]}", speeds[shape, n], trl, speeds[shape, n] / trl, BOUNDS[n])
         for shape in SHAPES
-        for n in bounded
+        for n in BOUNDS
         for trl in [speeds[shape, 0]]
     ]
     heavier = [
@@ -59,26 +62,19 @@ def main() -> int:
     return missed | finish("grpo_memory", "GRPO: most resident memory, one process", columns, heavier, whole)
 
 
-def measure(steps: int, rounds: int) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
-    """Median sampled tokens a second, and megabytes; by shape and number of our processes, 0 for TRL."""
+def measure(steps: int, rounds: int) -> tuple[Figures, Figures]:
+    """Median sampled tokens a second, and megabytes, by shape."""
     python = python_with_trl()
-    speeds: dict[tuple[str, int], list[float]] = {}
-    megabytes: dict[tuple[str, int], float] = {}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         make_model(directory / "model", END)
         (directory / "rewards.py").write_text(REWARD)
-        for round_ in range(rounds):
-            for shape, prompt in SHAPES.items():
-                make_prompts(directory / "prompts.jsonl", prompt, PROMPTS * (steps + WARM_UP))
-                for processes in (0, 1, 2):
-                    side = (run_ours, processes) if processes else (run_trl, python)
-                    found, most = side[0](side[1], directory, steps)
-                    speeds.setdefault((shape, processes), []).extend(found)
-                    megabytes[shape, processes] = max(most, megabytes.get((shape, processes), 0.0))
-                    who = f"ours, {processes} process(es)" if processes else "TRL"
-                    print(f"round {round_ + 1}, {shape}, {who}: {statistics.median(found):,.0f} tokens/s", flush=True)
-    return {key: statistics.median(values) for key, values in speeds.items()}, megabytes
+
+        def run_side(shape: str, processes: int) -> tuple[list[float], float]:
+            make_prompts(directory / "prompts.jsonl", SHAPES[shape], PROMPTS * (steps + WARM_UP))
+            return run_ours(processes, directory, steps) if processes else run_trl(python, directory, steps)
+
+        return taking_turns(tuple(SHAPES), rounds, run_side)
 
 
 def make_prompts(path: Path, median: float, count: int) -> None:
@@ -93,9 +89,8 @@ def make_prompts(path: Path, median: float, count: int) -> None:
 
 def run_ours(processes: int, directory: Path, steps: int) -> tuple[list[float], float]:
     output = directory / "ours"
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
     command = [
-        *(sys.executable, *(["-m", *launcher] if launcher else []), str(ROOT / "scripts" / "train_grpo.py")),
+        *our_program("train_grpo.py", processes),
         *("--model", str(directory / "model"), "--data", str(directory / "prompts.jsonl"), "--output", str(output)),
         *(f"grpo.num_prompts_per_step={PROMPTS}", f"grpo.num_generations_per_prompt={GROUP}"),
         *(f"grpo.max_new_tokens={RESPONSE}", f"data.max_sequence_length={PROMPT_LIMIT + RESPONSE}"),

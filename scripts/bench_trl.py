@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -46,6 +49,47 @@ def make_model(directory: Path, end_probability: float | None = None) -> None:
             head[1] = 0.0
             head[1, 0] = (others + math.log(end_probability / (1 - end_probability))) / states[:, 0].mean()
     model.save_pretrained(directory)
+
+
+def parser_of(description: str | None, steps: int, warm_up: str) -> argparse.ArgumentParser:
+    """The options of a benchmark, and the hidden ones by which it starts itself as TRL's side."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=steps, help=f"of each program, beside {warm_up} to warm up")
+    parser.add_argument("--rounds", type=int, default=2, help="how often each program has its turn")
+    parser.add_argument("--side", choices=("trl",), help=argparse.SUPPRESS)
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+Figures = dict[tuple[str, int], float]
+"""By case and number of our processes, 0 for TRL."""
+
+
+def taking_turns(
+    cases: Sequence[str], rounds: int, run_side: Callable[[str, int], tuple[list[float], float]]
+) -> tuple[Figures, Figures]:
+    """Median tokens a second, and the most megabytes, of TRL and of ours with one and two processes.
+
+    Args:
+        run_side: (case, number of our processes or 0) → tokens a second of each step, and megabytes.
+    """
+    speeds: dict[tuple[str, int], list[float]] = {}
+    megabytes: Figures = {}
+    for round_ in range(rounds):
+        for case in cases:
+            for processes in (0, 1, 2):
+                found, most = run_side(case, processes)
+                speeds.setdefault((case, processes), []).extend(found)
+                megabytes[case, processes] = max(most, megabytes.get((case, processes), 0.0))
+                side = f"ours, {processes} process(es)" if processes else "TRL"
+                print(f"round {round_ + 1}, {case}, {side}: {statistics.median(found):,.0f} tokens/s", flush=True)
+    return {key: statistics.median(values) for key, values in speeds.items()}, megabytes
+
+
+def our_program(script: str, processes: int) -> list[str]:
+    """The beginning of a command that runs a training script."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "scripts" / script)]
 
 
 def run(command: list[str], threads: int, modules: Path | None = None) -> float:

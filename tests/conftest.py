@@ -16,7 +16,7 @@ import shape_checks  # noqa: F401  # isort: skip
 import hypothesis
 import pytest
 import torch
-from models import make_model
+from models import models_below
 
 from mcore_rl.distributed.processes import serve_processes
 from mcore_rl.quiet import quiet_libraries
@@ -40,11 +40,4 @@ def pytest_addoption(parser):
 @pytest.fixture(scope="session")
 def model_of(tmp_path_factory):
     """A function from a family's name to the directory of a small model of it."""
-    made: dict[str, Path] = {}
-
-    def get(family: str) -> Path:
-        if family not in made:
-            made[family] = make_model(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return get
+    return models_below(tmp_path_factory.mktemp)

@@ -127,6 +127,23 @@ FAMILIES = {
 ARCHITECTURES = [family for family in FAMILIES if family != "deep"]
 
 
+def models_below(make_directory, **changes):
+    """A function from a family's name to the directory of a small model of it, which is made once.
+
+    Args:
+        make_directory: gives a new directory of this name.
+        changes: of its configuration.
+    """
+    made = {}
+
+    def get(family):
+        if family not in made:
+            made[family] = make_model(family, make_directory(family), **changes)
+        return made[family]
+
+    return get
+
+
 def and_long(quick, long, exhaustive=()):
     """Cases of a parametrised test, of which the second and the third lot run only when such tests are asked for."""
     lots = (long, pytest.mark.long), (exhaustive, pytest.mark.exhaustive)

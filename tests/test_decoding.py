@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import and_long, make_model, make_tokenizer
+from models import and_long, make_tokenizer, models_below
 from test_generation import LIMIT, NEW_TOKENS, config_of, generate, make_prompts, sequences
 from test_layouts import make_data
 
@@ -19,14 +19,7 @@ BLOCK = 4
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    made = {}
-
-    def get(family):
-        if family not in made:
-            made[family] = make_model(family, tmp_path_factory.mktemp(family), initializer_range=0.1)
-        return made[family]
-
-    return get
+    return models_below(tmp_path_factory.mktemp, initializer_range=0.1)
 
 
 def use_small_blocks(lag=0):

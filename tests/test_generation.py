@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import ARCHITECTURES, and_long, make_model, make_tokenizer
+from models import ARCHITECTURES, and_long, make_tokenizer, models_below
 from test_layouts import make_config
 from transformers import AutoModelForCausalLM
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -36,14 +36,7 @@ def make_prompts():
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     """By family; logits of an ordinary size, so that 1e-5 means something."""
-    made = {}
-
-    def get(family):
-        if family not in made:
-            made[family] = make_model(family, tmp_path_factory.mktemp(family), initializer_range=0.1)
-        return made[family]
-
-    return get
+    return models_below(tmp_path_factory.mktemp, initializer_range=0.1)
 
 
 def config_of(path, layout=Layout()):  # noqa: B008 (frozen)

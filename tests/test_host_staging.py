@@ -29,6 +29,12 @@ def test_copies_are_what_was_there():
     assert staging.copy(before[:2])[0].data_ptr() == place, "the block is kept"
 
 
+def stage(storage, staging):
+    """As of tensors on a device."""
+    items, tensors = zip(*storage.tensors, strict=True)
+    storage.tensors = list(zip(items, staging.copy(tensors), strict=True))
+
+
 def saved_while_training(config, directory):
     """Copies that take two steps, as they might from a device; then ones that are never there."""
     from mcore_rl.models.megatron import checkpoint_writer
@@ -36,10 +42,6 @@ def saved_while_training(config, directory):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, data, loss_fn = MegatronPolicy(config, total_steps=10, rows_per_unit=2), make_data(), loss_of(config)
-
-    def stage(storage, staging):
-        items, tensors = zip(*storage.tensors, strict=True)
-        storage.tensors = list(zip(items, staging.copy(tensors), strict=True))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_writer.OneFileWriter, "stage", stage)
@@ -81,10 +83,6 @@ def fails_to_fork(config, directory):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
-
-    def stage(storage, staging):
-        items, tensors = zip(*storage.tensors, strict=True)
-        storage.tensors = list(zip(items, staging.copy(tensors), strict=True))
 
     def cannot_start():
         raise OSError(12, "Cannot allocate memory")

@@ -37,6 +37,7 @@ from mcore_rl.environments.judged import JudgedEnvironment
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.layout_check import Layout
 from mcore_rl.models.generation import megatron_generation
+from mcore_rl.models.megatron.checkpoint import Restored
 from mcore_rl.models.megatron.hf_config import load_hf_config
 
 GROUP, NUM_PROMPTS, DATASET_SIZE = 4, 6, 40
@@ -357,8 +358,7 @@ def test_asynchronous_decides_whether_a_save_is_waited_for(asynchronous, tmp_pat
 @pytest.mark.parametrize(("kept", "held"), [(None, True), ("weights", True), (None, False)])
 def test_a_moved_reference_is_not_forgotten_in_silence(kept, held, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpointing, "broadcast_object", lambda value: value)
-    monkeypatch.setattr(checkpointing, "holds_reference", lambda iteration: held)
-    restored = SimpleNamespace(state={"step": 3}, pieces=["weights"], missing=[])
+    restored = Restored({"step": 3}, ["weights"], has_reference=held)
     policy = SimpleNamespace(
         reference=kept, verify_checkpoint=lambda path: [], load_checkpoint=lambda path, partial: restored
     )

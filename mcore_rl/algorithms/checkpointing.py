@@ -11,7 +11,7 @@ from mcore_rl.config import TrainingConfig
 from mcore_rl.data.progress import Say
 from mcore_rl.distributed.collectives import broadcast_object
 from mcore_rl.errors import TrainingError, UserError
-from mcore_rl.models.megatron.checkpoint import SaveError, holds_reference
+from mcore_rl.models.megatron.checkpoint import SaveError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.run_identity import RunIdentity, architecture_changes, architecture_of_checkpoint, identity_of
 
@@ -71,7 +71,7 @@ class RunCheckpoints:
             state = {"step": 0, "consumed_samples": 0, **restored.state}
             position = f"data position ({state['consumed_samples']:,} samples)"
             self.say(f"resumed from {iteration}: {', '.join([*restored.pieces, position])}")
-            if self.policy.reference is None and holds_reference(iteration):
+            if self.policy.reference is None and restored.has_reference:
                 self.say("its reference, which has followed the policy, is not used; later checkpoints are without it")
             if restored.missing:
                 self.say(f"not in it, begun anew: {', '.join(restored.missing)}")

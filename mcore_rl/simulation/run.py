@@ -7,7 +7,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from mcore_rl.config import TrainingConfig, build_config
 from mcore_rl.errors import UserError
@@ -15,6 +15,8 @@ from mcore_rl.layouts import Layout
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.loading import LoadingReport, simulate_loading
 from mcore_rl.simulation.step import RankReport, Sequences, simulate_rank
+
+T = TypeVar("T")
 
 
 def chosen_ranks(config: TrainingConfig, world_size: int, wanted: str) -> list[int]:
@@ -48,17 +50,20 @@ def simulate(
     Raises:
         UserError: what the run itself would refuse.
     """
-    with _pool(workers) as pool:
-        waiting = [pool.submit(simulate_rank, config, rank, world_size, sequences) for rank in ranks]
-        return [future.result() for future in waiting]
+    return _each(workers, simulate_rank, [(config, rank, world_size, sequences) for rank in ranks])
 
 
 def simulate_loadings(
     config: TrainingConfig, world_size: int, ranks: Sequence[int], writers: int, workers: int = 1
 ) -> list[LoadingReport]:
     """What these ranks take to load a checkpoint that so many ranks have written."""
+    return _each(workers, simulate_loading, [(config, rank, world_size, writers) for rank in ranks])
+
+
+def _each(workers: int, function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
+    """What each call comes to, in a process of its own."""
     with _pool(workers) as pool:
-        waiting = [pool.submit(simulate_loading, config, rank, world_size, writers) for rank in ranks]
+        waiting = [pool.submit(function, *arguments) for arguments in calls]
         return [future.result() for future in waiting]
 
 

@@ -197,11 +197,13 @@ class Restored:
     state: the loop's own values; empty where the checkpoint has none.
     pieces: what was restored, in words.
     missing: what the checkpoint does not hold.
+    has_reference: whether the checkpoint holds the weights of a reference that has moved.
     """
 
     state: dict[str, Any]
     pieces: list[str]
     missing: list[str] = field(default_factory=list)
+    has_reference: bool = False
 
 
 def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Restored:
@@ -228,7 +230,8 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
             f"{iteration} lacks {', '.join(restored.missing)}; "
             "set checkpoint.allow_partial=true to go on from what it has"
         )
-    reference = run.reference if _has_reference(index) else None
+    restored.has_reference = _has_reference(index)
+    reference = run.reference if restored.has_reference else None
     there = [part for part in run.beside if present[part.name]]
     _load_weights_and_moments(iteration, index, run, common if present["optimizer"] else {}, reference)
     _load_beside(iteration, index, there, common)

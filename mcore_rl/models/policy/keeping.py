@@ -143,7 +143,7 @@ class Keeping(ColocatablePolicy):
         with self._beside_brought_back():
             restored = checkpoint.load(iteration, self._training_state(), allow_partial)
         begins = not restored.state  # training begins from these weights
-        if begins or checkpoint.holds_reference(iteration):
+        if begins or restored.has_reference:
             self.began_elsewhere = iteration
         if self.reference is not None and begins:
             self.reference = self._new_reference(begun=True)
