@@ -121,6 +121,7 @@ def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: i
     gradients = {name: g.cpu() for name, g in export(policy.model, _main_grad)}
     metrics, *_ = [policy.train(own, loss_fn) for _ in range(steps)]
     metrics.pop("all_mb_metrics")
+    policy.settle_weights()
     weights = {name: w.cpu() for name, w in export_hf_weights(policy.model)}
     is_writer = policy.is_writer
     for model in (policy, teacher):

@@ -1,19 +1,21 @@
-"""Gradients that are reduced while the backward pass goes on: the same numbers, and indeed meanwhile."""
+"""Gradients reduced in the backward pass, weights gathered in the next forward pass: same numbers, and meanwhile."""
 
 import pytest
 import torch
-from models import and_long
+from models import and_long, make_tokenizer
 from test_layouts import STEPS, make_config, make_data
 
-from mcore_rl.config import LoRAConfig
+from mcore_rl.config import LoRAConfig, ParallelConfig
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.layout_check import Layout, compare, compute_outcome, table_row
 
 BUCKET_SIZE = 5_000  # parameters: the small models have several buckets
 
 
-def overlapping(config, **parallel):
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"overlap_grad_reduce": True})})
+def overlapping(config, weights=True):
+    overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": weights}
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=overlaps)})
 
 
 def outcome_in_buckets(config, data, steps):
@@ -83,7 +85,7 @@ def order_of_events(config, data):
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_buckets_are_reduced_before_the_end(model_of, overlaps):
     config = Layout(dp=2, tokens_per_pack=128).apply(make_config(model_of("llama")))
-    config = overlapping(config) if overlaps else config
+    config = overlapping(config, weights=False) if overlaps else config
     for events, groups, microbatches in run_processes(order_of_events, config, make_data(), world_size=2):
         assert microbatches > 1
         begun = [number for what, number in events if what == "begun"]
@@ -91,3 +93,128 @@ def test_buckets_are_reduced_before_the_end(model_of, overlaps):
         first_wait = [what for what, _ in events].index("waited")
         assert first_wait == (groups if overlaps else 0)
         assert groups > 2 if overlaps else groups == 1
+
+
+def gathers_in_training(config, data):
+    """What a rank does in its third step: buckets that are asked for and waited for, layers that compute."""
+    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.models.megatron import optimizer
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    optimizer.BUCKET_SIZE = BUCKET_SIZE
+    policy, events = MegatronPolicy(config, total_steps=10, rows_per_unit=2), []
+    (chunk,) = policy.chunks
+    for number, group in enumerate(chunk.bucket_groups):
+
+        def started(*arguments, number=number, start=group.start_param_sync, **options):
+            events.append(("asked", number))
+            return start(*arguments, **options)
+
+        group.start_param_sync = started
+    for layer in chunk.module.decoder.layers:
+        layer.register_forward_hook(lambda layer, *_: events.append(("computed", layer.layer_number)))
+    for _ in range(3):
+        events.append(("step", None))
+        policy.train(data, loss_of(config))
+    pending = policy.gather is not None and policy.gather.is_pending
+    events = events[max(i for i, (what, _) in enumerate(events) if what == "step") + 1 :]
+    groups, microbatches = len(chunk.bucket_groups), len(policy._microbatches(data, rows_per_unit=2))
+    policy.shutdown()
+    return events, groups, microbatches, pending
+
+
+def test_weights_come_while_layers_compute(model_of):
+    config = overlapping(Layout(dp=2, tokens_per_pack=128).apply(make_config(model_of("llama"))))
+    for events, groups, microbatches, pending in run_processes(gathers_in_training, config, make_data(), world_size=2):
+        assert groups > 3
+        assert pending, "the step's own weights are on their way when it ends"
+        *forward, last = events
+        assert last == ("asked", groups - 1), "the next step's first bucket, at the end of this one"
+        asked = [number for what, number in forward if what == "asked"]
+        assert asked == list(reversed(range(groups - 1))), "each once, first layers first"
+        computed = [place for place, (what, _) in enumerate(forward) if what == "computed"]
+        assert len(computed) == 2 * microbatches
+        places = [place for place, (what, _) in enumerate(forward) if what == "asked"]
+        assert places[0] < computed[0] < places[-1] < computed[1], "the last while the second layer computes"
+
+
+def weights_taken(config, data, take):
+    """Weights after two steps, as each way of taking them gives them, without a step between."""
+    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.models.megatron import optimizer
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    optimizer.BUCKET_SIZE = BUCKET_SIZE
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2, keep_reference=True)
+    for _ in range(2):
+        policy.train(data, loss_of(config))
+    taken = TAKEN[take](policy, data, loss_of(config), config.output_dir)
+    policy.shutdown()
+    return taken
+
+
+def from_export(policy, data, loss_fn, directory):
+    from safetensors.torch import load_file
+
+    policy.export_hf(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def from_checkpoint(policy, data, loss_fn, directory):
+    """Saved, spoiled, loaded."""
+    iteration = policy.save_checkpoint(directory, 2, {"step": 2})
+    policy.train(data, loss_fn)
+    policy.load_checkpoint(iteration)
+    return {str(i): tensor.detach().clone() for i, tensor in enumerate(policy.parameters())}
+
+
+def from_host(policy, data, loss_fn, directory):
+    policy.finish_training()
+    policy.offload_after_refit()
+    policy.prepare_for_training()
+    return {str(i): tensor.detach().clone() for i, tensor in enumerate(policy.parameters())}
+
+
+def after_reference(policy, data, loss_fn, directory):
+    reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+    return {"reference": reference, **{str(i): tensor.detach().clone() for i, tensor in enumerate(policy.parameters())}}
+
+
+def from_generation(policy, data, loss_fn, directory):
+    from mcore_rl.models.generation.sampling import SamplingParams
+
+    prompts = BatchedDataDict(input_ids=data["input_ids"][:3, :5], input_lengths=torch.tensor([5, 5, 5]))
+    policy.prepare_for_generation(SamplingParams(max_new_tokens=8), 64, make_tokenizer())
+    out = policy.generate(prompts, greedy=True)
+    return {name: out[name] for name in ("output_ids", "logprobs")}
+
+
+TAKEN = {
+    "export": from_export,
+    "checkpoint": from_checkpoint,
+    "host": from_host,
+    "reference": after_reference,
+    "generation": from_generation,
+    "scores": lambda policy, data, *_: dict(policy.get_logprobs(data)),
+    "evaluation": lambda policy, data, loss_fn, _: {
+        name: torch.tensor(value) for name, value in policy.evaluate(data, loss_fn).items()
+    },
+}
+
+
+@pytest.mark.parametrize("take", TAKEN)
+def test_whoever_takes_weights_between_steps_has_them_whole(take, model_of, tmp_path):
+    found = []
+    for weights in (False, True):
+        config = overlapping(Layout(dp=2, tokens_per_pack=128).apply(make_config(model_of("llama"))), weights)
+        config = config.model_copy(update={"output_dir": tmp_path / str(weights)})
+        found += [run_processes(weights_taken, config, make_data(), take, world_size=2)]
+    for one, other in zip(*found, strict=True):
+        assert one.keys() == other.keys()
+        for name, values in one.items():
+            assert torch.equal(values, other[name]), name
+
+
+def test_buckets_are_asked_for():
+    with pytest.raises(ValueError, match="overlap_param_gather: needs overlap_grad_reduce=true"):
+        ParallelConfig(overlap_param_gather=True)

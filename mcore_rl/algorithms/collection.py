@@ -108,6 +108,7 @@ class RolloutCollector:
         """Into the recording, and some into samples.jsonl; the policy must have its weights."""
         if self.recorded is not None:
             return
+        self.policy.settle_weights()
         topology, everything = self.policy.topology, range(len(rollouts))
         if self.recording and (recorded := gather_on_first(rollouts.own, everything, topology)):
             weights = hash_of_weights(own_weights(self.policy.model))

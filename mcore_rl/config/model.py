@@ -102,6 +102,9 @@ class ParallelConfig(PipelineConfig):
     """Share out the norms' activations over the tensor-parallel processes; the numbers stay."""
     overlap_grad_reduce: bool = False
     """Sum gradients over the replicas bucket by bucket, while the backward pass goes on; the numbers stay."""
+    overlap_param_gather: bool = False
+    """Gather updated weights from the replicas bucket by bucket, while the next training step's forward pass goes on;
+    the numbers stay."""
     timeout_seconds: Positive = 600
     """A collective that takes longer ends the run instead of hanging it."""
 
@@ -115,6 +118,8 @@ class ParallelConfig(PipelineConfig):
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError("sequence_parallel: needs tensor_model_parallel_size > 1")
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError("overlap_param_gather: needs overlap_grad_reduce=true, which makes the buckets")
         return self
 
     @property

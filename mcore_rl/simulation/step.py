@@ -151,7 +151,7 @@ def measure_step(
         run_step(config, models, data, enter)
     parameters = [p for model in models.all for chunk in model.model.chunks for p in chunk.parameters()]
     missing = {phase: made - before for phase, before in made_before.items()}
-    memory, peak_phase = memory_of(parameters, live, missing)
+    memory, peak_phase = memory_of(parameters, live, missing, offloaded_state(models))
     return RankReport(
         rank=launch_environment.rank(),
         stage=policy.topology.pipeline.rank,
@@ -171,18 +171,36 @@ def measure_step(
     )
 
 
-def memory_of(parameters: Sequence[Any], live: LiveBytes, missing: Mapping[str, int]) -> tuple[dict[str, int], str]:
+def offloaded_state(models: Models) -> Counter[str]:
+    """Bytes of optimizers' states on the host in each phase, where `optimizer.offload` keeps them there."""
+    from mcore_rl.models.megatron.offload import optimizer_tensors
+
+    offloaded = Counter[str]()
+    for model, update in zip(models.trained, (UPDATE, CRITIC_UPDATE), strict=False):
+        if model.config.optimizer.offload:
+            size = bytes_of(optimizer_tensors(model.optimizer, model.parameters()))
+            offloaded.update({phase: size for phase in PHASES if phase != update})
+    return offloaded
+
+
+def memory_of(
+    parameters: Sequence[Any], live: LiveBytes, missing: Mapping[str, int], offloaded: Mapping[str, int]
+) -> tuple[dict[str, int], str]:
     """Bytes by kind at the peak of any step but the first, which alone begins without the optimizer's state.
 
     Args:
         missing: what optimizers had not yet made when each phase began; an update's peak has its own.
+        offloaded: what of their state is on the host in each phase.
     """
     weights = bytes_of(parameters)
     gradients = bytes_of(p.main_grad for p in parameters if p.requires_grad and hasattr(p, "main_grad"))
     state = live.live - weights - gradients
     made_later = {**missing, CRITIC_UPDATE: missing.get(TRAINING, 0), UPDATE: 0}
-    peaks = {phase: live.peaks[phase] + made_later[phase] for phase in PHASES if phase in live.peaks}
+    peaks = {
+        phase: live.peaks[phase] + made_later[phase] - offloaded[phase] for phase in PHASES if phase in live.peaks
+    }
     phase = max(peaks, key=lambda phase: peaks[phase])
+    state -= offloaded[phase]
     rest = peaks[phase] - weights - gradients - state
     return {"weights": weights, "gradients": gradients, "optimizer": state, "activations, workspace": rest}, phase
 

@@ -73,6 +73,7 @@ class MegatronGeneration(GenerationInterface):
         record_experts: bool = False,
     ) -> None:
         self.decoder, self.topology, self.params = Decoder(model, record_experts), model.topology, params
+        self.model = model
         if record_experts and not isinstance(model.family, Mixture):
             raise UserError(f"model.moe_router_replay: {model.family.model_type} has no experts; leave it out")
         self.record_experts, self.family = record_experts, model.family
@@ -110,6 +111,7 @@ class MegatronGeneration(GenerationInterface):
         Raises:
             UserError: a prompt that is empty, or leaves no room for a response.
         """
+        self.model.settle_weights()
         params = replace(self.params, temperature=0.0) if greedy else self.params
         asked = prompts_of(data, self.max_sequence_length)
         limits = max_new_tokens or [params.max_new_tokens] * len(asked)

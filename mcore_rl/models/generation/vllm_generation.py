@@ -291,6 +291,7 @@ class VLLMGeneration(StreamingGeneration):
             self._pool.announce(self._version(), version)
         torch.distributed.barrier()  # a response with the new weights is for no rank one of unknown weights
         self._on_first_rank(self._begin_update)
+        self.policy.model.settle_weights()
         tensors: Iterator[tuple[str, torch.Tensor]]
         tensors = export_hf_weights(self.policy.model, copies=False, first_only=True)
         if self._sleeps:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,8 +31,19 @@ from megatron.core.transformer.module import MegatronModule  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
 
+class PendingGather(Protocol):
+    """Weights that may still be on their way from other replicas; as `ParameterGather`."""
+
+    def settle(self) -> None: ...
+
+    def wait_for(self, weight: Tensor) -> None: ...
+
+
 class HiddenStateGPTModel(GPTModel):
     """A GPTModel whose last stage returns its final hidden states, [T / CP (/ TP with SP), hidden]."""
+
+    gather: PendingGather | None = None
+    """Brings its updated weights from the other replicas, if that is not done by the optimizer step."""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states.squeeze(1) if self.post_process else hidden_states
@@ -43,9 +54,11 @@ class HiddenStateGPTModel(GPTModel):
 
     def lm_head_weight(self) -> Tensor:
         """[Vp, hidden] of the padded vocabulary; the embedding itself where the two are tied."""
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        if self.gather is not None:
+            self.gather.wait_for(weight)
+        return weight
 
 
 class RewardHead(MegatronModule):
@@ -75,6 +88,12 @@ class BuiltModel:
     @property
     def vocab_size(self) -> int:
         return self.family.vocab_size
+
+    def settle_weights(self) -> None:
+        """Make the weights whole on every rank, before anything but training takes them; collective over replicas."""
+        for chunk in self.chunks:
+            if chunk.gather is not None:
+                chunk.gather.settle()
 
     def layer_numbers(self) -> list[int]:
         """Numbers in the whole model of this rank's layers, chunk after chunk."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.config import OptimizerConfig
+from mcore_rl.config import OptimizerConfig, ParallelConfig
 from mcore_rl.models.megatron.model import BuiltModel
 from mcore_rl.models.megatron.parallel import process_groups
 
@@ -43,17 +43,14 @@ BUCKET_SIZE: int | None = None
 the larger of 40 million and a million a replica."""
 
 
-def wrap_for_training(model: BuiltModel, overlap_grad_reduce: bool = False) -> list[DistributedDataParallel]:
-    """The model's chunks with gradient buffers in fp32, reduced over data- and context-parallel ranks.
-
-    Args:
-        overlap_grad_reduce: begin to reduce a bucket in the last microbatch's backward pass, as soon as it is complete.
-    """
+def wrap_for_training(model: BuiltModel, parallel: ParallelConfig) -> list[DistributedDataParallel]:
+    """The model's chunks with gradient buffers in fp32, reduced over data- and context-parallel ranks."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
         average_in_collective=False,
-        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
         bucket_size=BUCKET_SIZE,
     )
     wrapped = [
@@ -61,14 +58,17 @@ def wrap_for_training(model: BuiltModel, overlap_grad_reduce: bool = False) -> l
     ]
     for chunk in model.chunks:
         chunk.config.finalize_model_grads_func = finalize_gradients
-        if overlap_grad_reduce:  # in which microbatches nothing is to be reduced yet, the schedules know
+        if parallel.overlap_grad_reduce:  # in which microbatches nothing is to be reduced yet, the schedules know
             functions = [ddp.no_sync for ddp in wrapped]
             chunk.config.no_sync_func = functions if len(functions) > 1 else functions[0]
     return wrapped
 
 
-def finalize_gradients(model: Sequence[torch.nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
+def finalize_gradients(model: Sequence[DistributedDataParallel], num_tokens: Any = None, **kwargs: Any) -> None:
     """Megatron's reductions over the groups, without its division by a token count."""
+    for chunk in model:  # these reductions begin a new round of gathering, in which none may be left of the last
+        if chunk.module.gather is not None:
+            chunk.module.gather.settle()
     finalize_model_grads(list(model), None, **kwargs)
 
 

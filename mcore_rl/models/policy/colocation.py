@@ -92,7 +92,7 @@ class ColocatablePolicy(ScoringModel, ColocatablePolicyInterface):
         Raises:
             RuntimeError: `init_collective` was not called, the weights are offloaded, or there are no adapters.
         """
-        self.require("broadcast_weights_for_collective", self.weights_away)
+        self.require_weights("broadcast_weights_for_collective")
         self.handover.broadcast(bucket_bytes, adapters_only)
 
     def prepare_weights_for_ipc(self, bucket_bytes: int = BUCKET_BYTES, adapters_only: bool = False) -> list[list[str]]:
@@ -113,7 +113,7 @@ class ColocatablePolicy(ScoringModel, ColocatablePolicyInterface):
             ValueError: a key that the model does not have.
             RuntimeError: the weights are offloaded.
         """
-        self.require("get_weights_ipc_handles", self.weights_away)
+        self.require_weights("get_weights_ipc_handles")
         return self.handover.share(keys)
 
     def release_shared_bucket(self) -> None:

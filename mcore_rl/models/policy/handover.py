@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class TrainingMemory:
         weights: the offload of its weights.
         parameters: gives them.
         optimizer: None for a policy that is not trained.
+        offloads_optimizer: what the optimizer keeps is on the host but where `optimizer_at_hand` has it back.
     """
 
     def __init__(
@@ -33,9 +35,25 @@ class TrainingMemory:
         parameters: Callable[[], Iterable[Tensor]],
         chunks: Sequence[Any],
         optimizer: Any,
+        offloads_optimizer: bool = False,
     ) -> None:
         self.weights, self.parameters, self.chunks, self.trained_by = weights, parameters, chunks, optimizer
         self.optimizer, self.gradients = Offload(keep=True), Offload(keep=False)
+        # A simulated storage cannot be emptied; what it would come to is reckoned afterwards.
+        self.offloads_optimizer = offloads_optimizer and optimizer is not None and not platform.simulates()
+        self.between_steps = Offload(keep=True)
+        with self.optimizer_at_hand():
+            pass  # it goes already before the first step
+
+    @contextmanager
+    def optimizer_at_hand(self) -> Iterator[None]:
+        """Inside, the optimizer's state is on the device, unless `give_up_training` has moved it."""
+        self.between_steps.restore()
+        try:
+            yield
+        finally:
+            if self.offloads_optimizer:
+                self.between_steps.offload(optimizer_tensors(self.trained_by, self.parameters()))
 
     def restore(self) -> None:
         """Bring back everything."""

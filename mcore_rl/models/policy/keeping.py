@@ -46,8 +46,13 @@ class Keeping(ColocatablePolicy):
         self.kept_beside, self.name_beside = other, name
 
     @contextmanager
-    def _beside_brought_back(self) -> Iterator[None]:
-        with contextlib.nullcontext() if self.kept_beside is None else self.kept_beside.brought_back():
+    def _all_at_hand(self) -> Iterator[None]:
+        """Everything that checkpoints hold is on the device inside."""
+        with contextlib.ExitStack() as at_hand:
+            if self.kept_beside is not None:
+                at_hand.enter_context(self.kept_beside.brought_back())
+                at_hand.enter_context(self.kept_beside.memory.optimizer_at_hand())
+            at_hand.enter_context(self.memory.optimizer_at_hand())
             yield
 
     @contextmanager
@@ -55,12 +60,14 @@ class Keeping(ColocatablePolicy):
         """The reference weights in place of the current ones; the current ones return whatever happens."""
         if self.reference is None:
             raise UserError("the policy was built without reference weights (keep_reference=True)")
+        self.settle_weights()
         with self.reference.in_place():
             yield
 
     def move_reference(self, alpha: float) -> None:
         """reference ← (1 − alpha) · reference + alpha · policy. From then on checkpoints hold it."""
         assert isinstance(self.reference, KeptWeights), "the policy was built without a reference that can move"
+        self.settle_weights()
         self.reference.move(alpha)
 
     def _new_reference(self, begun: bool) -> Reference:
@@ -74,6 +81,7 @@ class Keeping(ColocatablePolicy):
         """Write the current adapters as a PEFT directory. Collective."""
         lora = self.model.lora
         assert lora is not None, "the model has no adapters"
+        self.settle_weights()
         write_peft_directory(
             export_adapters(self.model, first_only=True),
             destination,
@@ -86,6 +94,7 @@ class Keeping(ColocatablePolicy):
 
     def export_hf(self, destination: Path) -> None:
         """Write the current weights, adapters merged into them, as a Hugging Face model directory. Collective."""
+        self.settle_weights()
         write_hf_directory(
             export_hf_weights(self.model, first_only=True),
             destination,
@@ -110,7 +119,7 @@ class Keeping(ColocatablePolicy):
         """
         self.finish_saving()
         self.require("save_checkpoint", self.weights_away, self.memory.optimizer)
-        with self._beside_brought_back():
+        with self._all_at_hand():
             store, run = CheckpointStore(directory), self._training_state()
             self._saving = checkpoint.PendingSave(store, step, run, state, self._staging)
         return self.finish_saving() if wait else None
@@ -140,7 +149,7 @@ class Keeping(ColocatablePolicy):
         """
         if isinstance(self.reference, AdaptersOff) and checkpoint.holds_reference(iteration):
             self.reference = KeptWeights(adapters_in(self.model))
-        with self._beside_brought_back():
+        with self._all_at_hand():
             restored = checkpoint.load(iteration, self._training_state(), allow_partial)
         begins = not restored.state  # training begins from these weights
         if begins or restored.has_reference:
@@ -159,6 +168,7 @@ class Keeping(ColocatablePolicy):
 
     def trained_part(self, name: str = "") -> TrainedPart:
         """What of this model a checkpoint holds."""
+        self.settle_weights()
         return TrainedPart(self.model, self.optimizer, self.scheduler, name)
 
     def verify_checkpoint(self, iteration: Path) -> list[str]:
@@ -167,7 +177,8 @@ class Keeping(ColocatablePolicy):
 
     def load_weights(self, iteration: Path) -> None:
         """Restore the weights alone of a checkpoint, from any layout; also those of the model kept beside."""
+        self.settle_weights()
         checkpoint.load_weights(iteration, self.model)
         if self.kept_beside is not None:
-            with self._beside_brought_back():
+            with self._all_at_hand():
                 checkpoint.load_weights(iteration, self.kept_beside.model, self.name_beside)

@@ -22,6 +22,7 @@ from mcore_rl.models.megatron.forward_step import (
     LossHead,
 )
 from mcore_rl.models.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step, wrap_for_training
+from mcore_rl.models.megatron.parameter_gather import ParameterGather
 from mcore_rl.models.megatron.random_states import seed_everything
 from mcore_rl.models.megatron.routed_tokens import ROUTED_EXPERTS
 from mcore_rl.models.megatron.router_load import GlobalLoad, begin_step
@@ -54,16 +55,20 @@ class MegatronPolicy(Keeping, Generating):
         self.reference = self._new_reference(begun) if keep_reference else None
         self.generation: Any = None
         self.load: GlobalLoad | None = None
+        self.gather: ParameterGather | None = None
         self._names_of_metrics = Acquainted()
         self.is_trained = total_steps > 0
         if self.is_trained:
-            self.chunks = wrap_for_training(self.model, config.parallel.overlap_grad_reduce)
+            self.chunks = wrap_for_training(self.model, config.parallel)
+            self.gather = ParameterGather(self.chunks) if config.parallel.overlap_param_gather else None
             dtype = getattr(torch, "float32" if self.model.lora else config.model.dtype)
             ratio = 1.0 if lora is None else lora.lr_ratio
             self.optimizer = build_optimizer(self.chunks, config.optimizer, dtype, ratio)
             self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps)
         trained_by = self.optimizer if self.is_trained else None
-        self.memory = TrainingMemory(self.weights_away, self.parameters, self.chunks, trained_by)
+        self.memory = TrainingMemory(
+            self.weights_away, self.parameters, self.chunks, trained_by, config.optimizer.offload
+        )
         self.handover = WeightHandover(self.model, config.parallel.timeout_seconds)
 
     def get_reference_policy_logprobs(
@@ -129,9 +134,12 @@ class MegatronPolicy(Keeping, Generating):
     ) -> tuple[dict[str, float], dict[str, list[float]]]:
         metrics, of_microbatches = self._learn(data, loss_fn, temperature, mbs)
         lr = self.optimizer.param_groups[0]["lr"]
-        updated, grad_norm = optimizer_step(self.optimizer, self.config.optimizer.clip_grad)
+        with self.memory.optimizer_at_hand():
+            updated, grad_norm = optimizer_step(self.optimizer, self.config.optimizer.clip_grad)
         if not updated:
             raise FloatingPointError(f"the gradient norm is {grad_norm}")
+        if self.gather is not None:
+            self.gather.begin()
         self.advance_schedule()
         if self.load is not None and (rate := self.config.model.moe_router_bias_update_rate):
             self.load.update_biases(self.model, rate)
@@ -179,7 +187,7 @@ class MegatronPolicy(Keeping, Generating):
     def _evaluate(
         self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float, mbs: int | None
     ) -> tuple[dict[str, float], dict[str, list[float]]]:
-        self.require("evaluate", self.weights_away)
+        self.require_weights("evaluate")
         return self._run_loss(data, loss_fn, temperature, mbs, train=False)
 
     @torch.no_grad()
@@ -191,7 +199,7 @@ class MegatronPolicy(Keeping, Generating):
         Args:
             counts: `valid_counts` of all parts together.
         """
-        self.require("evaluate", self.weights_away)
+        self.require_weights("evaluate")
         results = [result for data in parts for result in self._results(data, loss_fn, counts, 1.0, None, train=False)]
         return _reduced(results, loss_fn)[0]
 

@@ -91,6 +91,7 @@ class ScoringModel:
 
     def parameters(self) -> Iterator[Tensor]:
         """This rank's shards, and the routers' biases."""
+        self.settle_weights()
         return (tensor for chunk in self.model.chunks for _, tensor in weights_of(chunk))
 
     def describe(self) -> str:
@@ -108,6 +109,15 @@ class ScoringModel:
         self.weights_away.restore()
         for chunk in self.chunks:
             chunk.eval()
+
+    def settle_weights(self) -> None:
+        """Make the weights whole on every rank, before anything but training takes them; collective."""
+        self.model.settle_weights()
+
+    def require_weights(self, purpose: str) -> None:
+        """Make them whole; raise RuntimeError if they are away."""
+        self.require(purpose, self.weights_away)
+        self.settle_weights()
 
     def require(self, purpose: str, *offloads: Offload) -> None:
         """Raise RuntimeError if any of them is away."""
@@ -266,7 +276,7 @@ class ScoringModel:
         Raises:
             RuntimeError: the weights are offloaded, or the model has another head.
         """
-        self.require(purpose, self.weights_away)
+        self.require_weights(purpose)
         if self.config.model.head != model_head:
             raise RuntimeError(f"{purpose}: a model with model.head={self.config.model.head} has none")
         rows = {name: values.to(platform.device()) for name, values in rows.items()}

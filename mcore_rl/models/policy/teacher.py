@@ -58,7 +58,7 @@ class TeacherModel(ScoringModel):
         Raises:
             RuntimeError: the weights are offloaded.
         """
-        self.require("counted_logits", self.weights_away)
+        self.require_weights("counted_logits")
         found: dict[Hashable, LinearLogits] = {}
 
         def keep(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
