@@ -108,13 +108,14 @@ class RolloutCollector:
         """Into the recording, and some into samples.jsonl; the policy must have its weights."""
         if self.recorded is not None:
             return
-        self.policy.settle_weights()
         topology, everything = self.policy.topology, range(len(rollouts))
-        if self.recording and (recorded := gather_on_first(rollouts.own, everything, topology)):
-            weights = hash_of_weights(own_weights(self.policy.model))
-            sampling = self.config.rollouts.model_dump(include=SAMPLING_OPTIONS)
-            sampling |= recorded_by(self.config, self.inputs.train.fingerprint)
-            self.recording.append(step, recorded_step(weights, sampling, recorded))
+        if self.recording:
+            self.policy.settle_weights()
+            if recorded := gather_on_first(rollouts.own, everything, topology):
+                weights = hash_of_weights(own_weights(self.policy.model))
+                sampling = self.config.rollouts.model_dump(include=SAMPLING_OPTIONS)
+                sampling |= recorded_by(self.config, self.inputs.train.fingerprint)
+                self.recording.append(step, recorded_step(weights, sampling, recorded))
         count = min(self.config.rollouts.num_logged_samples, len(rollouts))
         places = [i * len(rollouts) // count for i in range(count)]  # of as many prompts as there are
         logged = gather_on_first(rollouts.own, places, topology)

@@ -196,9 +196,7 @@ def memory_of(
     gradients = bytes_of(p.main_grad for p in parameters if p.requires_grad and hasattr(p, "main_grad"))
     state = live.live - weights - gradients
     made_later = {**missing, CRITIC_UPDATE: missing.get(TRAINING, 0), UPDATE: 0}
-    peaks = {
-        phase: live.peaks[phase] + made_later[phase] - offloaded[phase] for phase in PHASES if phase in live.peaks
-    }
+    peaks = {phase: live.peaks[phase] + made_later[phase] - offloaded[phase] for phase in PHASES if phase in live.peaks}
     phase = max(peaks, key=lambda phase: peaks[phase])
     state -= offloaded[phase]
     rest = peaks[phase] - weights - gradients - state
