@@ -1,5 +1,6 @@
 """Log-probabilities of a reference, kept on disk: written as they are computed, by any layout."""
 
+import zlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -64,20 +65,51 @@ def test_what_is_stored_is_the_models_and_is_computed_once(model_of, tmp_path):
     assert len(values) == store.num_tokens
 
 
-@pytest.mark.parametrize(("values", "records"), [(41 + 20 + 15, 2), (3, 0), (40 + 1, 1), (226, 7)])
-def test_who_was_stopped_goes_on(values, records, model_of, tmp_path):
-    """Stopped in the middle of a record, of the first, behind one, before the digest."""
+# Three records a batch: they end behind 77, 184 and 226 numbers.
+@pytest.mark.parametrize(
+    ("size", "batches", "torn", "records"),
+    [
+        (77 * 4 + 41, 1, "", 3),  # in the middle of a batch
+        (77 * 4, 1, "7", 3),  # before the checksum of the second was written
+        (77 * 4 - 1, 1, "", 0),  # the file system has lost the end
+        (184 * 4 - 1, 2, "", 3),
+        (5, 0, "", 0),
+        (226 * 4, 3, "", 7),  # before the digest
+        (226 * 4 + 32, 3, "", 7),  # before it got its name
+    ],
+)
+def test_who_was_stopped_goes_on(size, batches, torn, records, model_of, tmp_path):
     config = make_config(model_of("llama"))
     ((rows, *_),) = run_processes(precompute, config, tmp_path, world_size=1)
     (stored,) = tmp_path.iterdir()
     content = stored.read_bytes()
     stored.unlink()
-    stored.with_suffix(".partial").write_bytes(content[: values * 4 + (1 if values < 226 else 0)])
+    stored.with_suffix(".partial").write_bytes(content[:size])
+    ends = [4 * end for end in (77, 184, 226)[:batches]]
+    lines = "".join(f"{end} {zlib.crc32(content[:end])}\n" for end in ends)
+    stored.with_suffix(".checksums").write_text(lines + torn)
     for again, said, scored in run_processes(precompute, Layout(dp=2).apply(config), tmp_path, world_size=2):
         assert sum(scored) == 2 * (7 - records)
         assert [f", {records} of which were before" in line for line in said] == [bool(records)]
         torch.testing.assert_close(again, rows, rtol=1e-5, atol=1e-5)
     assert stored.read_bytes()[: records * 4] == content[: records * 4] and list(tmp_path.iterdir()) == [stored]
+
+
+@pytest.mark.parametrize("spoiled", [".partial", ".checksums"])
+def test_what_a_stopped_run_left_is_not_believed_once_damaged(spoiled, model_of, tmp_path):
+    config = make_config(model_of("llama"))
+    ((rows, *_),) = run_processes(precompute, config, tmp_path, world_size=1)
+    (stored,) = tmp_path.iterdir()
+    content = bytearray(stored.read_bytes()[: 77 * 4])
+    stored.unlink()
+    checksum = zlib.crc32(content) + (spoiled == ".checksums")
+    content[100] ^= spoiled == ".partial"
+    stored.with_suffix(".partial").write_bytes(content)
+    stored.with_suffix(".checksums").write_text(f"308 {checksum}\n")
+    ((again, said, scored),) = run_processes(precompute, config, tmp_path, world_size=1)
+    assert torch.equal(again, rows) and sum(scored) == 14
+    assert "its checksum is another; they are computed again" in said[0]
+    assert list(tmp_path.iterdir()) == [stored]
 
 
 @pytest.mark.parametrize(

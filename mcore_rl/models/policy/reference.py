@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Iterable
+import re
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +79,15 @@ class PrecomputedReference:
 
 
 def _compute(path: Path, model: ScoringModel, units: TokenStore, pad_token_id: int, batch_size: int, say: Say) -> None:
-    """Write the file; its records stand in `PATH.partial` until all are there.
+    """Write the file; its records stand in `PATH.partial` until all are there, with a checksum of each batch's end
+    beside them.
 
     Raises:
         UserError: it cannot be written.
     """
     partial = path.with_suffix(".partial")
     try:
-        done: int = on_first_rank(lambda: _whole_records(partial, units))
+        done: int = on_first_rank(lambda: _whole_records(partial, units, say))
         before = f", {done:,} of which were before" if done else ""
         say(f"reference log-probabilities: those of {len(units):,} records are computed once{before}: {path}")
         progress = Progress("reference log-probabilities", say)
@@ -104,27 +107,50 @@ def _compute(path: Path, model: ScoringModel, units: TokenStore, pad_token_id: i
 
 
 def _append(partial: Path, values: Iterable[bytes]) -> None:
-    with open(partial, "ab") as file:
-        file.writelines(values)
+    """Add a batch; it counts once its checksum is there too."""
+    size, checksum = _written(partial)[-1]
+    _add(partial, batch := b"".join(values))
+    _add(_checksums(partial), f"{size + len(batch)} {zlib.crc32(batch, checksum)}\n".encode())
+
+
+def _add(path: Path, content: bytes) -> None:
+    with open(path, "ab") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
+def _checksums(partial: Path) -> Path:
+    return partial.with_suffix(".checksums")
+
+
+def _written(partial: Path) -> list[tuple[int, int]]:
+    """Bytes up to the end of each batch, the first of none, and their checksum."""
+    path = _checksums(partial)
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    return [(0, 0), *((int(size), int(checksum)) for size, checksum in re.findall(r"^(\d+) (\d+)\n", text, re.M))]
+
+
 def _seal(partial: Path, path: Path) -> None:
     """With the digest behind its values the file gets its name."""
-    _append(partial, [_digest(partial, partial.stat().st_size)])
+    _add(partial, _digest(partial, partial.stat().st_size))
     partial.replace(path)
+    _checksums(partial).unlink()
 
 
-def _whole_records(partial: Path, units: TokenStore) -> int:
+def _whole_records(partial: Path, units: TokenStore, say: Say) -> int:
     """So many have all their values in the file of a run that was stopped; what stands behind them is cut off."""
     partial.parent.mkdir(parents=True, exist_ok=True)
-    if not partial.is_file():
-        return 0
+    there = partial.stat().st_size if partial.is_file() else 0
+    size, checksum = max(written for written in _written(partial) if written[0] <= there)
+    if _checksum(partial, size) != checksum:
+        say(f"damaged reference log-probabilities: {partial}: its checksum is another; they are computed again")
+        size, checksum = 0, 0
+    if there:
+        os.truncate(partial, size)
+    _checksums(partial).write_text(f"{size} {checksum}\n")
     ends = np.cumsum(units.lengths())[units.sequences_per_unit - 1 :: units.sequences_per_unit]
-    whole = int(np.searchsorted(ends, partial.stat().st_size // ITEM_BYTES, side="right"))
-    os.truncate(partial, int(ends[whole - 1]) * ITEM_BYTES if whole else 0)
-    return whole
+    return int(np.searchsorted(ends, size // ITEM_BYTES, side="right"))
 
 
 def reference_key(model: ModelConfig, units: TokenStore) -> str:
@@ -150,10 +176,23 @@ def _problem(path: Path, tokens: int) -> str | None:
 
 def _digest(path: Path, size: int) -> bytes:
     """Of a file's first bytes."""
-    digest, left = hashlib.sha256(), size
-    with open(path, "rb") as file:
-        while left:
-            part = file.read(min(left, 2**24))
-            digest.update(part)
-            left -= len(part)
+    digest = hashlib.sha256()
+    for part in _parts(path, size):
+        digest.update(part)
     return digest.digest()
+
+
+def _checksum(path: Path, size: int) -> int:
+    """Of a file's first bytes."""
+    return functools.reduce(lambda checksum, part: zlib.crc32(part, checksum), _parts(path, size), 0)
+
+
+def _parts(path: Path, size: int) -> Iterator[bytes]:
+    """A file's first bytes."""
+    if not size:
+        return
+    with open(path, "rb") as file:
+        while size:
+            part = file.read(min(size, 2**24))
+            yield part
+            size -= len(part)
