@@ -203,7 +203,7 @@ def a_head(vocabulary: int) -> Point:
     torch.set_num_threads(1)
     hidden = torch.randn(512, 256, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(vocabulary, 256))
-    weight.main_grad = torch.zeros_like(weight)
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False  # as Megatron has them
     targets = torch.randint(0, vocabulary, (512,))
     linear_logprobs(hidden, weight, targets)[0].sum().backward()
     weight.grad, started = None, time.process_time()

@@ -120,8 +120,9 @@ def _peak(tokens: int, hidden: int, vocabulary: int) -> float:
     torch.set_num_threads(2)
     Case(8, 8, 64).fused()
     case = Case(tokens, hidden, vocabulary)
-    # As in training, gradients have their places already.
+    # As in training, gradients have their places already, the weight's by Megatron.
     case.hidden.grad, case.weight.main_grad = torch.ones_like(case.hidden), torch.ones_like(case.weight)
+    case.weight.grad_added_to_main_grad = False
     with PeakMemory() as peak:
         logprobs, _ = linear_logprobs(case.hidden, case.weight, case.targets)
         logprobs.sum().backward()

@@ -26,7 +26,7 @@ def reduce_scatter_in_pieces(output, whole, op, group, async_op):
     parts, own = whole.view(group.size(), -1), output.view(-1)
     for start in range(0, len(own), PIECE):
         reduced = torch.empty_like(own[start : start + PIECE])
-        torch.distributed.reduce_scatter_tensor(reduced, parts[:, start : start + PIECE].contiguous(), op, group)
+        torch.distributed.reduce_scatter_tensor(reduced, parts[:, start : start + PIECE].flatten(), op, group)
         own[start : start + PIECE] = reduced
 
 
@@ -36,9 +36,9 @@ def all_gather_in_pieces(whole, output, group, async_op):
     parts, own = whole.view(group.size(), -1), output.view(-1)
     for start in range(0, len(own), PIECE):
         piece = own[start : start + PIECE].clone()
-        gathered = piece.new_empty(group.size(), len(piece))
+        gathered = piece.new_empty(group.size() * len(piece))
         torch.distributed.all_gather_into_tensor(gathered, piece, group)
-        parts[:, start : start + PIECE] = gathered
+        parts[:, start : start + PIECE] = gathered.view(group.size(), -1)
 
 
 def without_copies_of_buffers():
