@@ -202,7 +202,7 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("take", TAKEN)
+@pytest.mark.parametrize("take", and_long(["export"], [take for take in TAKEN if take != "export"]))
 def test_whoever_takes_weights_between_steps_has_them_whole(take, model_of, tmp_path):
     found = []
     for weights in (False, True):

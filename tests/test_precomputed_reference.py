@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from models import and_long
 from test_layouts import make_config, plain_logprobs
 from transformers import AutoModelForCausalLM
 
@@ -65,25 +66,35 @@ def test_what_is_stored_is_the_models_and_is_computed_once(model_of, tmp_path):
     assert len(values) == store.num_tokens
 
 
+@pytest.fixture(scope="module")
+def whole(model_of, tmp_path_factory):
+    """The rows, the name of the file that has them, and what is in it."""
+    directory = tmp_path_factory.mktemp("whole")
+    ((rows, *_),) = run_processes(precompute, make_config(model_of("llama")), directory, world_size=1)
+    (stored,) = directory.iterdir()
+    return rows, stored.name, stored.read_bytes()
+
+
 # Three records a batch: they end behind 77, 184 and 226 numbers.
 @pytest.mark.parametrize(
     ("size", "batches", "torn", "records"),
-    [
-        (77 * 4 + 41, 1, "", 3),  # in the middle of a batch
-        (77 * 4, 1, "7", 3),  # before the checksum of the second was written
-        (77 * 4 - 1, 1, "", 0),  # the file system has lost the end
-        (184 * 4 - 1, 2, "", 3),
-        (5, 0, "", 0),
-        (226 * 4, 3, "", 7),  # before the digest
-        (226 * 4 + 32, 3, "", 7),  # before it got its name
-    ],
+    and_long(
+        [
+            (77 * 4 + 41, 1, "", 3),  # in the middle of a batch
+            (226 * 4, 3, "", 7),  # before the digest
+        ],
+        [
+            (77 * 4, 1, "7", 3),  # before the checksum of the second was written
+            (77 * 4 - 1, 1, "", 0),  # the file system has lost the end
+            (184 * 4 - 1, 2, "", 3),
+            (5, 0, "", 0),
+            (226 * 4 + 32, 3, "", 7),  # before it got its name
+        ],
+    ),
 )
-def test_who_was_stopped_goes_on(size, batches, torn, records, model_of, tmp_path):
-    config = make_config(model_of("llama"))
-    ((rows, *_),) = run_processes(precompute, config, tmp_path, world_size=1)
-    (stored,) = tmp_path.iterdir()
-    content = stored.read_bytes()
-    stored.unlink()
+def test_who_was_stopped_goes_on(size, batches, torn, records, whole, model_of, tmp_path):
+    (rows, name, content), config = whole, make_config(model_of("llama"))
+    stored = tmp_path / name
     stored.with_suffix(".partial").write_bytes(content[:size])
     ends = [4 * end for end in (77, 184, 226)[:batches]]
     lines = "".join(f"{end} {zlib.crc32(content[:end])}\n" for end in ends)
@@ -96,17 +107,14 @@ def test_who_was_stopped_goes_on(size, batches, torn, records, model_of, tmp_pat
 
 
 @pytest.mark.parametrize("spoiled", [".partial", ".checksums"])
-def test_what_a_stopped_run_left_is_not_believed_once_damaged(spoiled, model_of, tmp_path):
-    config = make_config(model_of("llama"))
-    ((rows, *_),) = run_processes(precompute, config, tmp_path, world_size=1)
-    (stored,) = tmp_path.iterdir()
-    content = bytearray(stored.read_bytes()[: 77 * 4])
-    stored.unlink()
+def test_what_a_stopped_run_left_is_not_believed_once_damaged(spoiled, whole, model_of, tmp_path):
+    rows, name, content = whole
+    stored, content = tmp_path / name, bytearray(content[: 77 * 4])
     checksum = zlib.crc32(content) + (spoiled == ".checksums")
     content[100] ^= spoiled == ".partial"
     stored.with_suffix(".partial").write_bytes(content)
     stored.with_suffix(".checksums").write_text(f"308 {checksum}\n")
-    ((again, said, scored),) = run_processes(precompute, config, tmp_path, world_size=1)
+    ((again, said, scored),) = run_processes(precompute, make_config(model_of("llama")), tmp_path, world_size=1)
     assert torch.equal(again, rows) and sum(scored) == 14
     assert "its checksum is another; they are computed again" in said[0]
     assert list(tmp_path.iterdir()) == [stored]
