@@ -59,6 +59,12 @@ def release_cached_memory() -> None:
     torch.cuda.empty_cache()
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """Of the storage behind a tensor, as long as it lives; one that is emptied or simulated has no address to know it
+    by."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def page_lock(block: torch.Tensor) -> None:
     """Lock a tensor of the host in memory, where there is a GPU to copy from; if that is refused, copies are slower."""
     if not (has_gpu() and block.numel()):

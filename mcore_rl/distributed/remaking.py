@@ -11,6 +11,8 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from mcore_rl import platform
+
 
 @contextmanager
 def remade_in_backward(tensor: Shaped[Tensor, "..."], make: Callable[[], Tensor]) -> Iterator[None]:
@@ -21,10 +23,10 @@ def remade_in_backward(tensor: Shaped[Tensor, "..."], make: Callable[[], Tensor]
     when all that was kept has been asked for.
     """
     remade = _Remade(make)
-    storage = tensor.untyped_storage()._cdata
+    storage = platform.storage_id(tensor)
 
     def keep(saved: Tensor) -> Any:
-        if saved.untyped_storage()._cdata == storage:
+        if platform.storage_id(saved) == storage:
             return remade.part(saved)
         return saved.detach()  # a node that kept its own output as it is would keep itself
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mcore_rl import platform
+
 
 class LiveBytes(TorchDispatchMode):
     """While it is entered: `live` bytes on these kinds of device, and the `peaks` of each phase."""
@@ -31,7 +33,7 @@ class LiveBytes(TorchDispatchMode):
     def see(self, tensor: Tensor) -> None:
         """Count a tensor's storage, if it is new."""
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = platform.storage_id(tensor), storage.nbytes()
         if key in self._known or not size:
             return
         self._known.add(key)
@@ -46,5 +48,4 @@ class LiveBytes(TorchDispatchMode):
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Of the tensors' storages, each counted once."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return sum({platform.storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

@@ -66,7 +66,7 @@ def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
         storage = tensor.untyped_storage()
         if storage.nbytes():
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            found.setdefault(storage._cdata, whole)
+            found.setdefault(platform.storage_id(tensor), whole)
     return list(found.values())
 
 
@@ -77,11 +77,11 @@ def gradient_buffers(chunks: Iterable[DistributedDataParallel]) -> list[Tensor]:
 
 def optimizer_tensors(optimizer: MegatronOptimizer, weights: Iterable[Tensor]) -> list[Tensor]:
     """Moments and fp32 parameters, except what shares the memory of the weights themselves."""
-    shared = {weight.untyped_storage()._cdata for weight in weights}  # an emptied or simulated one has no address
+    shared = {platform.storage_id(weight) for weight in weights}
     tensors = []
     for inner in optimizers_with_parameters(optimizer):
         for group in inner.optimizer.param_groups:
             tensors += group["params"]
         for state in inner.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor) and value.ndim]
-    return [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in shared]
+    return [tensor for tensor in tensors if platform.storage_id(tensor) not in shared]
