@@ -4,10 +4,10 @@
 
 The same records, a Llama of 7 million parameters, fp32, two threads in all, on the CPU: TRL with one process, ours with
 one and with two (data-parallel). Each side is a program of its own that trains one epoch; the programs take turns, and
-the medians of the steps' speeds count. Beside that, the operations that our step needs by those of plain matrix
-products in the same seconds, which is the most that any program could reach: with it, the ratio to TRL can be told from
-the machine's. TRL comes from this interpreter's environment, or from `.venv-trl`, which is made. Exits with 1 where a
-bound is missed.
+the medians of the steps' speeds count. Beside that, the operations that our training needs (a swapped reference's
+scoring is left out, though its time is not), by those of plain matrix products right after it, which is the most that
+any program could reach: with it, the ratio to TRL can be told from the machine's. TRL comes from this interpreter's
+environment, or from `.venv-trl`, which is made. Exits with 1 where a bound is missed.
 """
 
 from __future__ import annotations

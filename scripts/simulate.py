@@ -1,7 +1,7 @@
 """A training step of any size on this machine: memory, operations, transfers and an estimate of its time.
 
-    python scripts/simulate.py CONFIG --world-size 256 [--algorithm dpo] [--hardware h100] [key=value …]
-    python scripts/simulate.py CONFIG --world-size 64 --lengths 4096 --search
+    python scripts/simulate.py CONFIG --world-size 256 --algorithm dpo [--hardware h100] [key=value …]
+    python scripts/simulate.py CONFIG --world-size 64 --algorithm dpo --lengths 4096 --search
 
 The code that trains runs for one rank of the first and of the last pipeline stage (of an uneven pipeline, one of each
 number of layers), on tensors without memory and groups without peers; of the model its config.json is all that is
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("config", help="YAML file of the algorithm's training script")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--world-size", type=count, required=True, help="processes of the run")
-    parser.add_argument("--algorithm", choices=PROGRAMS, default="dpo")
+    parser.add_argument("--algorithm", choices=PROGRAMS, required=True, help="that of the training script")
     parser.add_argument("--hardware", default="h100", help="h100, h200, a100, or FILE:NAME")
     parser.add_argument("--lengths", help="tokens of the sequences, one after the other: 2048,512,…")
     parser.add_argument("--response-part", type=float, default=0.5, help="of a sequence, with --lengths")

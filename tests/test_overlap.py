@@ -18,10 +18,30 @@ def overlapping(config, weights=True):
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=overlaps)})
 
 
-def outcome_in_buckets(config, data, steps):
+def in_buckets():
+    """From now on buckets are small, and what is still to be gathered of them is not a number: who uses it shows it."""
     from mcore_rl.models.megatron import optimizer
+    from mcore_rl.models.megatron.parameter_gather import ParameterGather
 
     optimizer.BUCKET_SIZE = BUCKET_SIZE
+    plain = ParameterGather.begin
+
+    def begin(self):
+        for chunk in self.wrapped:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                replicas = group.intra_distributed_optimizer_instance_group
+                for bucket in group.buckets:
+                    parts = bucket.param_data.view(replicas.size(), -1)
+                    own = parts[replicas.rank()].clone()
+                    parts.fill_(torch.nan)
+                    parts[replicas.rank()] = own
+        plain(self)
+
+    ParameterGather.begin = begin
+
+
+def outcome_in_buckets(config, data, steps):
+    in_buckets()
     return compute_outcome(config, data, steps)
 
 
@@ -33,6 +53,8 @@ CASES = and_long(
         ("deep", Layout(dp=2, pp=2, vpp=2, stages="E|t*3|tt|tL", tokens_per_pack=128), None),
         ("mixtral", Layout(dp=2, ep=2), None),
         ("llama", Layout(dp=2, tp=2, sp=True), LoRAConfig(rank=4)),
+        ("qwen3_moe", Layout(dp=2), "grouped"),
+        ("mixtral", Layout(dp=4, ep=2), "grouped"),
     ],
 )
 
@@ -40,27 +62,29 @@ CASES = and_long(
 @pytest.mark.parametrize(("family", "layout", "lora"), CASES, ids=str)
 def test_numbers_stay(family, layout, lora, model_of):
     config = layout.apply(make_config(model_of(family)))
-    config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
+    changed = {"moe_grouped_gemm": True} if lora == "grouped" else {"lora": lora}
+    config = config.model_copy(update={"model": config.model.model_copy(update=changed)})
     arguments = (outcome_in_buckets, make_data(), STEPS)
-    one, other = (
+    one, gradients, both = (
         run_processes(arguments[0], c, *arguments[1:], world_size=layout.world_size)[0]
-        for c in (config, overlapping(config))
+        for c in (config, overlapping(config, weights=False), overlapping(config))
     )
-    difference = compare(other, one)
+    difference = compare(gradients, one)
     assert difference.within(), table_row(layout, difference)
-    assert one.metrics["loss"] == other.metrics["loss"]
+    assert one.metrics["loss"] == gradients.metrics["loss"]
     if layout.world_size == 2 * layout.tp * layout.pp:  # the sum of two is the same in any order
         for name, gradient in one.gradients.items():
-            assert torch.equal(gradient, other.gradients[name]), name
+            assert torch.equal(gradient, gradients.gradients[name]), name
+    for name, weight in gradients.weights.items():  # of the same buckets, so that norms are sums in the same order
+        assert torch.equal(weight, both.weights[name]), name
 
 
 def order_of_events(config, data):
     """What happens in the second step of a rank: gradients that are there, buckets that are reduced, the end."""
     from mcore_rl.algorithms.objectives import loss_of
-    from mcore_rl.models.megatron import optimizer
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
-    optimizer.BUCKET_SIZE = BUCKET_SIZE
+    in_buckets()
     policy, events = MegatronPolicy(config, total_steps=10, rows_per_unit=2), []
     (chunk,) = policy.chunks
     policy.train(data, loss_of(config))  # Megatron learns here which gradients to wait for
@@ -98,10 +122,9 @@ def test_buckets_are_reduced_before_the_end(model_of, overlaps):
 def gathers_in_training(config, data):
     """What a rank does in its third step: buckets that are asked for and waited for, layers that compute."""
     from mcore_rl.algorithms.objectives import loss_of
-    from mcore_rl.models.megatron import optimizer
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
-    optimizer.BUCKET_SIZE = BUCKET_SIZE
+    in_buckets()
     policy, events = MegatronPolicy(config, total_steps=10, rows_per_unit=2), []
     (chunk,) = policy.chunks
     for number, group in enumerate(chunk.bucket_groups):
@@ -141,16 +164,19 @@ def test_weights_come_while_layers_compute(model_of):
 def weights_taken(config, data, take):
     """Weights after two steps, as each way of taking them gives them, without a step between."""
     from mcore_rl.algorithms.objectives import loss_of
-    from mcore_rl.models.megatron import optimizer
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
-    optimizer.BUCKET_SIZE = BUCKET_SIZE
+    in_buckets()
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2, keep_reference=True)
     for _ in range(2):
         policy.train(data, loss_of(config))
     taken = TAKEN[take](policy, data, loss_of(config), config.output_dir)
     policy.shutdown()
     return taken
+
+
+def own_weights(policy):
+    return {str(i): tensor.detach().clone() for i, tensor in enumerate(policy.parameters())}
 
 
 def from_export(policy, data, loss_fn, directory):
@@ -165,19 +191,19 @@ def from_checkpoint(policy, data, loss_fn, directory):
     iteration = policy.save_checkpoint(directory, 2, {"step": 2})
     policy.train(data, loss_fn)
     policy.load_checkpoint(iteration)
-    return {str(i): tensor.detach().clone() for i, tensor in enumerate(policy.parameters())}
+    return own_weights(policy)
 
 
 def from_host(policy, data, loss_fn, directory):
     policy.finish_training()
     policy.offload_after_refit()
     policy.prepare_for_training()
-    return {str(i): tensor.detach().clone() for i, tensor in enumerate(policy.parameters())}
+    return own_weights(policy)
 
 
 def after_reference(policy, data, loss_fn, directory):
     reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
-    return {"reference": reference, **{str(i): tensor.detach().clone() for i, tensor in enumerate(policy.parameters())}}
+    return {"reference": reference, **own_weights(policy)}
 
 
 def from_generation(policy, data, loss_fn, directory):
@@ -189,7 +215,47 @@ def from_generation(policy, data, loss_fn, directory):
     return {name: out[name] for name in ("output_ids", "logprobs")}
 
 
+def from_adapters(policy, data, loss_fn, directory):
+    from safetensors.torch import load_file
+
+    policy.export_adapters(directory)
+    return load_file(directory / "adapter_model.safetensors")
+
+
+def from_moved_reference(policy, data, loss_fn, directory):
+    policy.move_reference(0.5)
+    with policy.reference_weights():
+        return own_weights(policy)
+
+
+def from_loaded_weights(policy, data, loss_fn, directory):
+    """Loaded while other weights are on their way."""
+    iteration = policy.save_checkpoint(directory, 2, {"step": 2})
+    policy.train(data, loss_fn)
+    policy.load_weights(iteration)
+    return own_weights(policy)
+
+
+def from_shared_memory(policy, data, loss_fn, directory):
+    from mcore_rl.models.policy.refit import RefitReceiver
+
+    found = {}
+    info = policy.prepare_refit_info()
+    receiver = RefitReceiver(lambda tensors: found.update((name, t.clone()) for name, t in tensors), info, "cpu")
+    for keys in policy.prepare_weights_for_ipc():
+        handles = policy.get_weights_ipc_handles(keys)
+        if policy.rank == 0:
+            receiver.update_weights_from_ipc_handles(handles)
+        torch.distributed.barrier()
+    policy.release_shared_bucket()
+    return found
+
+
 TAKEN = {
+    "moved reference": from_moved_reference,
+    "loaded weights": from_loaded_weights,
+    "adapters": from_adapters,
+    "shared memory": from_shared_memory,
     "export": from_export,
     "checkpoint": from_checkpoint,
     "host": from_host,
@@ -208,6 +274,9 @@ def test_whoever_takes_weights_between_steps_has_them_whole(take, model_of, tmp_
     for weights in (False, True):
         config = overlapping(Layout(dp=2, tokens_per_pack=128).apply(make_config(model_of("llama"))), weights)
         config = config.model_copy(update={"output_dir": tmp_path / str(weights)})
+        if take == "adapters":
+            model = config.model.model_copy(update={"lora": LoRAConfig(rank=4)})
+            config = config.model_copy(update={"model": model})
         found += [run_processes(weights_taken, config, make_data(), take, world_size=2)]
     for one, other in zip(*found, strict=True):
         assert one.keys() == other.keys()

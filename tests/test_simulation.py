@@ -418,7 +418,8 @@ def test_published_activations(tmp_path):
 
 
 def call(*arguments):
-    command = [sys.executable, Path(__file__).parent.parent / "scripts" / "simulate.py", *map(str, arguments)]
+    command = [sys.executable, Path(__file__).parent.parent / "scripts" / "simulate.py", "--algorithm", "dpo"]
+    command += map(str, arguments)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
 
@@ -448,6 +449,45 @@ def test_the_script(file):
     assert any(line.startswith("  memory: ") and line.endswith("fits 80 GB") for line in lines)
 
 
+def test_every_update_of_a_rollout_is_simulated(model):
+    config = config_of(model, GRPOConfig)
+    twice = config.model_copy(update={"grpo": config.grpo.model_copy(update={"num_updates_per_rollout": 2})})
+    one, two = in_processes(simulate_rank, *[(c, 0, 2, SEQUENCES) for c in (config, twice)])
+    assert two.model_flops == 2 * one.model_flops
+    assert two.products["training"] == 2 * one.products["training"]
+    assert two.products["scoring"] and "scoring" not in one.products, "by the weights before the updates"
+
+
+def test_weights_that_come_in_the_next_forward_pass_count(model):
+    """The model's bytes that are gathered are the same, whenever that is."""
+    config = Layout(dp=2).apply(config_of(model))
+    reports = []
+    for gathers in (False, True):
+        parallel = {"overlap_grad_reduce": True, "overlap_param_gather": gathers}
+        overlapping = config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
+        reports.append(in_processes(simulate_in_buckets, (overlapping, 0, 2, SEQUENCES))[0])
+    gathered = [
+        sum(size for transfer, size in report.traffic.items() if transfer.operation == "all_gather")
+        for report in reports
+    ]
+    assert gathered[0] == gathered[1] > 0
+
+
+def simulate_in_buckets(*arguments):
+    from mcore_rl.simulation import step
+
+    plain = step.measure_step
+
+    def measure(*given):
+        from mcore_rl.models.megatron import optimizer  # not before this process is a simulated one
+
+        optimizer.BUCKET_SIZE = 5_000
+        return plain(*given)
+
+    step.measure_step = measure
+    return simulate_rank(*arguments)
+
+
 @pytest.mark.exhaustive
 def test_the_search(file, model):
     done = call(file, "--world-size", 4, "--lengths", "128,60", "--search", "--workers", 2)
@@ -460,6 +500,10 @@ def test_the_search(file, model):
 WRONG = and_long(
     [
         (["--lengths", "999"], "error: --lengths: longer than data.max_sequence_length=384"),
+        (
+            ["--lengths", "99", "data.max_sequence_length=9999", "batch.tokens_per_pack=30000"],
+            "error: data.max_sequence_length=9999: the model has 1024 positions",
+        ),
         (["--lengths", "99", "parallel.tensor_model_parallel_size=3"], "error: parallel: tensor 3 x pipeline 1 x cont"),
     ],
     [

@@ -84,7 +84,7 @@ class OptimizerConfig(Section):
     decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """wsd: how."""
     offload: bool = False
-    """Keep moments and fp32 weights in the host's memory but for the optimizer's own step, which has no activations."""
+    """Keep moments, and bfloat16's fp32 weights, in the host's memory but for the optimizer's own step."""
 
     def steps_of_warmup(self, total: int) -> int:
         """Of a run of so many steps; at most all but the last, which trains with `lr`."""

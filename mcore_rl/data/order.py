@@ -35,6 +35,8 @@ class SampleOrder:
 
     num_samples: int
     seed: int
+    stream: int = 0
+    """Tells orders of the same size and seed apart: those of a mixture's sources."""
 
     def indices(self, start: int, count: int) -> list[int]:
         """Dataset indices of samples start … start + count − 1, across the ends of epochs."""
@@ -53,7 +55,9 @@ class SampleOrder:
 
     def _round(self, epoch: int, number: int, value: int) -> int:
         key = struct.pack("<qqqq", self.seed, epoch, number, value)
-        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+        return int.from_bytes(
+            hashlib.blake2b(key, digest_size=8, salt=self.stream.to_bytes(8, "little")).digest(), "little"
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ class MixedOrder:
         period, place = divmod(k, PERIOD)
         sources, earlier = _arrangement(tuple(self.quotas), self.seed, period)
         source = sources[place]
-        (index,) = SampleOrder(self.sizes[source], self.seed).indices(period * self.quotas[source] + earlier[place], 1)
+        order = SampleOrder(self.sizes[source], self.seed, stream=source)
+        (index,) = order.indices(period * self.quotas[source] + earlier[place], 1)
         return sum(self.sizes[:source]) + index
 
 

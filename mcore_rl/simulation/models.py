@@ -79,7 +79,7 @@ class Models:
 
 
 def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[[str], None]) -> None:
-    """What the algorithm's step asks of its models, one update of each that is trained.
+    """What the algorithm's step asks of its models, with all updates of each that is trained.
 
     Args:
         enter: is told of each phase.
@@ -94,12 +94,21 @@ def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[
     if critic is not None and isinstance(config, PPOConfig):
         enter(CRITIC)
         critic.get_values(data)
-        critic.train(data, ValueLossFn(config.critic.value_clip))
-    enter(TRAINING)
+        for _ in range(updates_of(config)):
+            enter(CRITIC)
+            critic.train(data, ValueLossFn(config.critic.value_clip))
     teacher: Any = models.beside.get("distillation.teacher")
     whole = isinstance(config, DistillationConfig) and config.distillation.topk is None
-    models.policy.train(data, loss_of(config, teacher) if whole else loss_of(config))
+    loss_fn = loss_of(config, teacher) if whole else loss_of(config)
+    for _ in range(updates_of(config)):
+        enter(TRAINING)
+        models.policy.train(data, loss_fn)
     enter("")
+
+
+def updates_of(config: TrainingConfig) -> int:
+    """Of a step, all on the same batch."""
+    return config.rollouts.num_updates_per_rollout if isinstance(config, RLConfig) else 1
 
 
 def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable[[], Any]]:

@@ -74,11 +74,13 @@ def _shapes_of(config: TrainingConfig) -> dict[str, tuple[int, ...]]:
     Raises:
         UserError: it does not fit the layout.
     """
+    from mcore_rl.algorithms.inputs import check_positions
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 
     model = config.model
     hf_config = load_hf_config(model.path, model.trust_remote_code, model.head)
+    check_positions(hf_config, config.data.max_sequence_length)
     check_model_fits(hf_config, config.parallel, config.data.max_sequence_length, model)
     return family_of(hf_config).shapes()
 

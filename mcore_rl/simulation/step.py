@@ -13,7 +13,7 @@ from mcore_rl import launch_environment
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, RMConfig, TrainingConfig
 from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.simulation.memory import LiveBytes, bytes_of
-from mcore_rl.simulation.models import CRITIC, CRITIC_UPDATE, PHASES, TRAINING, UPDATE, Models, run_step
+from mcore_rl.simulation.models import CRITIC, CRITIC_UPDATE, PHASES, TRAINING, UPDATE, Models, run_step, updates_of
 from mcore_rl.simulation.process import simulated_process
 from mcore_rl.simulation.products import product_counter
 from mcore_rl.simulation.rank import AttentionFlops, HostReads, replaced
@@ -149,6 +149,8 @@ def measure_step(
         policy = models.policy
         data = policy.own_rows(invented_batch(config, sequences))
         run_step(config, models, data, enter)
+        for model in models.trained:
+            model.settle_weights()  # what the next step's forward pass would bring counts as this one's
     parameters = [p for model in models.all for chunk in model.model.chunks for p in chunk.parameters()]
     missing = {phase: made - before for phase, before in made_before.items()}
     memory, peak_phase = memory_of(parameters, live, missing, offloaded_state(models))
@@ -165,7 +167,7 @@ def measure_step(
         host_reads=dict(reads.places),
         packs=len(layouts),
         tokens=(sum(sum(layout.lengths) for layout in layouts), sum(layout.total for layout in layouts)),
-        model_flops=sum(model.training_flops(sequences.lengths) for model in models.trained),
+        model_flops=updates_of(config) * sum(model.training_flops(sequences.lengths) for model in models.trained),
         seconds=time.perf_counter() - started,
         is_mixture=any(isinstance(model.model.family, Mixture) for model in models.all),
     )

@@ -67,6 +67,9 @@ class GroupedExperts(FasterInGeneration, CountingExperts):
     While sequences are generated a pass has few tokens, too few to stack the weights for.
     """
 
+    takes_weights_of_parts = True
+    """The linear layers' weights are used, but not by their own forward passes: who hooks those must hook this."""
+
     def _compute(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         if self.in_generation:
             return super()._compute(hidden, tokens_per_expert, probs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel  # isort: skip
@@ -26,6 +27,9 @@ class ParameterGather:
         for chunk in wrapped:
             chunk.disable_forward_pre_hook(param_sync=False)  # there is nothing to gather yet
             chunk.module.gather = self
+            for module in chunk.module.modules():
+                if getattr(module, "takes_weights_of_parts", False):
+                    module.register_forward_pre_hook(self._wait_for_parts)
 
     def begin(self) -> None:
         """After an optimizer step: gather what the first layers need; they ask for the next."""
@@ -54,6 +58,10 @@ class ParameterGather:
         for chunk in self.wrapped:
             if weight in chunk.param_to_bucket_group:
                 chunk.param_to_bucket_group[weight].finish_param_sync()
+
+    def _wait_for_parts(self, module: torch.nn.Module, inputs: Any) -> None:
+        for weight in module.parameters():
+            self.wait_for(weight)
 
     def _groups(self) -> Iterator[Any]:
         for chunk in self.wrapped:

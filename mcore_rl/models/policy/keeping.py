@@ -181,4 +181,5 @@ class Keeping(ColocatablePolicy):
         checkpoint.load_weights(iteration, self.model)
         if self.kept_beside is not None:
             with self._all_at_hand():
+                self.kept_beside.settle_weights()
                 checkpoint.load_weights(iteration, self.kept_beside.model, self.name_beside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -62,6 +63,9 @@ class PrecomputedReference:
             say(f"damaged reference log-probabilities: {path}: {problem}; they are computed again")
         if problem is not None or not broadcast_object(path.is_file()):
             _compute(path, model, units, pad_token_id, batch_size, say)
+        elif model.is_writer:
+            with contextlib.suppress(OSError):  # a run that was stopped just then; or nothing may be written here
+                _PartialFile(path).clear()
         return cls(path, lengths)
 
     def rows(self, sequences: Iterable[int], width: int) -> Tensor:
@@ -79,15 +83,14 @@ class PrecomputedReference:
 
 
 def _compute(path: Path, model: ScoringModel, units: TokenStore, pad_token_id: int, batch_size: int, say: Say) -> None:
-    """Write the file; its records stand in `PATH.partial` until all are there, with a checksum of each batch's end
-    beside them.
+    """Write the file; its records stand in `PATH.partial` until all are there.
 
     Raises:
         UserError: it cannot be written.
     """
-    partial = path.with_suffix(".partial")
+    partial = _PartialFile(path)
     try:
-        done: int = on_first_rank(lambda: _whole_records(partial, units, say))
+        done: int = on_first_rank(lambda: partial.begin(units, say))
         before = f", {done:,} of which were before" if done else ""
         say(f"reference log-probabilities: those of {len(units):,} records are computed once{before}: {path}")
         progress = Progress("reference log-probabilities", say)
@@ -99,58 +102,63 @@ def _compute(path: Path, model: ScoringModel, units: TokenStore, pad_token_id: i
             of_rows = zip(share.indices, scores, ends, strict=True)
             scored = {row: values[:end].numpy().tobytes() for row, values, end in of_rows}
             gathered = gather_on_first(scored, range(share.total), model.topology)
-            on_first_rank(functools.partial(_append, partial, gathered))
+            on_first_rank(functools.partial(partial.append, gathered))
             progress.reached((indices.stop - done) / (len(units) - done), indices.stop)
-        on_first_rank(lambda: _seal(partial, path))  # nobody looks for it before it is there
+        on_first_rank(lambda: partial.seal(path))  # nobody looks for it before it is there
     except SaveError as error:
-        raise UserError(f"reference log-probabilities: {partial} cannot be written: {error}") from None
+        raise UserError(f"reference log-probabilities: {partial.path} cannot be written: {error}") from None
 
 
-def _append(partial: Path, values: Iterable[bytes]) -> None:
-    """Add a batch; it counts once its checksum is there too."""
-    size, checksum = _written(partial)[-1]
-    _add(partial, batch := b"".join(values))
-    _add(_checksums(partial), f"{size + len(batch)} {zlib.crc32(batch, checksum)}\n".encode())
+class _PartialFile:
+    """What a run has computed so far, and a line with its bytes and their checksum behind each batch, in a file beside
+    it: a batch counts once its line is there. Of one process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lines = path.with_suffix(".partial"), path.with_suffix(".checksums")
+        self._size = self._checksum = 0
+
+    def begin(self, units: TokenStore, say: Say) -> int:
+        """How many records a run that was stopped has left; what stands behind them is cut off."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        there = self.path.stat().st_size if self.path.is_file() else 0
+        text = self.lines.read_text(errors="replace") if self.lines.is_file() else ""
+        found = [(int(size), int(sum_)) for size, sum_ in re.findall(r"^(\d{1,18}) (\d{1,18})\n", text, re.MULTILINE)]
+        size, checksum = max((batch for batch in found if batch[0] <= there), default=(0, 0))
+        ends = ITEM_BYTES * np.cumsum(units.lengths())[units.sequences_per_unit - 1 :: units.sequences_per_unit]
+        records = int(np.searchsorted(ends, size, side="right"))
+        if size not in (0, *ends[records - 1 : records]) or _checksum(self.path, size) != checksum:
+            size = checksum = records = 0
+        if there and not size:
+            say(f"reference log-probabilities: {self.path}: no batch of it has its checksum; it begins anew")
+        with open(self.path, "ab") as file:
+            file.truncate(size)
+        self.lines.write_text(f"{size} {checksum}\n")
+        self._size, self._checksum = size, checksum
+        return records
+
+    def append(self, values: Iterable[bytes]) -> None:
+        batch = b"".join(values)
+        _append(self.path, batch)
+        self._size, self._checksum = self._size + len(batch), zlib.crc32(batch, self._checksum)
+        _append(self.lines, f"{self._size} {self._checksum}\n".encode())
+
+    def seal(self, path: Path) -> None:
+        """With the digest behind its values the file gets its name."""
+        _append(self.path, _digest(self.path, self._size))
+        self.path.replace(path)
+        self.clear()
+
+    def clear(self) -> None:
+        """Of a file that has its name nothing else is left."""
+        self.path.unlink(missing_ok=True)
+        self.lines.unlink(missing_ok=True)
 
 
-def _add(path: Path, content: bytes) -> None:
+def _append(path: Path, content: bytes) -> None:
     with open(path, "ab") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _checksums(partial: Path) -> Path:
-    return partial.with_suffix(".checksums")
-
-
-def _written(partial: Path) -> list[tuple[int, int]]:
-    """Bytes up to the end of each batch, the first of none, and their checksum."""
-    path = _checksums(partial)
-    text = path.read_text(errors="replace") if path.is_file() else ""
-    return [(0, 0), *((int(size), int(checksum)) for size, checksum in re.findall(r"^(\d+) (\d+)\n", text, re.M))]
-
-
-def _seal(partial: Path, path: Path) -> None:
-    """With the digest behind its values the file gets its name."""
-    _add(partial, _digest(partial, partial.stat().st_size))
-    partial.replace(path)
-    _checksums(partial).unlink()
-
-
-def _whole_records(partial: Path, units: TokenStore, say: Say) -> int:
-    """So many have all their values in the file of a run that was stopped; what stands behind them is cut off."""
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    there = partial.stat().st_size if partial.is_file() else 0
-    size, checksum = max(written for written in _written(partial) if written[0] <= there)
-    if _checksum(partial, size) != checksum:
-        say(f"damaged reference log-probabilities: {partial}: its checksum is another; they are computed again")
-        size, checksum = 0, 0
-    if there:
-        os.truncate(partial, size)
-    _checksums(partial).write_text(f"{size} {checksum}\n")
-    ends = np.cumsum(units.lengths())[units.sequences_per_unit - 1 :: units.sequences_per_unit]
-    return int(np.searchsorted(ends, size // ITEM_BYTES, side="right"))
 
 
 def reference_key(model: ModelConfig, units: TokenStore) -> str:
