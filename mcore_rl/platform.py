@@ -91,8 +91,13 @@ def is_asynchronous() -> bool:
 
 def to_device(values: Any, dtype: torch.dtype = torch.long) -> torch.Tensor:
     """Numbers of the host (lists of one length, an array, a tensor) on the device; the host does not wait."""
-    host = torch.as_tensor(values, dtype=dtype)
-    return (host.pin_memory() if has_gpu() else host).to(device(), non_blocking=True)
+    return sent(torch.as_tensor(values, dtype=dtype), device())
+
+
+def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on `device`; the host does not wait, as it would for memory that is not page-locked."""
+    leaves_host = values.device.type == "cpu" and device.type == "cuda"
+    return (values.pin_memory() if leaves_host else values).to(device, non_blocking=True)
 
 
 class HostCopy:

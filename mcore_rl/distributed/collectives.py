@@ -40,6 +40,13 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     return values
 
 
+def gather_objects_on_first(value: Any) -> list[Any]:
+    """Every process's `value` (picklable), on the first; [] elsewhere."""
+    values: list[Any] = [None] * torch.distributed.get_world_size() if torch.distributed.get_rank() == 0 else []
+    torch.distributed.gather_object(value, values or None)
+    return values
+
+
 class Acquainted:
     """Small objects of every rank, of which only those are sent that nobody has sent before.
 

@@ -6,6 +6,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_gather_forward_reduce_scatter_backward, group_size
 from mcore_rl.distributed.pack_layout import PackLayout
 
@@ -16,7 +17,7 @@ def slice_context_parallel(
     """[T, …] in pack order → [T / CP, …], this rank's zigzag share."""
     if layout.cp_size == 1:
         return packed
-    return packed[layout.local_positions(cp_rank).to(packed.device)]
+    return packed[platform.sent(layout.local_positions(cp_rank), packed.device)]
 
 
 def gather_context_parallel(
@@ -32,4 +33,4 @@ def gather_context_parallel(
     if group_size(group) == 1:
         return local
     gathered = all_gather_forward_reduce_scatter_backward(local, group)
-    return gathered[layout.gather_order.to(local.device)]
+    return gathered[platform.sent(layout.gather_order, local.device)]

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_reduce_forward_all_reduce_backward
 from mcore_rl.distributed.pack_layout import PackLayout
 
@@ -48,12 +49,12 @@ class CountedPositions:
 
     def pick(self, hidden: Float[Tensor, "local_tokens hidden"]) -> Float[Tensor, "n hidden"]:
         """Hidden states of the predictors; of a dummy zeros, whatever the model made of it, that pass gradients on."""
-        picked = hidden[self.predictors.to(hidden.device, non_blocking=True)]
+        picked = hidden[platform.sent(self.predictors, hidden.device)]
         return picked.masked_fill(torch.ones_like(picked, dtype=torch.bool), 0) if self.is_dummy else picked
 
     def targets(self, input_ids: Int[Tensor, "rows seq"]) -> Int[Tensor, " n"]:
         """The tokens that are predicted."""
-        return self.layout.pack_rows(input_ids)[self.tokens.to(input_ids.device)]
+        return self.layout.pack_rows(input_ids)[platform.sent(self.tokens, input_ids.device)]
 
     def at_predictors(self, values: Shaped[Tensor, "rows seq k"]) -> Shaped[Tensor, "n k"]:
         """Of values that rows have at each input position, those of the predictors."""
@@ -62,7 +63,7 @@ class CountedPositions:
         place = torch.zeros(self.layout.total, dtype=torch.long)  # of each pack position in the rows
         place[index[there]] = there.flatten().nonzero().flatten()
         wanted = place[self.layout.predictor[self.tokens].clamp(min=0)]
-        return values.flatten(0, 1)[wanted.to(values.device, non_blocking=True)]
+        return values.flatten(0, 1)[platform.sent(wanted, values.device)]
 
     def spread(
         self, values: Float[Tensor, n * rest], context_parallel_group: ProcessGroup | None
@@ -73,7 +74,7 @@ class CountedPositions:
         """
         values = values * 0 if self.is_dummy else values
         packed = values.new_zeros(self.layout.total, *values.shape[1:])
-        packed = packed.index_copy(0, self.tokens.to(values.device, non_blocking=True), values)
+        packed = packed.index_copy(0, platform.sent(self.tokens, values.device), values)
         packed = all_reduce_forward_all_reduce_backward(packed, context_parallel_group)
-        index, counted = self.index.to(values.device), self.counted.to(values.device)
+        index, counted = (platform.sent(x, values.device) for x in (self.index, self.counted))
         return torch.where(counted.view(*counted.shape, *(1,) * (values.ndim - 1)), packed[index], 0)

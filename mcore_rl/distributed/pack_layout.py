@@ -19,6 +19,8 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
+from mcore_rl import platform
+
 
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `n`."""
@@ -188,8 +190,8 @@ class PackLayout:
         """[N, S] right-padded rows → [T]; `fill` where the pack holds padding."""
         row, column = self._row_and_column
         columns = column.clamp(max=rows.shape[1] - 1)
-        values = rows[row.to(rows.device), columns.to(rows.device)]
-        return torch.where(self._is_token.to(rows.device), values, torch.as_tensor(fill, dtype=rows.dtype))
+        values = rows[platform.sent(row, rows.device), platform.sent(columns, rows.device)]
+        return torch.where(platform.sent(self._is_token, rows.device), values, torch.as_tensor(fill, dtype=rows.dtype))
 
     @cached_property
     def _row_and_column(self) -> tuple[Tensor, Tensor]:
@@ -213,7 +215,7 @@ class PackLayout:
         Positions without a target hold the value of position 0; see `has_target`.
         """
         index = torch.where(self.has_target, torch.arange(self.total) + 1, 0)
-        return packed[index.to(packed.device)]
+        return packed[platform.sent(index, packed.device)]
 
     def next_token_index(self, width: int) -> tuple[Int[Tensor, "rows predicted"], Bool[Tensor, "rows predicted"]]:
         """Where the predictions of each row's tokens 1 … width − 1 are.
@@ -231,8 +233,8 @@ class PackLayout:
     ) -> Shaped[Tensor, "rows predicted"]:
         """Per-position values [T] (entry p scores the token after p) → [N, width − 1] rows."""
         index, valid = self.next_token_index(width)
-        rows = packed[index.to(packed.device)]
-        return torch.where(valid.to(packed.device), rows, torch.as_tensor(fill, dtype=packed.dtype))
+        rows = packed[platform.sent(index, packed.device)]
+        return torch.where(platform.sent(valid, packed.device), rows, torch.as_tensor(fill, dtype=packed.dtype))
 
 
 def _exclusive_cumsum(lengths: Sequence[int]) -> Tensor:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from mcore_rl import __version__
 from mcore_rl.checkpoint_store import CheckpointStore, digest_problems, digests_of
 from mcore_rl.config import TrainingConfig, resolved_yaml
-from mcore_rl.distributed.collectives import gather_objects, on_all_ranks
+from mcore_rl.distributed.collectives import gather_objects, gather_objects_on_first, on_all_ranks
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron import reference_state
 from mcore_rl.models.megatron.checkpoint_trust import check_trusted
@@ -128,7 +128,7 @@ class PendingSave:
                 **{part.name: {**weights_beside[part.name], **part.common()} for part in run.beside},
                 "state": {**state, "step": step},
                 "versions": VERSIONS,
-                "random": {"layout": run.layout, "states": gather_objects(random_states())},
+                "random": {"layout": run.layout, "states": gather_objects_on_first(random_states())},
                 "content_metadata": METADATA,
             }
         )
@@ -154,11 +154,11 @@ class PendingSave:
         """Give what is written its name; returns it. To be called once `is_written`."""
         report = self._writer.poll()
         assert report is not None, "not written yet"
-        results, digests = zip(*gather_objects((report.results, report.digests)), strict=True)
+        written = gather_objects_on_first((report.results, report.digests))
 
         def write_index_and_rename() -> Path:
-            self._writer.storage.finish(self._writer.metadata, list(results))
-            named = {name: digest for part in digests for name, digest in part.items()}
+            self._writer.storage.finish(self._writer.metadata, [results for results, _ in written])
+            named = {name: digest for _, digests in written for name, digest in digests.items()}
             named.update(digests_of(self.partial, ("common.pt", "config.yaml", "metadata.json", ".metadata")))
             final = self.store.commit(self.step, self.partial, named)
             self.store.prune(self.config.checkpoint.keep_last, self.config.checkpoint.keep_every, self.best)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_rl import platform
 from mcore_rl.models.megatron.linear import FasterInGeneration
 from mcore_rl.models.megatron.router import RouterLoad
 
@@ -73,7 +74,7 @@ class GroupedExperts(FasterInGeneration, CountingExperts):
     def _compute(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         if self.in_generation:
             return super()._compute(hidden, tokens_per_expert, probs)
-        ends = tokens_per_expert.to(hidden.device).cumsum(0, dtype=torch.int32)
+        ends = platform.sent(tokens_per_expert, hidden.device).cumsum(0, dtype=torch.int32)
         first, second = ([getattr(e, name).weight for e in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
         gate, up = _GroupedLinear.apply(hidden, ends, *first).chunk(2, dim=-1)
         scaled = self.config.activation_func(gate) * up * probs[:, None]

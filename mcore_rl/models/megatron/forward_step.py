@@ -87,7 +87,7 @@ def model_inputs(microbatch: Microbatch, model: BuiltModel) -> dict[str, Any]:
     positions = slice_context_parallel(layout.position_ids, layout, cp_rank)
     if uses_transformer_engine():
         tokens, positions, cu_seqlens = (
-            x.to(device, non_blocking=True) for x in (tokens, positions, layout.cu_seqlens_padded)
+            platform.sent(x, device) for x in (tokens, positions, layout.cu_seqlens_padded)
         )
         longest = max(layout.segment_lengths)
         params = PackParams("thd", cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens, longest, longest)
@@ -123,7 +123,7 @@ class LogprobHead:
         logprobs, entropy = linear_logprobs(
             positions.pick(hidden),
             weight,
-            positions.targets(input_ids).to(hidden.device, non_blocking=True),
+            platform.sent(positions.targets(input_ids), hidden.device),
             topology.tensor.group,
             self.model.vocab_size,
             self.temperature,
@@ -157,7 +157,7 @@ class TopKHead:
         group, width = topology.tensor.group, microbatch.data["input_ids"].shape[1]
         hidden = gather_hidden_states(hidden, group, topology.sequence_parallel)
         values, ids = linear_topk(hidden, self.model.chunks[-1].lm_head_weight(), self.k, group, self.model.vocab_size)
-        index, valid = (x.to(hidden.device) for x in layout.token_table(width))
+        index, valid = (platform.sent(x, hidden.device) for x in layout.token_table(width))
         best, tokens = (
             gather_context_parallel(local, layout, topology.context.group)[index] * valid[..., None]
             for local in (values, ids)
@@ -176,7 +176,7 @@ class RewardOfSequences:
         layout = microbatch.layout
         index, _ = layout.token_table(microbatch.data["input_ids"].shape[1])
         last = index.gather(1, torch.tensor(layout.row_lengths)[:, None] - 1)
-        return self._of_pack(hidden, layout)[last.to(hidden.device)]
+        return self._of_pack(hidden, layout)[platform.sent(last, hidden.device)]
 
     def _of_pack(self, hidden: Tensor, layout: PackLayout) -> Tensor:
         """[T] the number at each position of a pack."""
@@ -193,7 +193,7 @@ class ValuesOfTokens(RewardOfSequences):
         """[n, S] fp32, whole on every rank; column 0, and what lies behind a row's end, is 0."""
         index, there = microbatch.layout.token_table(microbatch.data["input_ids"].shape[1])
         of_pack = self._of_pack(hidden, microbatch.layout)
-        before, there = index[:, :-1].to(hidden.device), there[:, 1:].to(hidden.device)
+        before, there = (platform.sent(x, hidden.device) for x in (index[:, :-1], there[:, 1:]))
         return F.pad(torch.where(there, of_pack[before], 0), (1, 0))
 
 
@@ -220,7 +220,8 @@ class LossHead:
     ) -> None:
         self.model, self.temperature = model, temperature
         self.loss_fn: Any = loss_fn
-        self.counts = global_valid_seqs.to(platform.device()), global_valid_toks.to(platform.device())
+        device = platform.device()
+        self.counts = platform.sent(global_valid_seqs, device), platform.sent(global_valid_toks, device)
         number = ValuesOfTokens if getattr(loss_fn, "reads_values", False) else RewardOfSequences
         self.rewards = number(model) if model.family.has_reward_head else None
         self.fused = takes_logprobs(loss_fn)
@@ -230,7 +231,10 @@ class LossHead:
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
         mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
-        data: BatchedDataDict[Any] = BatchedDataDict(microbatch.data).to(hidden.device)
+        columns = microbatch.data.items()
+        data: BatchedDataDict[Any] = BatchedDataDict(
+            {name: platform.sent(x, hidden.device) if isinstance(x, Tensor) else x for name, x in columns}
+        )
         more: dict[str, Any] = {}
         if self.rewards is not None:
             loss, metrics = self.loss_fn(self.rewards(hidden, microbatch), data, *self.counts)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_rl import platform
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.parallel import ProcessGroupCollection
 
@@ -94,5 +95,5 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         """Angles [T / CP, 1, rotated] for positions, else Megatron's [S, 1, 1, rotated]."""
         if not isinstance(max_seq_len, Tensor):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
-        self.frequencies = self.frequencies.to(max_seq_len.device)
+        self.frequencies = platform.sent(self.frequencies, max_seq_len.device)
         return torch.outer(max_seq_len.to(self.frequencies.dtype), self.frequencies)[:, None]

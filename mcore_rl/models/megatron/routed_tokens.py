@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_rl import platform
 from mcore_rl.data.packing import Microbatch
 from mcore_rl.distributed.context_parallel import slice_context_parallel
 from mcore_rl.distributed.topology import Topology
@@ -49,10 +50,10 @@ class RoutedTokens:
         experts = None
         if ROUTED_EXPERTS in data:
             earlier = data[ROUTED_EXPERTS].flatten(0, 1)[place.clamp(min=0)].long()
-            experts = torch.where((place < 0)[:, None, None], -1, earlier).to(device)
+            experts = platform.sent(torch.where((place < 0)[:, None, None], -1, earlier), device)
         return cls(
-            sequence.to(device),
-            mask[sequence].to(device),
-            torch.tensor((*layout.lengths, 1), dtype=torch.float32, device=device),
+            platform.sent(sequence, device),
+            platform.sent(mask[sequence], device),
+            platform.to_device((*layout.lengths, 1), torch.float32),
             experts,
         )

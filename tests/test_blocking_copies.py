@@ -1,0 +1,74 @@
+"""Nothing that a step sends to the device makes the host wait: counted on a simulated device."""
+
+import pytest
+from models import and_long
+from test_decoding_waits import BlockingTransfers
+from test_simulation import LENGTHS, SEQUENCES, config_of, in_processes
+
+from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, RMConfig, SFTConfig
+from mcore_rl.layout_check import Layout
+from mcore_rl.simulation.process import simulated_process
+from mcore_rl.simulation.step import Sequences, invented_batch
+
+GRPO = {
+    "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_new_tokens": 8},
+    "loss": {"reference_policy_kl_penalty": 0.1, "force_on_policy_ratio": False},
+    "batch": {"tokens_per_pack": 768},
+}
+STEPS = {
+    "train": lambda policy, data, loss_fn: policy.train(data, loss_fn),
+    "evaluate": lambda policy, data, loss_fn: policy.evaluate(data, loss_fn),
+}
+
+
+def blocking_copies(config, step):
+    """Where they are, and how many microbatches there were."""
+    with simulated_process(config, 0, 8):
+        from mcore_rl.algorithms.objectives import loss_of
+        from mcore_rl.models.policy import megatron_policy, scoring
+        from mcore_rl.models.policy.step_results import MicrobatchResult
+        from mcore_rl.simulation.rank import replaced
+
+        policy = megatron_policy.MegatronPolicy(config, 2, rows_per_unit=config.rows_per_unit)
+        sequences = Sequences(2 * LENGTHS, 2 * SEQUENCES.responses)
+        data = policy.own_rows(invented_batch(config, sequences))
+        told, counts = MicrobatchResult(1.0, len(sequences.lengths), float(len(sequences.lengths)), {}), []
+        plain = scoring.run_microbatches
+
+        def run(model, wrapped, microbatches, head, train):
+            counts.append(len(microbatches))
+            return plain(model, wrapped, microbatches, head, train)
+
+        with (
+            replaced(megatron_policy, "collect_results", lambda *_: [told]),
+            replaced(scoring, "run_microbatches", run),
+            BlockingTransfers() as transfers,
+        ):
+            STEPS[step](policy, data, loss_of(config))
+        return transfers.seen, sum(counts)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sections", "step"),
+    and_long(
+        [(DPOConfig, {"dpo": {"reference": "swap"}}, "train")],
+        [
+            (SFTConfig, {}, "train"),
+            (KTOConfig, {}, "train"),
+            (RMConfig, {}, "train"),
+            (GRPOConfig, GRPO, "train"),
+            (DPOConfig, {}, "evaluate"),
+            (GRPOConfig, GRPO, "evaluate"),
+        ],
+    ),
+)
+def test_the_host_waits_for_no_copy_of_a_microbatch(algorithm, sections, step, model_of):
+    model = {"path": str(model_of("llama")), "head": "reward"} if algorithm is RMConfig else None
+    sections = {**sections, "model": model} if model else sections
+    layout = Layout(tp=2, cp=2, dp=2, sp=True, tokens_per_pack=768)
+    config = layout.apply(config_of(model_of("llama"), algorithm, **sections))
+    ((seen, microbatches),) = in_processes(blocking_copies, (config, step))
+    assert microbatches > 1
+    of_batch = [places for places in seen if any("own_rows.py" in place for place in places)]  # before the first
+    assert len(of_batch) <= 2
+    assert not [places for places in seen if places not in of_batch]
