@@ -98,6 +98,7 @@ def test_state_is_away_but_in_the_step(model_of, tmp_path):
         assert all(size > 0 for size in kept)
 
 
+@pytest.mark.long
 def test_the_simulation_counts_it_in_the_step_alone(model_of):
     config = changed(config_of(model_of("llama")), dtype="bfloat16")
     kept, moved = in_processes(

@@ -449,6 +449,7 @@ def test_the_script(file):
     assert any(line.startswith("  memory: ") and line.endswith("fits 80 GB") for line in lines)
 
 
+@pytest.mark.long
 def test_every_update_of_a_rollout_is_simulated(model):
     config = config_of(model, GRPOConfig)
     twice = config.model_copy(update={"grpo": config.grpo.model_copy(update={"num_updates_per_rollout": 2})})
@@ -458,6 +459,7 @@ def test_every_update_of_a_rollout_is_simulated(model):
     assert two.products["scoring"] and "scoring" not in one.products, "by the weights before the updates"
 
 
+@pytest.mark.long
 def test_weights_that_come_in_the_next_forward_pass_count(model):
     """The model's bytes that are gathered are the same, whenever that is."""
     config = Layout(dp=2).apply(config_of(model))
