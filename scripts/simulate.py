@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--hardware", default="h100", help="h100, h200, a100, or FILE:NAME")
     parser.add_argument("--lengths", help="tokens of the sequences, one after the other: 2048,512,…")
     parser.add_argument("--response-part", type=float, default=0.5, help="of a sequence, with --lengths")
-    parser.add_argument("--ranks", default="distinct", help="first, last, distinct, stages, or numbers")
+    parser.add_argument("--ranks", help="first, last, distinct (if left out), stages, or numbers")
     parser.add_argument("--search", action="store_true", help="try layouts instead of the configuration's")
     parser.add_argument("--load-from", type=count, metavar="RANKS", help="how many ranks wrote a checkpoint to load")
     parser.add_argument("--workers", type=count, default=1, help="processes that simulate")
@@ -45,15 +45,16 @@ def main() -> None:
         if config.model.dtype not in gpu.flops_per_second:
             raise UserError(f"--hardware {arguments.hardware}: tells no peak for model.dtype={config.model.dtype}")
         sequences = sequences_of(config, arguments)
-        if arguments.search and arguments.load_from:
-            raise UserError("--load-from: is of one layout; leave out --search")
+        for option, given in (("--load-from", arguments.load_from), ("--ranks", arguments.ranks)):
+            if arguments.search and given:
+                raise UserError(f"{option}: is of one layout; leave out --search")
         if arguments.search:
             found = search(config, size, sequences, gpu, arguments.workers, lambda line: print(line, file=sys.stderr))
             print("\n".join(table(found)))
             return
         config.parallel.data_parallel_size(size)
         config.pack_width(config.rows_per_unit)
-        ranks = chosen_ranks(config, size, arguments.ranks)
+        ranks = chosen_ranks(config, size, arguments.ranks or "distinct")
         rows = f"{len(sequences.lengths):,} sequences of {sum(sequences.lengths):,} tokens"
         print(f"{arguments.algorithm}, {size} processes, {config.model.dtype}, {rows} a step")
         if isinstance(config, DPOConfig) and config.dpo.reference == "auto" and config.precomputes(epochs=1):

@@ -515,6 +515,7 @@ WRONG = and_long(
             ["--lengths", "99", "--ranks", "8"],
             "error: --ranks 8: write first, last, distinct, stages, or numbers below 8",
         ),
+        (["--lengths", "99", "--search", "--ranks", "1"], "error: --ranks: is of one layout; leave out --search"),
         (["--lengths", "99", "--response-part", "0"], "error: --response-part 0.0: is a part of a sequence"),
         (["--lengths", "99", "parallel.pipeline_model_parallel_size=8"], "error: parallel.pipeline_model_parallel_"),
     ],

@@ -14,6 +14,15 @@ from mcore_rl.simulation.step import RankReport
 BALANCED = "assumed: every expert gets as many tokens as any other, from ranks with packs of one size"
 
 
+def shown(number: float) -> str:
+    """With three digits and the first letter of its unit: `1.23 G`."""
+    for letter, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            value = number / size
+            return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f} {letter}"
+    return f"{number:.0f} "
+
+
 def describe(config: TrainingConfig, world_size: int, reports: Sequence[RankReport], gpu: Hardware) -> Iterator[str]:
     """The lines of a report."""
     for report in reports:
@@ -37,17 +46,17 @@ def _rank(report: RankReport, gpu: Hardware) -> Iterator[str]:
     if report.packs:
         yield f"  packs: {report.packs}, of {padded // report.packs:,} tokens, {real / padded:.1%} filled"
     fits = "fits" if report.peak <= gpu.memory_bytes else "DOES NOT FIT"
-    peak, whole = report.peak / 1e9, gpu.memory_bytes / 1e9
-    yield f"  memory: {peak:.2f} GB at the peak, in {report.peak_phase}; {fits} {whole:.0f} GB"
+    whole = gpu.memory_bytes / 1e9
+    yield f"  memory: {shown(report.peak)}B at the peak, in {report.peak_phase}; {fits} {whole:.0f} GB"
     for kind, size in report.memory.items():
-        yield f"    {kind:<24}{size / 1e9:>10.2f} GB"
+        yield f"    {kind:<24}{shown(size):>10}B"
     for phase in report.products | report.attention:
         products, attention = report.products.get(phase, 0), report.attention.get(phase, 0)
         if products or attention:
-            yield f"  {phase}: {products / 1e12:,.2f} TFLOP in matrix products, {attention / 1e12:,.2f} in attention"
+            yield f"  {phase}: {shown(products)}FLOP in matrix products, {shown(attention)}FLOP in attention"
     for (operation, size, crosses), amount in _traffic_rows(report, gpu):
         where = ", across nodes" if crosses else ""
-        yield f"    {operation:<16}over {size:>4} ranks{where:<14}{amount / 1e9:>12.3f} GB"
+        yield f"    {operation:<16}over {size:>4} ranks{where:<14}{shown(amount):>12}B"
     waits = Counter[str]()
     for (phase, _), times in report.host_reads.items():
         waits[phase] += times
@@ -60,9 +69,9 @@ def describe_loading(reports: Sequence[LoadingReport], writers: int) -> Iterator
     yield f"loading a checkpoint that {writers:,} ranks wrote"
     for report in reports:
         yield (
-            f"  rank {report.rank} (pipeline stage {report.stage}): {report.read / 1e9:.3g} GB are read for "
-            f"{report.state / 1e9:.3g} GB of weights and optimizer state, "
-            f"{report.beyond / 1e6:.1f} MB of memory beside it ({report.beyond / report.state:.2%})"
+            f"  rank {report.rank} (pipeline stage {report.stage}): {shown(report.read)}B are read for "
+            f"{shown(report.state)}B of weights and optimizer state, "
+            f"{shown(report.beyond)}B of memory beside it ({report.beyond / report.state:.2%})"
         )
 
 
@@ -78,8 +87,8 @@ def table(found: Sequence[Candidate]) -> Iterator[str]:
     yield f"{'layout':<32}{'peak GB':>9}{'s a step':>10}{'MFU':>8}"
     for one in found:
         if one.reason:
-            yield f"{one.text:<32}{f'{one.peak / 1e9:.1f}' if one.peak else '':>9}  {one.reason}"
+            yield f"{one.text:<32}{f'{one.peak / 1e9:.3g}' if one.peak else '':>9}  {one.reason}"
         else:
-            yield f"{one.text:<32}{one.peak / 1e9:>9.1f}{one.seconds:>10.3g}{one.utilization:>8.1%}"
+            yield f"{one.text:<32}{one.peak / 1e9:>9.3g}{one.seconds:>10.3g}{one.utilization:>8.1%}"
     if any(one.is_mixture for one in found):
         yield BALANCED

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mcore_rl.config import TrainingConfig, build_config
-from mcore_rl.errors import UserError
+from mcore_rl.errors import ContractError, UserError
 from mcore_rl.layouts import Layout
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.loading import LoadingReport, simulate_loading
@@ -163,7 +163,7 @@ def _candidate(
 ) -> Candidate:
     try:
         reports = [job.result() for job in jobs]
-    except UserError as error:
+    except (UserError, ContractError) as error:
         return Candidate(text, reason=str(error))
     peak, dtype = max(report.peak for report in reports), config.model.dtype
     if peak > gpu.memory_bytes:
