@@ -107,6 +107,9 @@ def test_what_tokens_depend_on_makes_another_store(files, monkeypatch):
         assert len(stores(files)) == count
     (files / "model" / "model.safetensors").write_bytes(b"weights")
     load(files)
+    (files / "model" / ".git").mkdir()
+    (files / "model" / ".git" / "object").write_bytes(b"weights once more")
+    load(files)
     assert len(stores(files)) == count, "weights are no part of a tokenizer"
 
 

@@ -29,7 +29,7 @@ from mcore_rl.errors import UserError
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 """Of a model directory: files that are not the tokenizer's. All others may be."""
 
-SOURCE_BYTES_TO_REMEMBER = 64 << 20
+SOURCE_BYTES_TO_REMEMBER = 1 << 20
 """The digests of smaller files are taken anew each time."""
 
 POLL_SECONDS, LOST_SECONDS = 0.1, 60.0
@@ -118,7 +118,7 @@ class TokenCache:
             "tokenizer": [
                 [str(path.relative_to(self.remake.path)), _file_digest(path)]
                 for path in sorted(self.remake.path.rglob("*"))
-                if path.is_file() and path.suffix not in WEIGHTS
+                if path.is_file() and path.suffix not in WEIGHTS and ".git" not in path.parts
             ],
             "trust_remote_code": self.remake.trust_remote_code,
             "template": self.remake.chat_template,
