@@ -80,16 +80,23 @@ def spread_by_cost(size: Sequence[int], cost: Sequence[float], capacity: int, co
 
 def split_until_divisible(bins: list[Bin], cost: Sequence[float], count: int) -> None:
     """Split the costliest bins until their number divides by `count`; empty ones are the last resort."""
-    while len(bins) % count:
-        fullest = max((box for box in bins if len(box) > 1), key=lambda box: sum(cost[u] for u in box), default=None)
-        if fullest is None:
-            bins.append([])
-            continue
-        bins.remove(fullest)
+    held, number = dict(enumerate(bins)), len(bins)
+    heap = [(-sum(cost[u] for u in box), i) for i, box in held.items() if len(box) > 1]
+    heapq.heapify(heap)
+    while len(held) % count and heap:
+        _, costliest = heapq.heappop(heap)
         halves: tuple[Bin, Bin] = ([], [])
-        for unit in sorted(fullest, key=lambda unit: -cost[unit]):
-            min(halves, key=lambda half: sum(cost[u] for u in half)).append(unit)
-        bins.extend(halves)
+        loads: list[float] = [0, 0]
+        for unit in sorted(held.pop(costliest), key=lambda unit: -cost[unit]):
+            lighter = int(loads[1] < loads[0])
+            halves[lighter].append(unit)
+            loads[lighter] += cost[unit]
+        for half, load in zip(halves, loads, strict=True):
+            held[number] = half
+            if len(half) > 1:
+                heapq.heappush(heap, (-load, number))
+            number += 1
+    bins[:] = [*held.values(), *([] for _ in range(-len(held) % count))]
 
 
 def assign(bins: list[Bin], cost: Sequence[float], count: int) -> list[list[Bin]]:
