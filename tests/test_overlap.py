@@ -3,6 +3,7 @@
 import pytest
 import torch
 from models import and_long, make_tokenizer
+from safetensors.torch import load_file
 from test_layouts import STEPS, make_config, make_data
 
 from mcore_rl.config import LoRAConfig, ParallelConfig
@@ -180,8 +181,6 @@ def own_weights(policy):
 
 
 def from_export(policy, data, loss_fn, directory):
-    from safetensors.torch import load_file
-
     policy.export_hf(directory)
     return load_file(directory / "model.safetensors")
 
@@ -216,8 +215,6 @@ def from_generation(policy, data, loss_fn, directory):
 
 
 def from_adapters(policy, data, loss_fn, directory):
-    from safetensors.torch import load_file
-
     policy.export_adapters(directory)
     return load_file(directory / "adapter_model.safetensors")
 

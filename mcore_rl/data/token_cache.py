@@ -118,7 +118,9 @@ class TokenCache:
             "tokenizer": [
                 [str(path.relative_to(self.remake.path)), _file_digest(path)]
                 for path in sorted(self.remake.path.rglob("*"))
-                if path.is_file() and path.suffix not in WEIGHTS and ".git" not in path.parts
+                if path.is_file()
+                and path.suffix not in WEIGHTS
+                and ".git" not in path.relative_to(self.remake.path).parts
             ],
             "trust_remote_code": self.remake.trust_remote_code,
             "template": self.remake.chat_template,
