@@ -3,7 +3,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: install install-vllm demo demo-grpo demo-ppo test test-long test-exhaustive test-vllm test-browser faults layouts bench lint docs clean
+.PHONY: install install-vllm demo demo-grpo demo-ppo test test-long test-exhaustive test-vllm test-browser gpu faults layouts bench lint docs clean
 
 install: .venv/installed
 
@@ -81,6 +81,13 @@ test-browser: install
 	$(BIN)/pip install --quiet 'playwright>=1.40'
 	command -v chromium || command -v google-chrome || command -v chromium-browser || $(BIN)/playwright install chromium
 	$(BIN)/pytest -m browser
+
+# Where there is a GPU: each part writes its own files to outputs/gpu, and those that ended well are not run again.
+# make gpu GPU="--only smoke tests"; GPU=--rehearse runs toy sizes on the CPU.
+GPU ?=
+
+gpu: install
+	$(BIN)/python scripts/check_gpu.py $(GPU)
 
 faults: install
 	$(BIN)/pytest -m faults --kills 50 -rP

@@ -56,12 +56,20 @@ class Row:
         return " ".join(parts + ([f"≤ {self.at_most:g}"] if self.at_most is not None else []))
 
 
-def finish(name: str, title: str, columns: tuple[str, str, str], rows: Sequence[Row], keep: bool = True) -> int:
+def finish(
+    name: str,
+    title: str,
+    columns: tuple[str, str, str],
+    rows: Sequence[Row],
+    keep: bool = True,
+    directory: Path | None = None,
+) -> int:
     """Print the table, write it down, and return the exit status: 1 where a bound is missed.
 
     Args:
         columns: what `ours`, `peer` and `ratio` are.
         keep: write JSON and SVG; not for a run that is shorter than what the documentation shows.
+        directory: where to; the documentation's if left out.
     """
     width = max(len(row.name) for row in rows) + 2
     print(f"\n{title}\n{'':<{width}}" + "".join(f"{column:>22}" for column in columns) + "   bound")
@@ -69,10 +77,11 @@ def finish(name: str, title: str, columns: tuple[str, str, str], rows: Sequence[
         values = "".join(f"{'' if value is None else f'{value:,.4g}':>22}" for value in (row.ours, row.peer))
         print(f"{row.name:<{width}}{values}{row.shown:>22}   {row.bound}{'  MISSED' if row.is_missed else ''}")
     if keep:
-        RESULTS.mkdir(exist_ok=True)
+        directory = directory or RESULTS
+        directory.mkdir(parents=True, exist_ok=True)
         table = {"title": title, "columns": columns, "rows": [asdict(row) for row in rows]}
-        (RESULTS / f"{name}.json").write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
-        (RESULTS / f"{name}.svg").write_text(picture(title, columns, rows))
+        (directory / f"{name}.json").write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+        (directory / f"{name}.svg").write_text(picture(title, columns, rows))
     return int(any(row.is_missed for row in rows))
 
 
@@ -84,7 +93,7 @@ def picture(title: str, columns: Sequence[str], rows: Sequence[Row]) -> str:
     left = max(LEFT, 24 + int(LETTER * max(len(row.name) for row in rows)))
     parts = [text(16, 24, title, weight="bold"), text(16, 42, columns[2], color="#666666")]
     for number, row in enumerate(rows):
-        y, scale = 58 + number * (BAR + 8), WIDTH / longest[row.unit]
+        y, scale = 58 + number * (BAR + 8), WIDTH / (longest[row.unit] or 1)
         parts.append(text(left - 8, y + 15, row.name, anchor="end"))
         parts.append(f'<rect x="{left}" y="{y}" width="{WIDTH}" height="{BAR}" rx="2" fill="{PADDING}" opacity="0.4"/>')
         color = COLORS[4] if row.is_missed else COLORS[0]

@@ -4,11 +4,14 @@ import os
 import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
 CACHE = tempfile.TemporaryDirectory()  # of tokenized data: for this run of the tests, and the processes that it starts
 os.environ["MCORE_RL_CACHE"] = CACHE.name
 
 from pathlib import Path
+
+from own_process import hide_gpus
+
+hide_gpus()
 
 # Before anything of the package is imported: shapes in signatures are checked while the tests run.
 import shape_checks  # noqa: F401  # isort: skip

@@ -87,14 +87,15 @@ def expected(layout, heads, groups, window):
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
-def in_one_process(attend, in_place, layout, heads, groups, window, dtype):
-    """Each rank's part in turn: what all of them come to."""
+def in_one_process(attend, in_place, layout, heads, groups, window, dtype, device="cpu"):
+    """Each rank's part in turn: what all of them come to, on the CPU."""
     leaves, upstream = inputs(layout, heads, groups, dtype)
-    order = torch.argsort(layout.gather_order)  # of all ranks' rows, one rank's after the other's
+    leaves, upstream = [x.detach().to(device).requires_grad_() for x in leaves], upstream.to(device)
+    order = torch.argsort(layout.gather_order).to(device)  # of all ranks' rows, one rank's after the other's
     total, out = 0, torch.zeros_like(leaves[0])
     for rank in range(layout.cp_size):
         visible = VisibleKeys(layout, rank)
-        visible.put(*visible.on_host())
+        visible.put(*(tensor.to(device) for tensor in visible.on_host()))
         query, grad = (slice_context_parallel(x, layout, rank) for x in (leaves[0], upstream))
         # As parts of a larger tensor, which is how attention gets them.
         key, value = torch.cat((leaves[1], leaves[2]), dim=-1)[order].split(DIM, dim=-1)
@@ -103,8 +104,8 @@ def in_one_process(attend, in_place, layout, heads, groups, window, dtype):
         seen_by = None if window is None or window >= max(visible.key_lengths) else window
         local = attend(query, key, value, visible, None, seen_by)
         total = total + (local * grad).sum()
-        out[layout.local_positions(rank)] = local.detach()
-    return [out, *torch.autograd.grad(total, leaves)]
+        out[layout.local_positions(rank).to(device)] = local.detach()
+    return [tensor.cpu() for tensor in (out, *torch.autograd.grad(total, leaves))]
 
 
 HEADS = {"MHA": (3, 3), "GQA": (6, 2), "MQA": (4, 1)}

@@ -6,15 +6,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import and_long
+from ports import free_port
 from test_layouts import make_config
+from test_simulation import config_of, in_processes, real_rank
 
-from mcore_rl.config import GRPOConfig
+from mcore_rl.config import DPOConfig, GRPOConfig
 from mcore_rl.data.packing import Batching
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.context_parallel import slice_context_parallel
 from mcore_rl.distributed.prefix_layout import PrefixLayout, PrefixTree
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.layout_check import Layout, compare, compute_outcome, table_row
+from mcore_rl.simulation.step import Sequences, simulate_rank
 
 # Few different tokens, so that rows begin alike, are equal, or are beginnings of one another.
 ROWS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=12), min_size=1, max_size=6)
@@ -253,3 +257,18 @@ def test_prompts_are_shared_there(model_of):
         lengths, before = Batching(True, 256, 1, 1, rows_per_group=rows_per_group, min_shared=8).pieces(data)
         assert sum(lengths) < 0.8 * int(data["input_lengths"].sum())
         assert any(before)
+
+
+@pytest.mark.parametrize("layout", and_long([], [Layout(prefix=True, dp=2)], [Layout(prefix=True)]), ids=str)
+def test_a_simulated_step_shares_as_much_as_a_real_one(layout, model_of):
+    config = layout.apply(config_of(model_of("llama"), DPOConfig, batch={"global_batch_size": 4}))
+    sequences, port, size = Sequences((240,) * 4 + (99,) * 4, (60,) * 4 + (33,) * 4), free_port(), layout.world_size
+    ranks = [(config, rank, size, port, sequences) for rank in range(size)]
+    real, simulated = (
+        in_processes(real_rank, *ranks),
+        in_processes(simulate_rank, *[(*r[:3], sequences) for r in ranks]),
+    )
+    for one, other in zip(real, simulated, strict=True):
+        assert (other.packs, other.tokens) == (one.packs, one.tokens)
+        assert other.products["training"] == one.products["training"]
+    assert sum(report.tokens[0] for report in simulated) == sum(sequences.lengths) - 2 * 180 - 2 * 66

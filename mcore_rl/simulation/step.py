@@ -213,10 +213,12 @@ def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
 
     lengths, responses = torch.tensor(sequences.lengths), torch.tensor(sequences.responses)
     shape = (len(lengths), int(lengths.max()))
-    places = torch.arange(shape[1])
-    trained = (places < lengths[:, None]) & (places >= (lengths - responses)[:, None])
+    places, rows = torch.arange(shape[1]), torch.arange(shape[0])[:, None]
+    is_response = places >= (lengths - responses)[:, None]
+    trained = (places < lengths[:, None]) & is_response
+    begins_with = torch.where(is_response, rows, 7 * (rows // config.rows_per_group))  # a group's prompt, own responses
     data: dict[str, Any] = {
-        "input_ids": (1 + places % 50).expand(shape).contiguous(),  # no padding: its embedding is 0
+        "input_ids": 1 + (places + begins_with) % 50,  # no padding: its embedding is 0
         "input_lengths": lengths,
         "token_mask": trained.float(),
         "sample_mask": torch.ones(shape[0]),

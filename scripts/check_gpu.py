@@ -1,0 +1,170 @@
+"""Everything that wants a GPU, part by part: what is here, tests, a profile, log-probabilities, steps, generation, saves.
+
+    python scripts/check_gpu.py [--output outputs/gpu] [--only PART …] [--again] [--seconds N] [--rehearse]
+
+Each part is a program of its own that is given ten minutes, and leaves PART.json (command, device, versions, how it
+ended, the end of what it printed), PART.log, and a benchmark's table and picture. A part that ended well with the same
+code on the same device is not run again: a check that was cut off goes on where it was. Ends with 1 where a part did
+not end well, and with 3 if --seconds were over before the last. --rehearse: toy sizes on the CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_steps import CASES
+
+from mcore_rl.entry_point import Parser, count, told_in_one_line
+from mcore_rl.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 600
+LINES_KEPT = 60
+ENDED, NOT_ALL = 0, 3
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command, after this interpreter's name; and what it is in a rehearsal."""
+
+    name: str
+    command: Sequence[str]
+    rehearsal: Sequence[str]
+
+
+def tests(name: str, wanted: str) -> Part:
+    plain = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/test_devices.py", "-k", wanted]
+    return Part(name, [*plain, "-m", "gpu"], [*plain, "-m", "not gpu"])
+
+
+def benchmark(name: str) -> Part:
+    command = ["scripts/bench_gpu.py", name, "--output", "{output}"]
+    return Part(name, command, [*command, "--rehearse"])
+
+
+DOCTOR = ["-m", "mcore_rl", "doctor"]
+FIRST = "step_in_fp32 or demonstration"
+PARTS = [
+    Part("doctor", DOCTOR, DOCTOR),
+    tests("smoke", FIRST),
+    tests("tests", f"not ({FIRST})"),
+    *map(benchmark, ("trace", "logprobs", *CASES, "generation", "checkpoints")),
+]
+"""In the order in which they tell most."""
+
+
+def main() -> int:
+    parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("outputs/gpu"))
+    parser.add_argument("--only", nargs="+", metavar="PART", help=", ".join(part.name for part in PARTS))
+    parser.add_argument("--again", action="store_true", help="also what has ended well")
+    parser.add_argument("--seconds", type=count, help="begin no part after so many")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with toy sizes")
+    arguments = parser.parse_args()
+    with told_in_one_line():
+        names = [part.name for part in PARTS]
+        if unknown := set(arguments.only or ()) - set(names):
+            raise UserError(f"--only {' '.join(sorted(unknown))}: there are {', '.join(names)}")
+        chosen = [part for part in PARTS if not arguments.only or part.name in arguments.only]
+        here = surroundings(arguments.rehearse)
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        return run_all(chosen, arguments.output.resolve(), here, arguments)
+
+
+def surroundings(rehearses: bool) -> dict[str, str]:
+    """What the results are of.
+
+    Raises:
+        UserError: there is no GPU.
+    """
+    import torch
+
+    if not (torch.cuda.is_available() or rehearses):
+        raise UserError(f"torch {torch.__version__} sees no GPU; --rehearse runs toy sizes on the CPU")
+    device = "the CPU, rehearsed" if rehearses else torch.cuda.get_device_name()
+    versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    return {"device": device, **versions, "code": digest_of_code()}
+
+
+def digest_of_code() -> str:
+    """Of all that a part runs: a result holds for the code that gave it."""
+    digest = hashlib.sha256()
+    for folder in ("mcore_rl", "scripts", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def run_all(parts: Sequence[Part], output: Path, here: dict[str, str], arguments: Any) -> int:
+    started, failed = time.monotonic(), []
+    for part in parts:
+        if not arguments.again and has_ended_well(output / f"{part.name}.json", here):
+            print(f"{part.name}: ended well before, {output / part.name}.json", flush=True)
+            continue
+        if arguments.seconds is not None and time.monotonic() - started > arguments.seconds:
+            print(f"{part.name}: not begun, {arguments.seconds} s are over; the same command goes on with it")
+            return NOT_ALL
+        result = run(part, output, here, arguments.rehearse)
+        print(f"{part.name}: {result['ended']} after {result['seconds']:.0f} s, {output / part.name}.log", flush=True)
+        if result["status"] != ENDED:
+            failed.append(part.name)
+            print("\n".join(f"    {line}" for line in result["output"][-8:]))
+    if failed:
+        print(f"did not end well: {', '.join(failed)}")
+    return int(bool(failed))
+
+
+def has_ended_well(path: Path, here: dict[str, str]) -> bool:
+    """Whether these surroundings have given a good result."""
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return result.get("status") == ENDED and all(result.get(name) == value for name, value in here.items())
+
+
+def run(part: Part, output: Path, here: dict[str, str], rehearses: bool) -> dict[str, Any]:
+    """A part's result, which is also written down; at the end, so that one that was cut off has none."""
+    command = [word.format(output=output) for word in (part.rehearsal if rehearses else part.command)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"CUDA_VISIBLE_DEVICES": ""} if rehearses else {})}
+    (output / f"{part.name}.json").unlink(missing_ok=True)
+    started, log = time.monotonic(), output / f"{part.name}.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            status: int | None = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+                process.wait()
+    result = {
+        "part": part.name,
+        "command": " ".join(["python", *command]),
+        **here,
+        "status": status,
+        "ended": f"cut off after {SECONDS} s" if status is None else "ended well" if not status else f"status {status}",
+        "seconds": round(time.monotonic() - started, 1),
+        "output": log.read_text(errors="replace").splitlines()[-LINES_KEPT:],
+    }
+    (output / f"{part.name}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

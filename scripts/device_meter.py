@@ -1,0 +1,63 @@
+"""Time and memory of this process's device, whichever it is; and how fast it multiplies."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def is_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if is_gpu() else "CPU"
+
+
+class DeviceMeter:
+    """Of a GPU the memory of live tensors; of a CPU the process's most resident memory, which is never forgotten."""
+
+    def wait(self) -> None:
+        """For all that the device was told to do."""
+        if is_gpu():
+            torch.cuda.synchronize()
+
+    def forget_peak(self) -> None:
+        self.wait()
+        if is_gpu():
+            torch.cuda.reset_peak_memory_stats()
+
+    def live(self) -> int:
+        return torch.cuda.memory_allocated() if is_gpu() else 0
+
+    def peak(self) -> int:
+        """Most bytes since `forget_peak`."""
+        return (
+            torch.cuda.max_memory_allocated() if is_gpu() else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        )
+
+
+def median_seconds(functions: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
+    """Of each function, by its name; they take turns, so that a slow moment hits all alike. The first turn warms up."""
+    meter = DeviceMeter()
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repetitions + 1):
+        for name, function in functions.items():
+            meter.wait()
+            started = time.perf_counter()
+            function()
+            meter.wait()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(taken[1:]) for name, taken in seconds.items()}
+
+
+def product_rate(dtype: torch.dtype) -> float:
+    """FLOP/s of a product of large square matrices of random numbers, without which it would be faster."""
+    size = 8192 if is_gpu() else 1024
+    device = "cuda" if is_gpu() else "cpu"
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / median_seconds({"product": lambda: left @ right}, 10)["product"]

@@ -1,0 +1,92 @@
+"""`make gpu`: parts with a result each, that are not run twice, and that end whatever happens."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import check_gpu
+import pytest
+from check_gpu import NOT_ALL, PARTS, Part, run_all
+
+ROOT = Path(__file__).parent.parent
+HERE = {"device": "none", "code": "abc"}
+
+
+def options(**changes):
+    return Namespace(**{"again": False, "seconds": None, "rehearse": False, **changes})
+
+
+def part(name, program):
+    return Part(name, ["-c", program], ["-c", program])
+
+
+def test_what_ended_well_is_not_run_again(tmp_path, capsys):
+    counted = f"open({str(tmp_path / 'runs')!r}, 'a').write('x'); print('a figure')"
+    fails = f"import os, sys; sys.exit(not os.path.exists({str(tmp_path / 'mended')!r}))"
+    parts = [part("good", counted), part("bad", fails)]
+    assert run_all(parts, tmp_path, HERE, options()) == 1
+    assert "did not end well: bad" in capsys.readouterr().out
+    (tmp_path / "mended").touch()
+    assert run_all(parts, tmp_path, HERE, options()) == 0
+    assert (tmp_path / "runs").read_text() == "x"
+    result = json.loads((tmp_path / "good.json").read_text())
+    assert result["output"] == ["a figure"] and result["device"] == "none" and result["status"] == 0
+    run_all(parts, tmp_path, {**HERE, "code": "other"}, options())
+    run_all(parts, tmp_path, {**HERE, "code": "other"}, options(again=True))
+    assert (tmp_path / "runs").read_text() == "xxx"
+
+
+def test_a_part_that_hangs_is_cut_off_with_what_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(check_gpu, "SECONDS", 3)
+    child = f"import os, time; open({str(tmp_path / 'child')!r}, 'w').write(str(os.getpid())); time.sleep(100)"
+    hangs = f"import subprocess, sys; print('so far', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+    assert run_all([part("hangs", hangs)], tmp_path, HERE, options()) == 1
+    result = json.loads((tmp_path / "hangs.json").read_text())
+    assert (result["status"], result["ended"]) == (None, "cut off after 3 s") and result["output"] == ["so far"]
+    pid, deadline = (tmp_path / "child").read_text(), time.monotonic() + 10
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline, "its child lives on"
+        time.sleep(0.1)
+
+
+def test_the_time_that_is_given_is_kept(tmp_path, capsys):
+    parts = [part("first", "import time; time.sleep(1.5)"), part("second", "")]
+    assert run_all(parts, tmp_path, HERE, options(seconds=1)) == NOT_ALL
+    assert "second: not begun" in capsys.readouterr().out
+    assert run_all(parts, tmp_path, HERE, options(seconds=1)) == 0
+
+
+def check(*arguments):
+    return subprocess.run(
+        [sys.executable, "scripts/check_gpu.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=1500,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [([], "sees no GPU; --rehearse"), (["--only", "smok"], "--only smok: there are doctor, smoke, tests, trace")],
+)
+def test_refusals(arguments, message, tmp_path):
+    ended = check("--output", str(tmp_path / "out"), *arguments)
+    assert ended.returncode == 2 and message in ended.stderr and len(ended.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.long
+def test_a_rehearsal_of_the_benchmarks(tmp_path):
+    """All parts but the tests, which are run by themselves."""
+    names = [p.name for p in PARTS if p.name not in ("smoke", "tests")]
+    ended = check("--rehearse", "--output", str(tmp_path), "--only", *names)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for name in names:
+        result = json.loads((tmp_path / f"{name}.json").read_text())
+        assert result["status"] == 0 and result["output"], name
+    tables = {path.stem for path in tmp_path.glob("gpu_*.svg")}
+    assert tables == {f"gpu_{name}" for name in names if name != "doctor"}
+    again = check("--rehearse", "--output", str(tmp_path), "--only", *names)
+    assert again.stdout.count("ended well before") == len(names)
