@@ -88,7 +88,7 @@ def logprobs(rehearses: bool) -> list[Row]:
 
         return run
 
-    others = [(1024, 32_768), (2048, 8192), (4096, 4096), (4096, 8192), (8192, 4096)]
+    others = [(1024, 16_384), (2048, 8192), (2048, 16_384), (4096, 8192), (8192, 4096)]
     seconds = median_seconds(
         {
             "products": head.products, "fused": head.fused, "logits": head.from_logits, "half": head.half_masked,
@@ -207,10 +207,8 @@ def predictions(gpu: Hardware, hardware: str, rehearses: bool) -> list[Row]:
         with tempfile.TemporaryDirectory() as name:
             report = simulate_case(case, Path(name), "bfloat16")
         seconds = gpu.step_seconds([report], "bfloat16", 1, 1)
-        used = gpu.utilization(report.model_flops, seconds, 1, "bfloat16")
         rows += [
             Row.figure(f"{case.name}: tokens", case.tokens_of_step / seconds, "/s"),
-            Row.figure(f"{case.name}: MFU", used, "of peak"),
             Row.figure(f"{case.name}: memory", report.peak / 1e9, "GB", at_most=gpu.memory_bytes / 1e9),
         ]
         print(f"{case.name}: {seconds:.3g} s a step on {hardware}, {report.peak / 1e9:.1f} GB", flush=True)

@@ -1,4 +1,4 @@
-"""Everything that wants a GPU, part by part: what is here, tests, a profile, log-probabilities, steps, generation, saves.
+"""Everything that wants a GPU, part by part: tests, a profile, log-probabilities, steps, generation, checkpoints.
 
     python scripts/check_gpu.py [--output outputs/gpu] [--only PART …] [--again] [--seconds N] [--rehearse]
 

@@ -20,6 +20,8 @@ from mcore_rl.distributed.parallel_logprobs import (
     vocab_parallel_topk,
 )
 from mcore_rl.distributed.processes import run_processes
+from mcore_rl.simulation.memory import LiveBytes
+from mcore_rl.simulation.products import product_counter
 
 VOCAB, PADDED, HIDDEN = 21, 24, 7
 LENGTHS = (9, 1, 16, 2, 5)  # a single token has nothing to predict
@@ -201,7 +203,32 @@ def test_products_leave_their_sums_in_fp32_on_a_device():
     """The operator itself, on shapes: its arguments are those of this torch."""
     assert fused.WIDENING_PRODUCTS
     hidden, weight = (torch.empty(rows, 4, dtype=torch.bfloat16, device="meta") for rows in (6, 9))
-    assert fused.Tiles(hidden, weight, 9, 0.5).product(slice(0, 2), slice(0, 4)).dtype == torch.float32
+    tiles = fused.Tiles(hidden, weight, 9, 0.5)
+    assert tiles.product(slice(0, 2), slice(0, 4)).dtype == torch.float32
+    total = torch.empty(6, 9, device="meta")
+    with product_counter() as counter:
+        tiles.add_product(total, hidden, weight.T)
+    assert fused.adds_widened(total.device) and total.dtype == torch.float32
+    assert counter.get_total_flops() == 2 * 6 * 4 * 9
+
+
+@pytest.mark.parametrize("widens", [True, False])
+def test_memory_beside_a_head_of_a_large_vocabulary(widens, monkeypatch):
+    """On shapes, in the tiles of a GPU, forward and backward, beside what is there anyhow; the logits alone would be
+    2.5 GB in half precision."""
+    tokens, hidden_size, vocabulary = 8192, 4096, 151_936
+    monkeypatch.setitem(fused.TILE_SHAPE, "meta", fused.TILE_SHAPE["cuda"])
+    monkeypatch.setattr(fused, "adds_widened", lambda device: widens)
+    with LiveBytes("meta") as live:
+        hidden, head = (
+            torch.empty(rows, hidden_size, device="meta", dtype=torch.bfloat16, requires_grad=True)
+            for rows in (tokens, vocabulary)
+        )
+        head.main_grad, head.grad_added_to_main_grad = torch.empty(vocabulary, hidden_size, device="meta"), False
+        targets = torch.empty(tokens, device="meta", dtype=torch.long)
+        there = live.live + hidden.nbytes  # its gradient
+        linear_logprobs(hidden, head, targets)[0].sum().backward()
+    assert live.peaks[""] - there < 0.3e9
 
 
 def test_rows_the_loss_does_not_use_may_hold_nan():

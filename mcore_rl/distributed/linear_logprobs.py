@@ -7,6 +7,7 @@ whatever the number of tokens and the size of the vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,8 +37,9 @@ from mcore_rl.distributed.parallel_logprobs import (
 )
 from mcore_rl.errors import ContractError
 
-# (tokens, vocabulary columns) of a tile: what a CPU's cache holds, or enough to keep a GPU busy.
-TILE_SHAPE = {"cpu": (512, 4096), "cuda": (2048, 16384)}
+# (tokens, vocabulary columns) of a tile: what a CPU's cache holds; or what keeps a GPU busy, square because gradients
+# are added to once for each row and each column of tiles.
+TILE_SHAPE = {"cpu": (512, 4096), "cuda": (4096, 4096)}
 
 
 def gather_hidden_states(
@@ -172,6 +174,20 @@ WIDENING_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()
 """Whether this torch leaves a product of half-precision factors in fp32, as it was accumulated (since 2.8)."""
 
 
+@functools.cache
+def adds_widened(device: torch.device) -> bool:
+    """Whether this torch adds products of half-precision factors to an fp32 sum where it is: asked of the operator,
+    whose first versions wanted a sum in the factors' precision."""
+    if not WIDENING_PRODUCTS or device.type == "cpu":
+        return False
+    total, factor = torch.zeros(16, 16, device=device), torch.ones(16, 0, dtype=torch.bfloat16, device=device)
+    try:
+        torch.addmm(total, factor, factor.T, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
 class Tiles:
     """hidden × weightᵀ / temperature, a tile at a time, in the accumulation type.
 
@@ -218,6 +234,8 @@ class Tiles:
         """total += a · b"""
         if total.dtype == a.dtype:
             torch.addmm(total, a, b, out=total)  # torch's counter of operations does not know `addmm_`
+        elif adds_widened(total.device):
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         else:
             total += self.multiply(a, b)
 

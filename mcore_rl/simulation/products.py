@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +14,15 @@ def _grouped_product(rows: tuple[int, ...], weights: tuple[int, ...], *_: Any, *
     return 2 * math.prod(rows) * weights[-1]
 
 
-_GROUPED_PRODUCTS = {torch.ops.aten._grouped_mm: _grouped_product} if hasattr(torch.ops.aten, "_grouped_mm") else {}
-"""Operations of what torch's counter leaves out; older ones have no such product."""
+def _added_product(total: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """[n, in] by [in, out], added to a sum; of torch's own one takes no dtype of the result."""
+    return 2 * math.prod(a) * b[-1]
+
+
+_LEFT_OUT: dict[Any, Callable[..., int]] = {torch.ops.aten.addmm: _added_product}
+"""Operations of what torch's counter leaves out; older ones have no grouped product."""
+if hasattr(torch.ops.aten, "_grouped_mm"):
+    _LEFT_OUT[torch.ops.aten._grouped_mm] = _grouped_product
 
 
 class _NoModules(contextlib.nullcontext[None]):
@@ -29,6 +37,6 @@ class _NoModules(contextlib.nullcontext[None]):
 
 def product_counter() -> FlopCounterMode:
     """A mode whose `get_total_flops` are those of the matrix products while it is entered."""
-    counter = FlopCounterMode(display=False, custom_mapping=_GROUPED_PRODUCTS)
+    counter = FlopCounterMode(display=False, custom_mapping=_LEFT_OUT)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter
