@@ -16,6 +16,7 @@ from mcore_rl.data.records import load_sft_dataset
 from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.layout_check import TABLE_HEADER, check_layouts, shrink_model, table_row
 from mcore_rl.layouts import Layout
+from mcore_rl.platform import initialize_platform
 from mcore_rl.quiet import quiet_libraries
 
 LAYOUTS = [Layout(), Layout(tp=2, cp=2, sp=True)]
@@ -23,6 +24,7 @@ LAYOUTS = [Layout(), Layout(tp=2, cp=2, sp=True)]
 
 def main(path):
     quiet_libraries()
+    initialize_platform()
     config = load_config(SFTConfig, path, ["batch.global_batch_size=8"])
     tokenizer = load_tokenizer(config.model.path)
     dataset = load_sft_dataset(config.data.train, tokenizer, config.data)

@@ -79,7 +79,8 @@ def run_script(
 
     Args:
         algorithm: names the default output directory of a run without a configuration file.
-        train: called with the configuration, and each option's path (None if it was not given) by its name.
+        train: called with the configuration, and each option's path (None if it was not given) by its name; the device
+            is chosen by then, so that it can import what uses Megatron.
         file_options: the names of options that take a path, and what they are for.
         arguments: of the command line; this process's own if left out.
         prog: how the program is called, if not by its file's name.
@@ -113,6 +114,9 @@ def run_script(
             processes = "1 process" if world_size() == 1 else f"{world_size()} processes"
             print(f"{source}: {processes}; importing PyTorch and Megatron …", flush=True)
         quiet_libraries()
+        from mcore_rl.platform import initialize_platform  # with PyTorch
+
+        initialize_platform()
         train(config, **paths)
 
 

@@ -8,6 +8,10 @@ import gc
 
 import transformers.modeling_utils  # noqa: F401
 
+from mcore_rl.platform import initialize_platform
+
+initialize_platform()
+
 import mcore_rl.layout_check
 import mcore_rl.models.policy.megatron_policy  # noqa: F401
 

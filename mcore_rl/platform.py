@@ -1,26 +1,23 @@
 """The device under Megatron: CUDA with NCCL, the CPU with gloo, or neither: shapes without memory, in a simulation.
 
 Megatron-Core asks `torch.cuda` for devices, streams and random states, and spells `device="cuda"`
-in a few places. `initialize_platform()` must run before `megatron` is imported. With a GPU it only
-selects the device; without one it installs stand-ins that answer those calls on the CPU. Nothing
-else in the package knows whether a GPU is there.
+in a few places. A program calls `initialize_platform()` where it starts, before anything that uses
+Megatron is imported. With a GPU it only selects the device; without one it installs the stand-ins
+of `cuda_stand_ins`, which answer those calls on the CPU. No other file asks `torch.cuda`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.utils._device import _device_constructors
 
-from mcore_rl import launch_environment
+from mcore_rl import cuda_stand_ins, launch_environment
 from mcore_rl.errors import UserError
 
 _installed = False
@@ -52,6 +49,59 @@ def device_id(of: torch.device | None = None) -> str:
     """
     of = of or device()
     return str(torch.cuda.get_device_properties(of).uuid) if of.type == "cuda" else of.type
+
+
+def device_index(of: torch.device) -> int:
+    """The number that this process gives a GPU; its current one's if it is named without."""
+    return torch.cuda.current_device() if of.index is None else of.index
+
+
+def describe_gpus() -> list[str]:
+    """A line for each GPU that torch can use, with its name and memory."""
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if has_gpu() else 0))
+    return [f"GPU {n}: {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for n, gpu in enumerate(gpus)]
+
+
+def synchronize(of: torch.device | None = None) -> None:
+    """Wait until a GPU (the current one if left out) has done all that it was told; nothing without one."""
+    if has_gpu():
+        torch.cuda.synchronize(of)
+
+
+def synchronize_stream() -> None:
+    """As `synchronize`, for what the current stream was told."""
+    if has_gpu():
+        torch.cuda.current_stream().synchronize()
+
+
+class Event(Protocol):
+    """A moment of the device's work."""
+
+    def query(self) -> bool:
+        """Whether it has come."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+        ...
+
+
+def record_event() -> Event:
+    """The moment when all that the current stream was told until now is done; without a GPU it has come."""
+    event: Any = torch.cuda.Event() if has_gpu() else cuda_stand_ins.Inert()
+    event.record()
+    recorded: Event = event
+    return recorded
+
+
+def random_state() -> torch.Tensor | None:
+    """Of the GPU's generator; None without one: the host's is the only one."""
+    return torch.cuda.get_rng_state() if has_gpu() else None
+
+
+def set_random_state(state: torch.Tensor) -> None:
+    """The inverse of `random_state`."""
+    torch.cuda.set_rng_state(state)
 
 
 def release_cached_memory() -> None:
@@ -104,11 +154,10 @@ class HostCopy:
     """A copy on the host of a tensor that nobody writes to any more, begun without waiting for the device."""
 
     def __init__(self, of: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
+        self._event: Event | None = None
         if of.is_cuda:
             self._host = torch.empty(of.shape, dtype=of.dtype, pin_memory=True).copy_(of, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self._event = record_event()
         else:
             self._host = torch.zeros(of.shape, dtype=of.dtype, device="cpu") if of.is_meta else of
 
@@ -126,8 +175,15 @@ def backend() -> str:
     return "nccl" if has_gpu() else "gloo"
 
 
+def is_initialized() -> bool:
+    """Whether this process has chosen its device."""
+    return _installed
+
+
 def initialize_platform(simulate: bool = False) -> None:
     """Select the GPU of this process, or install the stand-ins: of the CPU, or of a simulated device. Idempotent.
+
+    To be called where a program starts; `mcore_rl.entry_point.run_script` and the `mcore-rl` command do.
 
     Raises:
         RuntimeError: `megatron.core` was imported first (it binds some names at import).
@@ -141,7 +197,7 @@ def initialize_platform(simulate: bool = False) -> None:
     else:
         if "megatron.core" in sys.modules:
             raise RuntimeError("initialize_platform() must be called before megatron.core is imported")
-        _install_stand_ins(device())
+        cuda_stand_ins.install(device())
     _installed = True
 
 
@@ -192,146 +248,3 @@ def initialize_process_group(timeout: timedelta) -> None:
         store = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
         kwargs.update(rank=rank, world_size=world_size, store=store)
     torch.distributed.init_process_group(**kwargs)
-
-
-class _Generators:
-    """`torch.cuda.default_generators`: every index is the CPU's generator."""
-
-    def __getitem__(self, index: object) -> torch.Generator:
-        return torch.default_generator
-
-
-class _Inert:
-    """A stream or event: CPU work is synchronous, so there is nothing to order or wait for."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    record = wait = synchronize = wait_event = wait_stream = record_stream = _nothing
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Inert()
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: object) -> float:
-        return 0.0
-
-
-def _is_cuda(value: object) -> bool:
-    return (isinstance(value, str) and value.startswith("cuda")) or (
-        isinstance(value, torch.device) and value.type == "cuda"
-    )
-
-
-def _on(device: torch.device, factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`factory` with device="cuda" read as `device` and page-locking left out."""
-
-    @functools.wraps(factory)
-    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs:
-            if _is_cuda(kwargs.get("device")):
-                kwargs["device"] = device
-            kwargs.pop("pin_memory", None)
-        return factory(*args, **kwargs)
-
-    return wrapper
-
-
-def _gather_of_uneven(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo's all-gather refuses parts of unequal sizes."""
-
-    @functools.wraps(all_gather)
-    def wrapper(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
-        if len({output.shape for output in outputs}) == 1:
-            return all_gather(outputs, tensor, group=group, **kwargs)
-        rank = torch.distributed.get_rank(group)
-        for source, output in enumerate(outputs):
-            part = tensor.contiguous() if source == rank else torch.empty_like(output)
-            torch.distributed.broadcast(part, group=group, group_src=source)
-            output.copy_(part)
-        return None
-
-    return wrapper
-
-
-def _scatter_of_uneven(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo's reduce-scatter refuses parts of unequal sizes; Megatron asks for sums alone."""
-
-    @functools.wraps(reduce_scatter)
-    def wrapper(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None) -> None:
-        whole = torch.cat(inputs)
-        torch.distributed.all_reduce(whole, group=group)
-        output.copy_(whole.split([len(part) for part in inputs])[torch.distributed.get_rank(group)])
-
-    return wrapper
-
-
-def _all_to_all_of_lists(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
-    """Split sizes are brought to the host where they are on a GPU only, but are wanted as numbers here too."""
-
-    @functools.wraps(all_to_all_single)
-    def wrapper(output: torch.Tensor, input: torch.Tensor, **kwargs: Any) -> Any:
-        for name in ("output_split_sizes", "input_split_sizes"):
-            if isinstance(kwargs.get(name), torch.Tensor):
-                kwargs[name] = kwargs[name].tolist()
-        return all_to_all_single(output, input, **kwargs)
-
-    return wrapper
-
-
-def _install_stand_ins(device: torch.device) -> None:
-    """Answer on `device` what Megatron-Core asks of CUDA. One reason beside each group."""
-    cuda: Any = torch.cuda
-
-    # Tensors are created with device=torch.cuda.current_device(), which takes a torch.device as well.
-    cuda.current_device = lambda: device
-    cuda.device_count = lambda: 1
-    cuda.set_device = lambda *_: None
-
-    # The schedules and the optimizer synchronise, wait on streams and mark NVTX ranges.
-    cuda.synchronize = cuda.empty_cache = lambda *_, **__: None
-    cuda.Stream = cuda.Event = _Inert
-    stream = _Inert()
-    cuda.current_stream = cuda.default_stream = lambda *_: stream
-    cuda.stream = lambda *_: contextlib.nullcontext()
-    cuda.set_stream = lambda *_: None
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_, **__: None
-
-    # The RNG tracker and activation recomputation save and restore the device's random state.
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    cuda.manual_seed = torch.manual_seed
-    cuda.default_generators = _Generators()
-    cuda._lazy_init = lambda: None
-    cuda._lazy_call = lambda call, **_: call()
-
-    # The optimizer, gradient clipping, schedules and checkpoints write device="cuda". Wrapping the
-    # factories costs a dictionary lookup; a TorchFunctionMode costs about 12 % of a decode step.
-    # `with torch.device("meta")` recognises factories by identity: let it remember the real ones first.
-    _device_constructors()
-    for name in ("tensor", "zeros", "ones", "empty", "full", "empty_like", "zeros_like"):
-        setattr(torch, name, _on(device, getattr(torch, name)))
-    tensor_class: Any = torch.Tensor
-    tensor_class.cuda = lambda self, *_, **__: self.to(device)
-    tensor_class.pin_memory = lambda self, *_, **__: self
-
-    # The optimizers accept parameters only by the type names of CUDA tensors.
-    type_of = tensor_class.type
-
-    def type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is not None:
-            return type_of(self, dtype, *args, **kwargs)
-        return type_of(self).replace("torch.", "torch.cuda.", 1).replace("cuda.meta.", "cuda.")
-
-    tensor_class.type = type_name
-
-    # Experts get as many tokens as are routed to them: the dispatcher gathers and scatters parts of unequal sizes.
-    distributed: Any = torch.distributed
-    distributed.all_gather = _gather_of_uneven(distributed.all_gather)
-    distributed.reduce_scatter = _scatter_of_uneven(distributed.reduce_scatter)
-    distributed.all_to_all_single = _all_to_all_of_lists(distributed.all_to_all_single)

@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mcore_rl.config import GRPOConfig, build_config
 from mcore_rl.data.order import SampleOrder
 from mcore_rl.data.prompts import Prompt
+from mcore_rl.platform import initialize_platform
 from mcore_rl.quiet import quiet_libraries
 
 BOUND = 1.6
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     arguments = parser.parse_args()
     quiet_libraries()
+    initialize_platform()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         make_model(Path(directory) / "model", arguments)

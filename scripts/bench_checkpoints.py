@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mcore_rl.config import SFTConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.platform import initialize_platform
 from mcore_rl.quiet import quiet_libraries
 
 SHARD_BYTES = 10**8
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=5)
     arguments = parser.parse_args()
     quiet_libraries()
+    initialize_platform()
     torch.set_num_threads(2)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
@@ -148,6 +150,7 @@ def to_hf(root):
 
 def measure_peak(sender, convert, root):
     quiet_libraries()
+    initialize_platform()
     import mcore_rl.models.megatron.convert  # noqa: F401 (imports are not what is measured)
 
     with PeakMemory() as peak:

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, Stoppi
 
 from mcore_rl.config import SFTConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.platform import initialize_platform
 from mcore_rl.quiet import quiet_libraries
 
 LONGEST_PROMPT = 512
@@ -52,6 +53,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=5)
     arguments = parser.parse_args()
     quiet_libraries()
+    initialize_platform()
     torch.set_num_threads(2)
     with tempfile.TemporaryDirectory() as directory:
         ours, theirs = make_both(Path(directory), arguments)

@@ -20,6 +20,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mcore_rl.config import DPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.platform import initialize_platform
 from mcore_rl.quiet import quiet_libraries
 
 VOCABULARY = 8192
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=5)
     arguments = parser.parse_args()
     quiet_libraries()
+    initialize_platform()
     of_tokens, of_steps = [], []
     with tempfile.TemporaryDirectory() as directory:
         make_model(Path(directory))

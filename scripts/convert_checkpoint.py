@@ -44,6 +44,7 @@ def hf_to_megatron(model: Path, destination: Path) -> None:
     check_model_directory(model)
     if destination.exists() and not destination.is_dir():
         raise UserError(f"{destination} is not a directory")
+    choose_device()
     from mcore_rl.models.megatron.convert import hf_to_megatron
 
     iteration = hf_to_megatron(model, destination, progress)
@@ -62,6 +63,7 @@ def megatron_to_hf(checkpoint: Path, destination: Path, model: Path | None) -> N
     if not source.is_dir():
         raise UserError(f"{source}, which {iteration} was trained from, is not there; name a directory with --model")
     check_model_directory(source)
+    choose_device()
     from mcore_rl.models.megatron.convert import megatron_to_hf
 
     template = read_chat_template(config.get("data", {}).get("chat_template"))
@@ -72,10 +74,17 @@ def megatron_to_hf(checkpoint: Path, destination: Path, model: Path | None) -> N
 
 def inspect(checkpoint: Path) -> None:
     iteration = find_iteration(checkpoint)
+    choose_device()
     from mcore_rl.models.megatron.inspection import describe
 
     for line in describe(iteration):
         print(line)
+
+
+def choose_device() -> None:
+    from mcore_rl.platform import initialize_platform  # with PyTorch, once the arguments have been found right
+
+    initialize_platform()
 
 
 def find_iteration(path: Path) -> Path:

@@ -30,6 +30,9 @@ def main() -> None:
 
 
 def train(config: DPOConfig, workers: int, steps: int) -> None:
+    from mcore_rl.platform import initialize_platform
+
+    initialize_platform()
     from mcore_rl.algorithms.inputs import load_inputs, total_steps
     from mcore_rl.algorithms.objectives import loss_of
     from mcore_rl.data.batches import collate

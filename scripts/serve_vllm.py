@@ -29,6 +29,9 @@ def main() -> None:
 
 
 def serve(config: GRPOConfig) -> None:
+    from mcore_rl.platform import initialize_platform
+
+    initialize_platform()
     from mcore_rl.models.generation.vllm_client import VLLMServer
     from mcore_rl.models.generation.vllm_generation import wait_until_ready
     from mcore_rl.models.generation.vllm_service import VLLMService

@@ -53,6 +53,9 @@ def main() -> int:
 
 
 def verify(arguments, config, layouts):
+    from mcore_rl.platform import initialize_platform
+
+    initialize_platform()
     from mcore_rl.data.tokenize import load_tokenizer
     from mcore_rl.layout_check import (
         TABLE_HEADER,

@@ -22,6 +22,7 @@ import torch
 from models import models_below
 
 from mcore_rl.distributed.processes import serve_processes
+from mcore_rl.platform import initialize_platform
 from mcore_rl.quiet import quiet_libraries
 
 # The same examples in every run, so that a failure is the change's own; `--hypothesis-profile=default` draws others.
@@ -29,6 +30,7 @@ hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 
 quiet_libraries()
+initialize_platform()
 torch.set_num_threads(2)
 # The server of test processes checks shapes too; it finds this folder by the environment that it starts with.
 with pytest.MonkeyPatch.context() as patch:

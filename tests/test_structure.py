@@ -1,6 +1,8 @@
 """The house holds its floors: a module imports from its own floor or below."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ FLOORS = {
     "errors": 0,
     "loss_options": 0,
     "platform": 0,
+    "cuda_stand_ins": 0,
     "quiet": 0,
     "launch_environment": 0,
     "watchdog": 0,
@@ -73,6 +76,56 @@ def test_floors(name, path):
 def test_megatron_is_imported_in_one_place(name, path):
     if not name.startswith("mcore_rl.models.megatron"):
         assert not [i for i in imported(path) if i.split(".")[0] == "megatron"]
+
+
+@pytest.mark.parametrize(("name", "path"), modules())
+def test_the_platform_alone_asks_for_the_device(name, path):
+    """`torch.cuda`, however it is written: an attribute, or imported."""
+    if name in ("mcore_rl.platform", "mcore_rl.cuda_stand_ins"):
+        return
+    tree = ast.parse(path.read_text())
+    attributes = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    names = [
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    assert not [one for one in [*attributes, *names, *imported(path)] if f"{one}.".startswith("torch.cuda.")]
+
+
+NEED_NO_DEVICE = (
+    "algorithms.loss_functions",
+    "algorithms.rollouts",
+    "data.records",
+    "distributed.own_rows",
+    "layout_check",
+    "models.policy.interfaces",
+    "models.policy.ray_policy",
+    "models.policy.refit",
+)
+
+
+def test_a_device_is_chosen_by_a_call_before_megatron_is_imported():
+    """What needs no Megatron is imported without; the rest says what to call, and can then be imported after all."""
+    code = f"""
+import sys
+for name in {NEED_NO_DEVICE}:
+    __import__(f"mcore_rl.{{name}}")
+from mcore_rl import platform
+try:
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+except RuntimeError as error:
+    print(error)
+print(platform.is_initialized(), "megatron" in sys.modules)
+platform.initialize_platform()
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+print(platform.is_initialized(), "megatron" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    told, before, after = done.stdout.splitlines()
+    assert "call mcore_rl.platform.initialize_platform() where the program starts" in told
+    assert (before, after) == ("False False", "True True")
 
 
 def private_names(path):

@@ -173,6 +173,8 @@ def test_a_mistake_is_one_line_and_comes_at_once(files):
 
 POISONED = """
 import torch
+from mcore_rl.platform import initialize_platform
+initialize_platform()
 from mcore_rl.algorithms.sft import train_sft
 from mcore_rl.config import SFTConfig
 from mcore_rl.entry_point import run_script

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from mcore_rl.errors import WorkerError
+from mcore_rl.platform import initialize_platform
 
 MEETINGS = 3
 """How often processes are started anew when they do not find each other, as happens on a loaded machine."""
@@ -118,6 +119,7 @@ def _work(
     # A collective that autograd cannot see gives wrong gradients: never only a warning.
     warnings.filterwarnings("error", message=".*autograd kernel was not registered.*")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    initialize_platform()  # done already where the server has imported Megatron
     try:
         _meet(rank, world_size, store, timedelta(seconds=timeout))
     except BaseException:

@@ -60,14 +60,9 @@ def _writable(path: Path) -> bool:
 
 
 def _devices() -> Iterator[str]:
-    import torch
+    from mcore_rl.platform import describe_gpus
 
-    if not torch.cuda.is_available():
-        yield "no GPU that torch can use: runs go to the CPU (gloo)"
-        return
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        yield f"GPU {index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    yield from describe_gpus() or ["no GPU that torch can use: runs go to the CPU (gloo)"]
 
 
 def _group() -> str:
@@ -76,13 +71,14 @@ def _group() -> str:
 
     import torch
 
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    device = "cuda" if backend == "nccl" else "cpu"
+    from mcore_rl.platform import backend, device
+
     try:
         store = torch.distributed.HashStore()
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=30))
-        torch.distributed.all_reduce(torch.ones(1, device=device))
+        limit = timedelta(seconds=30)
+        torch.distributed.init_process_group(backend(), store=store, rank=0, world_size=1, timeout=limit)
+        torch.distributed.all_reduce(torch.ones(1, device=device()))
         torch.distributed.destroy_process_group()
     except (RuntimeError, ValueError) as error:
-        return f"{backend}: NO PROCESS GROUP can be made: {' '.join(str(error).split())}"
-    return f"{backend}: a process group can be made"
+        return f"{backend()}: NO PROCESS GROUP can be made: {' '.join(str(error).split())}"
+    return f"{backend()}: a process group can be made"

@@ -1,5 +1,9 @@
-"""Everything that imports Megatron-Core; the platform under it is made ready first."""
+"""Everything that imports Megatron-Core, which binds what it finds of the device while it is imported."""
 
-from mcore_rl.platform import initialize_platform
+from mcore_rl.platform import is_initialized
 
-initialize_platform()
+if not is_initialized():
+    raise RuntimeError(
+        "call mcore_rl.platform.initialize_platform() where the program starts, before it imports what uses Megatron: "
+        "it chooses the device"
+    )

@@ -22,7 +22,7 @@ class HostStaging:
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._copied: torch.cuda.Event | None = None
+        self._copied: platform.Event | None = None
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The same tensors on the host, whose values are there when `is_done`.
@@ -42,8 +42,7 @@ class HostStaging:
         for tensor, start in zip(tensors, starts, strict=True):
             taken = self._block[start : start + tensor.numel() * tensor.itemsize]
             copies.append(taken.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True))
-        self._copied = torch.cuda.Event()
-        self._copied.record()
+        self._copied = platform.record_event()
         return copies
 
     @property

@@ -30,8 +30,8 @@ def random_states() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "megatron": dict(get_cuda_rng_tracker().get_states()),
     }
-    if platform.has_gpu():
-        states["device"] = torch.cuda.get_rng_state()
+    if (of_device := platform.random_state()) is not None:
+        states["device"] = of_device
     return states
 
 
@@ -43,4 +43,4 @@ def set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     get_cuda_rng_tracker().set_states(states["megatron"])
     if "device" in states:
-        torch.cuda.set_rng_state(states["device"])
+        platform.set_random_state(states["device"])

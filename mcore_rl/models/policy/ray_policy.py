@@ -23,6 +23,8 @@ from mcore_rl.models.policy.interfaces import (
     LogprobOutputSpec,
     ReferenceLogprobOutputSpec,
 )
+from mcore_rl.platform import initialize_platform
+from mcore_rl.quiet import quiet_libraries
 
 try:
     import ray
@@ -266,9 +268,9 @@ class _Worker:
             return None, traceback.format_exc()
 
     def start(self, config: TrainingConfig, host: str, port: int, **options: Any) -> None:
-        from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-        from mcore_rl.quiet import quiet_libraries
-
         quiet_libraries()
+        initialize_platform()
+        from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
         self.policy = MegatronPolicy(config, **options)

@@ -60,7 +60,7 @@ class KeptWeights:
         finally:
             for tensor, kept in reversed(exchanged):
                 _exchange(tensor, kept)
-            torch.cuda.current_stream().synchronize()  # a checkpoint reads what is kept without asking the device
+            platform.synchronize_stream()  # a checkpoint reads what is kept without asking the device
 
 
 @torch.no_grad()

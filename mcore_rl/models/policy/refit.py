@@ -241,8 +241,7 @@ class SharedBucket:
 
     def handle(self) -> dict[str, Any]:
         """What `RefitReceiver.update_weights_from_ipc_handles` takes, once all tensors are written."""
-        if platform.has_gpu():
-            torch.cuda.synchronize()
+        platform.synchronize()
         return {**self._where, "tensors": self.places}
 
     def release(self) -> None:
@@ -311,7 +310,7 @@ class RefitReceiver:
         handle = handles[own]
         if "cuda" in handle:
             self.load_weights(_cut(_open_on(self.device, *handle["cuda"]), handle["tensors"]))
-            torch.cuda.synchronize(self.device)
+            platform.synchronize(self.device)
             return
         memory = shared_memory.SharedMemory(handle["shared_memory"])
         # Attaching registers the block here too; it is its maker's to remove.
@@ -323,5 +322,5 @@ class RefitReceiver:
 def _open_on(device: torch.device, rebuild: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
     """Another process's block; its number of the device may be another."""
     call = inspect.signature(rebuild).bind(*arguments)
-    call.arguments["storage_device"] = torch.cuda.current_device() if device.index is None else device.index
+    call.arguments["storage_device"] = platform.device_index(device)
     return rebuild(*call.args, **call.kwargs)

@@ -1,0 +1,154 @@
+"""The CPU, or a simulated device, in the place of CUDA: what Megatron-Core asks of `torch.cuda`, answered there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._device import _device_constructors
+
+
+class _Generators:
+    """`torch.cuda.default_generators`: every index is the CPU's generator."""
+
+    def __getitem__(self, index: object) -> torch.Generator:
+        return torch.default_generator
+
+
+class Inert:
+    """A stream or event: CPU work is synchronous, so there is nothing to order or wait for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    record = wait = synchronize = wait_event = wait_stream = record_stream = _nothing
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Inert()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+def _is_cuda(value: object) -> bool:
+    return (isinstance(value, str) and value.startswith("cuda")) or (
+        isinstance(value, torch.device) and value.type == "cuda"
+    )
+
+
+def _on(device: torch.device, factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`factory` with device="cuda" read as `device` and page-locking left out."""
+
+    @functools.wraps(factory)
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = device
+            kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return wrapper
+
+
+def _gather_of_uneven(all_gather: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo's all-gather refuses parts of unequal sizes."""
+
+    @functools.wraps(all_gather)
+    def wrapper(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+        if len({output.shape for output in outputs}) == 1:
+            return all_gather(outputs, tensor, group=group, **kwargs)
+        rank = torch.distributed.get_rank(group)
+        for source, output in enumerate(outputs):
+            part = tensor.contiguous() if source == rank else torch.empty_like(output)
+            torch.distributed.broadcast(part, group=group, group_src=source)
+            output.copy_(part)
+        return None
+
+    return wrapper
+
+
+def _scatter_of_uneven(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo's reduce-scatter refuses parts of unequal sizes; Megatron asks for sums alone."""
+
+    @functools.wraps(reduce_scatter)
+    def wrapper(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None) -> None:
+        whole = torch.cat(inputs)
+        torch.distributed.all_reduce(whole, group=group)
+        output.copy_(whole.split([len(part) for part in inputs])[torch.distributed.get_rank(group)])
+
+    return wrapper
+
+
+def _all_to_all_of_lists(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
+    """Split sizes are brought to the host where they are on a GPU only, but are wanted as numbers here too."""
+
+    @functools.wraps(all_to_all_single)
+    def wrapper(output: torch.Tensor, input: torch.Tensor, **kwargs: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name].tolist()
+        return all_to_all_single(output, input, **kwargs)
+
+    return wrapper
+
+
+def install(device: torch.device) -> None:
+    """Answer on `device` what Megatron-Core asks of CUDA. One reason beside each group."""
+    cuda: Any = torch.cuda
+
+    # Tensors are created with device=torch.cuda.current_device(), which takes a torch.device as well.
+    cuda.current_device = lambda: device
+    cuda.device_count = lambda: 1
+    cuda.set_device = lambda *_: None
+
+    # The schedules and the optimizer synchronise, wait on streams and mark NVTX ranges.
+    cuda.synchronize = cuda.empty_cache = lambda *_, **__: None
+    cuda.Stream = cuda.Event = Inert
+    stream = Inert()
+    cuda.current_stream = cuda.default_stream = lambda *_: stream
+    cuda.stream = lambda *_: contextlib.nullcontext()
+    cuda.set_stream = lambda *_: None
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_, **__: None
+
+    # The RNG tracker and activation recomputation save and restore the device's random state.
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    cuda.default_generators = _Generators()
+    cuda._lazy_init = lambda: None
+    cuda._lazy_call = lambda call, **_: call()
+
+    # The optimizer, gradient clipping, schedules and checkpoints write device="cuda". Wrapping the
+    # factories costs a dictionary lookup; a TorchFunctionMode costs about 12 % of a decode step.
+    # `with torch.device("meta")` recognises factories by identity: let it remember the real ones first.
+    _device_constructors()
+    for name in ("tensor", "zeros", "ones", "empty", "full", "empty_like", "zeros_like"):
+        setattr(torch, name, _on(device, getattr(torch, name)))
+    tensor_class: Any = torch.Tensor
+    tensor_class.cuda = lambda self, *_, **__: self.to(device)
+    tensor_class.pin_memory = lambda self, *_, **__: self
+
+    # The optimizers accept parameters only by the type names of CUDA tensors.
+    type_of = tensor_class.type
+
+    def type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return type_of(self, dtype, *args, **kwargs)
+        return type_of(self).replace("torch.", "torch.cuda.", 1).replace("cuda.meta.", "cuda.")
+
+    tensor_class.type = type_name
+
+    # Experts get as many tokens as are routed to them: the dispatcher gathers and scatters parts of unequal sizes.
+    distributed: Any = torch.distributed
+    distributed.all_gather = _gather_of_uneven(distributed.all_gather)
+    distributed.reduce_scatter = _scatter_of_uneven(distributed.reduce_scatter)
+    distributed.all_to_all_single = _all_to_all_of_lists(distributed.all_to_all_single)
