@@ -4,6 +4,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,7 +131,8 @@ class Slow:
         if number == "fails":
             raise UserError("the judge is gone")
         time.sleep(2 * dist.get_rank())
-        return Step(reward=number + 0.1 * dist.get_rank())
+        goes_on = number >= 3
+        return Step(number + 0.1 * dist.get_rank(), not goes_on, "x" * (number - 3) if goes_on else None)
 
 
 def judge_slowly(store, numbers):
@@ -138,7 +140,19 @@ def judge_slowly(store, numbers):
     import torch.distributed as dist
     from topologies import grid
 
-    from mcore_rl.algorithms.rollout_worker import RolloutWorker
+    from mcore_rl.algorithms.rollout_worker import Conversation, RolloutWorker
+    from mcore_rl.algorithms.rollouts import Rollout
+    from mcore_rl.data.prompts import Prompt
+    from mcore_rl.models.generation.interfaces import Response
+
+    class Tokenizer:
+        """As many tokens as letters."""
+
+        def decode(self, tokens, **kwargs):
+            return "!"
+
+        def __call__(self, text, **kwargs):
+            return {"input_ids": [7] * len(text)}
 
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
@@ -146,18 +160,28 @@ def judge_slowly(store, numbers):
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=3)
     )
     topology = grid(width=2)
-    worker = RolloutWorker(None, Slow() if topology.leads_replica else None, None, 1, 0.3, topology)
-    own = numbers[topology.data.rank :: 2]
-    return worker._judge([Sample(log("?", "!"), {"number": number}) for number in own])
+    tokenizer, limit = Tokenizer(), SimpleNamespace(max_sequence_length=9)
+    worker = RolloutWorker(limit, Slow() if topology.leads_replica else None, tokenizer, 2, 0.3, topology)
+    going = []
+    for number in numbers[topology.data.rank :: 2]:
+        prompt = Prompt((5,), "?", {"number": number})
+        going.append(Conversation(Rollout.begin(0, 0, prompt), prompt))
+        going[-1].respond(Response([6], [-1.0], True), tokenizer)
+    left = worker._judge(going)
+    rewards = [conversation.rollout.reward for conversation in going]
+    return rewards, [going.index(one) for one in left], [one.rollout.input_ids for one in left]
 
 
 @pytest.mark.long
 def test_each_replica_judges_its_own_for_longer_than_a_collective_may_take(tmp_path):
     from mcore_rl.distributed.processes import run_processes  # not above: the judges' processes import this file
 
-    rewards = [[0.0, 2.0, 4.0], [1.2, 3.2]]
-    steps = run_processes(judge_slowly, tmp_path / "a", list(range(5)), world_size=4, timeout=40)
-    assert steps == [[Step(reward=reward) for reward in rewards[rank // 2]] for rank in range(4)]
+    judged = run_processes(judge_slowly, tmp_path / "a", list(range(5)), world_size=4, timeout=40)
+    going = [[2], [1]], [[[5, 6, 7]], [[5, 6]]]
+    for rank, (rewards, places, tokens) in enumerate(judged):
+        leads, replica = rank % 2 == 0, rank // 2
+        assert rewards == ([[0.0, 2.0, 4.0], [1.2, 3.2]][replica] if leads else [0.0] * len(rewards))
+        assert (places, tokens) == (going[0][replica], going[1][replica]), "4 and 3 go on, an observation is empty"
     with pytest.raises(WorkerError) as error:
         run_processes(judge_slowly, tmp_path / "b", [0, "fails"], world_size=4, timeout=40)
     assert str(error.value).count("UserError: the judge is gone") == 4

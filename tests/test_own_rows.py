@@ -25,10 +25,13 @@ from mcore_rl.distributed import collectives, replicas
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.own_rows import OwnRows, Share, share_of
 from mcore_rl.distributed.processes import WorkerError, run_processes
-from mcore_rl.distributed.replicas import exchange, gather_from_replicas, gather_on_first, share_in_replica
+from mcore_rl.distributed.replicas import gather_from_replicas, gather_on_first, share_in_replica, share_numbers
+from mcore_rl.distributed.token_rows import TokenColumn, packed, rows_of_replica, unpacked
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import ContractError
 from mcore_rl.layout_check import Layout
+from mcore_rl.models.megatron.families.mixtral import Mixtral
+from mcore_rl.models.megatron.families.mixture import Experts
 
 # ------------------------------------------------------------------ what replicas tell each other
 
@@ -67,21 +70,77 @@ def exchanged():
     """Two replicas of two ranks; each leads four of seven items or three, and wants others."""
     topology = grid(width=2)
     own = {n: ["item", n, "x" * n] for n in range(7) if n % 2 == topology.data.rank} if topology.leads_replica else {}
-    wanted = [[5, 0, 6], [1, 4]]
-    got = exchange(own, wanted, topology) if topology.leads_replica else None
-    nothing = exchange(own, [[], []], topology) if topology.leads_replica else None
+    lists = [[7, 2**60], [], [-topology.data.rank]] if topology.leads_replica else []
     return (
-        share_in_replica(got, topology), nothing, gather_on_first(own, [3, 0, 2], topology),
-        gather_from_replicas(topology.data.rank + 0.5, topology),
+        share_in_replica(list(own.values()), topology), gather_on_first(own, [3, 0, 2], topology),
+        gather_from_replicas(topology.data.rank + 0.5, topology), share_numbers(lists, 3, topology),
     )  # fmt: skip
 
 
 def test_items_go_to_those_who_want_them():
-    for rank, (got, nothing, first, told) in enumerate(run_processes(exchanged, world_size=4)):
-        assert got == [["item", n, "x" * n] for n in ([5, 0, 6], [1, 4])[rank // 2]]
-        assert nothing == (None if rank % 2 else [])
+    for rank, (shared, first, told, numbers) in enumerate(run_processes(exchanged, world_size=4)):
+        assert shared == [["item", n, "x" * n] for n in range(7) if n % 2 == rank // 2]
         assert first == ([["item", n, "x" * n] for n in (3, 0, 2)] if rank == 0 else [])
         assert told == [0.5, 1.5]
+        assert numbers == [[7, 2**60], [], [-(rank // 2)]]
+
+
+COLUMNS = [
+    TokenColumn("ids", torch.long, padding=9),
+    TokenColumn("logprobs", torch.float32),
+    TokenColumn("experts", torch.int16, (3, 1), padding=-1),
+]
+LENGTHS = [3, 1, 5, 2, 4, 1, 2]
+
+
+def token_rows(rows):
+    """Right-padded, whatever stands in the padding."""
+    width = max((LENGTHS[row] for row in rows), default=1) + 2
+    generators = [torch.Generator().manual_seed(row) for row in rows]
+    return {
+        "ids": torch.stack([torch.randint(2**40, (width,), generator=g) for g in generators]),
+        "logprobs": torch.stack([torch.randn(width, generator=g) for g in generators]),
+        "experts": torch.stack([torch.randint(128, (width, 3, 1), generator=g).short() for g in generators]),
+    } if rows else {}  # fmt: skip
+
+
+def given_away(held_by, wanted):
+    topology = grid(width=2)
+    held = held_by[topology.data.rank] if topology.leads_replica else []
+    return rows_of_replica(token_rows(held), held, wanted, LENGTHS, COLUMNS, topology)
+
+
+@pytest.mark.parametrize(
+    ("held_by", "wanted"),
+    [
+        ([[6, 0, 3], [1, 2, 4, 5]], [[5, 0, 6], [1, 4]]),
+        ([[], [0, 1, 2, 3, 4, 5, 6]], [[2, 4, 6], [0, 1, 3, 5]]),
+        ([[0, 1, 2], [3, 4, 5, 6]], [[], [0, 1, 2, 3, 4, 5, 6]]),
+        ([[0], [5]], [[5], [0]]),
+        ([[1], []], [[], [1]]),
+    ],
+)
+def test_tokens_go_to_those_who_want_their_rows(held_by, wanted):
+    for rank, got in enumerate(run_processes(given_away, held_by, wanted, world_size=4)):
+        rows = wanted[rank // 2]
+        expected = {name: [] for name in got}
+        for held in held_by:
+            for name, values in token_rows(held).items():
+                expected[name] += [(row, values[i, : LENGTHS[row]]) for i, row in enumerate(held)]
+        assert list(got) == [column.name for column in COLUMNS]
+        for column in COLUMNS:
+            values, of_row = got[column.name], dict(expected[column.name])
+            assert values.dtype == column.dtype
+            assert values.shape == (len(rows), max((LENGTHS[row] for row in rows), default=1), *column.shape)
+            for row, value in zip(rows, values, strict=True):
+                assert torch.equal(value[: LENGTHS[row]], of_row[row])
+                assert bool((value[LENGTHS[row] :] == column.padding).all())
+
+
+def test_columns_are_what_they_say():
+    with pytest.raises(ContractError, match=r"experts.*is torch.int16 of shape"):
+        packed(token_rows([0]), [3], [replace(COLUMNS[2], shape=(1, 3))])
+    assert unpacked(torch.zeros(0, 18, dtype=torch.uint8), [], COLUMNS)["experts"].shape == (0, 1, 3, 1)
 
 
 class Unsendable(Exception):
@@ -452,26 +511,30 @@ class Nine:
         return 9
 
 
-def shared_out(rows_per_group):
-    """Ten rollouts, of which the first of two replicas has led six."""
+def shared_out(rows_per_group, with_experts, led):
+    """The first rollouts, of which each of two replicas has led some."""
     from mcore_rl.algorithms.grpo import GRPORun
     from mcore_rl.data.division import divide
 
     topology, run = grid(width=2), object.__new__(GRPORun)
     batching = Batching(True, 256, 1, 1, dp_size=2, rows_per_group=rows_per_group, min_shared=4)
-    run.inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
+    family = object.__new__(Mixtral)
+    family.__dict__["experts"] = Experts(count=8, topk=2, width=1, sparse_layers=(True, False, True, True))
+    run.inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=3))
+    run.config = SimpleNamespace(model=SimpleNamespace(moe_router_replay=with_experts))
     run.policy = SimpleNamespace(
         topology=topology,
+        model=SimpleNamespace(family=family),
         divide=lambda lengths, rows, known: divide(batching, lengths, rows, topology.data, known),
     )
-    led = [0, 1, 2, 3, 4, 5] if topology.data.rank == 0 else [6, 7, 8, 9]
-    known = make_rollouts()
-    own = {place: known[place] for place in led} if topology.leads_replica else {}
-    rollouts, share = run._share_out(Rollouts([rollout.outcome for rollout in known], own))
-    return rollouts, list(share.indices), share.total
+    known = make_rollouts(with_experts)[: sum(map(len, led))]
+    own = {place: known[place] for place in led[topology.data.rank]} if topology.leads_replica else {}
+    data = run._share_out(Rollouts([rollout.outcome for rollout in known], own))
+    return dict(data), list(data.share.indices), data.share.total
 
 
-def make_rollouts():
+def make_rollouts(with_experts):
+    """Of which no experts are known at the last token, which was not fed to the model."""
     rollouts = []
     for n in range(10):
         prompt = [20 + n // 2] * 9
@@ -479,15 +542,39 @@ def make_rollouts():
         mask = [False] * 9 + [True] * (len(tokens) - 9)
         texts = [{"role": "user", "content": "?"}]
         logprobs = [-m / 3 for m in mask]
-        rollouts.append(Rollout(n // 2, n, tokens, mask, logprobs, reward=n / 7, message_log=texts))
+        experts = [[[n, t % 8]] * 3 for t in range(len(tokens) - 1)] if with_experts else None
+        made = Rollout(n // 2, n, tokens, mask, logprobs, reward=n / 7, message_log=texts, routed_experts=experts)
+        rollouts.append(made)
     return rollouts
 
 
-@pytest.mark.parametrize("rows_per_group", [0, 2])
-def test_samples_go_to_the_replica_that_trains_them(rows_per_group):
-    results = run_processes(shared_out, rows_per_group, world_size=4)
-    assert results[0] == results[1] and results[2] == results[3], "a replica's ranks have the same"
-    assert sorted(results[0][1] + results[2][1]) == list(range(10)) and min(len(r[1]) for r in results) > 0
-    for rollouts, indices, total in results:
-        assert total == 10
-        assert rollouts == [replace(make_rollouts()[place], message_log=[]) for place in indices]
+LED = [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("rows_per_group", "with_experts", "led"),
+    [(0, True, LED), (2, False, LED), (0, True, [[], list(range(10))]), (0, True, [[], [0]])],
+)
+def test_samples_go_to_the_replica_that_trains_them(rows_per_group, with_experts, led):
+    results = run_processes(shared_out, rows_per_group, with_experts, led, world_size=4)
+    count = sum(map(len, led))
+    for name, values in results[0][0].items():
+        assert torch.equal(values, results[1][0][name]), "a replica's ranks have the same"
+    assert results[0][1] == results[1][1] and results[2][1] == results[3][1]
+    assert sorted(results[0][1] + results[2][1]) == list(range(count))
+    assert min(len(indices) for _, indices, _ in results) > 0 or count == 1
+    known = make_rollouts(with_experts)
+    for data, indices, total in results:
+        assert total == count and ("routed_experts" in data) == (with_experts and len(indices) > 0)
+        width = max((len(known[place].input_ids) for place in indices), default=1)
+        assert data["input_ids"].shape == (len(indices), width)
+        for row, place in enumerate(indices):
+            rollout = known[place]
+            behind = width - len(rollout.input_ids)
+            assert data["input_ids"][row].tolist() == [*rollout.input_ids, *[3] * behind]
+            assert data["token_mask"][row].tolist() == [*rollout.token_mask, *[False] * behind]
+            assert data["generation_logprobs"][row].equal(torch.tensor([*rollout.logprobs, *[0.0] * behind]))
+            assert (int(data["input_lengths"][row]), float(data["sample_mask"][row])) == (len(rollout.input_ids), 1)
+            if with_experts:
+                unknown = [[[-1, -1]] * 3] * (behind + 1)
+                assert data["routed_experts"][row].tolist() == [*rollout.routed_experts, *unknown]

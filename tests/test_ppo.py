@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 from mcore_rl.algorithms.advantages import gae_advantages, whitened
 from mcore_rl.algorithms.critic import earned_by_tokens, value_metrics
 from mcore_rl.algorithms.loss_functions import ValueLossFn
-from mcore_rl.algorithms.rollouts import Rollout, to_batch
+from mcore_rl.algorithms.rollouts import Rollout, rewards_of_tokens, to_batch
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import ContractError
 from mcore_rl.layout_check import Layout
@@ -58,7 +58,9 @@ def megatron_critic(config):
 
     critic, data, rollouts = MegatronPolicy(config, total_steps=10), make_batch(), make_rollouts()
     mask = data["token_mask"] * data["sample_mask"][:, None]
-    earned = earned_by_tokens(rollouts, torch.tensor([r.reward for r in rollouts]), None)
+    data["token_rewards"] = rewards_of_tokens(rollouts, data)
+    earned = earned_by_tokens(data, torch.zeros(len(rollouts)), None)
+    del data["token_rewards"]
     data["values"] = critic.get_values(data)["values"]
     advantages, returns = gae_advantages(earned, data["values"], mask, GAMMA, LAMBDA)
     data["returns"] = returns.float()
@@ -292,7 +294,9 @@ def test_shaping_and_penalty_go_where_they_belong():
     plain = Rollout(0, 1, [5, 6, 7], [False, True, False], [0.0, -1.0, 0.0], reward=2.0)  # as an old recording has it
     assert rollout.reward == 1.875
     penalty = torch.full((2, 8), 0.5)
-    earned = earned_by_tokens([rollout, plain], torch.tensor([[1.875 - 0.1, 2.0]]), penalty) + penalty
+    data = to_batch([rollout, plain], 0)
+    data["token_rewards"] = rewards_of_tokens([rollout, plain], data)
+    earned = earned_by_tokens(data, torch.tensor([-0.1, 0.0]), penalty) + penalty
     torch.testing.assert_close(
         earned, torch.tensor([[0, 0, 0, 0.5, 0, 0, 0.25, 1.125 - 0.1], [0, 2, 0, 0, 0, 0, 0, 0]])
     )

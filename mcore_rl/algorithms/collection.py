@@ -118,6 +118,7 @@ class RolloutCollector:
                 self.recording.append(step, recorded_step(weights, sampling, recorded))
         count = min(self.config.rollouts.num_logged_samples, len(rollouts))
         places = [i * len(rollouts) // count for i in range(count)]  # of as many prompts as there are
+        # Objects, unlike what is trained on: these few are texts, for people to read.
         logged = gather_on_first(rollouts.own, places, topology)
         if self.policy.is_writer:
             self.samples.append(step, *map(_logged, logged))

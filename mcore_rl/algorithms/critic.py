@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_rl.algorithms.inputs import check_model_beside, check_positions
 from mcore_rl.algorithms.loss_functions import ValueLossFn
-from mcore_rl.algorithms.rollouts import Rollout, last_response_token, rewards_of_tokens
+from mcore_rl.algorithms.rollouts import last_response_tokens
 from mcore_rl.config import PPOConfig
 from mcore_rl.distributed.own_rows import OwnRows, Share
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -89,17 +89,15 @@ def check_critic(config: PPOConfig, tokenizer: Any) -> None:
     check_positions(hf, config.data.max_sequence_length)
 
 
-def earned_by_tokens(rollouts: Sequence[Rollout], rewards: Tensor, penalty: Tensor | None) -> Tensor:
-    """[B, S] what each token earns; what `rewards` have beyond the rollouts' own is the last response token's.
+def earned_by_tokens(data: Mapping[str, Tensor], beyond: Tensor, penalty: Tensor | None) -> Tensor:
+    """[B, S] what each token earns: its own of `token_rewards`, and the last response token what is beyond.
 
     Args:
-        rewards: of these rollouts, in any shape.
+        beyond: [B] what shaping has added to each reward.
         penalty: [B, S] to be subtracted (nats).
     """
-    earned = rewards_of_tokens(rollouts)
-    beyond = rewards.flatten() - torch.tensor([rollout.reward for rollout in rollouts])
-    last = torch.tensor([last_response_token(rollout) for rollout in rollouts], dtype=torch.long)
-    earned[torch.arange(len(rollouts)), last] += beyond
+    earned = data["token_rewards"].clone()
+    earned[torch.arange(len(earned)), last_response_tokens(data)] += beyond
     return earned if penalty is None else earned - penalty
 
 

@@ -20,15 +20,17 @@ from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
 from mcore_rl.algorithms.outcomes import Outcome
 from mcore_rl.algorithms.rl import train_on_rollouts
 from mcore_rl.algorithms.rollout_worker import RolloutWorker
-from mcore_rl.algorithms.rollouts import Rollout, Rollouts, to_batch, without_texts
+from mcore_rl.algorithms.rollouts import Rollout, Rollouts, to_batch, token_columns
 from mcore_rl.algorithms.step_log import StepLog
 from mcore_rl.algorithms.training import TrainingRun
 from mcore_rl.config import GRPOConfig, RLConfig
 from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.own_rows import OwnRows, Share, share_of
-from mcore_rl.distributed.replicas import exchange, share_in_replica
+from mcore_rl.distributed.replicas import broadcast_in_replica
+from mcore_rl.distributed.token_rows import TokenColumn, rows_of_replica
 from mcore_rl.errors import TrainingError
+from mcore_rl.models.megatron.families.mixture import Mixture
 
 # Before the first update sampler, policy and reference are the same weights; what is left is rounding.
 FIRST_STEP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
@@ -186,27 +188,45 @@ class GRPORun(TrainingRun[PromptDataset]):
             return None
         return "all rewards are equal" if compared == "batch" else "all rewards of each prompt are equal"
 
-    def _share_out(self, rollouts: Rollouts) -> tuple[list[Rollout], Share]:
-        """The rollouts that this replica trains on, with their tokens, which go to no other; and which they are."""
-        lengths, pad = [outcome.num_tokens for outcome in rollouts.outcomes], self.inputs.tokenizer.pad_token_id
+    def _columns(self) -> list[TokenColumn]:
+        """Of `_batch_of` any rollouts."""
+        experts = None
+        if self.config.model.moe_router_replay:
+            family = self.policy.model.family
+            assert isinstance(family, Mixture), "checked as the model was built"
+            experts = (sum(family.experts.sparse_layers), family.experts.topk)
+        return token_columns(self.inputs.tokenizer.pad_token_id, experts)
 
-        def tokens_of(rows: Sequence[int]) -> torch.Tensor:
-            return to_batch([rollouts.own[row] for row in rows], pad)["input_ids"]
+    def _batch_of(self, rollouts: Sequence[Rollout]) -> BatchedDataDict[Any]:
+        """What is trained on, of conversations that this rank has led."""
+        return to_batch(rollouts, self.inputs.tokenizer.pad_token_id)
 
-        topology, shared = self.policy.topology, None
+    def _share_out(self, rollouts: Rollouts) -> OwnRows[Any]:
+        """`_batch_of` the rollouts that this replica trains on, whose tokens go to no other."""
+        topology, lengths = self.policy.topology, [outcome.num_tokens for outcome in rollouts.outcomes]
+        columns, led = self._columns(), sorted(rollouts.own) if topology.leads_replica else []
+        batch = self._batch_of([rollouts.own[place] for place in led])
+        owners = torch.zeros(len(rollouts), dtype=torch.long)
         if topology.leads_replica:
-            division = self.policy.divide(lengths, tokens_of, sorted(rollouts.own))
-            texts_left_out = {place: without_texts(rollout) for place, rollout in rollouts.own.items()}
-            shared = exchange(texts_left_out, division, topology), division[topology.data.rank]
-        own, indices = share_in_replica(shared, topology)
-        return own, Share(indices, len(rollouts), topology.data)
+            row_of = {place: row for row, place in enumerate(led)}
+            division = self.policy.divide(lengths, lambda rows: batch["input_ids"][[row_of[row] for row in rows]], led)
+            for replica, places in enumerate(division):
+                owners[places] = replica
+        owners = broadcast_in_replica(owners, topology)
+        wanted = [(owners == replica).nonzero()[:, 0].tolist() for replica in range(topology.data.size)]
+        share = Share(wanted[topology.data.rank], len(rollouts), topology.data)
+        rows = rows_of_replica(batch, led, wanted, lengths, columns, topology)
+        rows["input_lengths"] = share.select(torch.tensor(lengths))
+        rows["sample_mask"] = torch.ones(len(share.indices))
+        if not share.indices:
+            rows.pop("routed_experts", None)  # there are none to replay: what keeps ranks in step is routed anew
+        return OwnRows(rows, share)
 
     def _training_data(self, step: int, rollouts: Rollouts, rewards: torch.Tensor) -> OwnRows[Any]:
         loss, temperature = self.config.loss, self.config.rollouts.temperature
-        own, share = self._share_out(rollouts)
-        data: OwnRows[Any] = OwnRows(to_batch(own, self.inputs.tokenizer.pad_token_id), share)
+        data, outcomes = self._share_out(rollouts), rollouts.outcomes
         if self.config.rollouts.mask_truncated:
-            data["sample_mask"] = torch.tensor([0.0 if r.truncated else 1.0 for r in own])
+            data["sample_mask"] = data.share.select(torch.tensor([0.0 if o.truncated else 1.0 for o in outcomes]))
         with self._phase(step, "logprobs"):
             if not self.on_policy or (loss.use_kl_in_reward and not self.exact):
                 data["prev_logprobs"] = self.policy.get_logprobs(data, temperature=temperature)["logprobs"]
@@ -219,7 +239,7 @@ class GRPORun(TrainingRun[PromptDataset]):
             reference = data["reference_policy_logprobs"]
             kl = calculate_kl(current, reference, loss.kl_estimator, loss.kl_clamp, loss.kl_output_clamp)
             penalty = loss.reference_policy_kl_penalty * kl
-        self._add_advantages(step, data, own, rewards, penalty)
+        self._add_advantages(step, data, outcomes, rewards, penalty)
         if loss.positive_example_nll_weight:
             add_positive_examples(data, rewards)
         return data
@@ -228,14 +248,14 @@ class GRPORun(TrainingRun[PromptDataset]):
         self,
         step: int,
         data: OwnRows[Any],
-        rollouts: Sequence[Rollout],
+        outcomes: Sequence[Outcome],
         rewards: torch.Tensor,
         penalty: torch.Tensor | None,
     ) -> None:
         """What the losses read that follows from the rewards [P, G] of all samples.
 
         Args:
-            rollouts: of the own rows.
+            outcomes: of all samples too, before rewards were shaped.
             penalty: [B, S] to be subtracted from each own token's reward (nats).
         """
         assert isinstance(self.config, GRPOConfig)

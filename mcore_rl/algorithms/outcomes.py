@@ -64,7 +64,7 @@ class Telling:
         table = _summed(own, columns, total, len(NUMBERS) + 2 + 2 * len(names))
         versions = self._versions(own, table[:, len(NUMBERS)].long())
         errors = dict[int, str]()
-        if bool(table[:, len(NUMBERS) + 1].any()):
+        if bool(table[:, len(NUMBERS) + 1].any()):  # objects, but only where something has failed
             told = {place: outcome.error for place, outcome in own.items() if outcome.error is not None}
             errors = {place: text for part in gather_from_replicas(told, self.topology) for place, text in part.items()}
         return [_outcome(row, names, errors.get(place), versions[place]) for place, row in enumerate(table.tolist())]

@@ -13,11 +13,14 @@ from mcore_rl.algorithms.advantages import gae_advantages, whitened
 from mcore_rl.algorithms.critic import Critic, check_critic, earned_by_tokens, value_metrics
 from mcore_rl.algorithms.grpo import GRPORun
 from mcore_rl.algorithms.inputs import Inputs, tell_of_optimizer, total_steps
+from mcore_rl.algorithms.outcomes import Outcome
 from mcore_rl.algorithms.rl import train_on_rollouts
-from mcore_rl.algorithms.rollouts import Rollout
+from mcore_rl.algorithms.rollouts import Rollout, rewards_of_tokens
 from mcore_rl.config import PPOConfig, RLConfig
 from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.own_rows import OwnRows
+from mcore_rl.distributed.token_rows import TokenColumn
 from mcore_rl.errors import UserError
 from mcore_rl.run_directory import RunDirectory
 
@@ -70,18 +73,28 @@ class PPORun(GRPORun):
         self.say(f"critic: {self.critic.model.describe()}")
         tell_of_optimizer("critic.optimizer", self.config.critic.optimizer, steps * self.updates_per_step, self.say)
 
+    def _columns(self) -> list[TokenColumn]:
+        return [*super()._columns(), TokenColumn("token_rewards", torch.float32)]
+
+    def _batch_of(self, rollouts: Sequence[Rollout]) -> BatchedDataDict[Any]:
+        data = super()._batch_of(rollouts)
+        data["token_rewards"] = rewards_of_tokens(rollouts, data)
+        return data
+
     def _add_advantages(
         self,
         step: int,
         data: OwnRows[Any],
-        rollouts: Sequence[Rollout],
+        outcomes: Sequence[Outcome],
         rewards: torch.Tensor,
         penalty: torch.Tensor | None,
     ) -> None:
         ppo, mask = self.config.ppo, data["token_mask"] * data["sample_mask"][:, None]
         with self._phase(step, "critic"):
             values = self.critic.values(data)
-        earned = earned_by_tokens(rollouts, data.share.select(rewards.flatten()), penalty)
+        beyond = rewards.flatten() - torch.tensor([outcome.reward for outcome in outcomes])
+        earned = earned_by_tokens(data, data.share.select(beyond), penalty)
+        del data["token_rewards"]
         advantages, returns = gae_advantages(earned, values, mask, ppo.gamma, ppo.gae_lambda)
         if ppo.whiten_advantages:
             advantages = whitened(advantages, mask, ppo.advantage_epsilon, data.share)

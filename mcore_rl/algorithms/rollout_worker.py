@@ -16,7 +16,7 @@ from mcore_rl.data.chat import tokens_between
 from mcore_rl.data.prompts import Prompt
 from mcore_rl.distributed.collectives import settle
 from mcore_rl.distributed.own_rows import OwnRows, Share
-from mcore_rl.distributed.replicas import share_in_replica
+from mcore_rl.distributed.replicas import share_numbers
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment, Sample, Step
 from mcore_rl.models.generation.interfaces import (
@@ -58,8 +58,8 @@ class Conversation:
         text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
         rollout.message_log = [*rollout.message_log, {"role": "assistant", "content": text}]
 
-    def goes_on(self, step: Step, tokenizer: Any, max_turns: int, max_sequence_length: int) -> bool:
-        """Take the reward; True if there is an observation, and room, for another turn."""
+    def observe(self, step: Step, tokenizer: Any, max_turns: int, max_sequence_length: int) -> list[int] | None:
+        """Take the reward; the tokens of an observation, if there is one, and room, for another turn."""
         rollout = self.rollout
         rollout.earn(step)
         rollout.rewards = rollout.rewards | {
@@ -67,13 +67,13 @@ class Conversation:
         }
         rollout.error = rollout.error or step.error
         if step.done or rollout.error or step.observation is None or rollout.turns >= max_turns:
-            return False
+            return None
         observed = self._observed(step.observation, tokenizer)
         if len(rollout.input_ids) + len(observed) >= max_sequence_length:
-            return False
+            return None
         rollout.add_observation(observed)
         rollout.message_log = [*rollout.message_log, {"role": "user", "content": step.observation}]
-        return True
+        return observed
 
     def _observed(self, observation: str, tokenizer: Any) -> list[int]:
         """Tokens between the last response and the next: a plain text goes on as plain text."""
@@ -135,7 +135,8 @@ class RolloutWorker:
         places = self.topology.data.part_of(range(len(prompts)))  # equal prompts go through the model once
         conversations = _conversations(prompts, sample_ids, places)
         self._in_lockstep(conversations, greedy)
-        return self._of_all({p: c.rollout for p, c in zip(places, conversations, strict=True)}, len(prompts))
+        led = zip(places, conversations, strict=True) if self.topology.leads_replica else ()
+        return self._of_all({place: conversation.rollout for place, conversation in led}, len(prompts))
 
     @property
     def streams(self) -> bool:
@@ -179,7 +180,7 @@ class RolloutWorker:
             asked = self.generation.submit(tuple(rollout.input_ids), rollout.sample_id, group, greedy)
             conversation.respond(await asyncio.wrap_future(asked), self.tokenizer)
             step = await asyncio.wrap_future(self.environment.submit(conversation.sample))
-            if not self._goes_on(conversation, step):
+            if self._observe(conversation, step) is None:
                 return rollout
 
     def _in_lockstep(self, conversations: Sequence[Conversation], greedy: bool) -> None:
@@ -187,8 +188,7 @@ class RolloutWorker:
         going = list(conversations)
         while (share := Share.appended(len(going), self.topology.data)).total:
             self._respond(going, share, greedy)
-            steps = self._judge([conversation.sample for conversation in going])
-            going = [c for c, step in zip(going, steps, strict=True) if self._goes_on(c, step)]
+            going = self._judge(going)
 
     def _respond(self, conversations: Sequence[Conversation], share: Share, greedy: bool) -> None:
         rollouts = [conversation.rollout for conversation in conversations]
@@ -203,24 +203,34 @@ class RolloutWorker:
             experts = out["routed_experts"][row, : ends[row]] if "routed_experts" in out else None
             conversation.respond(Response(tokens, logprobs, not truncated[row], versions, experts), self.tokenizer)
 
-    def _judge(self, samples: Sequence[Sample]) -> list[Step]:
-        """Each replica judges its own beside, however long it takes; or all ranks judge together."""
-        steps: list[Step] | None
+    def _judge(self, conversations: Sequence[Conversation]) -> list[Conversation]:
+        """Those that go on, with what was observed.
+
+        Each replica judges its own beside, however long it takes; or all ranks judge together.
+        """
         if self.judges_together:
-            steps = self.environment.step(samples)
-            return steps
+            steps = self.environment.step([conversation.sample for conversation in conversations])
+            return [c for c, step in zip(conversations, steps, strict=True) if self._observe(c, step) is not None]
         judging = None
         if self.topology.leads_replica:
-            judging = asyncio.run_coroutine_threadsafe(self._judge_all(samples), self._loop)
-        steps = settle(judging, self.meeting_seconds)
-        shared: list[Step] = share_in_replica(steps, self.topology)
-        return shared
+            judging = asyncio.run_coroutine_threadsafe(self._judge_all(conversations), self._loop)
+        observed = settle(judging, self.meeting_seconds) or []
+        goes_on = [place for place, tokens in enumerate(observed) if tokens is not None]
+        known = [goes_on, *(tokens or [] for tokens in observed)]
+        # The other ranks need tokens alone: texts and rewards stay where conversations are led.
+        goes_on, *tokens_of = share_numbers(known, 1 + len(conversations), self.topology)
+        if not self.topology.leads_replica:
+            for place in goes_on:
+                conversations[place].rollout.add_observation(tokens_of[place])
+        return [conversations[place] for place in goes_on]
 
-    async def _judge_all(self, samples: Sequence[Sample]) -> list[Step]:
-        return await asyncio.gather(*(asyncio.wrap_future(self.environment.submit(sample)) for sample in samples))
+    async def _judge_all(self, conversations: Sequence[Conversation]) -> list[list[int] | None]:
+        """What each goes on with; here, since what fails on this rank alone is told to all by `settle`."""
+        judging = [asyncio.wrap_future(self.environment.submit(c.sample)) for c in conversations]
+        return [self._observe(c, step) for c, step in zip(conversations, await asyncio.gather(*judging), strict=True)]
 
-    def _goes_on(self, conversation: Conversation, step: Step) -> bool:
-        return conversation.goes_on(step, self.tokenizer, self.max_turns, self.generation.max_sequence_length)
+    def _observe(self, conversation: Conversation, step: Step) -> list[int] | None:
+        return conversation.observe(step, self.tokenizer, self.max_turns, self.generation.max_sequence_length)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from mcore_rl.algorithms.outcomes import Outcome
 from mcore_rl.data.prompts import Prompt
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.token_rows import TokenColumn
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.environments.interfaces import MessageLog, Step
 
@@ -107,8 +108,8 @@ class Rollouts:
     """The conversations of all replicas: what came of each is known to every rank, its tokens where it was led.
 
     outcomes: of all, in their order.
-    own: by its place in that order, each conversation that this rank has led; each is led by one replica, whose first
-        rank has it in any case.
+    own: by its place in that order, each conversation that this rank has led; each is led by one replica, of which the
+        first rank's count.
     """
 
     outcomes: Sequence[Outcome] = ()
@@ -137,9 +138,18 @@ class Rollouts:
         return len(self.outcomes)
 
 
-def without_texts(rollout: Rollout) -> Rollout:
-    """What is needed to train on it."""
-    return replace(rollout, message_log=[])
+def token_columns(pad_token_id: int, experts: tuple[int, int] | None = None) -> list[TokenColumn]:
+    """What `to_batch` says of tokens.
+
+    Args:
+        experts: (layers, topk) of the experts to be replayed; None without any.
+    """
+    columns = [
+        TokenColumn("input_ids", torch.long, padding=pad_token_id),
+        TokenColumn("token_mask", torch.float32),
+        TokenColumn("generation_logprobs", torch.float32),
+    ]
+    return columns if experts is None else [*columns, TokenColumn("routed_experts", torch.int16, experts, padding=-1)]
 
 
 def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> BatchedDataDict[Any]:
@@ -162,19 +172,24 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> BatchedDataDict[
     return batch
 
 
-def rewards_of_tokens(rollouts: Sequence[Rollout]) -> torch.Tensor:
-    """[B, S] fp32, what each token has earned; of rollouts that do not say, all at the last token of a response."""
-    rewards = torch.zeros(len(rollouts), max((len(r.input_ids) for r in rollouts), default=1))
+def rewards_of_tokens(rollouts: Sequence[Rollout], data: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """[B, S] fp32, what each token has earned; of rollouts that do not say, all at the last token of a response.
+
+    Args:
+        data: `to_batch` of them.
+    """
+    rewards, last = torch.zeros_like(data["token_mask"]), last_response_tokens(data).tolist()
     for row, rollout in enumerate(rollouts):
-        for position, reward in rollout.token_rewards or [(last_response_token(rollout), rollout.reward)]:
+        for position, reward in rollout.token_rewards or [(last[row], rollout.reward)]:
             rewards[row, position] += reward
     return rewards
 
 
-def last_response_token(rollout: Rollout) -> int:
-    """Its position; the last of all if no response has a token."""
-    own = [position for position, is_own in enumerate(rollout.token_mask) if is_own]
-    return own[-1] if own else len(rollout.token_mask) - 1
+def last_response_tokens(data: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """[B] positions in the rows of `to_batch`; the last of all tokens where no response has one."""
+    positions = torch.arange(data["token_mask"].shape[1])
+    last = torch.where(data["token_mask"] > 0, positions, -1).amax(1)
+    return torch.where(last < 0, data["input_lengths"] - 1, last)
 
 
 def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float = 0) -> torch.Tensor:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import gather_along
@@ -18,12 +17,34 @@ T = TypeVar("T")
 
 def share_in_replica(value: Any, topology: Topology) -> Any:
     """The `value` (picklable) of a replica's first rank, on all of the replica's ranks. Collective."""
-    pipeline, context, tensor = topology.pipeline, topology.context, topology.tensor
-    if tensor.rank == context.rank == 0:
-        value = _broadcast(value, pipeline)
-    if tensor.rank == 0:
-        value = _broadcast(value, context)
-    return _broadcast(value, tensor)
+    return _first_to_all(value, topology, _broadcast_object)
+
+
+def broadcast_in_replica(values: Tensor, topology: Topology) -> Tensor:
+    """Those of a replica's first rank, on all of the replica's ranks, where `values` is. Collective.
+
+    Args:
+        values: of the same shape and precision on all of them; other ranks' are written over.
+    """
+    if not values.numel():
+        return values
+    return _first_to_all(values.to(platform.device()), topology, _broadcast).to(values.device)
+
+
+def share_numbers(lists: Sequence[Sequence[int]], count: int, topology: Topology) -> list[list[int]]:
+    """`count` lists of whole numbers, those of a replica's first rank, on all of the replica's ranks. Collective.
+
+    Args:
+        lists: not looked at on other ranks.
+    """
+    sizes = torch.zeros(count, dtype=torch.long)
+    if topology.leads_replica:
+        sizes = torch.tensor([len(some) for some in lists], dtype=torch.long)
+    sizes = broadcast_in_replica(sizes, topology)
+    numbers = torch.zeros(int(sizes.sum()), dtype=torch.long)
+    if topology.leads_replica:
+        numbers = torch.tensor([number for some in lists for number in some], dtype=torch.long)
+    return [part.tolist() for part in broadcast_in_replica(numbers, topology).split(sizes.tolist())]
 
 
 def gather_from_replicas(value: T, topology: Topology) -> list[T]:
@@ -51,41 +72,26 @@ def gather_on_first(own: Mapping[int, T], wanted: Sequence[int], topology: Topol
     return [found[number] for number in wanted] if parts else []
 
 
-def exchange(own: Mapping[int, T], wanted: Sequence[Sequence[int]], topology: Topology) -> list[T]:
-    """The items that this replica wants, in its order, from those that have them. Collective over first ranks.
-
-    Args:
-        own: by number, what the first rank of each replica has.
-        wanted: by replica, the numbers of what it gets; the same on all of them.
-    """
-    parts = [{number: own[number] for number in numbers if number in own} for numbers in wanted]
-    found = {number: item for part in _all_to_all(parts, topology.data) for number, item in part.items()}
-    return [found[number] for number in wanted[topology.data.rank]]
+def _first_to_all(value: T, topology: Topology, broadcast: Callable[[T, ParallelDimension], T]) -> T:
+    """`broadcast` from the first rank of a dimension to the others, along each dimension in a replica."""
+    pipeline, context, tensor = topology.pipeline, topology.context, topology.tensor
+    if tensor.rank == context.rank == 0:
+        value = broadcast(value, pipeline)
+    if tensor.rank == 0:
+        value = broadcast(value, context)
+    return broadcast(value, tensor)
 
 
-def _broadcast(value: Any, dimension: ParallelDimension) -> Any:
+def _broadcast(values: Tensor, dimension: ParallelDimension) -> Tensor:
+    if dimension.size > 1:
+        torch.distributed.broadcast(values, group=dimension.group, group_src=0)
+    return values
+
+
+def _broadcast_object(value: Any, dimension: ParallelDimension) -> Any:
     if dimension.size == 1:
         return value
     box = [value]
     first = torch.distributed.get_global_rank(dimension.group, 0)  # type: ignore[arg-type]
     torch.distributed.broadcast_object_list(box, src=first, group=dimension.group)
     return box[0]
-
-
-def _all_to_all(parts: Sequence[T], dimension: ParallelDimension) -> list[T]:
-    """Part r goes to rank r of the dimension; what was meant for this rank, from each of them."""
-    if dimension.size == 1:
-        return list(parts)
-    packed = [pickle.dumps(part, pickle.HIGHEST_PROTOCOL) for part in parts]
-    device = platform.device()
-    sizes = torch.tensor([len(part) for part in packed], device=device)
-    coming = torch.empty_like(sizes)
-    torch.distributed.all_to_all_single(coming, sizes, group=dimension.group)
-    counts = coming.tolist()
-    sent = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8).to(device)
-    received = sent.new_empty(sum(counts))
-    torch.distributed.all_to_all_single(
-        received, sent, output_split_sizes=counts, input_split_sizes=sizes.tolist(), group=dimension.group
-    )
-    stream = io.BytesIO(received.cpu().numpy().tobytes())
-    return [pickle.loads(stream.read(count)) for count in counts]

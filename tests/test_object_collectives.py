@@ -1,0 +1,108 @@
+"""What a step sends is tensors: objects travel with what is new, what has failed, and what people read."""
+
+import json
+import pickle
+import traceback
+
+import pytest
+from models import and_long
+from test_training import metrics_of
+
+from mcore_rl.config import GRPOConfig, PPOConfig
+from mcore_rl.distributed.processes import run_processes
+from mcore_rl.layout_check import Layout
+
+STEPS = 3
+
+JUDGE = """
+from mcore_rl.environments.interfaces import Step
+
+def judge(log, record):
+    last = len(log) >= 4
+    return Step(len(set(log[-1]["content"])) / 7, done=last, observation=None if last else " more ")
+"""
+
+
+def config_of(model, root, algorithm):
+    """Conversations of two turns, whose observations are tokens of the conversation too."""
+    (root / "judging.py").write_text(JUDGE)
+    prompts = [{"prompt": f"say {letter}", "answer": letter} for letter in "abcdefgh"]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    values = {
+        "output_dir": str(root / "out"),
+        "model": {"path": str(model)},
+        "data": {"train": str(root / "prompts.jsonl"), "max_sequence_length": 48},
+        "optimizer": {"lr": 1e-3},
+        "trainer": {"max_steps": STEPS},
+        "checkpoint": {"export_hf": False},
+        algorithm: {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_new_tokens": 6},
+        "environment": {"name": "function", "function": "judging:judge", "max_turns": 2, "num_workers": 1},
+    }
+    if algorithm == "ppo":
+        values["critic"] = {"path": str(model), "optimizer": {"lr": 1e-3}}
+    return {"grpo": GRPOConfig, "ppo": PPOConfig}[algorithm].model_validate(values)
+
+
+def objects_of_steps(config):
+    """For each step the functions that sent or took an object, by the innermost of this package."""
+    from torch.distributed import distributed_c10d
+
+    from mcore_rl.algorithms.grpo import GRPORun, train_grpo
+    from mcore_rl.algorithms.ppo import train_ppo
+
+    steps, step = [], GRPORun.step
+
+    def note():
+        ours = [frame.name for frame in traceback.extract_stack() if "/mcore_rl/" in frame.filename]
+        if steps and steps[-1] is not None:
+            steps[-1].append((ours[-2], ours[-1]))
+
+    def noted(self, number):
+        steps.append([])
+        metrics = step(self, number)
+        steps.append(None)  # what is between two steps does not count
+        return metrics
+
+    def pickled(*args, **kwargs):
+        note()
+        return pickle_dumps(*args, **kwargs)
+
+    pickle_dumps = pickle.dumps
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pickle, "dumps", pickled)  # what is sent as bytes
+        patch.setenv("PYTHONPATH", str(config.output_dir.parent), prepend=":")
+        patch.setattr(GRPORun, "step", noted)
+        for name in ("_object_to_tensor", "_tensor_to_object"):  # in every collective of objects
+            original = getattr(distributed_c10d, name)
+            patch.setattr(distributed_c10d, name, lambda *a, original=original: (note(), original(*a))[1])
+        (train_grpo if config.algorithm == "grpo" else train_ppo)(config)
+    return [calls for calls in steps if calls is not None]
+
+
+LAYOUTS = and_long(
+    [("grpo", "llama", Layout(tp=2)), ("grpo", "llama", Layout(dp=2))],
+    [
+        ("grpo", "llama", Layout(pp=2)),
+        ("grpo", "llama", Layout(cp=2)),
+        ("grpo", "mixtral", Layout(tp=2, dp=2, ep=2, sp=True)),
+        ("ppo", "llama", Layout(tp=2, dp=2)),
+    ],
+)
+
+
+@pytest.mark.parametrize(("algorithm", "family", "layout"), LAYOUTS, ids=str)
+def test_a_step_sends_tensors(algorithm, family, layout, model_of, tmp_path):
+    config = layout.apply(config_of(model_of(family), tmp_path, algorithm))
+    if family == "mixtral":
+        config = config.model_copy(update={"model": config.model.model_copy(update={"moe_router_replay": True})})
+    ranks = run_processes(objects_of_steps, config, world_size=layout.world_size)
+    for steps in ranks:
+        assert len(steps) == STEPS
+        for calls in steps[1:]:  # in the first, names are new
+            calls = set(calls) - {("settle", "_failure")}  # which asks whether an error could be sent
+            assert calls <= {("write", "gather_on_first")}, "texts of samples, which the first rank writes down"
+            assert not calls or layout.dp > 1
+    metrics = metrics_of(tmp_path / "out")
+    assert [(line["turns_mean"], line["failed_fraction"], line["skipped_update"]) for line in metrics] == [
+        (2, 0, 0)
+    ] * STEPS
