@@ -1,6 +1,7 @@
 """Conversations that replicas lead each by itself: the same as turn by turn, and judged while others are answered."""
 
 import random
+import statistics
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from models import and_long, make_tokenizer
 
-from mcore_rl.algorithms.collection import RolloutCollector, rollout_metrics, staleness_metrics
+from mcore_rl.algorithms.collection import RolloutCollector, RolloutSums, rollout_metrics, staleness_metrics
 from mcore_rl.algorithms.rollouts import Rollout, Rollouts
 from mcore_rl.config import GRPOConfig, build_config
 from mcore_rl.data.order import SampleOrder
@@ -135,6 +136,69 @@ def test_the_mean_of_each_of_several_rewards_is_over_those_that_it_applies_to():
     metrics = rollout_metrics([rollout.outcome for rollout in rollouts])
     assert (metrics["reward_a_mean"], metrics["reward_b_mean"]) == (pytest.approx(0.2), 0.25)
     assert not any(name.startswith("reward_a") for name in rollout_metrics([replace(rollouts[0], rewards={}).outcome]))
+
+
+def drawn_outcomes(count):
+    drawn = random.Random(3)
+    for i in range(count):
+        rewards = {name: drawn.gauss(0, 1) for name in "ab" if drawn.random() < 0.7}
+        rollout = Rollout(i, i, [1] * 9, [True] * 9, [-0.1] * 9, reward=drawn.gauss(1e6, 0.3), rewards=rewards)
+        made = replace(rollout.outcome, response_length=drawn.randint(1, 9), turns=drawn.randint(1, 3))
+        yield replace(made, truncated=drawn.random() < 0.5, error="no" if drawn.random() < 0.2 else None)
+
+
+def test_metrics_are_the_same_in_whatever_parts_samples_come():
+    """And those of two passes over all of them, though the rewards' mean is a million times their spread."""
+    outcomes = list(drawn_outcomes(101))
+    whole = rollout_metrics(outcomes)
+    for size in (1, 7, 100):
+        sums = RolloutSums()
+        for first in range(0, len(outcomes), size):
+            sums.add(outcomes[first : first + size])
+        assert sums.metrics() == whole
+    assert whole["reward_mean"] == statistics.mean(o.reward for o in outcomes)
+    assert whole["reward_std"] == pytest.approx(statistics.pstdev(o.reward for o in outcomes), rel=1e-12)
+    for name in "ab":
+        named = [o.rewards[name] for o in outcomes if name in o.rewards]
+        assert whole[f"reward_{name}_mean"] == pytest.approx(statistics.mean(named), rel=1e-15)
+    lengths = [o.response_length for o in outcomes]
+    assert (whole["response_length_mean"], whole["response_length_max"]) == (statistics.mean(lengths), 9.0)
+    assert whole["turns_mean"] == statistics.mean(o.turns for o in outcomes)
+    assert whole["truncated_fraction"] == sum(o.truncated for o in outcomes) / 101
+    assert whole["failed_fraction"] == sum(o.error is not None for o in outcomes) / 101
+    assert (whole["accuracy"], whole["num_samples"]) == (1.0, 101.0)
+
+
+def validated(prompts_per_step):
+    """Metrics of a validation set of 17 prompts, and the sample ids of each call."""
+    from mcore_rl.algorithms.grpo import GRPORun
+    from mcore_rl.algorithms.rollout_worker import RolloutWorker
+
+    worker = RolloutWorker(Engine(), Observing(), make_tokenizer(), 3, 0.2)
+    run, asked, answer = object.__new__(GRPORun), [], worker.run
+
+    def noted(prompts, sample_ids, greedy):
+        assert greedy and [index for index, _ in prompts] == list(sample_ids)
+        asked.append(list(sample_ids))
+        return answer(prompts, sample_ids, greedy)
+
+    worker.run = noted
+    run.worker, run.seconds, run.recorded = worker, {}, None
+    options = SimpleNamespace(num_prompts_per_step=prompts_per_step, num_generations_per_prompt=2)
+    run.config = SimpleNamespace(rollouts=options)
+    prompts = [Prompt(tuple(range(20, 21 + i % 5)), "text", {"extra": i / 3}) for i in range(17)]
+    metrics = run.validate_on("", SimpleNamespace(prompts=prompts), 3)
+    worker.close()
+    return metrics, asked
+
+
+def test_a_validation_set_is_answered_in_parts():
+    """Of as many conversations as a step has, with the answers and metrics of all at once."""
+    ((whole, at_once),) = run_processes(validated, 100, world_size=1)
+    ((metrics, asked),) = run_processes(validated, 3, world_size=1)
+    assert at_once == [list(range(17))]
+    assert asked == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16]]
+    assert metrics == whole and whole["num_samples"] == 17 and whole["reward_std"] > 0
 
 
 # ------------------------------------------------------------------ ahead of training

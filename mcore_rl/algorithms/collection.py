@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -148,26 +150,55 @@ def staleness_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, fl
     }
 
 
-def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """What rewards and responses look like; accuracy is the share of samples with a positive reward.
+class RolloutSums:
+    """What rewards and responses look like, added up exactly: the metrics are the same in whatever parts they come."""
 
-    The mean of each of several rewards is over the samples that it applies to.
-    """
-    rewards = torch.tensor([o.reward for o in outcomes], dtype=torch.float64)
-    lengths = torch.tensor([o.response_length for o in outcomes], dtype=torch.float64)
-    named: dict[str, list[float]] = {}
-    for outcome in outcomes:
-        for name, reward in outcome.rewards.items():
-            named.setdefault(name, []).append(reward)
-    return {
-        **{f"reward_{name}_mean": math.fsum(values) / len(values) for name, values in sorted(named.items())},
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std(unbiased=False)),
-        "accuracy": float((rewards > 0).double().mean()),
-        "response_length_mean": float(lengths.mean()),
-        "response_length_max": float(lengths.max()),
-        "truncated_fraction": sum(o.truncated for o in outcomes) / len(outcomes),
-        "turns_mean": sum(o.turns for o in outcomes) / len(outcomes),
-        "failed_fraction": sum(o.error is not None for o in outcomes) / len(outcomes),
-        "num_samples": float(len(outcomes)),
-    }
+    def __init__(self) -> None:
+        self._totals, self._longest = Counter[str](), 0
+        self._rewards, self._squares = Fraction(), Fraction()
+        self._named: dict[str, tuple[Fraction, int]] = {}
+        """Of each of several rewards the sum, and of how many samples."""
+
+    def add(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            reward = Fraction(outcome.reward)
+            self._rewards, self._squares = self._rewards + reward, self._squares + reward * reward
+            for name, one in outcome.rewards.items():
+                total, count = self._named.get(name, (Fraction(), 0))
+                self._named[name] = (total + Fraction(one), count + 1)
+        self._longest = max([self._longest, *(o.response_length for o in outcomes)])
+        self._totals.update(
+            samples=len(outcomes),
+            positive=sum(o.reward > 0 for o in outcomes),
+            tokens=sum(o.response_length for o in outcomes),
+            truncated=sum(o.truncated for o in outcomes),
+            turns=sum(o.turns for o in outcomes),
+            failed=sum(o.error is not None for o in outcomes),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Accuracy is the share of samples with a positive reward.
+
+        The mean of each of several rewards is over the samples that it applies to.
+        """
+        totals, count = self._totals, self._totals["samples"]
+        mean = self._rewards / count
+        return {
+            **{f"reward_{name}_mean": float(total / number) for name, (total, number) in sorted(self._named.items())},
+            "reward_mean": float(mean),
+            "reward_std": math.sqrt(self._squares / count - mean * mean),
+            "accuracy": totals["positive"] / count,
+            "response_length_mean": totals["tokens"] / count,
+            "response_length_max": float(self._longest),
+            "truncated_fraction": totals["truncated"] / count,
+            "turns_mean": totals["turns"] / count,
+            "failed_fraction": totals["failed"] / count,
+            "num_samples": float(count),
+        }
+
+
+def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """`RolloutSums.metrics` of these."""
+    sums = RolloutSums()
+    sums.add(outcomes)
+    return sums.metrics()

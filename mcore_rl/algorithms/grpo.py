@@ -13,7 +13,7 @@ import torch
 
 from mcore_rl import watchdog
 from mcore_rl.algorithms.advantages import advantages_of, has_signal
-from mcore_rl.algorithms.collection import RolloutCollector, rollout_metrics, staleness_metrics
+from mcore_rl.algorithms.collection import RolloutCollector, RolloutSums, rollout_metrics, staleness_metrics
 from mcore_rl.algorithms.inputs import Inputs
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, calculate_kl
 from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
@@ -290,10 +290,14 @@ class GRPORun(TrainingRun[PromptDataset]):
     # ------------------------------------------------------------ beside the step
 
     def validate_on(self, name: str, dataset: PromptDataset, step: int) -> dict[str, float]:
-        """Rewards of greedy answers to a set's prompts."""
+        """Rewards of greedy answers to a set's prompts, as many conversations at a time as a step has."""
+        sums, prompts, options = RolloutSums(), dataset.prompts, self.config.rollouts
+        size = options.num_prompts_per_step * options.num_generations_per_prompt
         with self._sampling(step, "validation", weight_version=step):
-            prompts = list(enumerate(dataset.prompts))
-            return rollout_metrics(self.worker.run(prompts, range(len(prompts)), greedy=True).outcomes)
+            for first in range(0, len(prompts), size):
+                places = range(first, min(first + size, len(prompts)))
+                sums.add(self.worker.run([(i, prompts[i]) for i in places], places, greedy=True).outcomes)
+        return sums.metrics()
 
     @contextlib.contextmanager
     def _sampling(self, step: int, name: str, weight_version: int) -> Iterator[None]:
