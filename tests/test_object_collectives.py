@@ -5,8 +5,10 @@ import pickle
 import traceback
 
 import pytest
+import torch
 from models import and_long
 from test_training import metrics_of
+from topologies import grid
 
 from mcore_rl.config import GRPOConfig, PPOConfig
 from mcore_rl.distributed.processes import run_processes
@@ -106,3 +108,37 @@ def test_a_step_sends_tensors(algorithm, family, layout, model_of, tmp_path):
     assert [(line["turns_mean"], line["failed_fraction"], line["skipped_update"]) for line in metrics] == [
         (2, 0, 0)
     ] * STEPS
+
+
+def shared_and_gathered(with_experts):
+    """Two replicas of two ranks: what the first rank of each has is its replica's, and what all have is everyone's."""
+    from mcore_rl.models.generation.interfaces import Response
+    from mcore_rl.models.generation.response_tensors import gather_responses, share_responses
+
+    topology = grid(width=2)
+    rank, shape = torch.distributed.get_rank(), (3, 2) if with_experts else None
+    prompts = [(5, 6), (7,), (8, 9, 10)][: 3 - topology.data.rank]
+    made = []
+    for row, prompt in enumerate(prompts):
+        tokens = [2**40 + row, *[rank] * row]
+        response = Response(tokens, [-1 / 3 - t for t in range(len(tokens))], row != 1)
+        if with_experts:
+            size = (len(prompt) + len(tokens), 3, 2)
+            response.routed_experts = torch.randint(-1, 99, size, generator=torch.Generator().manual_seed(rank)).short()
+        made.append(response)
+    led = made if topology.leads_replica else []
+    own = made if rank else []  # the first has none
+    return made, share_responses(led, prompts, topology, shape), gather_responses(own, topology.tensor, topology.data)
+
+
+@pytest.mark.parametrize("with_experts", [False, True])
+def test_responses_are_the_same_on_other_ranks(with_experts):
+    def told(responses, experts):
+        routed = [r.routed_experts.tolist() if experts else None for r in responses]
+        return [(r.token_ids, r.logprobs, r.ended, e) for r, e in zip(responses, routed, strict=True)]
+
+    results = run_processes(shared_and_gathered, with_experts, world_size=4)
+    made = [made for made, _, _ in results]
+    for rank, (_, shared, gathered) in enumerate(results):
+        assert told(shared, with_experts) == told(made[rank // 2 * 2], with_experts)
+        assert told(gathered, False) == told([*made[1], *made[2], *made[3]], False)

@@ -145,6 +145,22 @@ def all_gather(x: Shaped[Tensor, "*shape"], group: ProcessGroup | None) -> Shape
     return out
 
 
+def gather_rows(x: Shaped[Tensor, "own *rest"], *dimensions: ParallelDimension) -> Shaped[Tensor, "all *rest"]:
+    """The rows of every rank along these dimensions of parallelism, each of which may have another number; in rank
+    order, the last dimension's ranks outermost. Where `x` is. Collective, no gradient."""
+    rows = x
+    for dimension in dimensions:
+        if dimension.size > 1:
+            rows = rows.to(platform.device())
+            count = torch.tensor([len(rows)], device=rows.device)
+            counts = all_gather(count, dimension.group)[:, 0].tolist()
+            padded = rows.new_zeros(max(counts), *rows.shape[1:])
+            padded[: len(rows)] = rows
+            everyone = all_gather(padded, dimension.group) if padded.numel() else [padded] * len(counts)
+            rows = torch.cat([part[:n] for part, n in zip(everyone, counts, strict=True)])
+    return rows.to(x.device)
+
+
 def all_reduce(
     x: Shaped[Tensor, "*shape"], group: ProcessGroup | None, op: Any = torch.distributed.ReduceOp.SUM
 ) -> Shaped[Tensor, "*shape"]:

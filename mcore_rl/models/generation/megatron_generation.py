@@ -18,7 +18,7 @@ from mcore_rl import platform
 from mcore_rl.config import RLConfig
 from mcore_rl.data.chat import end_token_ids
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.collectives import gather_along
+from mcore_rl.distributed.collectives import gather_rows
 from mcore_rl.distributed.own_rows import OwnRows
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.errors import UserError
@@ -32,6 +32,7 @@ from mcore_rl.models.generation.interfaces import (
     output_of,
     prompts_of,
 )
+from mcore_rl.models.generation.response_tensors import gather_responses
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.model import BuiltModel
@@ -143,26 +144,37 @@ class MegatronGeneration(GenerationInterface):
         sharing: Sequence[ParallelDimension],
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """The sequences of all ranks that share them out."""
-        own = [(s.row, response) for s, response in zip(mine, responses, strict=True)]
-        done = dict(pair for part in gather_along(own, *sharing) for pair in part)
-        collected = output_of(prompts, [done[row] for row in range(len(prompts))], self.tokenizer.pad_token_id)
+        # Parts are of neighbours, so that the ranks' order is that of the rows.
+        gathered = gather_responses(responses, *reversed(sharing))
+        collected = output_of(prompts, gathered, self.tokenizer.pad_token_id)
         if self.record_experts:
-            collected["routed_experts"] = self._collect_experts(mine, tuple(collected["output_ids"].shape), sharing)
+            collected["routed_experts"] = self._collect_experts(mine, collected, sharing)
         return collected
 
     def _collect_experts(
-        self, mine: list[RunningSequence], shape: tuple[int, ...], sharing: Sequence[ParallelDimension]
+        self, mine: list[RunningSequence], collected: BatchedDataDict[Any], sharing: Sequence[ParallelDimension]
     ) -> Tensor:
-        """As `_collect`, of every stage; [B, S', layers with experts, topk] int16."""
+        """As `_collect`, of every stage; [B, S', layers with experts, topk] int16.
+
+        Known are those of all tokens but a response's last, which was not fed to the model.
+        """
         assert isinstance(self.family, Mixture)
         experts, layers = self.family.experts, [router.index for router in self.decoder.routers]
-        speaks = bool(layers) and self.topology.tensor.rank == 0
-        own = [(s.row, s.experts()) for s in mine] if speaks else []
-        collected = torch.full((*shape, sum(experts.sparse_layers), experts.topk), -1, dtype=torch.int16)
-        for their_layers, part in gather_along((layers, own), self.topology.tensor, self.topology.pipeline, *sharing):
-            for row, routed in part:
-                collected[row, : len(routed), their_layers] = routed
-        return collected
+        fed = (collected["unpadded_sequence_lengths"] - 1).tolist()
+        own = [s.experts() for s in mine] if layers else []
+        of_stage = torch.cat([torch.zeros(0, len(layers), experts.topk, dtype=torch.int16), *own])
+        if layers:  # as bytes: NCCL has no int16
+            of_stage = gather_rows(of_stage.view(torch.uint8), *reversed(sharing)).view(torch.int16)
+        by_layer = of_stage.transpose(0, 1).reshape(len(layers), sum(fed) * experts.topk)
+        numbers = gather_rows(torch.tensor(layers, dtype=torch.long), self.topology.pipeline)
+        of_all = gather_rows(by_layer.contiguous().view(torch.uint8), self.topology.pipeline).view(torch.int16)
+        routed = torch.empty(sum(fed), sum(experts.sparse_layers), experts.topk, dtype=torch.int16)
+        routed[:, numbers] = of_all.view(len(numbers), sum(fed), experts.topk).transpose(0, 1)
+        shape = (*collected["output_ids"].shape, *routed.shape[1:])
+        rows = torch.full(shape, -1, dtype=torch.int16)
+        for row, part in enumerate(routed.split(fed)):
+            rows[row, : len(part)] = part
+        return rows
 
 
 def sampling_params_of(config: RLConfig, tokenizer: Any) -> SamplingParams:

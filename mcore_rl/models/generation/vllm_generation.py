@@ -23,7 +23,6 @@ from mcore_rl.data.progress import Say
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import settle, share_outcome
 from mcore_rl.distributed.own_rows import OwnRows
-from mcore_rl.distributed.replicas import share_in_replica
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.interfaces import (
@@ -34,6 +33,7 @@ from mcore_rl.models.generation.interfaces import (
     output_of,
     prompts_of,
 )
+from mcore_rl.models.generation.response_tensors import share_responses
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, uniforms
 from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
 from mcore_rl.models.generation.vllm_service import VLLMService
@@ -167,7 +167,10 @@ class VLLMGeneration(StreamingGeneration):
         if isinstance(data, OwnRows):
             topology = self.policy.topology
             begun = self._beside.submit(ask) if topology.leads_replica else None
-            responses = share_in_replica(settle(begun, self.config.parallel.meeting_seconds), topology)
+            led = settle(begun, self.config.parallel.meeting_seconds) or []
+            experts = self._experts()
+            shape = None if experts is None else (sum(experts.sparse_layers), experts.topk)
+            responses = share_responses(led, [prompt for _, prompt in rows], topology, shape)
         else:
             responses = self._on_first_rank(ask)
         return output_of([prompt for _, prompt in rows], responses, self.tokenizer.pad_token_id)
