@@ -21,7 +21,7 @@ from mcore_rl.distributed.parallel_logprobs import (
 )
 from mcore_rl.distributed.processes import run_processes
 from mcore_rl.simulation.memory import LiveBytes
-from mcore_rl.simulation.products import product_counter
+from mcore_rl.simulation.products import ProductCounter
 
 VOCAB, PADDED, HIDDEN = 21, 24, 7
 LENGTHS = (9, 1, 16, 2, 5)  # a single token has nothing to predict
@@ -206,7 +206,7 @@ def test_products_leave_their_sums_in_fp32_on_a_device():
     tiles = fused.Tiles(hidden, weight, 9, 0.5)
     assert tiles.product(slice(0, 2), slice(0, 4)).dtype == torch.float32
     total = torch.empty(6, 9, device="meta")
-    with product_counter() as counter:
+    with ProductCounter(lambda: "all") as counter:
         tiles.add_product(total, hidden, weight.T)
     assert fused.adds_widened(total.device) and total.dtype == torch.float32
     assert counter.get_total_flops() == 2 * 6 * 4 * 9

@@ -238,6 +238,11 @@ class Batching:
         shards = self._shards(units)
         return [sorted(row for box in boxes for unit in box for row in units[unit].rows) for boxes in shards]
 
+    def shares_of_work(self, units: Sequence[UnitSize]) -> list[float]:
+        """[data-parallel rank] → its work by the mean of all ranks."""
+        work = [sum(units[unit].cost for box in boxes for unit in box) for boxes in self._shards(units)]
+        return [own * len(work) / sum(work) for own in work]
+
     def pieces(self, data: BatchedDataDict[Any]) -> tuple[list[int], list[int]]:
         """Tokens of each piece of a batch that goes through the model, and of what it continues."""
         if isinstance(data, OwnRows) and self in data.plans:

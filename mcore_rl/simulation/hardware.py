@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, Validati
 
 from mcore_rl.config import read_yaml
 from mcore_rl.errors import UserError
+from mcore_rl.simulation.models import CRITIC, TRAINING, UPDATE
 from mcore_rl.simulation.step import RankReport
 from mcore_rl.simulation.traffic import Transfer
 
@@ -19,7 +20,7 @@ class Hardware(BaseModel):
     """A kind of GPU in its nodes.
 
     flops_per_second: peak of dense products by dtype. node_bytes_per_second, network_bytes_per_second: of a GPU, in one
-    direction, inside its node and across nodes. Efficiencies are of these peaks.
+    direction, inside its node and across nodes; host_bytes_per_second: to its host. Efficiencies are of these peaks.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -29,6 +30,7 @@ class Hardware(BaseModel):
     gpus_per_node: PositiveInt
     node_bytes_per_second: PositiveFloat
     network_bytes_per_second: PositiveFloat
+    host_bytes_per_second: PositiveFloat = 32.0e9  # PCIe 4 × 16: what the slowest of the published kinds has
     product_efficiency: PositiveFloat
     attention_efficiency: PositiveFloat
     transfer_efficiency: PositiveFloat
@@ -61,19 +63,60 @@ class Hardware(BaseModel):
         link = self.network_bytes_per_second if self.crosses_nodes(transfer) else self.node_bytes_per_second
         return sent / (link * self.transfer_efficiency)
 
-    def compute_seconds(self, report: RankReport, dtype: str) -> float:
-        peak = self.flops_per_second[dtype]
-        products, attention = sum(report.products.values()), sum(report.attention.values())
+    def compute_seconds(self, report: RankReport, dtype: str, *phases: str) -> float:
+        """Of these phases, or of the whole step."""
+        peak, chosen = self.flops_per_second[dtype], phases or report.products.keys() | report.attention.keys()
+        products, attention = (sum(of.get(name, 0) for name in chosen) for of in (report.products, report.attention))
         return products / (peak * self.product_efficiency) + attention / (peak * self.attention_efficiency)
 
     def communication_seconds(self, report: RankReport) -> float:
-        """None of it is taken as hidden behind computation."""
+        """Of all transfers between ranks, one after the other."""
         return sum(self.transfer_seconds(transfer, size) for transfer, size in report.traffic.items())
 
+    def exposed_seconds(self, report: RankReport, dtype: str) -> float:
+        """Of transfers between ranks that computation does not hide.
+
+        Hidden are, where the options are set: gradients' reduce-scatters (`overlap_grad_reduce`) behind the backward
+        pass of an update's last pack, two thirds of a pack's time; weights' all-gathers (`overlap_param_gather`) behind
+        the forward pass of its first, one third, unless something is scored before, which waits for them. No longer
+        than that, and of each all buckets but one: of gradients the one that is ready last, of weights the one that is
+        needed first. All other transfers are waited for. A critic's weights are too: its values are asked for first.
+        """
+        hidden = 0.0
+        for operation, phases, part in (
+            ("reduce_scatter", (TRAINING,), 2 / 3),
+            ("reduce_scatter", (CRITIC,), 2 / 3),
+            ("all_gather", (TRAINING, UPDATE), 1 / 3),
+        ):
+            if operation in report.overlapped:
+                room = part * self.compute_seconds(report, dtype, phases[0]) / report.packs
+                hidden += min(self._but_one_bucket(report, operation, phases), room)
+        return self.communication_seconds(report) - hidden
+
+    def _but_one_bucket(self, report: RankReport, operation: str, phases: Sequence[str]) -> float:
+        """Seconds of an operation on weights or gradients, without one of its buckets in every update."""
+        chosen = [t for t in report.traffic if t.of_state and t.operation == operation and t.phase in phases]
+        buckets = sum(report.calls[transfer] for transfer in chosen)
+        seconds = sum(self.transfer_seconds(transfer, report.traffic[transfer]) for transfer in chosen)
+        return seconds * (1 - report.updates / buckets) if buckets else 0.0
+
+    def host_seconds(self, report: RankReport) -> float:
+        """Of what comes from the host and goes back (`optimizer.offload`), for which the device waits."""
+        return report.host_bytes / (self.host_bytes_per_second * self.transfer_efficiency)
+
     def step_seconds(self, reports: Sequence[RankReport], dtype: str, stages: int, chunks: int) -> float:
-        """Of the slowest stage, with the bubble of a (1F1B, interleaved) pipeline: (stages − 1) / (packs × chunks)."""
-        slowest = max(self.compute_seconds(r, dtype) + self.communication_seconds(r) for r in reports)
+        """Of the slowest stage, with the bubble of a (1F1B, interleaved) pipeline: (stages − 1) / (packs × chunks).
+
+        Everyone waits for the replica with most work, whose computation takes as much longer than the simulated one's.
+        """
+        slowest = max(self._rank_seconds(report, dtype) for report in reports)
         return slowest * (1 + (stages - 1) / (max(r.packs for r in reports) * chunks))
+
+    def _rank_seconds(self, report: RankReport, dtype: str) -> float:
+        own, most = report.work
+        longer = most / own if own else 1.0  # fillers alone
+        waits = self.exposed_seconds(report, dtype) + self.host_seconds(report)
+        return longer * self.compute_seconds(report, dtype) + waits
 
     def utilization(self, model_flops: float, seconds: float, world_size: int, dtype: str) -> float:
         """Model FLOPs of the training pass (recomputation and scoring not counted) over what all GPUs could do."""

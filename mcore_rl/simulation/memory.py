@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -12,16 +13,28 @@ from torch.utils._pytree import tree_leaves
 
 from mcore_rl import platform
 
+STATE, LOGITS, COMMUNICATION, ACTIVATIONS = "state", "logits", "communication buffers", "activations, workspace"
+"""Kinds of storages: of weights, gradients and optimizers; what is made of hidden states and the LM head; what other
+ranks' values come to; all else."""
+
 
 class LiveBytes(TorchDispatchMode):
-    """While it is entered: `live` bytes on these kinds of device, and the `peaks` of each phase."""
+    """While it is entered: `live` bytes on these kinds of device, the `peaks` of each phase, and what they are made of
+    in bytes by kind, `at_peak`.
 
-    def __init__(self, *devices: str) -> None:
+    Args:
+        kind_now: of a storage that appears.
+    """
+
+    def __init__(self, *devices: str, kind_now: Callable[[], str] = lambda: ACTIVATIONS) -> None:
         super().__init__()
         self.devices, self.phase = devices, ""
         self.live = 0
         self.peaks: dict[str, int] = {}
-        self._known: set[int] = set()
+        self.at_peak: dict[str, Counter[str]] = {}
+        self._kind_now = kind_now
+        self._kinds: dict[int, str] = {}
+        self._of_kind = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -34,15 +47,36 @@ class LiveBytes(TorchDispatchMode):
         """Count a tensor's storage, if it is new."""
         storage = tensor.untyped_storage()
         key, size = platform.storage_id(tensor), storage.nbytes()
-        if key in self._known or not size:
+        if key in self._kinds or not size:
             return
-        self._known.add(key)
+        kind = self._kinds[key] = self._kind_now()
+        self._of_kind[kind] += size
         self.live += size
-        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.live)
+        if self.live > self.peaks.get(self.phase, 0):
+            self._note_peak()
         weakref.finalize(storage, self._forget, key, size)
 
+    def is_state(self, tensor: Tensor) -> bool:
+        """Whether its storage belongs to weights, gradients or an optimizer."""
+        return self._kinds.get(platform.storage_id(tensor)) == STATE
+
+    def receives(self, tensor: Tensor) -> None:
+        """Other ranks' values come to its storage, which is a buffer of communication from now on, if not state."""
+        key, size = platform.storage_id(tensor), tensor.untyped_storage().nbytes()
+        if key not in self._kinds or self.is_state(tensor):
+            return
+        self._of_kind[self._kinds[key]] -= size
+        self._of_kind[COMMUNICATION] += size
+        self._kinds[key] = COMMUNICATION
+        if self.live == self.peaks.get(self.phase):  # the peak that its appearance made, maybe
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        self.peaks[self.phase] = self.live
+        self.at_peak[self.phase] = self._of_kind.copy()
+
     def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
+        self._of_kind[self._kinds.pop(key)] -= size
         self.live -= size
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -25,18 +25,34 @@ if hasattr(torch.ops.aten, "_grouped_mm"):
     _LEFT_OUT[torch.ops.aten._grouped_mm] = _grouped_product
 
 
-class _NoModules(contextlib.nullcontext[None]):
-    """In the place of the counter's tracker of modules: of it, only what everything is counted under.
+class _Tracker(contextlib.nullcontext[None]):
+    """In the place of the counter's tracker of modules: operations count under "Global" and under what computes now.
 
-    The tracker hooks the inputs and outputs of every module and keeps the hooks, and with them whatever is computed
+    That tracker hooks the inputs and outputs of every module and keeps the hooks, and with them whatever is computed
     again in a backward pass, until the counting ends: memory that no other run takes.
     """
 
-    parents = frozenset({"Global"})
+    def __init__(self, now: Callable[[], Hashable]) -> None:
+        super().__init__()
+        self._now = now
+
+    @property
+    def parents(self) -> set[Hashable]:
+        return {"Global", self._now()}
 
 
-def product_counter() -> FlopCounterMode:
-    """A mode whose `get_total_flops` are those of the matrix products while it is entered."""
-    counter = FlopCounterMode(display=False, custom_mapping=_LEFT_OUT)
-    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
-    return counter
+class ProductCounter(FlopCounterMode):
+    """Operations of the matrix products while it is entered.
+
+    Args:
+        now: names what computes; each name has its count.
+    """
+
+    def __init__(self, now: Callable[[], Hashable]) -> None:
+        super().__init__(display=False, custom_mapping=_LEFT_OUT)
+        self.mod_tracker = _Tracker(now)  # type: ignore[assignment]
+
+    @property
+    def counts(self) -> dict[Any, int]:
+        """By name."""
+        return {name: sum(of.values()) for name, of in self.flop_counts.items() if name != "Global"}

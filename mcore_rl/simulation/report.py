@@ -35,7 +35,9 @@ def describe(config: TrainingConfig, world_size: int, reports: Sequence[RankRepo
     flops = reports[0].model_flops
     yield (
         f"estimate: {seconds:.3g} s a step, MFU {gpu.utilization(flops, seconds, world_size, dtype):.1%}, "
-        f"communication {max(map(gpu.communication_seconds, reports)):.3g} s of it, none hidden"
+        f"communication {max(map(gpu.communication_seconds, reports)):.3g} s, "
+        f"of which {max(gpu.exposed_seconds(report, dtype) for report in reports):.3g} s exposed"
+        + (f", host {max(map(gpu.host_seconds, reports)):.3g} s" if reports[0].host_bytes else "")
         + (f", pipeline bubble {(stages - 1) / (reports[0].packs * chunks):.0%}" if stages > 1 else "")
     )
 
@@ -45,6 +47,8 @@ def _rank(report: RankReport, gpu: Hardware) -> Iterator[str]:
     yield f"rank {report.rank} (pipeline stage {report.stage}): {report.parameters:,} parameters"
     if report.packs:
         yield f"  packs: {report.packs}, of {padded // report.packs:,} tokens, {real / padded:.1%} filled"
+        own, most = report.work
+        yield f"  balance: this replica has {own:.1%} of the mean work, the one with most {most:.1%}"
     fits = "fits" if report.peak <= gpu.memory_bytes else "DOES NOT FIT"
     whole = gpu.memory_bytes / 1e9
     yield f"  memory: {shown(report.peak)}B at the peak, in {report.peak_phase}; {fits} {whole:.0f} GB"
@@ -54,6 +58,10 @@ def _rank(report: RankReport, gpu: Hardware) -> Iterator[str]:
         products, attention = report.products.get(phase, 0), report.attention.get(phase, 0)
         if products or attention:
             yield f"  {phase}: {shown(products)}FLOP in matrix products, {shown(attention)}FLOP in attention"
+            for part, operations in Counter(
+                {of: n for (at, of), n in report.parts.items() if at == phase}
+            ).most_common():
+                yield f"    {part:<24}{shown(operations):>10}FLOP"
     for (operation, size, crosses), amount in _traffic_rows(report, gpu):
         where = ", across nodes" if crosses else ""
         yield f"    {operation:<16}over {size:>4} ranks{where:<14}{shown(amount):>12}B"

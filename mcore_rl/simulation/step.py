@@ -12,10 +12,21 @@ from typing import Any
 from mcore_rl import launch_environment
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, RMConfig, TrainingConfig
 from mcore_rl.distributed.pack_layout import PackLayout
-from mcore_rl.simulation.memory import LiveBytes, bytes_of
-from mcore_rl.simulation.models import CRITIC, CRITIC_UPDATE, PHASES, TRAINING, UPDATE, Models, run_step, updates_of
+from mcore_rl.simulation.memory import ACTIVATIONS, COMMUNICATION, LOGITS, STATE, LiveBytes, bytes_of
+from mcore_rl.simulation.models import (
+    CRITIC,
+    CRITIC_UPDATE,
+    PHASES,
+    SCORING,
+    TRAINING,
+    UPDATE,
+    Models,
+    run_step,
+    updates_of,
+)
+from mcore_rl.simulation.parts import LM_HEAD, Parts
 from mcore_rl.simulation.process import simulated_process
-from mcore_rl.simulation.products import product_counter
+from mcore_rl.simulation.products import ProductCounter
 from mcore_rl.simulation.rank import AttentionFlops, HostReads, replaced
 from mcore_rl.simulation.traffic import Traffic, Transfer
 
@@ -37,11 +48,15 @@ class RankReport:
     """What one rank's step takes.
 
     parameters: on this rank. memory: bytes by kind at the peak of a step, which is in `peak_phase`: weights, gradients
-    and optimizer state, which stay from step to step, and all else (activations, workspace). products: floating-point
-    operations of matrix products, and of attention, by phase. traffic, calls: of every kind of transfer. host_reads:
-    (phase, place) → how often the host waits for the device. packs: microbatches of the step. tokens: real ones, and
-    those of the packs with their padding. seconds: that the simulation took. is_mixture: whether it was assumed that
-    every expert gets as many tokens as any other.
+    and optimizer state, which stay from step to step; logits, with all else that is made of hidden states and the LM
+    head; communication buffers, which other ranks' values come to; and the rest (activations, workspace). products:
+    floating-point operations of matrix products, and of attention, by phase. parts: of products, by phase and part of
+    the model. traffic, calls: of every kind of transfer. overlapped: operations on weights and gradients that go on
+    beside computation. host_bytes: of optimizers' states between host and device, both ways. host_reads: (phase, place)
+    → how often the host waits for the device. updates: of a step. packs: microbatches of an update. tokens: real ones,
+    and those of the packs with their padding. work: of this replica and of the one that has most, by the mean of all.
+    seconds: that the simulation took. is_mixture: whether it was assumed that every expert gets as many tokens as any
+    other.
     """
 
     rank: int
@@ -51,11 +66,16 @@ class RankReport:
     peak_phase: str
     products: dict[str, int]
     attention: dict[str, int]
+    parts: dict[tuple[str, str], int]
     traffic: dict[Transfer, int]
     calls: dict[Transfer, int]
+    overlapped: frozenset[str]
+    host_bytes: int
     host_reads: dict[tuple[str, str], int]
+    updates: int
     packs: int
     tokens: tuple[int, int]
+    work: tuple[float, float]
     model_flops: float
     seconds: float
     is_mixture: bool
@@ -105,15 +125,20 @@ def measure_step(
     from mcore_rl.models.policy import megatron_policy, scoring
 
     started = time.perf_counter()
-    live, counter = LiveBytes(*devices), product_counter()
-    products, attention_by_phase = Counter[str](), Counter[str]()
+    parts = Parts()
+
+    def kind_now() -> str:
+        return STATE if live.phase == BUILDING else LOGITS if parts.now() == LM_HEAD else ACTIVATIONS
+
+    live = traffic.memory = LiveBytes(*devices, kind_now=kind_now)
+    counter = ProductCounter(lambda: (live.phase, parts.now()))
+    attention_by_phase = Counter[str]()
     made = 0  # optimizer state, so far
     made_before: dict[str, int] = {}
     layouts: list[PackLayout] = []
 
     def enter(phase: str) -> None:
         made_before.setdefault(phase, made)
-        products[live.phase] += counter.get_total_flops() - sum(products.values())
         attention_by_phase[live.phase] += attention.total - sum(attention_by_phase.values())
         live.phase = traffic.phase = reads.phase = phase
 
@@ -141,19 +166,29 @@ def measure_step(
         replaced(scoring, "run_microbatches", run),
         replaced(megatron_policy, "collect_results", collect),
         replaced(megatron_policy, "optimizer_step", update),
+        parts.of_lm_head(),
         live,
         counter,
     ):
         enter(BUILDING)
         models = Models.build(config)
+        chunks = [chunk for model in models.all for chunk in model.model.chunks]
+        for chunk in chunks:
+            parts.of_modules(chunk)
         policy = models.policy
-        data = policy.own_rows(invented_batch(config, sequences))
-        run_step(config, models, data, enter)
-        for model in models.trained:
+        batch = invented_batch(config, sequences)
+        run_step(config, models, policy.own_rows(batch), enter)
+        for model, traffic.phase in zip(models.trained, (UPDATE, CRITIC_UPDATE), strict=False):
             model.settle_weights()  # what the next step's forward pass would bring counts as this one's
-    parameters = [p for model in models.all for chunk in model.model.chunks for p in chunk.parameters()]
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
     missing = {phase: made - before for phase, before in made_before.items()}
-    memory, peak_phase = memory_of(parameters, live, missing, offloaded_state(models))
+    offloaded = offloaded_state(models)
+    memory, peak_phase = memory_of(parameters, live, missing, offloaded)
+    products = Counter[str]()
+    for (phase, _), operations in counter.counts.items():
+        products[phase] += operations
+    units = policy.batching.unit_sizes(sequences.lengths, batch["input_ids"], range(batch.size))
+    work = policy.batching.shares_of_work(units)
     return RankReport(
         rank=launch_environment.rank(),
         stage=policy.topology.pipeline.rank,
@@ -162,27 +197,44 @@ def measure_step(
         peak_phase=peak_phase,
         products=dict(products),
         attention=dict(attention_by_phase),
+        parts=counter.counts,
         traffic=dict(traffic.bytes),
         calls=dict(traffic.calls),
+        overlapped=overlapped(config, scores=SCORING in live.peaks),
+        host_bytes=2 * updates_of(config) * sum(offloaded.values()),
         host_reads=dict(reads.places),
+        updates=updates_of(config),
         packs=len(layouts),
         tokens=(sum(sum(layout.lengths) for layout in layouts), sum(layout.total for layout in layouts)),
+        work=(work[policy.topology.data.rank], max(work)),
         model_flops=updates_of(config) * sum(model.training_flops(sequences.lengths) for model in models.trained),
         seconds=time.perf_counter() - started,
         is_mixture=any(isinstance(model.model.family, Mixture) for model in models.all),
     )
 
 
-def offloaded_state(models: Models) -> Counter[str]:
-    """Bytes of optimizers' states on the host in each phase, where `optimizer.offload` keeps them there."""
+def overlapped(config: TrainingConfig, scores: bool) -> frozenset[str]:
+    """Operations on weights and gradients that go on beside computation.
+
+    Args:
+        scores: whether something is scored before the policy is trained, which waits for the weights.
+    """
+    operations = {
+        "reduce_scatter": config.parallel.overlap_grad_reduce,
+        "all_gather": config.parallel.overlap_param_gather and not scores,
+    }
+    return frozenset(name for name, goes_on in operations.items() if goes_on)
+
+
+def offloaded_state(models: Models) -> dict[str, int]:
+    """Bytes of each optimizer's state that is on the host but in its own update, by that phase."""
     from mcore_rl.models.megatron.offload import optimizer_tensors
 
-    offloaded = Counter[str]()
-    for model, update in zip(models.trained, (UPDATE, CRITIC_UPDATE), strict=False):
-        if model.config.optimizer.offload:
-            size = bytes_of(optimizer_tensors(model.optimizer, model.parameters()))
-            offloaded.update({phase: size for phase in PHASES if phase != update})
-    return offloaded
+    return {
+        update: bytes_of(optimizer_tensors(model.optimizer, model.parameters()))
+        for model, update in zip(models.trained, (UPDATE, CRITIC_UPDATE), strict=False)
+        if model.config.optimizer.offload
+    }
 
 
 def memory_of(
@@ -192,17 +244,18 @@ def memory_of(
 
     Args:
         missing: what optimizers had not yet made when each phase began; an update's peak has its own.
-        offloaded: what of their state is on the host in each phase.
+        offloaded: what of their state is on the host but in the phase that updates it.
     """
     weights = bytes_of(parameters)
     gradients = bytes_of(p.main_grad for p in parameters if p.requires_grad and hasattr(p, "main_grad"))
-    state = live.live - weights - gradients
     made_later = {**missing, CRITIC_UPDATE: missing.get(TRAINING, 0), UPDATE: 0}
-    peaks = {phase: live.peaks[phase] + made_later[phase] - offloaded[phase] for phase in PHASES if phase in live.peaks}
+    away = {phase: sum(offloaded.values()) - offloaded.get(phase, 0) for phase in PHASES}
+    peaks = {phase: live.peaks[phase] + made_later[phase] - away[phase] for phase in PHASES if phase in live.peaks}
     phase = max(peaks, key=lambda phase: peaks[phase])
-    state -= offloaded[phase]
-    rest = peaks[phase] - weights - gradients - state
-    return {"weights": weights, "gradients": gradients, "optimizer": state, "activations, workspace": rest}, phase
+    of_kind = {kind: live.at_peak[phase][kind] for kind in (LOGITS, COMMUNICATION)}
+    state = {"weights": weights, "gradients": gradients, "optimizer": live.live - weights - gradients - away[phase]}
+    rest = peaks[phase] - sum(state.values()) - sum(of_kind.values())
+    return {**state, ACTIVATIONS: rest, **of_kind}, phase
 
 
 def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:

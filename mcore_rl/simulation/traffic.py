@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +14,19 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mcore_rl.simulation.memory import LiveBytes
+
+Tensors = Tensor | Sequence[Tensor]
+
 
 class Transfer(NamedTuple):
-    """Kind of a collective: `ranks` of its group, and in which phase of the step."""
+    """Kind of a collective: `ranks` of its group, in which phase of the step, and whether what it gathers, scatters or
+    reduces is where weights or gradients are."""
 
     operation: str
     ranks: tuple[int, ...]
     phase: str
+    of_state: bool = False
 
 
 class _Done:
@@ -41,40 +47,56 @@ class Traffic:
     tensor, of a message its own.
     """
 
-    bytes: Counter[Transfer]
-    calls: Counter[Transfer]
+    bytes: Counter[Transfer] = field(default_factory=Counter)
+    calls: Counter[Transfer] = field(default_factory=Counter)
     phase: str = ""
+    memory: LiveBytes | None = None
+    """Knows the storages of what is sent, and is told of those that receive."""
 
-    def add(self, operation: str, group: ProcessGroup | None, size: int) -> None:
+    def add(self, operation: str, group: ProcessGroup | None, whole: Tensors, received: Tensors) -> None:
         ranks = tuple(torch.distributed.get_process_group_ranks(group or torch.distributed.group.WORLD))
-        if len(ranks) > 1:
-            kind = Transfer(operation, ranks, self.phase)
-            self.bytes[kind] += size
-            self.calls[kind] += 1
+        if len(ranks) == 1:
+            return
+        of_state = self.memory is not None and all(map(self.memory.is_state, _each(whole)))
+        kind = Transfer(operation, ranks, self.phase, of_state)
+        self.bytes[kind] += sum(tensor.numel() * tensor.element_size() for tensor in _each(whole))
+        self.calls[kind] += 1
+        if self.memory is not None:
+            for tensor in _each(received):
+                self.memory.receives(tensor)
+
+
+class Operation(NamedTuple):
+    """What a function of torch.distributed does, by the names of its arguments.
+
+    whole: holds all ranks' parts. received: made for other ranks' values; empty where it is what somebody computed.
+    """
+
+    name: str
+    whole: str
+    received: str = ""
 
 
 OPERATIONS = {
-    "all_reduce": ("all_reduce", "tensor"),
-    "broadcast": ("broadcast", "tensor"),
-    "all_gather_into_tensor": ("all_gather", "output_tensor"),
-    "_all_gather_base": ("all_gather", "output_tensor"),
-    "all_gather": ("all_gather", "tensor_list"),
-    "reduce_scatter_tensor": ("reduce_scatter", "input"),
-    "_reduce_scatter_base": ("reduce_scatter", "input"),
-    "reduce_scatter": ("reduce_scatter", "input_list"),
-    "all_to_all_single": ("all_to_all", "input"),
-    "send": ("send", "tensor"),
-    "isend": ("send", "tensor"),
-    "recv": ("recv", "tensor"),
-    "irecv": ("recv", "tensor"),
+    "all_reduce": Operation("all_reduce", "tensor"),
+    "broadcast": Operation("broadcast", "tensor"),
+    "all_gather_into_tensor": Operation("all_gather", "output_tensor", "output_tensor"),
+    "_all_gather_base": Operation("all_gather", "output_tensor", "output_tensor"),
+    "all_gather": Operation("all_gather", "tensor_list", "tensor_list"),
+    "reduce_scatter_tensor": Operation("reduce_scatter", "input", "output"),
+    "_reduce_scatter_base": Operation("reduce_scatter", "input", "output"),
+    "reduce_scatter": Operation("reduce_scatter", "input_list", "output"),
+    "all_to_all_single": Operation("all_to_all", "input", "output"),
+    "send": Operation("send", "tensor"),
+    "isend": Operation("send", "tensor"),
+    "recv": Operation("recv", "tensor", "tensor"),
+    "irecv": Operation("recv", "tensor", "tensor"),
 }
-"""Functions of torch.distributed: what they do, and the argument that holds the whole."""
+"""By the functions' names."""
 
 
-def _size(tensors: Tensor | Sequence[Tensor]) -> int:
-    if isinstance(tensors, Tensor):
-        return tensors.numel() * tensors.element_size()
-    return sum(map(_size, tensors))
+def _each(tensors: Tensors) -> Sequence[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
 def count_traffic(perform: bool = False) -> Traffic:
@@ -82,16 +104,17 @@ def count_traffic(perform: bool = False) -> Traffic:
 
     Must come before `megatron.core` is imported, which binds some of their names.
     """
-    traffic = Traffic(Counter(), Counter())
+    traffic = Traffic()
 
     def counted(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        operation, whole = OPERATIONS[name]
+        operation = OPERATIONS[name]
         signature = inspect.signature(plain)
 
         @functools.wraps(plain)
         def collective(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(*args, **kwargs).arguments
-            traffic.add(operation, arguments.get("group"), _size(arguments[whole]))
+            received = arguments[operation.received] if operation.received else ()
+            traffic.add(operation.name, arguments.get("group"), arguments[operation.whole], received)
             return plain(*args, **kwargs) if perform else _Done()
 
         return collective

@@ -1,0 +1,24 @@
+"""A report that nothing was simulated for; a module of its own, which a process imports quickly."""
+
+import os
+import signal
+
+from mcore_rl.simulation.step import RankReport
+from mcore_rl.simulation.traffic import Transfer
+
+GRADIENTS = Transfer("reduce_scatter", (0, 1), "training", of_state=True)
+WEIGHTS = Transfer("all_gather", (0, 1), "update", of_state=True)
+MESSAGE = Transfer("send", (0, 2), "training")
+REPORT = RankReport(
+    rank=0, stage=0, parameters=1, memory={}, peak_phase="training", products={"training": 3000, "scoring": 1000},
+    attention={"training": 500}, parts={}, traffic={GRADIENTS: 40, WEIGHTS: 20, MESSAGE: 3},
+    calls={GRADIENTS: 4, WEIGHTS: 2, MESSAGE: 1}, overlapped=frozenset(), host_bytes=0,
+    host_reads={}, updates=1, packs=2, tokens=(1, 1), work=(1.0, 1.0), model_flops=1.0, seconds=1.0, is_mixture=False,
+)  # fmt: skip
+
+
+def killed_at_tp2(config, rank, world_size, sequences):
+    """As `simulate_rank`, on a machine that has no memory for one layout."""
+    if config.parallel.tensor_model_parallel_size == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return REPORT

@@ -1,0 +1,172 @@
+"""What a simulated step's report divides its sums into: memory by kind, products by part, work by replica, time."""
+
+import dataclasses
+
+import pytest
+import torch
+from invented_report import REPORT
+from models import and_long, make_config
+from test_simulation import MIXTURE, config_of, in_processes
+
+from mcore_rl.data.packing import Batching
+from mcore_rl.layouts import Layout
+from mcore_rl.simulation.hardware import Hardware
+from mcore_rl.simulation.memory import LiveBytes
+from mcore_rl.simulation.step import Sequences, simulate_rank
+
+ROWS, LENGTH, RESPONSE = 8, 384, 192
+SEQUENCES = Sequences((LENGTH,) * ROWS, (RESPONSE,) * ROWS)
+TOKENS, COUNTED = ROWS * LENGTH, ROWS * RESPONSE
+HIDDEN, WIDTH, HEADS, GROUPS, HEAD_DIM, LAYERS, VOCABULARY = 256, 640, 8, 4, 32, 2, 12000
+SIZES = {
+    "hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS,
+    "head_dim": HEAD_DIM, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY,
+}  # fmt: skip
+
+
+def one_pack(path, layout=None, family="llama", model=None, **changes):
+    make_config(family, **{**SIZES, **changes}).save_pretrained(path)
+    config = config_of(
+        path, model={"path": str(path), **(model or {})}, batch={"global_batch_size": ROWS, "tokens_per_pack": TOKENS}
+    )
+    return (layout or Layout(tokens_per_pack=TOKENS)).apply(config)
+
+
+def test_memory_and_products_of_a_dense_model(tmp_path):
+    """The peak is where logits are computed: one tile, which is all of them, and a few numbers a token; and in the last
+    stage what came from the one before."""
+    staged = Layout(pp=2, tokens_per_pack=TOKENS)
+    configs = [one_pack(tmp_path / "whole"), one_pack(tmp_path / "last", staged)]
+    whole, last = in_processes(simulate_rank, (configs[0], 0, 1, SEQUENCES), (configs[1], 1, 2, SEQUENCES))
+    for report in (whole, last):
+        assert report.peak_phase == "training"
+        assert report.memory["logits"] == pytest.approx(4 * COUNTED * VOCABULARY, rel=0.002)
+    assert whole.memory["communication buffers"] == 0
+    assert last.memory["communication buffers"] == 4 * TOKENS * HIDDEN
+    projections = 2 * HIDDEN * (HEADS + 2 * GROUPS + HEADS) * HEAD_DIM
+    of_step = {
+        ("training", "projections"): 3 * TOKENS * LAYERS * projections,
+        ("training", "MLP"): 3 * TOKENS * LAYERS * 3 * 2 * HIDDEN * WIDTH,
+        ("training", "LM head"): 4 * COUNTED * 2 * HIDDEN * VOCABULARY,  # the logits again for two gradients
+    }
+    assert whole.parts == of_step
+    head = "training", "LM head"
+    assert last.parts == {**{part: operations // 2 for part, operations in of_step.items()}, head: of_step[head]}
+
+
+MIXTURES = and_long(
+    [],
+    [({}, ()), ({"recompute_activations": True}, ("projections", "MLP", "router", "experts"))],
+    [({"recompute_modules": ["moe"]}, ("router", "experts")), ({"recompute_modules": ["mlp"]}, ("MLP",))],
+)
+
+
+@pytest.mark.parametrize(("model", "twice"), MIXTURES, ids=str)
+def test_products_of_a_mixture(model, twice, tmp_path):
+    """Every token goes to all experts; what is computed again has its forward products twice."""
+    experts, width = MIXTURE["num_experts"], MIXTURE["moe_intermediate_size"]
+    sizes = {"num_experts": experts, "num_experts_per_tok": experts, "moe_intermediate_size": width}
+    config = one_pack(tmp_path, family="qwen3_moe", model=model, **sizes, mlp_only_layers=[0])
+    (report,) = in_processes(simulate_rank, (config, 0, 1, SEQUENCES))
+    of_token = {
+        "projections": LAYERS * 2 * HIDDEN * 2 * (HEADS + GROUPS) * HEAD_DIM,
+        "MLP": 3 * 2 * HIDDEN * WIDTH,
+        "router": 2 * HIDDEN * experts,
+        "experts": experts * 3 * 2 * HIDDEN * width,
+    }
+    layers = {part: (3 + (part in twice)) * TOKENS * operations for part, operations in of_token.items()}
+    assert {part: n for (phase, part), n in report.parts.items() if phase == "training"} == {
+        **layers,
+        "LM head": 4 * COUNTED * 2 * HIDDEN * VOCABULARY,
+    }
+    assert {phase for phase, _ in report.parts} == {"training"}
+
+
+def test_kinds_of_storages_at_a_peak():
+    """What receives is communication from its appearance on, but not where weights and gradients are."""
+    kind = "state"
+    with LiveBytes("cpu", kind_now=lambda: kind) as live:
+        weights = torch.empty(1000)
+        kind = "logits"
+        tile = torch.empty(500)
+        kind = "activations, workspace"
+        kept, received = torch.empty(300), torch.empty(200)
+        live.receives(received.view(10, 20))
+        live.receives(weights[:10])
+        live.receives(received)
+    of_kind = {"state": 4000, "logits": 2000, "activations, workspace": 1200, "communication buffers": 800}
+    assert live.at_peak[""] == of_kind and live.peaks[""] == live.live == 8000
+    assert live.is_state(weights) and not live.is_state(received) and not live.is_state(kept)
+    del tile, received
+    assert live.live == 5200 and live.at_peak[""] == of_kind
+
+
+def test_shares_of_work():
+    """Two replicas, two packs each: 400 and 100 tokens, and 300 and 200, whose squares are work as well."""
+    batching = Batching(True, 400, 1, 1, dp_size=2, attention_length=100.0)
+    lengths = [400, 300, 200, 100]
+    units = batching.unit_sizes(lengths, None, range(4))
+    work = [n + n * n / 100 for n in lengths]
+    most, least = work[0] + work[3], work[1] + work[2]
+    assert sorted(batching.shares_of_work(units)) == pytest.approx([2 * x / sum(work) for x in (least, most)])
+
+
+GPU = Hardware(
+    memory_bytes=1e9, flops_per_second={"float32": 100.0}, gpus_per_node=2, node_bytes_per_second=10.0,
+    network_bytes_per_second=1.0, host_bytes_per_second=4.0, product_efficiency=0.5, attention_efficiency=0.25,
+    transfer_efficiency=0.5,
+)  # fmt: skip
+BOTH = frozenset({"reduce_scatter", "all_gather"})
+
+
+def test_hidden_communication():
+    """By hand: rings send halves, of 40 bytes in 4 s and of 20 in 2 s; the message over the network takes 6 s. A pack
+    computes 40 s: it has room for three of four buckets of gradients and one of two of weights."""
+    assert GPU.communication_seconds(REPORT) == GPU.exposed_seconds(REPORT, "float32") == pytest.approx(4 + 2 + 6)
+    overlapping = dataclasses.replace(REPORT, overlapped=BOTH)
+    assert GPU.exposed_seconds(overlapping, "float32") == pytest.approx(1 + 1 + 6)
+    gradients = dataclasses.replace(REPORT, overlapped=frozenset({"reduce_scatter"}))
+    assert GPU.exposed_seconds(gradients, "float32") == pytest.approx(1 + 2 + 6)
+    of_one_bucket = dataclasses.replace(overlapping, calls={transfer: 1 for transfer in REPORT.calls})
+    assert GPU.exposed_seconds(of_one_bucket, "float32") == pytest.approx(12)
+
+
+def test_hidden_communication_is_no_longer_than_what_hides_it():
+    """A pack of 1.5 s: 1 s of its backward pass hides gradients, 0.5 s of its forward pass weights."""
+    quick = dataclasses.replace(REPORT, overlapped=BOTH, products={"training": 150}, attention={})
+    assert GPU.exposed_seconds(quick, "float32") == pytest.approx(12 - 1 - 0.5)
+
+
+def test_the_replica_with_most_work_is_waited_for_and_so_is_the_host():
+    """20 s of scoring, 80 s of training and 12 s of transfers; 8 bytes to and from the host take 4 s."""
+    assert GPU.step_seconds([REPORT], "float32", 1, 1) == pytest.approx(112)
+    late = dataclasses.replace(REPORT, work=(0.8, 1.2), host_bytes=8)
+    assert GPU.step_seconds([late], "float32", 1, 1) == pytest.approx(150 + 12 + 4)
+
+
+@pytest.mark.long
+def test_what_is_moved_to_the_host_and_back(tmp_path):
+    """Of an fp32 model two moments of 4 bytes a parameter (its weights are their own fp32 ones)."""
+    config = one_pack(tmp_path)
+    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"offload": True})})
+    (report,) = in_processes(simulate_rank, (config, 0, 1, SEQUENCES))
+    assert report.host_bytes == pytest.approx(2 * 8 * report.parameters, rel=0.01)
+
+
+OVERLAPPING = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.mark.long
+def test_weights_and_gradients_are_told_from_activations(tmp_path):
+    """At TP2 with sequence parallelism and DP2: gradients in fp32 once, weights once, whether they overlap or not."""
+    layout = Layout(tp=2, sp=True, dp=2, tokens_per_pack=TOKENS)
+    config = one_pack(tmp_path, layout)
+    parallel = config.parallel.model_copy(update=OVERLAPPING)
+    overlapping = config.model_copy(update={"parallel": parallel})
+    for report in in_processes(simulate_rank, *[(c, 0, 4, SEQUENCES) for c in (config, overlapping)]):
+        of_state = {t: size for t, size in report.traffic.items() if t.of_state}
+        assert {transfer.ranks for transfer in of_state} == {(0, 2)}
+        for operation in ("reduce_scatter", "all_gather"):
+            moved = sum(size for transfer, size in of_state.items() if transfer.operation == operation)
+            assert moved == pytest.approx(4 * report.parameters, rel=0.01)
+    assert report.overlapped == BOTH
