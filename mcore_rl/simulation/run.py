@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -62,14 +64,35 @@ def simulate_loadings(
 
 def _each(workers: int, function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
     """What each call comes to, in a process of its own."""
-    with _pool(workers) as pool:
-        waiting = [pool.submit(function, *arguments) for arguments in calls]
+    with _threads(workers) as pool:
+        waiting = [pool.submit(_apart, function, *arguments) for arguments in calls]
         return [future.result() for future in waiting]
 
 
-def _pool(workers: int) -> ProcessPoolExecutor:
-    # A simulated device is installed before Megatron is imported, once in a process.
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), max_tasks_per_child=1)
+@contextmanager
+def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that begin nothing new when the block is left."""
+    pool = ThreadPoolExecutor(count)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _apart(function: Callable[..., T], *arguments: Any) -> T:
+    """What a call comes to in a process of its own: a simulated device is installed before Megatron is imported, and a
+    process that is killed takes no other with it.
+
+    Raises:
+        UserError: the process was killed.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        try:
+            return process.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise UserError(
+                "the process that simulates it was killed, perhaps for want of memory: try fewer workers"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -140,7 +163,7 @@ def search(
 ) -> list[Candidate]:
     """All layouts: those that fit by their estimated time, then the others with the reason."""
     found: list[Candidate] = []
-    with _pool(workers) as pool:
+    with _threads(workers) as pool:
         waiting: list[tuple[str, TrainingConfig, list[Future[RankReport]]]] = []
         for text, values in layouts_to_try(config, world_size, gpu, experts_of(config)):
             try:
@@ -150,7 +173,7 @@ def search(
             except UserError as error:
                 found.append(Candidate(text, reason=str(error)))
                 continue
-            jobs = [pool.submit(simulate_rank, layout, rank, world_size, sequences) for rank in ranks]
+            jobs = [pool.submit(_apart, simulate_rank, layout, rank, world_size, sequences) for rank in ranks]
             waiting.append((text, layout, jobs))
         for done, (text, layout, jobs) in enumerate(waiting, start=1):
             found.append(_candidate(text, layout, jobs, world_size, gpu))

@@ -1,0 +1,93 @@
+"""The search for a layout: what is tried, what becomes of what cannot be, and the table."""
+
+import pytest
+import yaml
+from invented_report import killed_at_tp2
+from models import make_model
+from test_simulation import EQUAL, MIXTURE, SEQUENCES, call, config_of
+
+from mcore_rl.config import DPOConfig, ParallelConfig, SFTConfig
+from mcore_rl.layouts import Layout
+from mcore_rl.simulation.hardware import Hardware
+from mcore_rl.simulation.report import table
+from mcore_rl.simulation.run import chosen_ranks, layouts_to_try, search
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model("llama", tmp_path_factory.mktemp("searched"))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return make_model("qwen3_moe", tmp_path_factory.mktemp("mixture"), **MIXTURE)
+
+
+def test_a_process_that_is_killed_costs_its_own_layout_alone(model, monkeypatch):
+    """As by a machine without memory."""
+    config, gpu, told = config_of(model), Hardware.load("h100"), []
+    layouts = dict(layouts_to_try(config, 2, gpu))
+    chosen = [(text, layouts[text]) for text in ("tp2 pp1 cp1 dp1", "tp1 pp1 cp1 dp2")]
+    monkeypatch.setattr("mcore_rl.simulation.run.layouts_to_try", lambda *_: chosen)
+    monkeypatch.setattr("mcore_rl.simulation.run.simulate_rank", killed_at_tp2)
+    fits, killed = search(config, 2, SEQUENCES, gpu, 1, told.append)
+    assert fits.text == "tp1 pp1 cp1 dp2" and not fits.reason
+    assert killed.reason.startswith("the process that simulates it was killed")
+    assert told[0] == f"1 of 2 layouts: {killed.text}: {killed.reason}" and told[1].startswith("2 of 2 layouts: tp1 ")
+    assert [row.split("  ")[0] for row in table([fits, killed])] == ["layout", fits.text, killed.text]
+
+
+@pytest.mark.long
+def test_mixtures_are_searched(mixture, monkeypatch):
+    gpu, config = Hardware.load("h100"), Layout(dp=2, ep=2).apply(config_of(mixture))
+    layouts = dict(layouts_to_try(config, 2, gpu, experts=4))
+    wanted = {"tp1 pp1 cp1 dp2 ep1", "tp2 pp1 cp1 dp1 ep2"}
+    assert wanted <= {*layouts} and not [text for text in layouts if "ep4" in text or ("pp2" in text and "ep2" in text)]
+
+    def some(config, world_size, gpu, experts):
+        assert experts == 4
+        return [(text, layouts[text]) for text in sorted(wanted)]
+
+    monkeypatch.setattr("mcore_rl.simulation.run.layouts_to_try", some)
+    found = search(config, 2, EQUAL, gpu, 2, print)
+    assert {one.text for one in found} == wanted and not [one.reason for one in found if one.reason]
+    assert list(table(found))[-1].startswith("assumed: every expert gets as many tokens as any other")
+
+
+def test_a_layout_that_the_configuration_refuses_is_a_candidate_with_a_reason(model, monkeypatch):
+    refused = config_of(model).model_dump()
+    refused["parallel"]["expert_tensor_parallel_size"] = 2
+    monkeypatch.setattr("mcore_rl.simulation.run.layouts_to_try", lambda *_: [("tp1", refused)])
+    (candidate,) = search(config_of(model), 2, SEQUENCES, Hardware.load("h100"), 1, print)
+    assert candidate.text == "tp1"
+    assert candidate.reason.startswith("layout: parallel.expert_tensor_parallel_size: other than tensor_model_parall")
+
+
+def test_ranks_and_layouts(model):
+    config = Layout(pp=2).apply(config_of(model))
+    assert chosen_ranks(config, 8, "first,last") == [0, 4]
+    assert chosen_ranks(config, 8, "stages,3") == [0, 3, 4]
+    uneven = Layout(pp=4, stages="E|tt|tt|L").apply(config_of(model))
+    assert chosen_ranks(uneven, 8, "distinct") == [0, 2, 6]
+    interleaved = Layout(pp=4, vpp=2, stages="E|t|tt|t|t|tt|t|L").apply(config_of(model))
+    assert chosen_ranks(interleaved, 4, "distinct") == [0, 1, 2, 3]  # 3 layers on two of them, in other chunks
+    assert chosen_ranks(config, 8, "distinct") == [0, 4]
+    assert chosen_ranks(Layout(pp=4, first=1, last=1).apply(config_of(model)), 4, "distinct") == [0, 1, 3]
+    for one in (uneven, Layout(pp=2, first=1).apply(config_of(model))):
+        assert next(iter(layouts_to_try(one, 2, Hardware.load("h100"))))[0] == "tp1 pp1 cp1 dp2"
+    whole = config.model_copy(update={"parallel": ParallelConfig(expert_tensor_parallel_size=1)})
+    for _, values in layouts_to_try(whole, 2, Hardware.load("h100")):
+        assert SFTConfig.model_validate(values).parallel.expert_tensor_parallel_size is None
+    texts = [text for text, _ in layouts_to_try(config, 6, Hardware.load("h100"))]
+    assert "tp2 pp1 cp1 dp3" in texts and not [text for text in texts if text.startswith("tp4")]
+
+
+@pytest.mark.exhaustive
+def test_the_search(model, tmp_path):
+    file = tmp_path / "dpo.yaml"
+    file.write_text(yaml.safe_dump(config_of(model, DPOConfig).model_dump(mode="json", exclude_unset=True)))
+    done = call(file, "--world-size", 4, "--lengths", "128,60", "--search", "--workers", 2)
+    assert done.returncode == 0, done.stderr
+    header, *rows = done.stdout.splitlines()
+    assert header.split() == ["layout", "peak", "GB", "s", "a", "step", "MFU"]
+    assert {"tp1 pp1 cp1 dp4", "tp4 pp1 cp1 dp1", "tp1 pp4 cp1 dp1 recompute"} <= {row[:32].strip() for row in rows}
