@@ -86,18 +86,24 @@ def data_lengths(config):
     from mcore_rl.algorithms.plan import first_batch
     from mcore_rl.data.prompts import load_prompt_dataset
     from mcore_rl.data.records import load_preference_dataset, load_sft_dataset, load_unpaired_dataset
+    from mcore_rl.data.token_cache import TokenCache, default_directory
+    from mcore_rl.data.tokenization import TokenizerSource
     from mcore_rl.data.tokenize import load_tokenizer
 
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, config.data.read_chat_template())
+    made_from = TokenizerSource(config.model.path, config.model.trust_remote_code, config.data.read_chat_template())
+    tokenizer = load_tokenizer(made_from.path, made_from.trust_remote_code, made_from.chat_template)
+    cache = TokenCache(config.data.cache_dir or default_directory(), made_from)
     if isinstance(config, RLConfig):
-        dataset = load_prompt_dataset(config.data.train, tokenizer, config.data, config.max_prompt_length)
+        valued = ("answer",) if config.environment.compares else ()  # as the run: the tokens are then the same ones
+        limit = config.max_prompt_length
+        dataset = load_prompt_dataset(config.data.train, tokenizer, config.data, limit, valued=valued, cache=cache)
     else:
         load_dataset = load_preference_dataset
         if isinstance(config, SFTConfig | DistillationConfig):
             load_dataset = load_sft_dataset
         elif isinstance(config, KTOConfig):
             load_dataset = load_unpaired_dataset
-        dataset = load_dataset(config.data.train, tokenizer, config.data)
+        dataset = load_dataset(config.data.train, tokenizer, config.data, cache=cache)
     sequences, _ = first_batch(config, dataset)
     return sequences
 
