@@ -1,11 +1,13 @@
 """Tokenized data on disk: made once, the same as in memory, and never that of something else."""
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -118,14 +120,32 @@ def test_an_edit_that_keeps_size_and_time_is_noticed(files, monkeypatch):
     monkeypatch.setattr(token_cache, "SOURCE_BYTES_TO_REMEMBER", 0)
     data = files / "data.jsonl"
     first, state = load(files), os.stat(data)
-    digests = list((files / "cache" / "digests").iterdir())
-    assert len(digests) == 1
+    digests = sorted((files / "cache" / "digests").iterdir())
+    assert [path.suffix for path in digests] == ["", ".lock"]
     load(files)
-    assert list((files / "cache" / "digests").iterdir()) == digests
+    assert sorted((files / "cache" / "digests").iterdir()) == digests
     data.write_text(data.read_text().replace("cd", "dc"))
     os.utime(data, ns=(state.st_atime_ns, state.st_mtime_ns))
     assert os.stat(data).st_size == state.st_size
     assert load(files).fingerprint != first.fingerprint
+
+
+def test_one_process_of_a_node_reads_a_large_source_for_its_digest(files, monkeypatch):
+    """Beside many that want it at once; a lock of its own for each that opens the file."""
+    monkeypatch.setattr(token_cache, "SOURCE_BYTES_TO_REMEMBER", 0)
+    cache = TokenCache(files / "cache", TokenizerSource(files / "model", False, None))
+    read, plain = [], token_cache._file_digest
+
+    def slow(path):
+        read.append(path)
+        time.sleep(0.3)
+        return plain(path)
+
+    monkeypatch.setattr(token_cache, "_file_digest", slow)
+    with ThreadPoolExecutor(4) as pool:
+        digests = list(pool.map(cache._source_digest, [str(files / "data.jsonl")] * 4))
+    assert len(read) == 1
+    assert digests == [hashlib.sha256((files / "data.jsonl").read_bytes()).hexdigest()] * 4
 
 
 def test_what_was_stopped_is_made_again(files):

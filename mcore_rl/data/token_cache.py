@@ -131,7 +131,7 @@ class TokenCache:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
     def _source_digest(self, source: str) -> str:
-        """Of a source's bytes. A large file's is kept, and holds as long as the file is not written to."""
+        """Of a source's bytes. A large file is read by one process, and its digest holds as long as nobody writes to it."""
         if Path(source).is_dir():
             return hashlib.sha256("".join(map(self._source_digest, files_of(source))).encode()).hexdigest()
         if Path(source).suffix not in SUFFIXES:
@@ -142,14 +142,17 @@ class TokenCache:
                 pass
         except OSError as error:
             raise UserError(f"data: {source} cannot be read ({error.strerror})") from None
+        if state.st_size <= SOURCE_BYTES_TO_REMEMBER:
+            return _file_digest(Path(source))
         known = [os.path.realpath(source), state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
         note = self.directory / "digests" / hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
-        with contextlib.suppress(OSError):
-            return note.read_text()
-        digest = _file_digest(Path(source))
-        if state.st_size > SOURCE_BYTES_TO_REMEMBER:
-            note.parent.mkdir(exist_ok=True)
-            temporary = note.with_suffix(f".{os.getpid()}")
+        with self._writing():
+            note.parent.mkdir(parents=True, exist_ok=True)
+        with self._locked(note.with_suffix(".lock")):
+            with contextlib.suppress(OSError):
+                return note.read_text()
+            digest = _file_digest(Path(source))
+            temporary = note.with_suffix(".partial")
             temporary.write_text(digest)
             temporary.replace(note)
         return digest
