@@ -43,6 +43,7 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
         UserError: what the run itself would refuse, and what cannot be simulated.
     """
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is asked of a GPU gets the same answers where there is one
     seen = Seen(count_traffic(), HostReads(), AttentionFlops())
     platform.initialize_platform(simulate=True)
     note_host_reads(seen.reads)
