@@ -10,10 +10,11 @@ GRADIENTS = Transfer("reduce_scatter", (0, 1), "training", of_state=True)
 WEIGHTS = Transfer("all_gather", (0, 1), "update", of_state=True)
 MESSAGE = Transfer("send", (0, 2), "training")
 REPORT = RankReport(
-    rank=0, stage=0, parameters=1, memory={}, peak_phase="training", products={"training": 3000, "scoring": 1000},
-    attention={"training": 500}, parts={}, traffic={GRADIENTS: 40, WEIGHTS: 20, MESSAGE: 3},
-    calls={GRADIENTS: 4, WEIGHTS: 2, MESSAGE: 1}, overlapped=frozenset(), host_bytes=0,
-    host_reads={}, updates=1, packs=2, tokens=(1, 1), work=(1.0, 1.0), model_flops=1.0, seconds=1.0, is_mixture=False,
+    rank=0, stage=0, parameters=1, memory={}, peak_phase="training", attention={"training": 500},
+    parts={("training", "MLP"): 2000, ("training", "LM head"): 1000, ("scoring", "MLP"): 1000},
+    traffic={GRADIENTS: 40, WEIGHTS: 20, MESSAGE: 3}, calls={GRADIENTS: 4, WEIGHTS: 2, MESSAGE: 1},
+    overlapped=frozenset(), host_bytes=0, host_reads={}, updates=1, packs=2, tokens=(1, 1), work=(1.0, 1.0),
+    model_flops=1.0, seconds=1.0, is_mixture=False,
 )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def test_hidden_communication():
 
 def test_hidden_communication_is_no_longer_than_what_hides_it():
     """A pack of 1.5 s: 1 s of its backward pass hides gradients, 0.5 s of its forward pass weights."""
-    quick = dataclasses.replace(REPORT, overlapped=BOTH, products={"training": 150}, attention={})
+    quick = dataclasses.replace(REPORT, overlapped=BOTH, parts={("training", "MLP"): 150}, attention={})
     assert GPU.exposed_seconds(quick, "float32") == pytest.approx(12 - 1 - 0.5)
 
 

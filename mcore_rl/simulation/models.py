@@ -73,6 +73,11 @@ class Models:
         return [self.policy, *self.beside.values()]
 
     @property
+    def chunks(self) -> list[Any]:
+        """Of this rank's pipeline stage, of all models."""
+        return [chunk for model in self.all for chunk in model.model.chunks]
+
+    @property
     def trained(self) -> list[MegatronPolicy]:
         critic: Any = self.beside.get("critic")
         return [self.policy] if critic is None else [self.policy, critic]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -46,10 +46,10 @@ class Parts:
         place = bisect_right(self._numbers, node._sequence_nr())
         return self._names[place - 1] if place else OTHER
 
-    def of_modules(self, model: torch.nn.Module) -> None:
-        """From now on notice when these are entered. Hooks of forward passes alone: others would keep what modules take
-        and give."""
-        for name, module in model.named_modules():
+    def of_modules(self, models: Iterable[torch.nn.Module]) -> None:
+        """From now on notice when modules are entered. Hooks of forward passes alone: others would keep what modules
+        take and give."""
+        for name, module in (named for model in models for named in model.named_modules()):
             part = OF_MODULES.get(name.rpartition(".")[2])
             if part is not None:
                 module.register_forward_pre_hook(lambda *_, part=part: self._enter(part))

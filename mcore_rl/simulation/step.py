@@ -11,10 +11,8 @@ from typing import Any
 
 from mcore_rl import launch_environment
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, RMConfig, TrainingConfig
-from mcore_rl.distributed.pack_layout import PackLayout
-from mcore_rl.simulation.memory import ACTIVATIONS, COMMUNICATION, LOGITS, STATE, LiveBytes, bytes_of
+from mcore_rl.simulation.memory import ACTIVATIONS, COMMUNICATION, LOGITS, bytes_of
 from mcore_rl.simulation.models import (
-    CRITIC,
     CRITIC_UPDATE,
     PHASES,
     SCORING,
@@ -24,15 +22,10 @@ from mcore_rl.simulation.models import (
     run_step,
     updates_of,
 )
-from mcore_rl.simulation.parts import LM_HEAD, Parts
 from mcore_rl.simulation.process import simulated_process
-from mcore_rl.simulation.products import ProductCounter
 from mcore_rl.simulation.rank import AttentionFlops, HostReads, replaced
 from mcore_rl.simulation.traffic import Traffic, Transfer
-
-BUILDING = "building"
-RESULTS = "results"
-"""What ranks tell each other of the loss: some bytes, which are not simulated."""
+from mcore_rl.simulation.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -49,12 +42,12 @@ class RankReport:
 
     parameters: on this rank. memory: bytes by kind at the peak of a step, which is in `peak_phase`: weights, gradients
     and optimizer state, which stay from step to step; logits, with all else that is made of hidden states and the LM
-    head; communication buffers, which other ranks' values come to; and the rest (activations, workspace). products:
-    floating-point operations of matrix products, and of attention, by phase. parts: of products, by phase and part of
-    the model. traffic, calls: of every kind of transfer. overlapped: operations on weights and gradients that go on
-    beside computation. host_bytes: of optimizers' states between host and device, both ways. host_reads: (phase, place)
-    → how often the host waits for the device. updates: of a step. packs: microbatches of an update. tokens: real ones,
-    and those of the packs with their padding. work: of this replica and of the one that has most, by the mean of all.
+    head; communication buffers, which other ranks' values come to; and the rest (activations, workspace). attention:
+    its floating-point operations, by phase. parts: those of matrix products, by phase and part of the model. traffic,
+    calls: of every kind of transfer. overlapped: operations on weights and gradients that go on beside computation.
+    host_bytes: of optimizers' states between host and device, both ways. host_reads: (phase, place) → how often the
+    host waits for the device. updates: of a step. packs: microbatches of an update. tokens: real ones, and those of the
+    packs with their padding. work: of this replica and of the one that has most, by the mean of all.
     seconds: that the simulation took. is_mixture: whether it was assumed that every expert gets as many tokens as any
     other.
     """
@@ -64,7 +57,6 @@ class RankReport:
     parameters: int
     memory: dict[str, int]
     peak_phase: str
-    products: dict[str, int]
     attention: dict[str, int]
     parts: dict[tuple[str, str], int]
     traffic: dict[Transfer, int]
@@ -79,6 +71,14 @@ class RankReport:
     model_flops: float
     seconds: float
     is_mixture: bool
+
+    @property
+    def products(self) -> dict[str, int]:
+        """Floating-point operations of matrix products by phase."""
+        found = Counter[str]()
+        for (phase, _), operations in self.parts.items():
+            found[phase] += operations
+        return dict(found)
 
     @property
     def peak(self) -> int:
@@ -122,71 +122,19 @@ def measure_step(
         devices: kinds of device whose memory is counted.
     """
     from mcore_rl.models.megatron.families.mixture import Mixture
-    from mcore_rl.models.policy import megatron_policy, scoring
 
-    started = time.perf_counter()
-    parts = Parts()
-
-    def kind_now() -> str:
-        return STATE if live.phase == BUILDING else LOGITS if parts.now() == LM_HEAD else ACTIVATIONS
-
-    live = traffic.memory = LiveBytes(*devices, kind_now=kind_now)
-    counter = ProductCounter(lambda: (live.phase, parts.now()))
-    attention_by_phase = Counter[str]()
-    made = 0  # optimizer state, so far
-    made_before: dict[str, int] = {}
-    layouts: list[PackLayout] = []
-
-    def enter(phase: str) -> None:
-        made_before.setdefault(phase, made)
-        attention_by_phase[live.phase] += attention.total - sum(attention_by_phase.values())
-        live.phase = traffic.phase = reads.phase = phase
-
-    def run(model: Any, wrapped: Any, microbatches: Any, head: Any, train: bool) -> Any:
-        layouts[:] = [microbatch.layout for microbatch in microbatches]
-        return run_microbatches(model, wrapped, microbatches, head, train)
-
-    def collect(*arguments: Any) -> Any:
-        traffic.phase = RESULTS
-        try:
-            return collect_results(*arguments)
-        finally:
-            traffic.phase = live.phase
-
-    def update(*arguments: Any) -> Any:
-        nonlocal made
-        enter(CRITIC_UPDATE if live.phase == CRITIC else UPDATE)
-        before, done = live.live, optimizer_step(*arguments)
-        made += live.live - before
-        return done
-
-    run_microbatches, collect_results = scoring.run_microbatches, megatron_policy.collect_results
-    optimizer_step = megatron_policy.optimizer_step
-    with (
-        replaced(scoring, "run_microbatches", run),
-        replaced(megatron_policy, "collect_results", collect),
-        replaced(megatron_policy, "optimizer_step", update),
-        parts.of_lm_head(),
-        live,
-        counter,
-    ):
-        enter(BUILDING)
+    started, watch = time.perf_counter(), Watch(traffic, reads, attention, devices)
+    with watch.of_step():
         models = Models.build(config)
-        chunks = [chunk for model in models.all for chunk in model.model.chunks]
-        for chunk in chunks:
-            parts.of_modules(chunk)
+        watch.parts.of_modules(models.chunks)
         policy = models.policy
         batch = invented_batch(config, sequences)
-        run_step(config, models, policy.own_rows(batch), enter)
+        run_step(config, models, policy.own_rows(batch), watch.enter)
         for model, traffic.phase in zip(models.trained, (UPDATE, CRITIC_UPDATE), strict=False):
             model.settle_weights()  # what the next step's forward pass would bring counts as this one's
-    parameters = [p for chunk in chunks for p in chunk.parameters()]
-    missing = {phase: made - before for phase, before in made_before.items()}
-    offloaded = offloaded_state(models)
-    memory, peak_phase = memory_of(parameters, live, missing, offloaded)
-    products = Counter[str]()
-    for (phase, _), operations in counter.counts.items():
-        products[phase] += operations
+    parameters = [p for chunk in models.chunks for p in chunk.parameters()]
+    offloaded, updates = offloaded_state(models), updates_of(config)
+    memory, peak_phase = memory_of(parameters, watch, offloaded)
     units = policy.batching.unit_sizes(sequences.lengths, batch["input_ids"], range(batch.size))
     work = policy.batching.shares_of_work(units)
     return RankReport(
@@ -195,19 +143,18 @@ def measure_step(
         parameters=sum(p.numel() for p in parameters),
         memory=memory,
         peak_phase=peak_phase,
-        products=dict(products),
-        attention=dict(attention_by_phase),
-        parts=counter.counts,
+        attention=dict(watch.attention_by_phase),
+        parts=watch.products.counts,
         traffic=dict(traffic.bytes),
         calls=dict(traffic.calls),
-        overlapped=overlapped(config, scores=SCORING in live.peaks),
-        host_bytes=2 * updates_of(config) * sum(offloaded.values()),
+        overlapped=overlapped(config, scores=SCORING in watch.live.peaks),
+        host_bytes=2 * updates * sum(offloaded.values()),
         host_reads=dict(reads.places),
-        updates=updates_of(config),
-        packs=len(layouts),
-        tokens=(sum(sum(layout.lengths) for layout in layouts), sum(layout.total for layout in layouts)),
+        updates=updates,
+        packs=len(watch.layouts),
+        tokens=(sum(sum(one.lengths) for one in watch.layouts), sum(one.total for one in watch.layouts)),
         work=(work[policy.topology.data.rank], max(work)),
-        model_flops=updates_of(config) * sum(model.training_flops(sequences.lengths) for model in models.trained),
+        model_flops=updates * sum(model.training_flops(sequences.lengths) for model in models.trained),
         seconds=time.perf_counter() - started,
         is_mixture=any(isinstance(model.model.family, Mixture) for model in models.all),
     )
@@ -237,18 +184,16 @@ def offloaded_state(models: Models) -> dict[str, int]:
     }
 
 
-def memory_of(
-    parameters: Sequence[Any], live: LiveBytes, missing: Mapping[str, int], offloaded: Mapping[str, int]
-) -> tuple[dict[str, int], str]:
+def memory_of(parameters: Sequence[Any], watch: Watch, offloaded: Mapping[str, int]) -> tuple[dict[str, int], str]:
     """Bytes by kind at the peak of any step but the first, which alone begins without the optimizer's state.
 
     Args:
-        missing: what optimizers had not yet made when each phase began; an update's peak has its own.
         offloaded: what of their state is on the host but in the phase that updates it.
     """
     weights = bytes_of(parameters)
     gradients = bytes_of(p.main_grad for p in parameters if p.requires_grad and hasattr(p, "main_grad"))
-    made_later = {**missing, CRITIC_UPDATE: missing.get(TRAINING, 0), UPDATE: 0}
+    live, missing = watch.live, watch.missing_state()
+    made_later = {**missing, CRITIC_UPDATE: missing.get(TRAINING, 0), UPDATE: 0}  # an update's peak has its own
     away = {phase: sum(offloaded.values()) - offloaded.get(phase, 0) for phase in PHASES}
     peaks = {phase: live.peaks[phase] + made_later[phase] - away[phase] for phase in PHASES if phase in live.peaks}
     phase = max(peaks, key=lambda phase: peaks[phase])
