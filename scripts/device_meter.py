@@ -59,9 +59,9 @@ def product_rate(dtype: torch.dtype) -> float:
     """FLOP/s of a product of large square matrices of random numbers, without which it would be faster."""
     size = 8192 if is_gpu() else 1024
     device = "cuda" if is_gpu() else "cpu"
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    seconds = median_seconds({"product": lambda: left @ right}, 10)["product"]
-    del left, right
+    factors = [torch.randn(size, size, device=device, dtype=dtype) for _ in range(2)]
+    seconds = median_seconds({"product": lambda: torch.mm(*factors)}, 10)["product"]
+    factors.clear()
     if is_gpu():
         torch.cuda.empty_cache()  # for processes that measure on the same device
     return 2 * size**3 / seconds

@@ -131,7 +131,7 @@ class TokenCache:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
     def _source_digest(self, source: str) -> str:
-        """Of a source's bytes. A large file is read by one process, and its digest holds as long as nobody writes to it."""
+        """Of a source's bytes. A large file is read by one process; its digest holds as long as nobody writes to it."""
         if Path(source).is_dir():
             return hashlib.sha256("".join(map(self._source_digest, files_of(source))).encode()).hexdigest()
         if Path(source).suffix not in SUFFIXES:
