@@ -16,6 +16,7 @@ from models import and_long, make_config, make_model
 from ports import free_port
 from safetensors.torch import load_file, save_file
 
+from mcore_rl import platform
 from mcore_rl.config import (
     DistillationConfig,
     DPOConfig,
@@ -78,6 +79,7 @@ def real_rank(config, rank, world_size, port, sequences) -> RankReport:
     from mcore_rl.simulation.traffic import count_traffic
 
     traffic = count_traffic(perform=True)
+    platform.initialize_platform()
     return measure_step(config, sequences, traffic, HostReads(), AttentionFlops(), ("cpu",))
 
 

@@ -161,9 +161,8 @@ class Batching:
 
     def _own_microbatches(self, data: OwnRows[Any]) -> list[Microbatch]:
         if self not in data.plans:
-            units = self._units(data["input_lengths"].tolist(), data["input_ids"], data.share.indices)
-            (boxes,) = replace(self, dp_size=1)._assign(units)
-            count, width = map(int, data.share.max(len(boxes), max(map(self._width, boxes), default=0)))
+            boxes, units, width = self.plan_of_replica(data)
+            count, width = map(int, data.share.max(len(boxes), width))
             data.plans[self] = [*boxes, *[[]] * (count - len(boxes))], units, width
         boxes, units, width = data.plans[self]
         if units:
@@ -171,6 +170,12 @@ class Batching:
         blank = _blank(data, self.rows_per_unit)
         units = [self._apart(list(range(self.rows_per_unit)), [1] * self.rows_per_unit)]
         return self._microbatches(blank, boxes, units, width)
+
+    def plan_of_replica(self, data: OwnRows[Any]) -> tuple[list[list[Unit]], list[Unit], int]:
+        """A replica's packs as it would have them if it were alone, its units, and the width of the widest pack."""
+        units = self._units(data["input_lengths"].tolist(), data["input_ids"], data.share.indices)
+        (boxes,) = replace(self, dp_size=1)._assign(units)
+        return boxes, units, max(map(self._width, boxes), default=0)
 
     def _microbatches(
         self, data: BatchedDataDict[Any], boxes: Sequence[list[Unit]], units: Sequence[Unit], width: int

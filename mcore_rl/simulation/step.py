@@ -7,10 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mcore_rl import launch_environment
+from mcore_rl import launch_environment, platform
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, RMConfig, TrainingConfig
+from mcore_rl.distributed.own_rows import OwnRows, Share
+from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.simulation.memory import ACTIVATIONS, COMMUNICATION, LOGITS, bytes_of
 from mcore_rl.simulation.models import (
     CRITIC_UPDATE,
@@ -26,6 +28,10 @@ from mcore_rl.simulation.process import simulated_process
 from mcore_rl.simulation.rank import AttentionFlops, HostReads, replaced
 from mcore_rl.simulation.traffic import Traffic, Transfer
 from mcore_rl.simulation.watch import Watch
+
+if TYPE_CHECKING:
+    from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,10 @@ def measure_step(
         watch.parts.of_modules(models.chunks)
         policy = models.policy
         batch = invented_batch(config, sequences)
-        run_step(config, models, policy.own_rows(batch), watch.enter)
+        own = policy.own_rows(batch)
+        if platform.simulates():
+            own.share = with_the_most_packs(policy, batch, own)
+        run_step(config, models, own, watch.enter)
         for model, traffic.phase in zip(models.trained, (UPDATE, CRITIC_UPDATE), strict=False):
             model.settle_weights()  # what the next step's forward pass would bring counts as this one's
     parameters = [p for chunk in models.chunks for p in chunk.parameters()]
@@ -171,6 +180,30 @@ def overlapped(config: TrainingConfig, scores: bool) -> frozenset[str]:
         "all_gather": config.parallel.overlap_param_gather and not scores,
     }
     return frozenset(name for name, goes_on in operations.items() if goes_on)
+
+
+@dataclass(frozen=True)
+class PlannedShare(Share):
+    """A share whose replica is told how many packs others have at most, and how wide: `most`, in answer to `own`."""
+
+    own: tuple[float, ...] = ()
+    most: tuple[float, ...] = ()
+
+    def max(self, *values: float) -> list[float]:
+        told = super().max(*values)
+        return list(self.most) if values == self.own else told
+
+
+def with_the_most_packs(policy: MegatronPolicy, batch: BatchedDataDict[Any], own: OwnRows[Any]) -> PlannedShare:
+    """The own rows' share, with what replicas would tell each other of their packs: it follows from the whole batch,
+    which every simulated rank has."""
+    plan = policy.batching.plan_of_replica
+    division = policy.divide(batch["input_lengths"].tolist(), lambda rows: batch["input_ids"][list(rows)])
+    alone = [Share(rows, batch.size, ParallelDimension()) for rows in division]
+    plans = [plan(OwnRows(batch.select_indices(share.indices), share)) for share in alone]
+    (boxes, _, width), share = plan(own), own.share
+    most = max(len(boxes) for boxes, *_ in plans), max(width for *_, width in plans)
+    return PlannedShare(share.indices, share.total, share.replicas, (len(boxes), width), most)
 
 
 def offloaded_state(models: Models) -> dict[str, int]:
