@@ -3,7 +3,7 @@
 Megatron-Core asks `torch.cuda` for devices, streams and random states, and spells `device="cuda"`
 in a few places. A program calls `initialize_platform()` where it starts, before anything that uses
 Megatron is imported. With a GPU it only selects the device; without one it installs the stand-ins
-of `cuda_stand_ins`, which answer those calls on the CPU. No other file asks `torch.cuda`.
+of `cuda_stand_ins`, which answer those calls on the CPU. No other file of the package asks `torch.cuda`.
 """
 
 from __future__ import annotations

@@ -16,10 +16,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,9 @@ from mcore_rl.errors import UserError
 ROOT = Path(__file__).parent.parent
 SECONDS = 600
 LINES_KEPT = 60
-ENDED, NOT_ALL = 0, 3
+ENDED_WELL, NOT_ALL = "ended well", 3
+told_to_end = threading.Event()
+"""By a time limit or a batch system: SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=count, help="begin no part after so many")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with toy sizes")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
     with told_in_one_line():
         names = [part.name for part in PARTS]
         if unknown := set(arguments.only or ()) - set(names):
@@ -93,45 +98,54 @@ def surroundings(rehearses: bool) -> dict[str, str]:
     if not (torch.cuda.is_available() or rehearses):
         raise UserError(f"torch {torch.__version__} sees no GPU; --rehearse runs toy sizes on the CPU")
     device = "the CPU, rehearsed" if rehearses else torch.cuda.get_device_name()
-    versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    versions = {"python": sys.version.split()[0], "cuda": torch.version.cuda or "none"}
+    for name in ("torch", "megatron-core", "transformers", "transformer-engine"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "none"
     return {"device": device, **versions, "code": digest_of_code()}
 
 
 def digest_of_code() -> str:
     """Of all that a part runs: a result holds for the code that gave it."""
     digest = hashlib.sha256()
-    for folder in ("mcore_rl", "scripts", "tests"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for folder in ("mcore_rl", "scripts", "tests", "configs"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".yaml"):
+                digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
 def run_all(parts: Sequence[Part], output: Path, here: dict[str, str], arguments: Any) -> int:
-    started, failed = time.monotonic(), []
-    for part in parts:
-        if not arguments.again and has_ended_well(output / f"{part.name}.json", here):
+    """What has no result here comes before what has failed."""
+    started, failed, status = time.monotonic(), list[str](), 0
+    before = {part.name: earlier(output / f"{part.name}.json", here) for part in parts}
+    for part in sorted(parts, key=lambda part: before[part.name] is not None):
+        if not arguments.again and before[part.name] == ENDED_WELL:
             print(f"{part.name}: ended well before, {output / part.name}.json", flush=True)
             continue
         if arguments.seconds is not None and time.monotonic() - started > arguments.seconds:
             print(f"{part.name}: not begun, {arguments.seconds} s are over; the same command goes on with it")
-            return NOT_ALL
+            status = NOT_ALL
+            break
         result = run(part, output, here, arguments.rehearse)
         print(f"{part.name}: {result['ended']} after {result['seconds']:.0f} s, {output / part.name}.log", flush=True)
-        if result["status"] != ENDED:
+        if result["ended"] != ENDED_WELL:
             failed.append(part.name)
             print("\n".join(f"    {line}" for line in result["output"][-8:]))
     if failed:
         print(f"did not end well: {', '.join(failed)}")
-    return int(bool(failed))
+    return status or int(bool(failed))
 
 
-def has_ended_well(path: Path, here: dict[str, str]) -> bool:
-    """Whether these surroundings have given a good result."""
+def earlier(path: Path, here: dict[str, str]) -> str | None:
+    """How the part ended in these surroundings before; None if it has not."""
     try:
         result = json.loads(path.read_text())
     except (OSError, ValueError):
-        return False
-    return result.get("status") == ENDED and all(result.get(name) == value for name, value in here.items())
+        return None
+    return result["ended"] if all(result.get(name) == value for name, value in here.items()) else None
 
 
 def run(part: Part, output: Path, here: dict[str, str], rehearses: bool) -> dict[str, Any]:
@@ -146,19 +160,20 @@ def run(part: Part, output: Path, here: dict[str, str], rehearses: bool) -> dict
             start_new_session=True,
         )  # fmt: skip
         try:
-            status: int | None = process.wait(SECONDS)
-        except subprocess.TimeoutExpired:
-            status = None
+            while process.poll() is None and time.monotonic() - started < SECONDS and not told_to_end.wait(0.2):
+                pass
         finally:
-            if process.poll() is None:
+            if (status := process.poll()) is None:
                 os.killpg(process.pid, signal.SIGKILL)  # with what it has started
                 process.wait()
+    if told_to_end.is_set():
+        sys.exit(128 + signal.SIGTERM)
     result = {
         "part": part.name,
         "command": " ".join(["python", *command]),
         **here,
         "status": status,
-        "ended": f"cut off after {SECONDS} s" if status is None else "ended well" if not status else f"status {status}",
+        "ended": f"cut off after {SECONDS} s" if status is None else ENDED_WELL if not status else f"status {status}",
         "seconds": round(time.monotonic() - started, 1),
         "output": log.read_text(errors="replace").splitlines()[-LINES_KEPT:],
     }

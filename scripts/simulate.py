@@ -35,10 +35,12 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
     with told_in_one_line():
+        from mcore_rl.platform import initialize_platform
         from mcore_rl.simulation.hardware import Hardware
         from mcore_rl.simulation.report import describe, describe_loading, table
         from mcore_rl.simulation.run import chosen_ranks, search, simulate, simulate_loadings
 
+        initialize_platform()
         config = load_for(arguments.algorithm, arguments.config, arguments.overrides)
         gpu, size = Hardware.load(arguments.hardware), arguments.world_size
         check_model_directory(config.model.path)

@@ -9,6 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import check_gpu
+import psutil
 import pytest
 from check_gpu import NOT_ALL, PARTS, Part, run_all
 
@@ -58,6 +59,30 @@ def test_the_time_that_is_given_is_kept(tmp_path, capsys):
     assert run_all(parts, tmp_path, HERE, options(seconds=1)) == NOT_ALL
     assert "second: not begun" in capsys.readouterr().out
     assert run_all(parts, tmp_path, HERE, options(seconds=1)) == 0
+
+
+def test_a_part_that_fails_keeps_no_other_from_its_turn(tmp_path, capsys):
+    parts = [part("bad", "import sys, time; time.sleep(1.5); sys.exit(5)"), part("good", "")]
+    assert run_all(parts, tmp_path, HERE, options(seconds=1)) == NOT_ALL
+    assert "did not end well: bad" in capsys.readouterr().out
+    assert run_all(parts, tmp_path, HERE, options(seconds=1)) == 1
+    assert json.loads((tmp_path / "good.json").read_text())["ended"] == "ended well"
+    assert json.loads((tmp_path / "bad.json").read_text())["ended"] == "status 5"
+
+
+def test_a_check_that_is_ended_ends_its_part(tmp_path):
+    """As by `timeout` or a batch system."""
+    checking = subprocess.Popen(
+        [sys.executable, "scripts/check_gpu.py", "--rehearse", "--output", str(tmp_path), "--only", "tests"], cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (children := psutil.Process(checking.pid).children()) or not (tmp_path / "tests.log").exists():
+        assert time.monotonic() < deadline and checking.poll() is None
+        time.sleep(0.1)
+    checking.terminate()
+    assert checking.wait(30) == 128 + 15
+    assert not psutil.wait_procs(children, 10)[1]
 
 
 def check(*arguments):

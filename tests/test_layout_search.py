@@ -82,6 +82,19 @@ def test_ranks_and_layouts(model):
     assert "tp2 pp1 cp1 dp3" in texts and not [text for text in texts if text.startswith("tp4")]
 
 
+@pytest.mark.long
+def test_the_search_of_one_process(model, tmp_path):
+    """As a program of its own, which has prepared nothing."""
+    file = tmp_path / "dpo.yaml"
+    file.write_text(yaml.safe_dump(config_of(model, DPOConfig).model_dump(mode="json", exclude_unset=True)))
+    done = call(file, "--world-size", 1, "--lengths", "128,60", "--search")
+    assert done.returncode == 0, done.stderr
+    assert {row[:32].strip() for row in done.stdout.splitlines()[1:]} == {
+        "tp1 pp1 cp1 dp1",
+        "tp1 pp1 cp1 dp1 recompute",
+    }
+
+
 @pytest.mark.exhaustive
 def test_the_search(model, tmp_path):
     file = tmp_path / "dpo.yaml"

@@ -1,5 +1,6 @@
 """Conversations that replicas lead each by itself: the same as turn by turn, and judged while others are answered."""
 
+import math
 import random
 import statistics
 import time
@@ -167,6 +168,14 @@ def test_metrics_are_the_same_in_whatever_parts_samples_come():
     assert whole["truncated_fraction"] == sum(o.truncated for o in outcomes) / 101
     assert whole["failed_fraction"] == sum(o.error is not None for o in outcomes) / 101
     assert (whole["accuracy"], whole["num_samples"]) == (1.0, 101.0)
+
+
+def test_rewards_whose_squares_no_float_holds_have_an_infinite_spread():
+    large = [
+        replace(outcome, reward=reward) for outcome, reward in zip(drawn_outcomes(2), (1e200, -1e200), strict=True)
+    ]
+    metrics = rollout_metrics(large)
+    assert (metrics["reward_mean"], metrics["reward_std"]) == (0.0, math.inf)
 
 
 def validated(prompts_per_step):

@@ -17,7 +17,7 @@ from mcore_rl.simulation.step import Sequences, simulate_rank
 ROWS, LENGTH, RESPONSE = 8, 384, 192
 SEQUENCES = Sequences((LENGTH,) * ROWS, (RESPONSE,) * ROWS)
 TOKENS, COUNTED = ROWS * LENGTH, ROWS * RESPONSE
-HIDDEN, WIDTH, HEADS, GROUPS, HEAD_DIM, LAYERS, VOCABULARY = 256, 640, 8, 4, 32, 2, 12000
+HIDDEN, WIDTH, HEADS, GROUPS, HEAD_DIM, LAYERS, VOCABULARY = 64, 160, 4, 2, 16, 2, 4000
 SIZES = {
     "hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS,
     "head_dim": HEAD_DIM, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY,
@@ -40,7 +40,7 @@ def test_memory_and_products_of_a_dense_model(tmp_path):
     whole, last = in_processes(simulate_rank, (configs[0], 0, 1, SEQUENCES), (configs[1], 1, 2, SEQUENCES))
     for report in (whole, last):
         assert report.peak_phase == "training"
-        assert report.memory["logits"] == pytest.approx(4 * COUNTED * VOCABULARY, rel=0.002)
+        assert 0 <= report.memory["logits"] - 4 * COUNTED * VOCABULARY < 4 * COUNTED * 16
     assert whole.memory["communication buffers"] == 0
     assert last.memory["communication buffers"] == 4 * TOKENS * HIDDEN
     projections = 2 * HIDDEN * (HEADS + 2 * GROUPS + HEADS) * HEAD_DIM

@@ -150,6 +150,14 @@ def staleness_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, fl
     }
 
 
+def _nearest(number: Fraction) -> float:
+    """A float; infinite where there is none so large."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.copysign(math.inf, number)
+
+
 class RolloutSums:
     """What rewards and responses look like, added up exactly: the metrics are the same in whatever parts they come."""
 
@@ -184,9 +192,11 @@ class RolloutSums:
         totals, count = self._totals, self._totals["samples"]
         mean = self._rewards / count
         return {
-            **{f"reward_{name}_mean": float(total / number) for name, (total, number) in sorted(self._named.items())},
-            "reward_mean": float(mean),
-            "reward_std": math.sqrt(self._squares / count - mean * mean),
+            **{
+                f"reward_{name}_mean": _nearest(total / number) for name, (total, number) in sorted(self._named.items())
+            },
+            "reward_mean": _nearest(mean),
+            "reward_std": math.sqrt(_nearest(self._squares / count - mean * mean)),
             "accuracy": totals["positive"] / count,
             "response_length_mean": totals["tokens"] / count,
             "response_length_max": float(self._longest),
