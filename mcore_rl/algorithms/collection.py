@@ -155,7 +155,7 @@ def _nearest(number: Fraction) -> float:
     try:
         return float(number)
     except OverflowError:
-        return math.copysign(math.inf, number)
+        return math.inf if number > 0 else -math.inf
 
 
 class RolloutSums:
