@@ -435,6 +435,8 @@ def test_a_trainer_that_dies_takes_its_servers_along_and_frees_others(root, urls
     program = tmp_path / "die.py"
     program.write_text(
         "import os, signal\n"
+        "from mcore_rl.platform import initialize_platform\n"
+        "initialize_platform()\n"
         "from mcore_rl.models.policy import refit\n"
         "from mcore_rl.models.generation import vllm_generation\n"
         "vllm_generation.BUCKET_BYTES = 50_000\n"
