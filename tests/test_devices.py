@@ -199,7 +199,7 @@ def check_losses():
         batch = invented_batch(config, Sequences(lengths, tuple(max(1, n // 2) for n in lengths)))
         for name, values in batch.items():
             if name.endswith("logprobs") or name == "advantages":
-                batch[name] = torch.randn(values.shape, generator=generator) - (name != "advantages")
+                batch[name] = torch.randn(values.shape, generator=generator) - float(name != "advantages")
         logits = torch.randn(8, 64, 60, generator=generator)
         counts = batch["sample_mask"].sum(), (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).sum()
         results = []
@@ -207,7 +207,7 @@ def check_losses():
             there = {
                 name: values.to(device, dtype if values.is_floating_point() else None) for name, values in batch.items()
             }
-            leaf = logits.to(device, dtype).requires_grad_()
+            leaf = logits.clone().to(device, dtype).requires_grad_()
             loss, metrics = loss_of(config)(
                 leaf, BatchedDataDict(there), *(count.to(device, dtype) for count in counts)
             )
