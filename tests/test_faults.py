@@ -218,6 +218,8 @@ def test_a_disk_that_is_full(files, on_failure, status):
 
 STUCK = """
 import time, torch
+from mcore_rl.platform import initialize_platform
+initialize_platform()
 from mcore_rl.algorithms.sft import train_sft
 from mcore_rl.config import SFTConfig
 from mcore_rl.entry_point import run_script
