@@ -24,9 +24,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from bench_results import Row, finish
-from device_meter import DeviceMeter, device_name, is_gpu, median_seconds, product_rate
+from device_meter import DeviceMeter, device_name, median_seconds, product_rate
 from gpu_steps import CASES, REHEARSED, SHAPES, Case, Measured, measure_case, simulate_case, write_weights
 
+from mcore_rl import platform
 from mcore_rl.entry_point import Parser, told_in_one_line
 from mcore_rl.errors import UserError
 from mcore_rl.quiet import quiet_libraries
@@ -53,11 +54,12 @@ def main() -> int:
         if part == "predict":
             rows = predictions(Hardware.load(arguments.hardware), arguments.hardware, rehearses)
             return end("predict", f"Predicted for one {arguments.hardware.upper()}", rows, arguments)
-        if not (is_gpu() or rehearses):
+        if not (platform.has_gpu() or rehearses):
             raise UserError(f"{part}: torch {torch.__version__} sees no GPU; --rehearse runs toy sizes on the CPU")
         if part in CASES:
             rows = steps(REHEARSED[part] if rehearses else CASES[part], Hardware.load(arguments.hardware), rehearses)
         else:
+            platform.initialize_platform()
             rows = PARTS[part](rehearses)
         return end(part, f"{part}: {device_name()}, torch {torch.__version__}", rows, arguments)
 
@@ -77,7 +79,7 @@ def logprobs(rehearses: bool) -> list[Row]:
     from mcore_rl.distributed import linear_logprobs
 
     size = (256, 64, 5003) if rehearses else (8192, 4096, 151_936)
-    head, kind = Head(*size), "cuda" if is_gpu() else "cpu"
+    head, kind = Head(*size), "cuda" if platform.has_gpu() else "cpu"
     chosen = linear_logprobs.TILE_SHAPE[kind]
 
     def tiled(shape: tuple[int, int]) -> Callable[[], None]:
@@ -120,7 +122,7 @@ class Head:
 
     def __init__(self, tokens: int, hidden: int, vocabulary: int) -> None:
         torch.manual_seed(0)
-        device, dtype = ("cuda", torch.bfloat16) if is_gpu() else ("cpu", torch.float32)
+        device, dtype = ("cuda", torch.bfloat16) if platform.has_gpu() else ("cpu", torch.float32)
         self.hidden = (torch.randn(tokens, hidden, device=device) * 0.3).to(dtype).requires_grad_()
         self.weight: Any = (torch.randn(vocabulary, hidden, device=device) * 0.05).to(dtype).requires_grad_()
         self.weight.main_grad = torch.zeros(vocabulary, hidden, device=device)
@@ -219,9 +221,6 @@ def trace(rehearses: bool) -> list[Row]:
     """Of one step: how often the device is told something, and how long it has nothing to do."""
     from torch.profiler import ProfilerActivity, profile
 
-    from mcore_rl import platform
-
-    platform.initialize_platform()
     from mcore_rl.simulation.models import Models, run_step
     from mcore_rl.simulation.step import invented_batch
 
@@ -234,13 +233,15 @@ def trace(rehearses: bool) -> list[Row]:
     for _ in range(2):
         run_step(config, models, data, lambda phase: None)
     meter.wait()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu() else [])]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.has_gpu() else [])]
     with profile(activities=activities) as seen:
         run_step(config, models, data, lambda phase: None)
         meter.wait()
     models.policy.shutdown()
-    print(seen.key_averages().table(sort_by=f"self_{'device' if is_gpu() else 'cpu'}_time_total", row_limit=30))
-    on_device = torch.autograd.DeviceType.CUDA if is_gpu() else torch.autograd.DeviceType.CPU
+    print(
+        seen.key_averages().table(sort_by=f"self_{'device' if platform.has_gpu() else 'cpu'}_time_total", row_limit=30)
+    )
+    on_device = torch.autograd.DeviceType.CUDA if platform.has_gpu() else torch.autograd.DeviceType.CPU
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in seen.events()
@@ -268,9 +269,6 @@ class NoTokenizer:
 
 def generation(rehearses: bool) -> list[Row]:
     """Tokens a second of so many sequences, and how far log-probabilities are from the trainer's."""
-    from mcore_rl import platform
-
-    platform.initialize_platform()
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
     from mcore_rl.models.generation.megatron_generation import MegatronGeneration
     from mcore_rl.models.generation.sampling import SamplingParams
@@ -309,9 +307,6 @@ def checkpoints(rehearses: bool) -> list[Row]:
     """How long training stands still for a save."""
     from bench_checkpoints import make_model, measure_stall
 
-    from mcore_rl import platform
-
-    platform.initialize_platform()
     size = (64, 2, 1000) if rehearses else (2048, 16, 128_256)
     sizes = argparse.Namespace(**dict(zip(("hidden", "layers", "vocabulary"), size, strict=True)))
     with tempfile.TemporaryDirectory() as name:

@@ -9,13 +9,11 @@ from collections.abc import Callable
 
 import torch
 
-
-def is_gpu() -> bool:
-    return torch.cuda.is_available()
+from mcore_rl import platform
 
 
 def device_name() -> str:
-    return torch.cuda.get_device_name() if is_gpu() else "CPU"
+    return torch.cuda.get_device_name() if platform.has_gpu() else "CPU"
 
 
 class DeviceMeter:
@@ -23,21 +21,22 @@ class DeviceMeter:
 
     def wait(self) -> None:
         """For all that the device was told to do."""
-        if is_gpu():
-            torch.cuda.synchronize()
+        platform.synchronize()
 
     def forget_peak(self) -> None:
         self.wait()
-        if is_gpu():
+        if platform.has_gpu():
             torch.cuda.reset_peak_memory_stats()
 
     def live(self) -> int:
-        return torch.cuda.memory_allocated() if is_gpu() else 0
+        return torch.cuda.memory_allocated() if platform.has_gpu() else 0
 
     def peak(self) -> int:
         """Most bytes since `forget_peak`."""
         return (
-            torch.cuda.max_memory_allocated() if is_gpu() else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            torch.cuda.max_memory_allocated()
+            if platform.has_gpu()
+            else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         )
 
 
@@ -57,11 +56,9 @@ def median_seconds(functions: dict[str, Callable[[], object]], repetitions: int)
 
 def product_rate(dtype: torch.dtype) -> float:
     """FLOP/s of a product of large square matrices of random numbers, without which it would be faster."""
-    size = 8192 if is_gpu() else 1024
-    device = "cuda" if is_gpu() else "cpu"
-    factors = [torch.randn(size, size, device=device, dtype=dtype) for _ in range(2)]
+    size = 8192 if platform.has_gpu() else 1024
+    factors = [torch.randn(size, size, device=platform.device(), dtype=dtype) for _ in range(2)]
     seconds = median_seconds({"product": lambda: torch.mm(*factors)}, 10)["product"]
     factors.clear()
-    if is_gpu():
-        torch.cuda.empty_cache()  # for processes that measure on the same device
+    platform.release_cached_memory()  # for processes that measure on the same device
     return 2 * size**3 / seconds

@@ -85,19 +85,14 @@ def sequences_of(config, arguments):
 
 def data_lengths(config):
     """Of the data's first global batch; the answers of GRPO and PPO are as long as they may be."""
+    from mcore_rl.algorithms.inputs import tokenizer_and_cache
     from mcore_rl.algorithms.plan import first_batch
     from mcore_rl.data.prompts import load_prompt_dataset
     from mcore_rl.data.records import load_preference_dataset, load_sft_dataset, load_unpaired_dataset
-    from mcore_rl.data.token_cache import TokenCache, default_directory
-    from mcore_rl.data.tokenization import TokenizerSource
-    from mcore_rl.data.tokenize import load_tokenizer
 
-    made_from = TokenizerSource(config.model.path, config.model.trust_remote_code, config.data.read_chat_template())
-    tokenizer = load_tokenizer(made_from.path, made_from.trust_remote_code, made_from.chat_template)
-    cache = TokenCache(config.data.cache_dir or default_directory(), made_from)
+    tokenizer, cache = tokenizer_and_cache(config)
     if isinstance(config, RLConfig):
-        valued = ("answer",) if config.environment.compares else ()  # as the run: the tokens are then the same ones
-        limit = config.max_prompt_length
+        limit, valued = config.max_prompt_length, config.environment.valued_columns
         dataset = load_prompt_dataset(config.data.train, tokenizer, config.data, limit, valued=valued, cache=cache)
     else:
         load_dataset = load_preference_dataset

@@ -53,8 +53,6 @@ def run_on(kind, function, *arguments, timeout=300):
 
     An error there is an AssertionError here, with its traceback. The process is ended after `timeout` seconds.
     """
-    if kind == "cuda" and (reason := no_gpu()):
-        pytest.skip(reason)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(theirs, kind, function, arguments))

@@ -15,7 +15,7 @@ from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.algorithms.plan import describe_plan
 from mcore_rl.config import DataConfig, OptimizerConfig, RLConfig, TrainerConfig, TrainingConfig
 from mcore_rl.data.order import Order
-from mcore_rl.data.progress import Say
+from mcore_rl.data.progress import Say, silent
 from mcore_rl.data.records import Source
 from mcore_rl.data.token_cache import TokenCache, default_directory
 from mcore_rl.data.tokenization import TokenizerSource
@@ -84,17 +84,22 @@ def load_inputs(
     check_hf_tensors(hf_config, SafetensorsDirectory(config.model.path))
     check_positions(hf_config, config.data.max_sequence_length)
     say = speaker(launch_environment.rank() == 0)
-    made_from = TokenizerSource(config.model.path, config.model.trust_remote_code, config.data.read_chat_template())
-    tokenizer = load_tokenizer(made_from.path, made_from.trust_remote_code, made_from.chat_template, say)
+    tokenizer, cache = tokenizer_and_cache(config, say)
     if len(tokenizer) > hf_config.vocab_size:
         raise UserError(
             f"model.path: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {hf_config.vocab_size}"
         )
-    cache = TokenCache(config.data.cache_dir or default_directory(), made_from)
     data, whole = config.data, config.data.model_copy(update={"max_samples": None})
     train = load_dataset(data.train, tokenizer, data, say, cache)
     sets = {name: load_dataset(source, tokenizer, whole, say, cache) for name, source in data.validation_sets.items()}
     return Inputs(tokenizer, hf_config, train, sets)
+
+
+def tokenizer_and_cache(config: TrainingConfig, say: Say = silent) -> tuple[Any, TokenCache]:
+    """The tokenizer, and where what it has tokenized is kept."""
+    made_from = TokenizerSource(config.model.path, config.model.trust_remote_code, config.data.read_chat_template())
+    tokenizer = load_tokenizer(made_from.path, made_from.trust_remote_code, made_from.chat_template, say)
+    return tokenizer, TokenCache(config.data.cache_dir or default_directory(), made_from)
 
 
 def check_positions(hf_config: Any, max_sequence_length: int) -> None:

@@ -65,8 +65,7 @@ def _checked_inputs(
     """The run's inputs, and a recording's rollouts; the output directory is claimed last."""
 
     def load_dataset(source: Source, tokenizer: Any, data: DataConfig, say: Say, cache: TokenCache) -> PromptDataset:
-        # The judges of this package compare with a text of the answer, which null has as well.
-        valued = ("answer",) if config.environment.compares else ()
+        valued = config.environment.valued_columns
         return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length, say, valued, cache)
 
     inputs = load_inputs(config, load_dataset, rows_per_unit=1)

@@ -52,6 +52,11 @@ class JudgeOptions(Section):
         return self.name in ("try_again", "function", "http")
 
     @property
+    def valued_columns(self) -> tuple[str, ...]:
+        """Of a prompt's record: this package's judges compare with the answer as a text, which null has as well."""
+        return ("answer",) if self.compares else ()
+
+    @property
     def compares(self) -> bool:
         """Whether responses are compared with a record's `answer`."""
         return self.name in ("exact_match", "math", "try_again")
