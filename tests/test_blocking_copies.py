@@ -1,10 +1,12 @@
-"""Nothing that a step sends to the device makes the host wait: counted on a simulated device."""
+"""What a step sends to the device is few copies, and the host waits for none: counted on a simulated device."""
 
 import pytest
+import torch
 from models import and_long
-from test_decoding_waits import BlockingTransfers
+from test_decoding_waits import Transfers
 from test_simulation import LENGTHS, SEQUENCES, config_of, in_processes
 
+from mcore_rl import platform
 from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, RMConfig, SFTConfig
 from mcore_rl.layout_check import Layout
 from mcore_rl.simulation.process import simulated_process
@@ -21,8 +23,8 @@ STEPS = {
 }
 
 
-def blocking_copies(config, step):
-    """Where they are, and how many microbatches there were."""
+def copies_of(config, step):
+    """Where they are, those that the host waits for and others; and how many microbatches there were."""
     with simulated_process(config, 0, 8):
         from mcore_rl.algorithms.objectives import loss_of
         from mcore_rl.models.policy import megatron_policy, scoring
@@ -42,10 +44,10 @@ def blocking_copies(config, step):
         with (
             replaced(megatron_policy, "collect_results", lambda *_: [told]),
             replaced(scoring, "run_microbatches", run),
-            BlockingTransfers() as transfers,
+            Transfers() as transfers,
         ):
             STEPS[step](policy, data, loss_of(config))
-        return transfers.seen, sum(counts)
+        return transfers.waited_for, transfers.others, sum(counts)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +69,36 @@ def test_the_host_waits_for_no_copy_of_a_microbatch(algorithm, sections, step, m
     sections = {**sections, "model": model} if model else sections
     layout = Layout(tp=2, cp=2, dp=2, sp=True, tokens_per_pack=768)
     config = layout.apply(config_of(model_of("llama"), algorithm, **sections))
-    ((seen, microbatches),) = in_processes(blocking_copies, (config, step))
+    ((waited_for, others, microbatches),) = in_processes(copies_of, (config, step))
     assert microbatches > 1
-    of_batch = [places for places in seen if any("own_rows.py" in place for place in places)]  # before the first
+    of_batch = [places for places in waited_for if any("own_rows.py" in place for place in places)]  # before the first
     assert len(of_batch) <= 2
-    assert not [places for places in seen if places not in of_batch]
+    assert not [places for places in waited_for if places not in of_batch]
+    # The model's inputs, the loss's columns, the counted positions; two counts and the tables of angles once.
+    a_microbatch = 4 if algorithm is RMConfig else 3  # the order of gathered states instead, and the last tokens
+    assert len(others) <= a_microbatch * microbatches + 3, others
+
+
+def test_together(monkeypatch):
+    """Every value comes back from one block, of whatever dtype and size its neighbours are."""
+    blocks = []
+    monkeypatch.setattr(platform, "sent", lambda block, device: (blocks.append(block), block.clone())[1])
+    tensors = [
+        torch.tensor([True, False, True]),
+        torch.tensor([[1.1, -2.7]], dtype=torch.float64),
+        torch.tensor([], dtype=torch.int64),
+        torch.tensor(3, dtype=torch.int32),
+        torch.arange(6, dtype=torch.bfloat16).view(2, 3).T,  # not contiguous
+        torch.tensor([2**62 + 1]),
+    ]
+    there = platform.sent_together(tensors, torch.device("meta"))
+    assert len(blocks) == 1
+    for tensor, moved in zip(tensors, there, strict=True):
+        assert moved.dtype == tensor.dtype
+        assert torch.equal(moved, tensor)
+    assert platform.sent_together([], torch.device("meta")) == []
+
+
+def test_on_the_cpu_nothing_is_copied():
+    tensor = torch.ones(2)
+    assert platform.sent_together([tensor], torch.device("cpu"))[0] is tensor

@@ -18,20 +18,20 @@ def where():
     return [f"{frame.filename}:{frame.lineno}" for frame in frames[-2:]]
 
 
-class BlockingTransfers(TorchDispatchMode):
-    """What goes from the host's memory to a simulated device, for which the host would wait."""
+class Transfers(TorchDispatchMode):
+    """What goes from the host's memory to a simulated device: for what of it the host would wait, and for what not."""
 
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.waited_for, self.others = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu" and out.is_meta:
-            self.seen += [] if kwargs.get("non_blocking") else [where()]
+            (self.others if kwargs.get("non_blocking") else self.waited_for).append(where())
         if func is torch.ops.aten.copy_.default and args[0].is_meta and not args[1].is_meta:
-            self.seen.append(where())
+            self.waited_for.append(where())
         return out
 
 
@@ -74,9 +74,9 @@ def waits_of_decoding(path, new_tokens):
     generation.generate(prompts)  # tables of angles come to the device once
     reads.places.clear()
     passes.clear(), late.clear()
-    with BlockingTransfers() as transfers:
+    with Transfers() as transfers:
         generation.generate(prompts)
-    assert not transfers.seen, transfers.seen
+    assert not transfers.waited_for, transfers.waited_for
     places = Counter()
     for (_, place), count in reads.places.items():
         places[place.partition(":")[0]] += count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -18,10 +18,13 @@ from mcore_rl.distributed.pack_layout import PackLayout
 class CountedPositions:
     """Of one context-parallel rank; n ≥ 1, so that collectives match: a rank that has none keeps a dummy.
 
+    All tensors are on the host until `on` sends them.
+
     layout: of the pack.
     index, counted: [N, S − 1]; where in the pack the tokens are that rows predict, and which of them count.
     tokens: [n] pack positions of counted tokens whose predictor this rank holds.
     predictors: [n] places of these predictors in this rank's hidden states.
+    inputs: [n] places of these predictors in the flattened rows [N·S].
     is_dummy: the one position stands for none.
     """
 
@@ -30,12 +33,15 @@ class CountedPositions:
     counted: Bool[Tensor, "rows predicted"]
     tokens: Int[Tensor, " n"]
     predictors: Int[Tensor, " n"]
+    inputs: Int[Tensor, " n"]
     is_dummy: bool
 
     @classmethod
     def of(cls, layout: PackLayout, mask: Float[Tensor, "rows predicted"], cp_rank: int) -> CountedPositions:
         """Those that `mask` [N, S − 1] counts."""
         index, there = layout.token_table(mask.shape[1] + 1)
+        in_rows = torch.zeros(layout.total, dtype=torch.long)  # the place of each position in the flattened rows
+        in_rows[index[there]] = there.flatten().nonzero().flatten()
         index, counted = index[:, 1:], there[:, 1:] & (mask > 0)
         wanted = torch.zeros(layout.total, dtype=torch.bool)  # of the tokens that are predicted
         wanted[index[counted]] = True
@@ -45,25 +51,29 @@ class CountedPositions:
         tokens = (wanted & (place[layout.predictor] >= 0)).nonzero().flatten()
         is_dummy = not len(tokens)
         tokens = torch.zeros(1, dtype=torch.long) if is_dummy else tokens
-        return cls(layout, index, counted, tokens, place[layout.predictor[tokens]].clamp(min=0), is_dummy)
+        predictors = layout.predictor[tokens]
+        inputs = in_rows[predictors.clamp(min=0)]
+        return cls(layout, index, counted, tokens, place[predictors].clamp(min=0), inputs, is_dummy)
+
+    def on(self, device: torch.device, *others: Tensor) -> tuple[CountedPositions, list[Tensor]]:
+        """The same for values that are on `device`; and `others` of the host there, all by one copy."""
+        own = self.index, self.counted, self.tokens, self.predictors, self.inputs
+        index, counted, tokens, predictors, inputs, *there = platform.sent_together((*own, *others), device)
+        moved = replace(self, index=index, counted=counted, tokens=tokens, predictors=predictors, inputs=inputs)
+        return moved, there
 
     def pick(self, hidden: Float[Tensor, "local_tokens hidden"]) -> Float[Tensor, "n hidden"]:
         """Hidden states of the predictors; of a dummy zeros, whatever the model made of it, that pass gradients on."""
-        picked = hidden[platform.sent(self.predictors, hidden.device)]
+        picked = hidden[self.predictors]
         return picked.masked_fill(torch.ones_like(picked, dtype=torch.bool), 0) if self.is_dummy else picked
 
     def targets(self, input_ids: Int[Tensor, "rows seq"]) -> Int[Tensor, " n"]:
-        """The tokens that are predicted."""
-        return self.layout.pack_rows(input_ids)[platform.sent(self.tokens, input_ids.device)]
+        """The tokens that are predicted; all on the host."""
+        return self.layout.pack_rows(input_ids)[self.tokens]
 
     def at_predictors(self, values: Shaped[Tensor, "rows seq k"]) -> Shaped[Tensor, "n k"]:
         """Of values that rows have at each input position, those of the predictors."""
-        index, there = self.layout.token_table(values.shape[1])
-        # Found on the host, which a mask on the device would make wait.
-        place = torch.zeros(self.layout.total, dtype=torch.long)  # of each pack position in the rows
-        place[index[there]] = there.flatten().nonzero().flatten()
-        wanted = place[self.layout.predictor[self.tokens].clamp(min=0)]
-        return values.flatten(0, 1)[platform.sent(wanted, values.device)]
+        return values.flatten(0, 1)[self.inputs]
 
     def spread(
         self, values: Float[Tensor, n * rest], context_parallel_group: ProcessGroup | None
@@ -74,7 +84,7 @@ class CountedPositions:
         """
         values = values * 0 if self.is_dummy else values
         packed = values.new_zeros(self.layout.total, *values.shape[1:])
-        packed = packed.index_copy(0, platform.sent(self.tokens, values.device), values)
+        packed = packed.index_copy(0, self.tokens, values)
         packed = all_reduce_forward_all_reduce_backward(packed, context_parallel_group)
-        index, counted = (platform.sent(x, values.device) for x in (self.index, self.counted))
-        return torch.where(counted.view(*counted.shape, *(1,) * (values.ndim - 1)), packed[index], 0)
+        counted = self.counted.view(*self.counted.shape, *(1,) * (values.ndim - 1))
+        return torch.where(counted, packed[self.index], 0)

@@ -33,14 +33,15 @@ class VisibleKeys:
         self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
 
     def on_host(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What a kernel that does not read in place needs on the device, int64: cumulative lengths of queries, those of
-        keys, and `index`, which is empty where there is none."""
-        queries, keys = (torch.tensor((0, *lengths)).cumsum(0) for lengths in (self.query_lengths, self.key_lengths))
+        """What a kernel that does not read in place needs on the device: cumulative lengths of queries and of keys,
+        int32, and `index`, int64, which is empty where there is none."""
+        lengths = self.query_lengths, self.key_lengths
+        queries, keys = (torch.tensor((0, *each)).cumsum(0, dtype=torch.int32) for each in lengths)
         return queries, keys, self.layout.gather_order[self._order] if self.is_apart else self._order[:0]
 
     def put(self, cu_queries: Tensor, cu_keys: Tensor, index: Tensor) -> None:
         """Take `on_host()` as it is on the device."""
-        self._on_device = cu_queries.int(), cu_keys.int(), index
+        self._on_device = cu_queries, cu_keys, index
 
     @property
     def on_device(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,15 +78,13 @@ class VisibleKeys:
 
 
 def visible_keys(layout: PackLayout, cp_rank: int, *others: Tensor) -> tuple[VisibleKeys, list[Tensor]]:
-    """Of a pack, ready for the kernels of `platform.device()`; and `others` (int64) there, all by one transfer."""
+    """Of a pack, ready for the kernels of `platform.device()`; and `others` of the host there, all by one copy."""
     visible, device = VisibleKeys(layout, cp_rank), platform.device()
     if KERNELS[device.type].reads_in_place:
-        return visible, [platform.to_device(other) for other in others]
-    tensors = (*others, *visible.on_host())
-    there = platform.to_device(torch.cat([x.flatten() for x in tensors]))
-    *parts, cu_queries, cu_keys, index = there.split([x.numel() for x in tensors])
+        return visible, platform.sent_together(others, device)
+    *there, cu_queries, cu_keys, index = platform.sent_together((*others, *visible.on_host()), device)
     visible.put(cu_queries, cu_keys, index)
-    return visible, [part.view(other.shape) for part, other in zip(parts, others, strict=True)]
+    return visible, there
 
 
 @dataclass(frozen=True)

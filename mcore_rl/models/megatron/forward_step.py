@@ -85,17 +85,18 @@ def model_inputs(microbatch: Microbatch, model: BuiltModel) -> dict[str, Any]:
     cp_rank = topology.context.rank
     tokens = slice_context_parallel(layout.pack_rows(input_ids), layout, cp_rank)
     positions = slice_context_parallel(layout.position_ids, layout, cp_rank)
+    routed = RoutedTokens.of(microbatch, topology).tensors() if isinstance(model.family, Mixture) else []
     if uses_transformer_engine():
-        tokens, positions, cu_seqlens = (
-            platform.sent(x, device) for x in (tokens, positions, layout.cu_seqlens_padded)
+        tokens, positions, cu_seqlens, *routed = platform.sent_together(
+            (tokens, positions, layout.cu_seqlens_padded, *routed), device
         )
         longest = max(layout.segment_lengths)
         params = PackParams("thd", cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens, longest, longest)
     else:
-        visible, (tokens, positions) = visible_keys(layout, cp_rank, tokens, positions)
+        visible, (tokens, positions, *routed) = visible_keys(layout, cp_rank, tokens, positions, *routed)
         params = PackParams(qkv_format="thd", visible=visible, positions=positions)
-    if isinstance(model.family, Mixture):
-        params.routed = RoutedTokens.of(microbatch, topology, device)
+    if routed:
+        params.routed = RoutedTokens(*routed)
     return {
         "input_ids": tokens[None],
         "position_ids": positions[None],
@@ -117,13 +118,13 @@ class LogprobHead:
         one, so that collectives match.
         """
         topology, weight = self.model.topology, self.model.chunks[-1].lm_head_weight()
-        input_ids = microbatch.data["input_ids"]
         hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
         positions = CountedPositions.of(microbatch.layout, mask, topology.context.rank)
+        positions, (targets,) = positions.on(hidden.device, positions.targets(microbatch.data["input_ids"]))
         logprobs, entropy = linear_logprobs(
             positions.pick(hidden),
             weight,
-            platform.sent(positions.targets(input_ids), hidden.device),
+            targets,
             topology.tensor.group,
             self.model.vocab_size,
             self.temperature,
@@ -138,7 +139,7 @@ def last_states(model: BuiltModel, hidden: Tensor, microbatch: Microbatch, tempe
     topology = model.topology
     mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
-    positions = CountedPositions.of(microbatch.layout, mask, topology.context.rank)
+    positions, _ = CountedPositions.of(microbatch.layout, mask, topology.context.rank).on(hidden.device)
     logits = LinearLogits(positions.pick(hidden), model.chunks[-1].lm_head_weight())
     groups = topology.tensor.group, topology.context.group
     return LastStates(microbatch, logits, positions, model.vocab_size, temperature, *groups)
@@ -231,10 +232,9 @@ class LossHead:
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
         mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
-        columns = microbatch.data.items()
-        data: BatchedDataDict[Any] = BatchedDataDict(
-            {name: platform.sent(x, hidden.device) if isinstance(x, Tensor) else x for name, x in columns}
-        )
+        columns = {name: x for name, x in microbatch.data.items() if isinstance(x, Tensor)}
+        there = platform.sent_together(list(columns.values()), hidden.device)
+        data: BatchedDataDict[Any] = BatchedDataDict({**microbatch.data, **dict(zip(columns, there, strict=True))})
         more: dict[str, Any] = {}
         if self.rewards is not None:
             loss, metrics = self.loss_fn(self.rewards(hidden, microbatch), data, *self.counts)

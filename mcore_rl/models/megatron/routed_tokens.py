@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl import platform
 from mcore_rl.data.packing import Microbatch
 from mcore_rl.distributed.context_parallel import slice_context_parallel
 from mcore_rl.distributed.topology import Topology
@@ -28,15 +27,15 @@ class RoutedTokens:
     sequence: Tensor
     weight: Tensor
     lengths: Tensor
-    experts: Tensor | None
+    experts: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
         return len(self.lengths) - 1
 
     @classmethod
-    def of(cls, microbatch: Microbatch, topology: Topology, device: torch.device) -> RoutedTokens:
-        """This rank's, under context and sequence parallelism."""
+    def of(cls, microbatch: Microbatch, topology: Topology) -> RoutedTokens:
+        """This rank's, under context and sequence parallelism; on the host."""
         layout, data = microbatch.layout, microbatch.data
         rows, width = data["input_ids"].shape
         place = layout.pack_rows(torch.arange(rows * width).view(rows, width), fill=-1)
@@ -50,10 +49,9 @@ class RoutedTokens:
         experts = None
         if ROUTED_EXPERTS in data:
             earlier = data[ROUTED_EXPERTS].flatten(0, 1)[place.clamp(min=0)].long()
-            experts = platform.sent(torch.where((place < 0)[:, None, None], -1, earlier), device)
-        return cls(
-            platform.sent(sequence, device),
-            platform.sent(mask[sequence], device),
-            platform.to_device((*layout.lengths, 1), torch.float32),
-            experts,
-        )
+            experts = torch.where((place < 0)[:, None, None], -1, earlier)
+        return cls(sequence, mask[sequence], torch.tensor((*layout.lengths, 1), dtype=torch.float32), experts)
+
+    def tensors(self) -> list[Tensor]:
+        """Those that there are, as the constructor takes them."""
+        return [self.sequence, self.weight, self.lengths, *([] if self.experts is None else [self.experts])]
