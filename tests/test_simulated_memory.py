@@ -90,7 +90,7 @@ MIXTURES = and_long(
     [],
     [Layout(dp=2, ep=2), Layout(pp=2, dp=2, ep=2)],
     [
-        Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2), Layout(cp=2, ep=2),
+        Layout(), Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2), Layout(cp=2, ep=2),
         Layout(tp=2, sp=True, ep=2, etp=1), Layout(tp=2, sp=True, dp=2, ep=2),
     ],
 )  # fmt: skip

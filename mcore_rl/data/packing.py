@@ -162,7 +162,7 @@ class Batching:
     def _own_microbatches(self, data: OwnRows[Any]) -> list[Microbatch]:
         if self not in data.plans:
             boxes, units, width = self.plan_of_replica(data)
-            count, width = map(int, data.share.max(len(boxes), width))
+            count, width = data.share.most_packs(self, len(boxes), width)
             data.plans[self] = [*boxes, *[[]] * (count - len(boxes))], units, width
         boxes, units, width = data.plans[self]
         if units:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl import launch_environment, platform
@@ -30,8 +30,8 @@ from mcore_rl.simulation.traffic import Traffic, Transfer
 from mcore_rl.simulation.watch import Watch
 
 if TYPE_CHECKING:
+    from mcore_rl.data.packing import Batching
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,9 @@ def measure_step(
         batch = invented_batch(config, sequences)
         own = policy.own_rows(batch)
         if platform.simulates():
-            own.share = with_the_most_packs(policy, batch, own)
+            division = policy.divide(batch["input_lengths"].tolist(), lambda rows: batch["input_ids"][list(rows)])
+            share = own.share
+            own.share = PlannedShare(share.indices, share.total, share.replicas, batch=batch, division=division)
         run_step(config, models, own, watch.enter)
         for model, traffic.phase in zip(models.trained, (UPDATE, CRITIC_UPDATE), strict=False):
             model.settle_weights()  # what the next step's forward pass would bring counts as this one's
@@ -184,26 +186,16 @@ def overlapped(config: TrainingConfig, scores: bool) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class PlannedShare(Share):
-    """A share whose replica is told how many packs others have at most, and how wide: `most`, in answer to `own`."""
+    """A simulated replica's share, which knows the others': it has the whole `batch`, and its `division`."""
 
-    own: tuple[float, ...] = ()
-    most: tuple[float, ...] = ()
+    batch: BatchedDataDict[Any] = field(kw_only=True)
+    division: Sequence[Sequence[int]] = field(kw_only=True)
 
-    def max(self, *values: float) -> list[float]:
-        told = super().max(*values)
-        return list(self.most) if values == self.own else told
-
-
-def with_the_most_packs(policy: MegatronPolicy, batch: BatchedDataDict[Any], own: OwnRows[Any]) -> PlannedShare:
-    """The own rows' share, with what replicas would tell each other of their packs: it follows from the whole batch,
-    which every simulated rank has."""
-    plan = policy.batching.plan_of_replica
-    division = policy.divide(batch["input_lengths"].tolist(), lambda rows: batch["input_ids"][list(rows)])
-    alone = [Share(rows, batch.size, ParallelDimension()) for rows in division]
-    plans = [plan(OwnRows(batch.select_indices(share.indices), share)) for share in alone]
-    (boxes, _, width), share = plan(own), own.share
-    most = max(len(boxes) for boxes, *_ in plans), max(width for *_, width in plans)
-    return PlannedShare(share.indices, share.total, share.replicas, (len(boxes), width), most)
+    def most_packs(self, batching: Batching, packs: int, width: int) -> tuple[int, int]:
+        super().most_packs(batching, packs, width)  # which a run sends
+        alone = [Share(rows, self.total, ParallelDimension()) for rows in self.division]
+        plans = [batching.plan_of_replica(OwnRows(self.batch.select_indices(one.indices), one)) for one in alone]
+        return max(len(boxes) for boxes, *_ in plans), max(width for *_, width in plans)
 
 
 def offloaded_state(models: Models) -> dict[str, int]:
