@@ -29,20 +29,25 @@ def make_store():
 
 
 def precompute(config, directory):
-    """Rows 13, 0 and 6, what was said, and how many rows were scored."""
+    """Rows 13, 0 and 6, what was said, and how many rows were scored; a model is built for these alone."""
     from mcore_rl.models.policy.reference import PrecomputedReference
     from mcore_rl.models.policy.scoring import ScoringModel
 
-    said, scored = [], []
+    said, scored, built = [], [], []
 
     class Counted(ScoringModel):
         def get_logprobs(self, data):
             scored.append(data.share.total)
             return super().get_logprobs(data)
 
-    model = Counted(config, rows_per_unit=2)
-    stored = PrecomputedReference.load_or_compute(directory, model, make_store(), 0, 3, said.append)
-    model.shutdown()
+    def build():
+        built.append(Counted(config, rows_per_unit=2))
+        return built[-1]
+
+    stored = PrecomputedReference.load_or_compute(directory, config.model, build, make_store(), 0, 3, said.append)
+    assert len(built) == bool(said)
+    for model in built:
+        model.shutdown()
     return stored.rows([13, 0, 6], 40), said, scored
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import DPOConfig, ModelConfig
+from mcore_rl.data.progress import Say
 from mcore_rl.data.records import Dataset, load_preference_dataset
 from mcore_rl.distributed.own_rows import OwnRows
 from mcore_rl.errors import TrainingError, UserError
@@ -74,13 +76,20 @@ def _reference(
     """What the policy is compared with, if the loss compares it with something."""
     if not config.dpo.needs_reference:
         return None
-    model: ScoringModel = policy
-    if config.dpo.reference_model is not None:
-        model = ScoringModel(config_of_reference(config), rows_per_unit=2)
-        speaker(model.is_writer)(f"reference: {model.describe()}")
-    if precomputes:
-        return _precompute(config, inputs, model)
-    return SwappedReference(policy) if model is policy else OtherModel(model)
+    say = speaker(policy.is_writer)
+    if config.dpo.reference_model is None:
+        if not precomputes:
+            return SwappedReference(policy)
+        return _precompute(config, inputs, config.model, lambda: policy, say)
+    beside = config_of_reference(config)
+
+    @functools.cache
+    def other_model() -> ScoringModel:
+        model = ScoringModel(beside, rows_per_unit=2)
+        say(f"reference: {model.describe()}")
+        return model
+
+    return _precompute(config, inputs, beside.model, other_model, say) if precomputes else OtherModel(other_model())
 
 
 def config_of_reference(config: DPOConfig) -> DPOConfig:
@@ -149,11 +158,13 @@ class StoredReference:
         return of_dataset.rows([2 * index + side for index in indices for side in (0, 1)], data["input_ids"].shape[1])
 
 
-def _precompute(config: DPOConfig, inputs: Inputs[Dataset], model: ScoringModel) -> StoredReference:
+def _precompute(
+    config: DPOConfig, inputs: Inputs[Dataset], reference: ModelConfig, model: Callable[[], ScoringModel], say: Say
+) -> StoredReference:
+    """Of all sets; `model` is called where something is not stored yet."""
     directory, stored = _directory(config), []
     for dataset in (inputs.train, *(inputs.validation.values() if config.trainer.validates else ())):
-        units, pad = dataset.units, inputs.tokenizer.pad_token_id
-        size, say = config.batch.global_batch_size, speaker(model.is_writer)
-        scores = PrecomputedReference.load_or_compute(directory, model, units, pad, size, say)
-        stored.append((dataset, scores))
+        pad, size = inputs.tokenizer.pad_token_id, config.batch.global_batch_size
+        load = functools.partial(PrecomputedReference.load_or_compute, directory, reference, model)
+        stored.append((dataset, load(dataset.units, pad, size, say)))
     return StoredReference(stored)

@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,24 +46,33 @@ class PrecomputedReference:
 
     @classmethod
     def load_or_compute(
-        cls, directory: Path, model: ScoringModel, units: TokenStore, pad_token_id: int, batch_size: int, say: Say
+        cls,
+        directory: Path,
+        reference: ModelConfig,
+        model: Callable[[], ScoringModel],
+        units: TokenStore,
+        pad_token_id: int,
+        batch_size: int,
+        say: Say,
     ) -> PrecomputedReference:
-        """From disk if there and whole; else by `model`, whose weights must be the reference's. Collective.
+        """From disk if there and whole; else by a model. Collective.
 
         What is computed is written batch by batch; who was stopped goes on from there.
 
         Args:
-            model: its adapters, if it has some, must be as they began.
+            reference: what the model is built from.
+            model: builds it, or has it; not called where everything is there. Its adapters, if it has some, must be as
+                they began.
         """
-        lengths = units.lengths()
-        key = reference_key(model.config.model, units) if model.is_writer else ""
+        lengths, is_first = units.lengths(), torch.distributed.get_rank() == 0
+        key = reference_key(reference, units) if is_first else ""
         path = directory / f"{broadcast_object(key)}.logprobs"
-        problem = broadcast_object(_problem(path, int(lengths.sum())) if model.is_writer and path.is_file() else None)
+        problem = broadcast_object(_problem(path, int(lengths.sum())) if is_first and path.is_file() else None)
         if problem is not None:
             say(f"damaged reference log-probabilities: {path}: {problem}; they are computed again")
         if problem is not None or not broadcast_object(path.is_file()):
-            _compute(path, model, units, pad_token_id, batch_size, say)
-        elif model.is_writer:
+            _compute(path, model(), units, pad_token_id, batch_size, say)
+        elif is_first:
             with contextlib.suppress(OSError):  # a run that was stopped just then; or nothing may be written here
                 _PartialFile(path).clear()
         return cls(path, lengths)
