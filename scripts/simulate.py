@@ -37,7 +37,7 @@ def main() -> None:
     with told_in_one_line():
         from mcore_rl.platform import initialize_platform
         from mcore_rl.simulation.hardware import Hardware
-        from mcore_rl.simulation.report import describe, describe_loading, table
+        from mcore_rl.simulation.report import GENERATION, describe, describe_loading, table
         from mcore_rl.simulation.run import chosen_ranks, search, simulate, simulate_loadings
 
         initialize_platform()
@@ -50,6 +50,8 @@ def main() -> None:
         for option, given in (("--load-from", arguments.load_from), ("--ranks", arguments.ranks)):
             if arguments.search and given:
                 raise UserError(f"{option}: is of one layout; leave out --search")
+        if isinstance(config, RLConfig):
+            print(GENERATION)
         if arguments.search:
             found = search(config, size, sequences, gpu, arguments.workers, lambda line: print(line, file=sys.stderr))
             print("\n".join(table(found)))

@@ -70,3 +70,21 @@ def test_spreading_says_when_it_cannot():
 def test_one_record_that_fits_nowhere():
     with pytest.raises(ValueError, match="a record of 25 padded tokens does not fit a pack of 24"):
         pack([3, 25], [1.0, 2.0], 24, 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_no_bin_is_left_with_the_remainder(ranks):
+    """Also where as few bins as fit are as many as are wanted: full ones beside a rest would be uneven."""
+    bins = [box for rank in pack([100] * 64, [100.0] * 64, 2000, ranks) for box in rank]
+    assert [len(box) for box in bins] == [16] * 4
+    rng = random.Random(0)
+    sizes = [rng.randrange(10, 200) for _ in range(64)]
+    shards = pack(sizes, [float(n) for n in sizes], 2000, ranks)
+    loads = [sum(sizes[unit] for unit in box) for bins in shards for box in bins]
+    assert max(loads) - min(loads) <= 0.02 * sum(loads) / len(loads)
+
+
+def test_full_bins_take_smaller_units_again():
+    """The cheapest bin is too full for the third unit, not for the last one."""
+    size, cost = [9, 6, 5, 1], [4.0, 3.0, 5.0, 1.0]
+    assert spread_by_cost(size, cost, 11, 2) == [[2, 1], [0, 3]]

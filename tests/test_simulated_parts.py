@@ -1,6 +1,7 @@
 """What a simulated step's report divides its sums into: memory by kind, products by part, work by replica, time."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from models import and_long, make_config
 from test_simulation import MIXTURE, config_of, in_processes
 
 from mcore_rl.data.packing import Batching
+from mcore_rl.errors import UserError
 from mcore_rl.layouts import Layout
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.memory import LiveBytes
+from mcore_rl.simulation.report import describe
 from mcore_rl.simulation.step import Sequences, simulate_rank
 
 ROWS, LENGTH, RESPONSE = 8, 384, 192
@@ -142,6 +145,42 @@ def test_the_replica_with_most_work_is_waited_for_and_so_is_the_host():
     assert GPU.step_seconds([REPORT], "float32", 1, 1) == pytest.approx(112)
     late = dataclasses.replace(REPORT, work=(0.8, 1.2), host_bytes=8)
     assert GPU.step_seconds([late], "float32", 1, 1) == pytest.approx(150 + 12 + 4)
+
+
+def test_the_bubble_is_of_what_is_done_with_packs():
+    """Of four stages and three packs, two chunks each, half: of 100 s of computation and of the message's 6 s; weights
+    and gradients are sent once."""
+    packs = dataclasses.replace(REPORT, packs=3)
+    assert GPU.step_seconds([packs], "float32", 4, 2) == pytest.approx(1.5 * (100 + 6) + 4 + 2)
+
+
+def test_a_replica_without_rows_gives_no_estimate():
+    idle, config = dataclasses.replace(REPORT, work=(0.0, 1.5)), config_of("unused")
+    assert list(describe(config, 4, [idle], GPU))[-1].startswith("no estimate: ")
+    assert list(describe(config, 4, [REPORT], GPU))[-1] == list(describe(config, 4, [REPORT, idle], GPU))[-1]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [
+        ({**GPU.model_dump(), "product_efficiency": 6}, "gpu: product_efficiency: .* less than or equal to 1"),
+        (5, "gpu: must be a mapping, as those of .*hardware.yaml, not 5"),
+    ],
+)
+def test_hardware_that_is_none(gpu, said, tmp_path):
+    (tmp_path / "gpus.yaml").write_text(json.dumps({"gpu": gpu}))
+    with pytest.raises(UserError, match=said):
+        Hardware.load(f"{tmp_path / 'gpus.yaml'}:gpu")
+
+
+@pytest.mark.long
+def test_a_message_is_between_two_ranks(tmp_path):
+    """Whatever other stages there are: the link between these two carries it."""
+    config = one_pack(tmp_path, Layout(pp=4, tokens_per_pack=TOKENS), num_hidden_layers=4)
+    reports = in_processes(simulate_rank, *[(config, rank, 4, SEQUENCES) for rank in (0, 1)])
+    for report, pairs in zip(reports, ({(0, 1)}, {(0, 1), (1, 2)}), strict=True):
+        for operation in ("send", "recv"):
+            assert {kind.ranks for kind in report.traffic if kind.operation == operation} == pairs
 
 
 @pytest.mark.long

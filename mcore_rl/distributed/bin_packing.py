@@ -20,8 +20,8 @@ def pack(size: Sequence[int], cost: Sequence[float], capacity: int, count: int, 
 
     Each rank's number of bins is a multiple of `multiple`.
 
-    Where that number of bins leaves room, the units are spread over them by cost; bins are empty only where there
-    are fewer units than bins.
+    Where that number of bins leaves room, the units are spread over them by cost, so that none is left with the
+    remainder; bins are empty only where there are fewer units than bins.
 
     Raises:
         ContractError: a unit that fits no bin.
@@ -29,13 +29,10 @@ def pack(size: Sequence[int], cost: Sequence[float], capacity: int, count: int, 
     bins = best_fit_decreasing(size, capacity)
     step = count * multiple
     wanted = -(-len(bins) // step) * step
-    if wanted > len(bins):
-        spread = spread_by_cost(size, cost, capacity, wanted) if wanted <= len(size) else None
-        if spread is None:
-            split_until_divisible(bins, cost, step)
-        else:
-            bins = spread
-    return assign(bins, cost, count)
+    spread = spread_by_cost(size, cost, capacity, wanted) if wanted <= len(size) else None
+    if spread is None:
+        split_until_divisible(bins, cost, step)
+    return assign(bins if spread is None else spread, cost, count)
 
 
 def best_fit_decreasing(size: Sequence[int], capacity: int) -> list[Bin]:
@@ -64,17 +61,19 @@ def spread_by_cost(size: Sequence[int], cost: Sequence[float], capacity: int, co
     """`count` bins: the costliest units first, each into the cheapest bin that has room; None if they do not fit."""
     bins: list[Bin] = [[] for _ in range(count)]
     heap = [(0.0, box, capacity) for box in range(count)]
+    too_full: list[tuple[int, float, int]] = []  # (room, load, bin), ascending: back in the heap for smaller units
     for unit in sorted(range(len(size)), key=lambda unit: -cost[unit]):
-        too_full = []
+        while too_full and too_full[-1][0] >= size[unit]:
+            room, load, box = too_full.pop()
+            heapq.heappush(heap, (load, box, room))
         while heap and heap[0][2] < size[unit]:
-            too_full.append(heapq.heappop(heap))
+            load, box, room = heapq.heappop(heap)
+            bisect.insort(too_full, (room, load, box))
         if not heap:
             return None
         load, box, room = heap[0]
         bins[box].append(unit)
         heapq.heapreplace(heap, (load + cost[unit], box, room - size[unit]))
-        for entry in too_full:
-            heapq.heappush(heap, entry)
     return bins
 
 

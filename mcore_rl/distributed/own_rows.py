@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from jaxtyping import Float, Shaped
@@ -17,9 +17,6 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_reduce
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.errors import ContractError
-
-if TYPE_CHECKING:
-    from mcore_rl.data.packing import Batching
 
 DictT = TypeVar("DictT")
 ReduceOp = torch.distributed.ReduceOp
@@ -60,8 +57,8 @@ class Share:
         """Each value's largest over the replicas."""
         return self._reduce(values, ReduceOp.MAX)
 
-    def most_packs(self, batching: Batching, packs: int, width: int) -> tuple[int, int]:
-        """The largest number of packs and the largest width of all replicas, that `batching` makes of their rows."""
+    def most_packs(self, batching: Any, packs: int, width: int) -> tuple[int, int]:
+        """The largest number of packs, and the largest width, that a `Batching` makes of any replica's rows."""
         most, widest = self.max(packs, width)
         return int(most), int(widest)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from mcore_rl.config import read_yaml
 from mcore_rl.errors import UserError
@@ -13,6 +14,7 @@ from mcore_rl.simulation.models import CRITIC, TRAINING, UPDATE
 from mcore_rl.simulation.step import RankReport
 from mcore_rl.simulation.traffic import Transfer
 
+Efficiency = Annotated[float, Field(gt=0, le=1)]
 PUBLISHED = Path(__file__).parent / "hardware.yaml"
 
 
@@ -31,9 +33,9 @@ class Hardware(BaseModel):
     node_bytes_per_second: PositiveFloat
     network_bytes_per_second: PositiveFloat
     host_bytes_per_second: PositiveFloat = 32.0e9  # PCIe 4 × 16: what the slowest of the published kinds has
-    product_efficiency: PositiveFloat
-    attention_efficiency: PositiveFloat
-    transfer_efficiency: PositiveFloat
+    product_efficiency: Efficiency
+    attention_efficiency: Efficiency
+    transfer_efficiency: Efficiency
 
     @classmethod
     def load(cls, name: str) -> Hardware:
@@ -46,6 +48,8 @@ class Hardware(BaseModel):
         kinds = read_yaml(Path(file) if file else PUBLISHED)
         if kind not in kinds:
             raise UserError(f"--hardware {name}: there are {', '.join(sorted(kinds))}; or write FILE:NAME")
+        if not isinstance(kinds[kind], dict):
+            raise UserError(f"--hardware {name}: must be a mapping, as those of {PUBLISHED}, not {kinds[kind]!r}")
         try:
             return cls.model_validate(kinds[kind])
         except ValidationError as error:
@@ -105,18 +109,23 @@ class Hardware(BaseModel):
         return report.host_bytes / (self.host_bytes_per_second * self.transfer_efficiency)
 
     def step_seconds(self, reports: Sequence[RankReport], dtype: str, stages: int, chunks: int) -> float:
-        """Of the slowest stage, with the bubble of a (1F1B, interleaved) pipeline: (stages − 1) / (packs × chunks).
+        """Of the slowest stage, with the bubble of a (1F1B, interleaved) pipeline: (stages − 1) / (packs × chunks) of
+        what it does with packs.
 
         Everyone waits for the replica with most work, whose computation takes as much longer than the simulated one's.
-        """
-        slowest = max(self._rank_seconds(report, dtype) for report in reports)
-        return slowest * (1 + (stages - 1) / (max(r.packs for r in reports) * chunks))
 
-    def _rank_seconds(self, report: RankReport, dtype: str) -> float:
+        Args:
+            reports: of ranks that have rows of the batch.
+        """
+        bubble = (stages - 1) / (max(report.packs for report in reports) * chunks)
+        return max(self._rank_seconds(report, dtype, bubble) for report in reports)
+
+    def _rank_seconds(self, report: RankReport, dtype: str, bubble: float) -> float:
         own, most = report.work
-        longer = most / own if own else 1.0  # fillers alone
-        waits = self.exposed_seconds(report, dtype) + self.host_seconds(report)
-        return longer * self.compute_seconds(report, dtype) + waits
+        transfers = sum(self.transfer_seconds(kind, size) for kind, size in report.traffic.items() if not kind.of_state)
+        of_packs = most / own * self.compute_seconds(report, dtype) + transfers
+        once = self.exposed_seconds(report, dtype) - transfers + self.host_seconds(report)
+        return of_packs * (1 + bubble) + once
 
     def utilization(self, model_flops: float, seconds: float, world_size: int, dtype: str) -> float:
         """Model FLOPs of the training pass (recomputation and scoring not counted) over what all GPUs could do."""

@@ -11,6 +11,7 @@ from mcore_rl.simulation.loading import LoadingReport
 from mcore_rl.simulation.run import Candidate
 from mcore_rl.simulation.step import RankReport
 
+GENERATION = "not simulated: generation, and environments other than a reward model"
 BALANCED = "assumed: every expert gets as many tokens as any other, from ranks with packs of one size"
 
 
@@ -29,6 +30,10 @@ def describe(config: TrainingConfig, world_size: int, reports: Sequence[RankRepo
         yield from _rank(report, gpu)
     if reports[0].is_mixture:
         yield BALANCED
+    reports = [report for report in reports if report.work[0]]
+    if not reports:
+        yield "no estimate: these ranks' replicas have no rows of the batch; --ranks names others"
+        return
     dtype, parallel = config.model.dtype, config.parallel
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.chunks_per_stage
     seconds = gpu.step_seconds(reports, dtype, stages, chunks)

@@ -30,7 +30,6 @@ from mcore_rl.simulation.traffic import Traffic, Transfer
 from mcore_rl.simulation.watch import Watch
 
 if TYPE_CHECKING:
-    from mcore_rl.data.packing import Batching
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 
 
@@ -191,7 +190,7 @@ class PlannedShare(Share):
     batch: BatchedDataDict[Any] = field(kw_only=True)
     division: Sequence[Sequence[int]] = field(kw_only=True)
 
-    def most_packs(self, batching: Batching, packs: int, width: int) -> tuple[int, int]:
+    def most_packs(self, batching: Any, packs: int, width: int) -> tuple[int, int]:
         super().most_packs(batching, packs, width)  # which a run sends
         alone = [Share(rows, self.total, ParallelDimension()) for rows in self.division]
         plans = [batching.plan_of_replica(OwnRows(self.batch.select_indices(one.indices), one)) for one in alone]

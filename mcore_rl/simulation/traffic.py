@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from mcore_rl.simulation.memory import LiveBytes
 
@@ -20,8 +19,8 @@ Tensors = Tensor | Sequence[Tensor]
 
 
 class Transfer(NamedTuple):
-    """Kind of a collective: `ranks` of its group, in which phase of the step, and whether what it gathers, scatters or
-    reduces is where weights or gradients are."""
+    """Kind of a collective: `ranks` of its group, of a message the two that it is between; in which phase of the step;
+    and whether what it gathers, scatters or reduces is where weights or gradients are."""
 
     operation: str
     ranks: tuple[int, ...]
@@ -53,8 +52,7 @@ class Traffic:
     memory: LiveBytes | None = None
     """Knows the storages of what is sent, and is told of those that receive."""
 
-    def add(self, operation: str, group: ProcessGroup | None, whole: Tensors, received: Tensors) -> None:
-        ranks = tuple(torch.distributed.get_process_group_ranks(group or torch.distributed.group.WORLD))
+    def add(self, operation: str, ranks: tuple[int, ...], whole: Tensors, received: Tensors) -> None:
         if len(ranks) == 1:
             return
         of_state = self.memory is not None and all(map(self.memory.is_state, _each(whole)))
@@ -70,11 +68,13 @@ class Operation(NamedTuple):
     """What a function of torch.distributed does, by the names of its arguments.
 
     whole: holds all ranks' parts. received: made for other ranks' values; empty where it is what somebody computed.
+    peer: of a message, the other rank.
     """
 
     name: str
     whole: str
     received: str = ""
+    peer: str = ""
 
 
 OPERATIONS = {
@@ -87,12 +87,27 @@ OPERATIONS = {
     "_reduce_scatter_base": Operation("reduce_scatter", "input", "output"),
     "reduce_scatter": Operation("reduce_scatter", "input_list", "output"),
     "all_to_all_single": Operation("all_to_all", "input", "output"),
-    "send": Operation("send", "tensor"),
-    "isend": Operation("send", "tensor"),
-    "recv": Operation("recv", "tensor", "tensor"),
-    "irecv": Operation("recv", "tensor", "tensor"),
+    "send": Operation("send", "tensor", peer="dst"),
+    "isend": Operation("send", "tensor", peer="dst"),
+    "recv": Operation("recv", "tensor", "tensor", peer="src"),
+    "irecv": Operation("recv", "tensor", "tensor", peer="src"),
 }
 """By the functions' names."""
+
+
+def _ranks(arguments: Mapping[str, Any], peer: str) -> tuple[int, ...]:
+    """The group's, or of a message the two that it is between.
+
+    Args:
+        arguments: of a function of torch.distributed.
+        peer: the one that names the other rank of a message; behind `group_` it is that rank's place in the group.
+    """
+    group = arguments.get("group") or torch.distributed.group.WORLD
+    ranks = tuple(torch.distributed.get_process_group_ranks(group))
+    if not peer:
+        return ranks
+    place = arguments.get(f"group_{peer}")
+    return tuple(sorted((torch.distributed.get_rank(), arguments[peer] if place is None else ranks[place])))
 
 
 def _each(tensors: Tensors) -> Sequence[Tensor]:
@@ -114,7 +129,7 @@ def count_traffic(perform: bool = False) -> Traffic:
         def collective(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(*args, **kwargs).arguments
             received = arguments[operation.received] if operation.received else ()
-            traffic.add(operation.name, arguments.get("group"), arguments[operation.whole], received)
+            traffic.add(operation.name, _ranks(arguments, operation.peer), arguments[operation.whole], received)
             return plain(*args, **kwargs) if perform else _Done()
 
         return collective
