@@ -24,8 +24,9 @@ STEPS = {
 
 
 def copies_of(config, step):
-    """Where they are, those that the host waits for and others; and how many microbatches there were."""
-    with simulated_process(config, 0, 8):
+    """Where they are, those that the host waits for and others; how many microbatches there were; and the files that
+    read values of the device."""
+    with simulated_process(config, 0, 8) as seen:
         from mcore_rl.algorithms.objectives import loss_of
         from mcore_rl.models.policy import megatron_policy, scoring
         from mcore_rl.models.policy.step_results import MicrobatchResult
@@ -47,7 +48,8 @@ def copies_of(config, step):
             Transfers() as transfers,
         ):
             STEPS[step](policy, data, loss_of(config))
-        return transfers.waited_for, transfers.others, sum(counts)
+        reads = {place.partition(":")[0] for _, place in seen.reads.places}
+        return transfers.waited_for, transfers.others, sum(counts), reads
 
 
 @pytest.mark.parametrize(
@@ -69,14 +71,35 @@ def test_the_host_waits_for_no_copy_of_a_microbatch(algorithm, sections, step, m
     sections = {**sections, "model": model} if model else sections
     layout = Layout(tp=2, cp=2, dp=2, sp=True, tokens_per_pack=768)
     config = layout.apply(config_of(model_of("llama"), algorithm, **sections))
-    ((waited_for, others, microbatches),) = in_processes(copies_of, (config, step))
+    ((waited_for, others, microbatches, reads),) = in_processes(copies_of, (config, step))
     assert microbatches > 1
+    if step == "evaluate":
+        assert reads <= {"own_rows.py", "step_results.py"}, "what ranks agree on before, and the results after"
     of_batch = [places for places in waited_for if any("own_rows.py" in place for place in places)]  # before the first
     assert len(of_batch) <= 2
     assert not [places for places in waited_for if places not in of_batch]
     # The model's inputs, the loss's columns, the counted positions; two counts and the tables of angles once.
     a_microbatch = 4 if algorithm is RMConfig else 3  # the order of gathered states instead, and the last tokens
     assert len(others) <= a_microbatch * microbatches + 3, others
+
+
+def waits_of_export(config):
+    """Bytes gathered by a rank that writes a model, and where the host waits for the device on the way."""
+    with simulated_process(config, 0, 4) as seen:
+        from mcore_rl.models.megatron.weights import export_hf_weights
+        from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+        policy = MegatronPolicy(config, 2)
+        seen.reads.places.clear()
+        tensors = dict(export_hf_weights(policy.model))
+        return sum(tensor.nbytes for tensor in tensors.values()), dict(seen.reads.places)
+
+
+@pytest.mark.long
+def test_the_host_does_not_wait_for_weights_on_their_way_out(model_of):
+    config = Layout(tp=2, dp=2).apply(config_of(model_of("llama")))
+    ((size, reads),) = in_processes(waits_of_export, (config,))
+    assert size > 0 and reads == {}
 
 
 def test_together(monkeypatch):

@@ -87,6 +87,23 @@ def test_mistakes(write, overrides, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said_by"),
+    [
+        (["batch.global_batch_size=0"], "command line: batch.global_batch_size: "),
+        (["batch={global_batch_size: 0}"], "command line: batch.global_batch_size: "),
+        (["optimizer.lr=2"], "{file}: batch.global_batch_size: "),
+        (["batch.global_batch_size=8", "nonsense=1"], "command line: unknown key nonsense; "),
+        (["optimizer.lr=x"], "{file}: "),  # both are wrong
+    ],
+)
+def test_who_said_what_is_wrong(write, overrides, said_by):
+    file = write(MINIMAL.replace("global_batch_size: 8", "global_batch_size: 0"))
+    with pytest.raises(UserError) as error:
+        load_config(DPOConfig, file, overrides)
+    assert str(error.value).startswith(said_by.format(file=file))
+
+
 def test_a_stop_string_is_not_empty(write):
     grpo = "grpo: {num_prompts_per_step: 2, num_generations_per_prompt: 4, max_new_tokens: 8, stop_strings: ['']}"
     with pytest.raises(UserError, match=r"grpo\.stop_strings\.0: .* at least 1 character"):
@@ -160,7 +177,7 @@ def test_a_file_builds_on_another(tmp_path):
     [("{sigmoid: 1}", r"\(got keys\)"), ("[sigmoid, sft]", r"\(got 'sft'\)"), ("other", r"\(got 'other'\)")],
 )
 def test_of_several_forms_the_nearest_one_is_told(write, given, told):
-    with pytest.raises(UserError, match=rf"config\.yaml: dpo\.preference_loss(\.1)?: Input should be [^;]*{told}$"):
+    with pytest.raises(UserError, match=rf"command line: dpo\.preference_loss(\.1)?: Input should be [^;]*{told}$"):
         load_config(DPOConfig, write(MINIMAL), [f"dpo.preference_loss={given}"])
 
 

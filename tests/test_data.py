@@ -105,6 +105,11 @@ def test_json(text, tmp_path):
     assert [text_of(unit[0]) for unit in dataset.units] == ["p<|unk|><|end|>", "pb<|end|>"]
 
 
+def test_json_of_one_record(tmp_path):
+    (tmp_path / "one.json").write_text('{"prompt": "p", "completion": "b"}')
+    assert len(load_sft_dataset(str(tmp_path / "one.json"), TOKENIZER, settings_of())) == 1
+
+
 def test_parquet(tmp_path):
     import datasets
 

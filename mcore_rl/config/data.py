@@ -29,7 +29,7 @@ class DataConfig(Section):
     chat_template: str | None = None
     """A Jinja template in place of the tokenizer's, or the path of a file with one; the exported model has it too."""
     columns: dict[Name, Name] = Field(default={})
-    """Names of the source's columns by those that are wanted: `{prompt: question, completion: answer}`."""
+    """Names of columns, of all sources and sets, by those wanted: `{prompt: question, completion: answer}`."""
     max_samples: Positive | None = None
     """Only the first records of each source of `train` are read."""
     cache_dir: Path | None = None

@@ -32,14 +32,17 @@ def load_config(config_type: type[ConfigT], path: str | Path, overrides: Sequenc
 
 
 def build_config(config_type: type[ConfigT], values: dict[str, Any], overrides: Sequence[str], origin: str) -> ConfigT:
-    """A configuration from a file's values and overrides; `origin` names the file in errors."""
+    """A configuration from a file's values and overrides; `origin` names the file in errors of what it says."""
     for override in overrides:
         _apply_override(values, override)
     refuse_unset(values)
     try:
         return config_type.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{origin}: {_explain(config_type, error)}") from None
+        overridden = tuple(override.partition("=")[0] for override in overrides)
+        wrong = [".".join(map(str, problem["loc"])) for problem in error.errors()]
+        said_by = "command line" if all(key.startswith(overridden) for key in wrong) else origin
+        raise UserError(f"{said_by}: {_explain(config_type, error)}") from None
 
 
 def resolved_yaml(config: Section) -> str:

@@ -134,7 +134,7 @@ def _read_lines(source: str) -> Iterator[tuple[Records, float]]:
 def _read_json(source: str) -> Iterator[tuple[Records, float]]:
     """A list of objects, or an object a line, which goes by that name as well."""
     text = Path(source).read_bytes()
-    if text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") and text.strip().count(b"\n"):
+    if text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
         yield from _read_lines(source)
         return
     records = _parse(text, source)
