@@ -61,6 +61,7 @@ class RunIdentity:
     launch: `launch_id` of what wrote this; "" where nothing restarts it.
     other_weights: digests of what else the run reads weights from (adapter, reference, teacher, reward model, critic),
         by key.
+    chat_day: the day that the chat template was told, in ISO 8601; "" if it asks for none.
     """
 
     algorithm: str
@@ -70,9 +71,10 @@ class RunIdentity:
     config: dict[str, Any]
     launch: str = ""
     other_weights: dict[str, str] = field(default_factory=dict)
+    chat_day: str = ""
 
     @classmethod
-    def of(cls, config: TrainingConfig, hf_config: Any, data: str) -> RunIdentity:
+    def of(cls, config: TrainingConfig, hf_config: Any, data: str, chat_day: str = "") -> RunIdentity:
         return cls(
             config.algorithm,
             architecture_of(hf_config),
@@ -81,6 +83,7 @@ class RunIdentity:
             config.model_dump(mode="json"),
             launch_id(),
             {key: digest_of_weights(path) for key, path in models_of(config).items() if key in BESIDE_THE_MODEL},
+            chat_day,
         )
 
     def to_json(self) -> str:

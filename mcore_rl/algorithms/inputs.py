@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -14,6 +15,7 @@ from mcore_rl.algorithms.checkpointing import check_identity
 from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.algorithms.plan import describe_plan
 from mcore_rl.config import DataConfig, OptimizerConfig, RLConfig, TrainerConfig, TrainingConfig
+from mcore_rl.data.chat import chat_day
 from mcore_rl.data.order import Order
 from mcore_rl.data.progress import Say, silent
 from mcore_rl.data.records import Source
@@ -96,9 +98,12 @@ def load_inputs(
 
 
 def tokenizer_and_cache(config: TrainingConfig, say: Say = silent) -> tuple[Any, TokenCache]:
-    """The tokenizer, and where what it has tokenized is kept."""
-    made_from = TokenizerSource(config.model.path, config.model.trust_remote_code, config.data.read_chat_template())
-    tokenizer = load_tokenizer(made_from.path, made_from.trust_remote_code, made_from.chat_template, say)
+    """The tokenizer, and where what it has tokenized is kept. A run that goes on has the day on which it began."""
+    earlier = RunDirectory(config.output_dir).identity if config.checkpoint.resume != "none" else None
+    day = date.fromisoformat(earlier.chat_day) if earlier is not None and earlier.chat_day else date.today()
+    template = config.data.read_chat_template()
+    made_from = TokenizerSource(config.model.path, config.model.trust_remote_code, template, day)
+    tokenizer = load_tokenizer(made_from.path, made_from.trust_remote_code, template, say, day)
     return tokenizer, TokenCache(config.data.cache_dir or default_directory(), made_from)
 
 
@@ -175,7 +180,8 @@ def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[Dat
             sys.exit(0)
         return replace(inputs, checkpoints=checkpoints)
     check_output(config)
-    identity = RunIdentity.of(config, inputs.hf_config, inputs.train.fingerprint)
+    day = str(chat_day(inputs.tokenizer) or "")
+    identity = RunIdentity.of(config, inputs.hf_config, inputs.train.fingerprint, day)
     notes = checkpoints[1] + check_identity(identity, checkpoints[0])
     if config.model.lora is not None and config.model.lora.path is not None:
         notes += PEFTDirectory(config.model.lora.path).check_base(config.model.path, identity.base_weights)

@@ -14,6 +14,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from mcore_rl.data.messages import Message, Messages
 from mcore_rl.errors import UserError
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+DAY_ASKED = re.compile(r"""strftime_now\(\s*(["'])(?P<format>[^"'\\]*)\1\s*\)""")
+"""In a template, with a format that stands there."""
 
 LONG = 30
 
@@ -33,6 +37,28 @@ class Span:
     start: int
     end: int
     has_end_token: bool
+
+
+def set_chat_day(tokenizer: Any, day: date) -> None:
+    """Keep the day that the tokenizer's chat template is told, if it asks for one: with that of each moment, a run
+    that goes on after midnight would have other tokens."""
+    if "strftime_now" in str(tokenizer.chat_template):
+        tokenizer.chat_day = day
+
+
+def chat_day(tokenizer: Any) -> date | None:
+    """What `set_chat_day` has kept."""
+    return getattr(tokenizer, "chat_day", None)
+
+
+def _dated(tokenizer: Any, tools: Any) -> dict[str, str]:
+    """The template with the kept day in it, where there is one; transformers takes no function in the place of its own
+    `strftime_now`."""
+    day = chat_day(tokenizer)
+    if day is None:
+        return {}
+    told = DAY_ASKED.sub(lambda call: json.dumps(day.strftime(call["format"])), _template(tokenizer, tools))
+    return {"chat_template": told}
 
 
 def render(tokenizer: Any, messages: Messages, tools: Any = None, add_generation_prompt: bool = False) -> str:
@@ -49,7 +75,11 @@ def render(tokenizer: Any, messages: Messages, tools: Any = None, add_generation
     try:
         return str(
             tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **_dated(tokenizer, tools),
             )
         )
     except (TemplateError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -100,7 +130,12 @@ def _by_markers(tokenizer: Any, messages: Messages, wanted: Sequence[int], tools
     """By the template's own markers, a run of marked tokens a response."""
     messages = [_without(message, "weight") for message in messages]
     out = tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        messages,
+        tools=tools,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **_dated(tokenizer, tools),
     )
     ids, mask = list(out["input_ids"]), [bool(marked) for marked in out["assistant_masks"]]
     starts = [i for i, marked in enumerate(mask) if marked and not (i and mask[i - 1])]

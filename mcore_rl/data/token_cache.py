@@ -15,11 +15,11 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from mcore_rl import launch_environment
+from mcore_rl.data.chat import chat_day
 from mcore_rl.data.progress import Say
 from mcore_rl.data.reading import SUFFIXES, files_of, load_hub_dataset
 from mcore_rl.data.token_store import TokenStore, collect
@@ -124,7 +124,7 @@ class TokenCache:
             ],
             "trust_remote_code": self.remake.trust_remote_code,
             "template": self.remake.chat_template,
-            "day": str(date.today()) if "strftime_now" in str(tokenizer.chat_template) else "",
+            "day": str(chat_day(tokenizer) or ""),
             "what": [what.name, what.max_length, what.overlong, what.needs_response, what.max_records, what.columns],
             "code": _code_digest(),
         }

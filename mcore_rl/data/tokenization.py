@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,6 +104,7 @@ class TokenizerSource:
     path: Path
     trust_remote_code: bool
     chat_template: str | None
+    day: date | None = None
 
 
 def tokenize_source(
@@ -172,7 +174,7 @@ def _remake_tokenizer(source: TokenizerSource) -> None:
     global _tokenizer
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _tokenizer = load_tokenizer(source.path, source.trust_remote_code, source.chat_template)
+    _tokenizer = load_tokenizer(source.path, source.trust_remote_code, source.chat_template, day=source.day)
 
 
 def _end_with_parent(parent: int) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.chat import GENERATION_MARKER, render_prompt, tokenize_conversation
+from mcore_rl.data.chat import GENERATION_MARKER, render_prompt, set_chat_day, tokenize_conversation
 from mcore_rl.data.messages import Messages, check_messages, check_tools
 from mcore_rl.data.progress import Say, silent
 from mcore_rl.errors import UserError
@@ -39,11 +40,18 @@ class TokenSequence:
 
 
 def load_tokenizer(
-    path: Path, trust_remote_code: bool = False, chat_template: str | None = None, say: Say = silent
+    path: Path,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+    say: Say = silent,
+    day: date | None = None,
 ) -> Any:
     """The tokenizer of a model directory, with `chat_template` in place of its own if one is given.
 
     Where there is no pad token the end token pads: padding is masked, so any would do.
+
+    Args:
+        day: what its template is told if it asks for the day; today if left out.
 
     Raises:
         UserError: no tokenizer, no end token, or a template that is none.
@@ -70,6 +78,7 @@ def load_tokenizer(
         if tokenizer.chat_template:
             say("data.chat_template takes the place of the tokenizer's own")
         tokenizer.chat_template = chat_template
+    set_chat_day(tokenizer, day or date.today())
     return tokenizer
 
 
