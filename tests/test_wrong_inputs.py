@@ -263,7 +263,7 @@ DATA = [
     ("sft", "utf16.jsonl", "utf16.jsonl, line 1: is not UTF-8 text"),
     ("sft", "data.csv", "data.csv must be a .jsonl, .json or .parquet file"),
     ("sft", "mine", "mine is a directory without a .jsonl, .json or .parquet file"),
-    ("sft", "object.json", "object.json: must be a JSON list of objects"),
+    ("sft", "object.json", "object.json, line 1: "),
     ("sft", "truncated.parquet", "truncated.parquet: is not a whole Parquet file"),
     ("sft", "directory.jsonl", "directory.jsonl is a directory without a .jsonl, .json or .parquet file"),
     ("sft", "no_completion.jsonl", "line 1: lacks the key completion; it has answer, prompt"),

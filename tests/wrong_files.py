@@ -38,7 +38,7 @@ def make_data(root):
     (root / "latin.jsonl").write_bytes('{"prompt": "é", "completion": "b"}\n'.encode("latin-1"))
     (root / "utf16.jsonl").write_bytes('{"prompt": "a", "completion": "b"}\n'.encode("utf-16"))
     (root / "data.csv").write_text("prompt,completion\na,b\n")
-    (root / "object.json").write_text('{"prompt": "a", "completion": "b"}')
+    (root / "object.json").write_text('{"data": [{"prompt": "a", "completion": "b"}]}')
     (root / "truncated.parquet").write_bytes(b"PAR1 and then nothing")
     (root / "directory.jsonl").mkdir()
     records = {
