@@ -19,10 +19,8 @@ from typing import Any, Protocol
 import torch
 
 from mcore_rl import cuda_stand_ins, launch_environment
+from mcore_rl.byte_blocks import bytes_for, views_of
 from mcore_rl.errors import UserError
-
-ALIGNMENT = 16
-"""Bytes; where a tensor among others in a block may begin, whatever its dtype."""
 
 _installed = False
 _simulates = False
@@ -158,12 +156,10 @@ def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list
     """Tensors of the host on `device`, as `sent`, by one copy: of small ones the number counts, not the bytes."""
     if device.type == "cpu":
         return list(tensors)
-    room = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors]
-    block = torch.empty(sum(room), dtype=torch.uint8, device="cpu")
-    for x, part in zip(tensors, block.split(room), strict=True):
-        part[: x.nbytes].view(x.dtype).copy_(x.flatten())
-    parts = sent(block, device).split(room)
-    return [part[: x.nbytes].view(x.dtype).view(x.shape) for x, part in zip(tensors, parts, strict=True)]
+    block = torch.empty(bytes_for(tensors), dtype=torch.uint8, device="cpu")
+    for place, tensor in zip(views_of(block, tensors), tensors, strict=True):
+        place.copy_(tensor)
+    return views_of(sent(block, device), tensors)
 
 
 class HostCopy:

@@ -73,10 +73,8 @@ class Day(date):
     def today(cls):
         return date.fromisoformat(DAY)
 
-from mcore_rl.platform import initialize_platform
-initialize_platform()
-from mcore_rl.algorithms import inputs
-inputs.date = Day
+from mcore_rl.data import tokenize
+tokenize.date = Day
 from mcore_rl.programs.training import train
 train("sft")
 """

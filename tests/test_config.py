@@ -95,6 +95,7 @@ def test_mistakes(write, overrides, message):
         (["optimizer.lr=2"], "{file}: batch.global_batch_size: "),
         (["batch.global_batch_size=8", "nonsense=1"], "command line: unknown key nonsense; "),
         (["optimizer.lr=x"], "{file}: "),  # both are wrong
+        (["batch.global_batch=8"], "{file}: "),  # a key that begins the other's name
     ],
 )
 def test_who_said_what_is_wrong(write, overrides, said_by):

@@ -65,7 +65,8 @@ def sharded(packing, tp, cp, sequence_parallel):
     local, shard = local.clone().requires_grad_(), head.chunk(tp)[t].clone().requires_grad_()
     positions = CountedPositions.of(layout, mask, c)
     picked = positions.pick(gather_hidden_states(local, tensor, sequence_parallel))
-    states = LastStates("one", LinearLogits(picked, shard), positions, VOCAB, 0.5, tensor, context)
+    logits, inputs = LinearLogits(picked, shard), positions.inputs()
+    states = LastStates("one", logits, positions, inputs, VOCAB, 0.5, tensor, context)
     of_teacher = LinearLogits(positions.pick(slice_context_parallel(teacher[0], layout, c)), teacher[1].chunk(tp)[t])
     found = torch.stack(states.divergences(of_teacher, VOCAB, TEMPERATURE / 0.5, BETA))
     # Each context-parallel rank computes the whole scalar, and gradients are summed over these ranks.

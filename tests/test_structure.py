@@ -18,6 +18,7 @@ FLOORS = {
     "quiet": 0,
     "launch_environment": 0,
     "watchdog": 0,
+    "byte_blocks": 0,
     "hub": 0,
     "checkpoint_store": 1,
     "run_directory": 1,

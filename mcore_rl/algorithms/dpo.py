@@ -162,9 +162,7 @@ def _precompute(
     config: DPOConfig, inputs: Inputs[Dataset], reference: ModelConfig, model: Callable[[], ScoringModel], say: Say
 ) -> StoredReference:
     """Of all sets; `model` is called where something is not stored yet."""
-    directory, stored = _directory(config), []
-    for dataset in (inputs.train, *(inputs.validation.values() if config.trainer.validates else ())):
-        pad, size = inputs.tokenizer.pad_token_id, config.batch.global_batch_size
-        load = functools.partial(PrecomputedReference.load_or_compute, directory, reference, model)
-        stored.append((dataset, load(dataset.units, pad, size, say)))
-    return StoredReference(stored)
+    directory, pad, size = _directory(config), inputs.tokenizer.pad_token_id, config.batch.global_batch_size
+    datasets = (inputs.train, *(inputs.validation.values() if config.trainer.validates else ()))
+    load = PrecomputedReference.load_or_compute
+    return StoredReference([(one, load(directory, reference, model, one.units, pad, size, say)) for one in datasets])

@@ -100,10 +100,10 @@ def load_inputs(
 def tokenizer_and_cache(config: TrainingConfig, say: Say = silent) -> tuple[Any, TokenCache]:
     """The tokenizer, and where what it has tokenized is kept. A run that goes on has the day on which it began."""
     earlier = RunDirectory(config.output_dir).identity if config.checkpoint.resume != "none" else None
-    day = date.fromisoformat(earlier.chat_day) if earlier is not None and earlier.chat_day else date.today()
-    template = config.data.read_chat_template()
-    made_from = TokenizerSource(config.model.path, config.model.trust_remote_code, template, day)
-    tokenizer = load_tokenizer(made_from.path, made_from.trust_remote_code, template, say, day)
+    day = date.fromisoformat(earlier.chat_day) if earlier is not None and earlier.chat_day else None
+    path, trusted, template = config.model.path, config.model.trust_remote_code, config.data.read_chat_template()
+    tokenizer = load_tokenizer(path, trusted, template, say, day)
+    made_from = TokenizerSource(path, trusted, template, chat_day(tokenizer))
     return tokenizer, TokenCache(config.data.cache_dir or default_directory(), made_from)
 
 

@@ -39,8 +39,8 @@ def build_config(config_type: type[ConfigT], values: dict[str, Any], overrides: 
     try:
         return config_type.model_validate(values)
     except ValidationError as error:
-        overridden = tuple(override.partition("=")[0] for override in overrides)
-        wrong = [".".join(map(str, problem["loc"])) for problem in error.errors()]
+        overridden = tuple(f"{override.partition('=')[0]}." for override in overrides)
+        wrong = ["".join(f"{part}." for part in problem["loc"]) for problem in error.errors()]
         said_by = "command line" if all(key.startswith(overridden) for key in wrong) else origin
         raise UserError(f"{said_by}: {_explain(config_type, error)}") from None
 

@@ -133,11 +133,12 @@ def _read_lines(source: str) -> Iterator[tuple[Records, float]]:
 
 def _read_json(source: str) -> Iterator[tuple[Records, float]]:
     """A list of objects, or an object a line, which goes by that name as well."""
-    text = Path(source).read_bytes()
-    if text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+    with open(source, "rb") as file:
+        first = next((text for line in file if (text := line.lstrip(b"\xef\xbb\xbf \t\r\n"))), b"")
+    if first.startswith(b"{"):
         yield from _read_lines(source)
         return
-    records = _parse(text, source)
+    records = _parse(Path(source).read_bytes(), source)
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise UserError(f"{source}: must be a JSON list of objects, or an object a line")
     yield from _rows(source, records, len(records))

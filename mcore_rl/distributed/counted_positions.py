@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -24,7 +24,6 @@ class CountedPositions:
     index, counted: [N, S − 1]; where in the pack the tokens are that rows predict, and which of them count.
     tokens: [n] pack positions of counted tokens whose predictor this rank holds.
     predictors: [n] places of these predictors in this rank's hidden states.
-    inputs: [n] places of these predictors in the flattened rows [N·S].
     is_dummy: the one position stands for none.
     """
 
@@ -33,15 +32,12 @@ class CountedPositions:
     counted: Bool[Tensor, "rows predicted"]
     tokens: Int[Tensor, " n"]
     predictors: Int[Tensor, " n"]
-    inputs: Int[Tensor, " n"]
     is_dummy: bool
 
     @classmethod
     def of(cls, layout: PackLayout, mask: Float[Tensor, "rows predicted"], cp_rank: int) -> CountedPositions:
         """Those that `mask` [N, S − 1] counts."""
         index, there = layout.token_table(mask.shape[1] + 1)
-        in_rows = torch.zeros(layout.total, dtype=torch.long)  # the place of each position in the flattened rows
-        in_rows[index[there]] = there.flatten().nonzero().flatten()
         index, counted = index[:, 1:], there[:, 1:] & (mask > 0)
         wanted = torch.zeros(layout.total, dtype=torch.bool)  # of the tokens that are predicted
         wanted[index[counted]] = True
@@ -51,16 +47,13 @@ class CountedPositions:
         tokens = (wanted & (place[layout.predictor] >= 0)).nonzero().flatten()
         is_dummy = not len(tokens)
         tokens = torch.zeros(1, dtype=torch.long) if is_dummy else tokens
-        predictors = layout.predictor[tokens]
-        inputs = in_rows[predictors.clamp(min=0)]
-        return cls(layout, index, counted, tokens, place[predictors].clamp(min=0), inputs, is_dummy)
+        return cls(layout, index, counted, tokens, place[layout.predictor[tokens]].clamp(min=0), is_dummy)
 
     def on(self, device: torch.device, *others: Tensor) -> tuple[CountedPositions, list[Tensor]]:
         """The same for values that are on `device`; and `others` of the host there, all by one copy."""
-        own = self.index, self.counted, self.tokens, self.predictors, self.inputs
-        index, counted, tokens, predictors, inputs, *there = platform.sent_together((*own, *others), device)
-        moved = replace(self, index=index, counted=counted, tokens=tokens, predictors=predictors, inputs=inputs)
-        return moved, there
+        own = self.index, self.counted, self.tokens, self.predictors
+        index, counted, tokens, predictors, *there = platform.sent_together((*own, *others), device)
+        return replace(self, index=index, counted=counted, tokens=tokens, predictors=predictors), there
 
     def pick(self, hidden: Float[Tensor, "local_tokens hidden"]) -> Float[Tensor, "n hidden"]:
         """Hidden states of the predictors; of a dummy zeros, whatever the model made of it, that pass gradients on."""
@@ -71,9 +64,13 @@ class CountedPositions:
         """The tokens that are predicted; all on the host."""
         return self.layout.pack_rows(input_ids)[self.tokens]
 
-    def at_predictors(self, values: Shaped[Tensor, "rows seq k"]) -> Shaped[Tensor, "n k"]:
-        """Of values that rows have at each input position, those of the predictors."""
-        return values.flatten(0, 1)[self.inputs]
+    def inputs(self) -> Int[Tensor, " n"]:
+        """Places of the predictors in the flattened rows [N·S]; all on the host, which a mask on the device would make
+        wait."""
+        index, there = self.layout.token_table(self.index.shape[1] + 1)
+        place = torch.zeros(self.layout.total, dtype=torch.long)  # of each pack position in the rows
+        place[index[there]] = there.flatten().nonzero().flatten()
+        return place[self.layout.predictor[self.tokens].clamp(min=0)]
 
     def spread(
         self, values: Float[Tensor, n * rest], context_parallel_group: ProcessGroup | None

@@ -22,6 +22,7 @@ class LastStates:
 
     microbatch: which one this is, for who knows more about it.
     logits: n rows of hidden states of this context-parallel rank; the head's rows of this tensor-parallel rank.
+    inputs: where the input positions of these rows are among those of the flattened rows [N·S].
     vocab_size: of the vocabulary without its padding.
     temperature: divides all logits, beside what a loss divides them by.
     """
@@ -29,6 +30,7 @@ class LastStates:
     microbatch: Hashable
     logits: LinearLogits
     positions: CountedPositions
+    inputs: Int[Tensor, " n"]
     vocab_size: int
     temperature: float
     tensor_parallel_group: ProcessGroup | None
@@ -41,7 +43,7 @@ class LastStates:
         logprobs, entropy = linear_logprobs(
             self.logits.hidden,
             self.logits.weight,
-            self.positions.at_predictors(tokens),
+            tokens.flatten(0, 1)[self.inputs],
             self.tensor_parallel_group,
             self.vocab_size,
             temperature * self.temperature,

@@ -31,6 +31,7 @@ from mcore_rl.simulation.watch import Watch
 
 if TYPE_CHECKING:
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
 
 @dataclass(frozen=True)
@@ -134,11 +135,7 @@ def measure_step(
         watch.parts.of_modules(models.chunks)
         policy = models.policy
         batch = invented_batch(config, sequences)
-        own = policy.own_rows(batch)
-        if platform.simulates():
-            division = policy.divide(batch["input_lengths"].tolist(), lambda rows: batch["input_ids"][list(rows)])
-            share = own.share
-            own.share = PlannedShare(share.indices, share.total, share.replicas, batch=batch, division=division)
+        own = planned_rows(policy, batch) if platform.simulates() else policy.own_rows(batch)
         run_step(config, models, own, watch.enter)
         for model, traffic.phase in zip(models.trained, (UPDATE, CRITIC_UPDATE), strict=False):
             model.settle_weights()  # what the next step's forward pass would bring counts as this one's
@@ -195,6 +192,13 @@ class PlannedShare(Share):
         alone = [Share(rows, self.total, ParallelDimension()) for rows in self.division]
         plans = [batching.plan_of_replica(OwnRows(self.batch.select_indices(one.indices), one)) for one in alone]
         return max(len(boxes) for boxes, *_ in plans), max(width for *_, width in plans)
+
+
+def planned_rows(policy: MegatronPolicy, batch: BatchedDataDict[Any]) -> OwnRows[Any]:
+    """The rows of this simulated replica: `policy.own_rows`, with a share that knows the others'."""
+    division, replicas = policy.division_of(batch), policy.topology.data
+    share = PlannedShare(division[replicas.rank], batch.size, replicas, batch=batch, division=division)
+    return OwnRows(batch.select_indices(share.indices), share)
 
 
 def offloaded_state(models: Models) -> dict[str, int]:

@@ -139,10 +139,11 @@ def last_states(model: BuiltModel, hidden: Tensor, microbatch: Microbatch, tempe
     topology = model.topology
     mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
-    positions, _ = CountedPositions.of(microbatch.layout, mask, topology.context.rank).on(hidden.device)
+    positions = CountedPositions.of(microbatch.layout, mask, topology.context.rank)
+    positions, (inputs,) = positions.on(hidden.device, positions.inputs())
     logits = LinearLogits(positions.pick(hidden), model.chunks[-1].lm_head_weight())
     groups = topology.tensor.group, topology.context.group
-    return LastStates(microbatch, logits, positions, model.vocab_size, temperature, *groups)
+    return LastStates(microbatch, logits, positions, inputs, model.vocab_size, temperature, *groups)
 
 
 class TopKHead:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl import platform
-
-ALIGNMENT = 64
+from mcore_rl.byte_blocks import bytes_for, views_of
 
 
 class HostStaging:
@@ -29,19 +28,15 @@ class HostStaging:
 
         What the device is told to do from now on comes after the copies. The block's last contents are lost.
         """
-        starts, size = list[int](), 0
-        for tensor in tensors:
-            starts.append(size)
-            size += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
+        size = bytes_for(tensors)
         if size > len(self._block):
             platform.release_page_lock(self._block)
             # Anonymous, not a file in /dev/shm, which containers keep small.
             self._block = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
             platform.page_lock(self._block)
-        copies = []
-        for tensor, start in zip(tensors, starts, strict=True):
-            taken = self._block[start : start + tensor.numel() * tensor.itemsize]
-            copies.append(taken.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True))
+        copies = views_of(self._block, tensors)
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
         self._copied = platform.record_event()
         return copies
 

@@ -178,11 +178,14 @@ class ScoringModel:
         """[replica] → rows of a global batch of these lengths that it trains on; as `division.divide`."""
         return divide(self.batching, lengths, tokens_of, self.topology.data, known)
 
+    def division_of(self, data: BatchedDataDict[Any]) -> list[list[int]]:
+        """`divide` of a global batch that every rank has. Collective."""
+        return self.divide(data["input_lengths"].tolist(), lambda rows: data["input_ids"][list(rows)])
+
     def own_rows(self, data: BatchedDataDict[Any]) -> OwnRows[Any]:
         """This replica's share of a global batch that every rank has. Collective."""
         replicas = self.topology.data
-        division = self.divide(data["input_lengths"].tolist(), lambda rows: data["input_ids"][list(rows)])
-        share = Share(division[replicas.rank], data.size, replicas)
+        share = Share(self.division_of(data)[replicas.rank], data.size, replicas)
         return OwnRows(data.select_indices(share.indices), share)
 
     # ------------------------------------------------------------ scoring
