@@ -12,7 +12,6 @@ import sys
 from mcore_rl.algorithms.interfaces import LossType
 from mcore_rl.algorithms.loss_functions.common import LogprobLoss, token_mask_of
 from mcore_rl.config import SFTConfig
-from mcore_rl.data.records import load_sft_dataset
 from mcore_rl.entry_point import run_script
 
 
@@ -40,12 +39,12 @@ class FocalLoss(LogprobLoss):
 
 def train(config):
     # These import Megatron, which `run_script` has chosen a device for by now.
-    from mcore_rl.algorithms.inputs import claim_output, load_inputs, total_steps
+    from mcore_rl.algorithms.inputs import claim_output, load_inputs
     from mcore_rl.algorithms.supervised import SupervisedRun
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
-    inputs = claim_output(config, load_inputs(config, load_sft_dataset, rows_per_unit=1))
-    policy = MegatronPolicy(config, total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size))
+    inputs = claim_output(config, load_inputs(config))
+    policy = MegatronPolicy(config, config.total_steps(len(inputs.train)))
     SupervisedRun(config, inputs, policy, FocalLoss()).run()
     policy.shutdown()
 

@@ -141,8 +141,11 @@ def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.
     return build_config(config_type, values, words, "command line"), "command line"
 
 
-def with_local_models(config: ConfigT) -> ConfigT:
+def with_local_models(config: ConfigT, with_weights: bool = True) -> ConfigT:
     """The configuration with the hub's models as directories of its cache.
+
+    Args:
+        with_weights: they are downloaded whole.
 
     Raises:
         UserError: one cannot be had.
@@ -151,7 +154,8 @@ def with_local_models(config: ConfigT) -> ConfigT:
     if not named:
         return config
     values = config.model_dump(mode="json")
-    paths = {key: download(str(path), key, config.model.trust_remote_code) for key, path in named.items()}
+    code = config.model.trust_remote_code
+    paths = {key: download(str(path), key, code, with_weights) for key, path in named.items()}
     return build_config(type(config), values, [f"{key}={json.dumps(str(path))}" for key, path in paths.items()], "")
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from mcore_rl.errors import UserError
 
 _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-"""Files of a model that is trained here; not its weights in other formats."""
+WEIGHTS = ["*.safetensors"]
+"""Of a model that is trained here; not those in other formats."""
+PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
+"""Its other files."""
 CODE = ["*.py"]
 PUSH = "checkpoint.push_to_hub"
 """The key that errors name."""
@@ -21,7 +23,7 @@ def is_hub_name(path: Path) -> bool:
     return not path.exists() and _NAME.fullmatch(str(path)) is not None
 
 
-def download(name: str, key: str, with_code: bool = False) -> Path:
+def download(name: str, key: str, with_code: bool = False, with_weights: bool = True) -> Path:
     """The directory of a model in the hub's cache, with all that is needed downloaded; $HF_HUB_OFFLINE=1 never does.
 
     Every process may ask at the same time: one of a node downloads, the others wait for it.
@@ -29,6 +31,7 @@ def download(name: str, key: str, with_code: bool = False) -> Path:
     Args:
         key: names it in errors.
         with_code: the model's own code as well.
+        with_weights: not its configuration and tokenizer alone.
 
     Raises:
         UserError: it is not there, not to be had, or not to be reached.
@@ -38,7 +41,7 @@ def download(name: str, key: str, with_code: bool = False) -> Path:
 
     match = _NAME.fullmatch(name)
     assert match is not None, f"{name} is no name on the hub"
-    patterns = PATTERNS + (CODE if with_code else [])
+    patterns = PATTERNS + (WEIGHTS if with_weights else []) + (CODE if with_code else [])
     try:
         return Path(snapshot_download(match["name"], revision=match["revision"], allow_patterns=patterns))
     except GatedRepoError:

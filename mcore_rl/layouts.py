@@ -76,7 +76,7 @@ class Layout:
         return {
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
-            "virtual_pipeline_model_parallel_size": self.vpp,
+            "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
             "num_layers_in_first_pipeline_stage": self.first,
             "num_layers_in_last_pipeline_stage": self.last,
             "account_for_embedding_in_pipeline_split": False,

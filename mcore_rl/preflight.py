@@ -26,20 +26,36 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
     Raises:
         UserError: naming the key or option, what was found, what would be right.
     """
-    if config.model.head == "reward" and not isinstance(config, RMConfig):
-        raise UserError("model.head: head=reward is trained by train_rm.py alone")
-    config.parallel.data_parallel_size(world_size)
-    config.pack_width(config.rows_per_unit)
-    for key, path in models_of(config).items():
-        if key != "model.lora.path":
-            check_model_directory(path, key)
-    for source in (*config.data.train_sources, *config.data.validation_sets.values()):
-        check_file(source)
+    check_layout(config, world_size)
+    check_sources(config)
     _check_files(files, RunDirectory(config.output_dir))
     if isinstance(config, RLConfig) and not (files.get("replay") and config.data.validation is None):
         check_vllm(config)
     check_output(config)
     find_checkpoints(config)
+
+
+def check_layout(config: TrainingConfig, world_size: int) -> None:
+    """Check what needs no data: models are there, processes and packs can be divided, steps train something.
+
+    Raises:
+        UserError: naming the key, what was found, what would be right.
+    """
+    if config.model.head == "reward" and not isinstance(config, RMConfig):
+        raise UserError("model.head: head=reward is trained by train_rm.py alone")
+    config.parallel.data_parallel_size(world_size)
+    config.pack_width(config.rows_per_unit)
+    if config.trainer.max_steps is not None:
+        config.check_steps(config.trainer.max_steps)
+    for key, path in models_of(config).items():
+        if key != "model.lora.path":
+            check_model_directory(path, key)
+
+
+def check_sources(config: TrainingConfig) -> None:
+    """Raises UserError if a file of records is not there, or none."""
+    for source in (*config.data.train_sources, *config.data.validation_sets.values()):
+        check_file(source)
 
 
 def check_model_directory(path: Path, key: str = "model.path") -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config import TrainingConfig, read_yaml
+from mcore_rl.config.beside import CRITIC, JUDGE, REFERENCE, TEACHER
 from mcore_rl.errors import UserError
 from mcore_rl.launch_environment import launch_id
 
@@ -36,10 +37,7 @@ IDENTIFYING_KEYS = (
 ADAPTER_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
 """The same, and without adapters there are none of these."""
 NO_ADAPTER = "no adapter"
-BESIDE_THE_MODEL = (
-    *("model.lora.path", "dpo.reference_model", "distillation.teacher", "environment.path"),
-    "critic.path",
-)
+BESIDE_THE_MODEL = ("model.lora.path", REFERENCE, TEACHER, JUDGE, CRITIC)
 """Keys of what a run reads weights from, beside the model that it trains."""
 INSIGNIFICANT = (
     *("output_dir", "dry_run", "checkpoint.", "logging."),

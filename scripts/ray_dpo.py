@@ -33,14 +33,13 @@ def train(config: DPOConfig, workers: int, steps: int) -> None:
     from mcore_rl.platform import initialize_platform
 
     initialize_platform()
-    from mcore_rl.algorithms.inputs import load_inputs, total_steps
+    from mcore_rl.algorithms.inputs import load_inputs
     from mcore_rl.algorithms.objectives import loss_of
     from mcore_rl.data.batches import collate
-    from mcore_rl.data.records import load_preference_dataset
     from mcore_rl.models.policy.ray_policy import Policy
 
-    inputs = load_inputs(config, load_preference_dataset, rows_per_unit=2, world_size=workers)
-    whole_run = total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size)
+    inputs = load_inputs(config, world_size=workers)
+    whole_run = config.total_steps(len(inputs.train))
     policy = Policy(config, workers, total_steps=whole_run, rows_per_unit=2, keep_reference=True)
     loss_fn = loss_of(config)
     order, size = inputs.train.order(config.seed), config.batch.global_batch_size

@@ -10,11 +10,12 @@ needed. Lengths are the data's, or those of --lengths. With --load-from the rank
 
 import argparse
 import sys
+from argparse import Namespace
 
-from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, RLConfig, SFTConfig
-from mcore_rl.entry_point import Parser, count, told_in_one_line
+from mcore_rl.config import DPOConfig, ParallelConfig, RLConfig, TrainingConfig
+from mcore_rl.entry_point import Parser, count, told_in_one_line, with_local_models
 from mcore_rl.errors import UserError
-from mcore_rl.preflight import check_model_directory
+from mcore_rl.preflight import check_layout, check_sources
 from mcore_rl.programs.training import PROGRAMS, load_for
 from mcore_rl.quiet import quiet_libraries
 
@@ -35,76 +36,83 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
     with told_in_one_line():
-        from mcore_rl.platform import initialize_platform
-        from mcore_rl.simulation.hardware import Hardware
-        from mcore_rl.simulation.report import GENERATION, describe, describe_loading, table
-        from mcore_rl.simulation.run import chosen_ranks, search, simulate, simulate_loadings
+        config = load_for(arguments.algorithm, arguments.config, arguments.overrides)
+        check_options(config, arguments)
+        config = with_local_models(config, with_weights=False)
+        # A search leaves the configuration's own layout aside: it need not fit.
+        checked = config.model_copy(update={"parallel": ParallelConfig()}) if arguments.search else config
+        check_layout(checked, arguments.world_size)
+        if arguments.lengths is None:
+            check_sources(config)
+
+        from mcore_rl.platform import initialize_platform  # with PyTorch
 
         initialize_platform()
-        config = load_for(arguments.algorithm, arguments.config, arguments.overrides)
-        gpu, size = Hardware.load(arguments.hardware), arguments.world_size
-        check_model_directory(config.model.path)
-        if config.model.dtype not in gpu.flops_per_second:
-            raise UserError(f"--hardware {arguments.hardware}: tells no peak for model.dtype={config.model.dtype}")
-        sequences = sequences_of(config, arguments)
-        for option, given in (("--load-from", arguments.load_from), ("--ranks", arguments.ranks)):
-            if arguments.search and given:
-                raise UserError(f"{option}: is of one layout; leave out --search")
-        if isinstance(config, RLConfig):
-            print(GENERATION)
-        if arguments.search:
-            found = search(config, size, sequences, gpu, arguments.workers, lambda line: print(line, file=sys.stderr))
-            print("\n".join(table(found)))
-            return
-        config.parallel.data_parallel_size(size)
-        config.pack_width(config.rows_per_unit)
-        ranks = chosen_ranks(config, size, arguments.ranks or "distinct")
-        rows = f"{len(sequences.lengths):,} sequences of {sum(sequences.lengths):,} tokens"
-        print(f"{arguments.algorithm}, {size} processes, {config.model.dtype}, {rows} a step")
-        if isinstance(config, DPOConfig) and config.dpo.reference == "auto" and config.precomputes(epochs=1):
-            print("assumed: the reference is computed before training (dpo.reference=auto)")
-        reports = simulate(config, size, ranks, sequences, arguments.workers)
-        print("\n".join(describe(config, size, reports, gpu)))
-        if arguments.load_from:
-            loadings = simulate_loadings(config, size, ranks, arguments.load_from, arguments.workers)
-            print("\n".join(describe_loading(loadings, arguments.load_from)))
+        report(config, sequences_of(checked, arguments), arguments)
 
 
-def sequences_of(config, arguments):
-    from mcore_rl.simulation.step import sequences_of
+def report(config: TrainingConfig, sequences, arguments: Namespace) -> None:
+    """Simulate, and print what came of it."""
+    from mcore_rl.simulation.hardware import Hardware
+    from mcore_rl.simulation.report import GENERATION, describe, describe_loading, table
+    from mcore_rl.simulation.run import chosen_ranks, search, simulate, simulate_loadings
 
-    if not arguments.lengths:
-        return data_lengths(config)
+    gpu, size = Hardware.load(arguments.hardware), arguments.world_size
+    if isinstance(config, RLConfig):
+        print(GENERATION)
+    if arguments.search:
+        found = search(config, size, sequences, gpu, arguments.workers, lambda line: print(line, file=sys.stderr))
+        print("\n".join(table(found)))
+        return
+    ranks = chosen_ranks(config, size, arguments.ranks or "distinct")
+    rows = f"{len(sequences.lengths):,} sequences of {sum(sequences.lengths):,} tokens"
+    print(f"{arguments.algorithm}, {size} processes, {config.model.dtype}, {rows} a step")
+    if isinstance(config, DPOConfig) and config.dpo.reference == "auto" and config.precomputes(epochs=1):
+        print("assumed: the reference is computed before training (dpo.reference=auto)")
+    reports = simulate(config, size, ranks, sequences, arguments.workers)
+    print("\n".join(describe(config, size, reports, gpu)))
+    if arguments.load_from:
+        loadings = simulate_loadings(config, size, ranks, arguments.load_from, arguments.workers)
+        print("\n".join(describe_loading(loadings, arguments.load_from)))
+
+
+def check_options(config: TrainingConfig, arguments: Namespace) -> None:
+    """Raises UserError for an option that is wrong, before anything is read."""
+    from mcore_rl.simulation.hardware import Hardware
+    from mcore_rl.simulation.run import chosen_ranks
+
+    if config.model.dtype not in Hardware.load(arguments.hardware).flops_per_second:
+        raise UserError(f"--hardware {arguments.hardware}: tells no peak for model.dtype={config.model.dtype}")
+    for option, given in (("--load-from", arguments.load_from), ("--ranks", arguments.ranks)):
+        if arguments.search and given is not None:
+            raise UserError(f"{option}: is of one layout; leave out --search")
+    if arguments.ranks is not None:
+        config.parallel.data_parallel_size(arguments.world_size)
+        chosen_ranks(config, arguments.world_size, arguments.ranks)
     if not 0 < arguments.response_part <= 1:
         raise UserError(f"--response-part {arguments.response_part}: is a part of a sequence, above 0 and at most 1")
+    if arguments.lengths is None:
+        return
     words = arguments.lengths.split(",")
     if not all(word.isdecimal() and int(word) > 1 for word in words):
         raise UserError(f"--lengths {arguments.lengths}: write numbers of tokens, at least 2, with commas between")
     if max(map(int, words)) > config.data.max_sequence_length:
         raise UserError(f"--lengths: longer than data.max_sequence_length={config.data.max_sequence_length}")
-    return sequences_of(config, list(map(int, words)), arguments.response_part)
 
 
-def data_lengths(config):
-    """Of the data's first global batch; the answers of GRPO and PPO are as long as they may be."""
-    from mcore_rl.algorithms.inputs import tokenizer_and_cache
+def sequences_of(config: TrainingConfig, arguments: Namespace):
+    """Those of --lengths, or of the data's first global batch, whose answers are as long as GRPO and PPO let them be;
+    once models and data are found such that a run would take them."""
+    from mcore_rl.algorithms.inputs import load_inputs
+    from mcore_rl.algorithms.model_checks import check_models
     from mcore_rl.algorithms.plan import first_batch
-    from mcore_rl.data.prompts import load_prompt_dataset
-    from mcore_rl.data.records import load_preference_dataset, load_sft_dataset, load_unpaired_dataset
+    from mcore_rl.simulation.step import sequences_of
 
-    tokenizer, cache = tokenizer_and_cache(config)
-    if isinstance(config, RLConfig):
-        limit, valued = config.max_prompt_length, config.environment.valued_columns
-        dataset = load_prompt_dataset(config.data.train, tokenizer, config.data, limit, valued=valued, cache=cache)
-    else:
-        load_dataset = load_preference_dataset
-        if isinstance(config, SFTConfig | DistillationConfig):
-            load_dataset = load_sft_dataset
-        elif isinstance(config, KTOConfig):
-            load_dataset = load_unpaired_dataset
-        dataset = load_dataset(config.data.train, tokenizer, config.data, cache=cache)
-    sequences, _ = first_batch(config, dataset)
-    return sequences
+    if arguments.lengths is None:
+        sequences, _ = first_batch(config, load_inputs(config, arguments.world_size, needs_weights=False).train)
+        return sequences
+    check_models(config, needs_weights=False)
+    return sequences_of(config, list(map(int, arguments.lengths.split(","))), arguments.response_part)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from test_layouts import as_saved, gradient_of, make_data
 from test_training import metrics_of, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mcore_rl.algorithms.inputs import _check_vocabulary
+from mcore_rl.algorithms.model_checks import _check_vocabulary
 from mcore_rl.config import DistillationConfig, ModelConfig, build_config
 from mcore_rl.config.algorithms import DistillationAlgorithmConfig
 from mcore_rl.data.order import SampleOrder

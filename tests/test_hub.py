@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import yaml
-from models import and_long, make_model
+from models import and_long, make_config, make_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -64,6 +64,21 @@ def test_what_is_not_there_is_told_in_one_line(cache, name, message, tmp_path):
     done = train(cache, name, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: model.path: {message}") and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.long
+def test_of_a_model_that_is_simulated_no_weights_are_needed(tmp_path):
+    snapshot = tmp_path / "models--someone--large" / "snapshots" / COMMIT
+    make_config("llama").save_pretrained(snapshot)
+    (tmp_path / "models--someone--large" / "refs").mkdir()
+    (tmp_path / "models--someone--large" / "refs" / "main").write_text(COMMIT)
+    config = {"output_dir": "out", "model": {"path": "someone/large"}, "data": {"train": "nowhere.jsonl"}}
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "scripts/simulate.py", tmp_path / "sft.yaml", "--algorithm", "sft", "--world-size", "2"]
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "--lengths", "64"], capture_output=True, text=True, timeout=90, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "estimate: " in done.stdout
 
 
 def test_a_directory_comes_before_a_name(cache, tmp_path):

@@ -34,7 +34,12 @@ def test_a_process_that_is_killed_costs_its_own_layout_alone(model, monkeypatch)
     assert fits.text == "tp1 pp1 cp1 dp2" and not fits.reason
     assert killed.reason.startswith("the process that simulates it was killed")
     assert told[0] == f"1 of 2 layouts: {killed.text}: {killed.reason}" and told[1].startswith("2 of 2 layouts: tp1 ")
-    assert [row.split("  ")[0] for row in table([fits, killed])] == ["layout", fits.text, killed.text]
+    *rows, assumed, chosen = table([fits, killed])
+    assert [row.split("  ")[0] for row in rows] == ["layout", fits.text, killed.text]
+    assert (
+        assumed.startswith("each with sequence parallelism") and chosen == "for the first: the configuration as it is"
+    )
+    assert {"parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"} == {*killed.overrides}
 
 
 @pytest.mark.long
@@ -89,10 +94,9 @@ def test_the_search_of_one_process(model, tmp_path):
     file.write_text(yaml.safe_dump(config_of(model, DPOConfig).model_dump(mode="json", exclude_unset=True)))
     done = call(file, "--world-size", 1, "--lengths", "128,60", "--search")
     assert done.returncode == 0, done.stderr
-    assert {row[:32].strip() for row in done.stdout.splitlines()[1:]} == {
-        "tp1 pp1 cp1 dp1",
-        "tp1 pp1 cp1 dp1 recompute",
-    }
+    _, *rows, _, chosen = done.stdout.splitlines()
+    assert {row[:32].strip() for row in rows} == {"tp1 pp1 cp1 dp1", "tp1 pp1 cp1 dp1 recompute"}
+    assert chosen.startswith("for the first: ")
 
 
 @pytest.mark.exhaustive

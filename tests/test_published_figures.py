@@ -118,10 +118,30 @@ def test_published_operations(hidden, layers, heads, gpus, stages, sequences, se
 
 
 @pytest.mark.long
-def test_published_activations(tmp_path):
-    """34·s·b·h / t bytes a layer where nothing quadratic in the length is kept (the paper's equation 6), in the 22B
-    shape and batch: its dropout masks of 2·s·b·h are not there."""
-    configs = [published(tmp_path / str(layers), 6144, layers, 64, 1, 4) for layers in (4, 8)]
-    four, eight = in_processes(simulate_rank, *[(c, 0, 8, Sequences((2048,) * 4, (2047,) * 4)) for c in configs])
-    kept = (eight.memory["activations, workspace"] - four.memory["activations, workspace"]) / 4
-    assert kept == pytest.approx(34 * 2048 * 4 * 6144 / 8, rel=0.1)
+@pytest.mark.parametrize(
+    ("hidden", "layers", "heads", "stages", "chunks", "packs", "parameters"),
+    [
+        (6144, 48, 64, 1, 1, 1, 22e9),
+        (12288, 96, 96, 8, 1, 16, 175e9),
+        (12288, 96, 96, 8, 3, 16, 175e9),
+        (20480, 105, 128, 35, 3, 70, 530e9),
+        (25600, 128, 160, 64, 1, 64, 1008e9),
+    ],
+)
+def test_published_memory(hidden, layers, heads, stages, chunks, packs, parameters, tmp_path):
+    """Of the first pipeline stage, which keeps the most, in the paper's layouts.
+
+    Activations by its equation 6, 34·s·b·h / t bytes a layer where nothing quadratic in the length is kept, and by its
+    section 4.2.3: a pipeline's first stage keeps those of as many layers as the model has, of interleaved chunks those
+    of (p − 1) / (p·m) more. Weights, gradients and optimizer are 18 bytes a parameter on one replica (Megatron Core's
+    documentation). A layer's dropout masks, 2·s·b·h, are not there; a gated layer keeps as much as the paper's."""
+    config = published(tmp_path / "model", hidden, layers, heads, stages, packs)
+    config = Layout(tp=8, sp=True, pp=stages, vpp=chunks, tokens_per_pack=2048).apply(config)
+    (rank,) = in_processes(simulate_rank, (config, 0, 8 * stages, Sequences((2048,) * packs, (2047,) * packs)))
+    waiting = (stages - 1) / (stages * chunks) if chunks > 1 else 0
+    activations = 34 * 2048 * hidden * layers / 8 * (1 + waiting)
+    state = sum(rank.memory[kind] for kind in ("weights", "gradients", "optimizer"))
+    assert rank.packs == packs
+    assert state == pytest.approx(18 * parameters / (8 * stages), rel=0.1)
+    assert rank.peak - state == pytest.approx(activations, rel=0.1)
+    assert rank.memory["activations, workspace"] == pytest.approx(activations, rel=0.05)

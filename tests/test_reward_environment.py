@@ -123,7 +123,7 @@ def test_a_run_is_judged_by_a_reward_model(judge, model_of, tmp_path):
     for change, message in (
         (f"environment.path={model_of('llama')}", "is no reward model: it has no score.weight"),
         ("environment.path=nowhere", "environment.path: nowhere must be a Hugging Face model directory"),
-        ("environment.max_sequence_length=4096", "environment.max_sequence_length=4096: the reward model has 1024"),
+        ("environment.max_sequence_length=4096", "environment.max_sequence_length=4096: the model has 1024 positions"),
     ):
         refused = run("train_grpo.py", tmp_path / "grpo.yaml", change, f"output_dir={tmp_path / 'new'}", check=False)
         assert refused.returncode == 2

@@ -11,11 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from models import and_long
 from wrong_files import make_everything
 
 from mcore_rl import entry_point
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+from mcore_rl.simulation import run as simulation
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 SECONDS = 5  # beside the imports
@@ -152,7 +154,7 @@ KEYS = [
     ("sft", "checkpoint.resume={root}/nothing_here", "checkpoint.resume: {root}/nothing_here holds no checkpoint"),
     ("sft", "checkpoint.resume={root}/a_run/checkpoints/iter_0000003", "is not whole: manifest.json is missing"),
     ("sft", "logging.wandb=project", "logging.wandb: install the wandb extra"),
-    ("sft", "parallel.tensor_model_parallel_size=2", "must divide the number of processes (1); start torchrun with"),
+    ("sft", "parallel.tensor_model_parallel_size=2", "must divide the number of processes (1); start 2 or a multiple"),
     ("sft", "parallel.tensor_model_parallel_size=0", "parallel.tensor_model_parallel_size: "),
     ("sft", "parallel.sequence_parallel=true", "parallel.sequence_parallel: needs tensor_model_parallel_size > 1"),
     ("sft", "parallel.timeout_seconds=0", "parallel.timeout_seconds: "),
@@ -303,6 +305,33 @@ DATA = [
     ("grpo", "no_answer.jsonl", "environment.name=exact_match: .*cannot be judged: KeyError: 'answer' (the record has solution)"),
 ]  # fmt: skip
 
+JUDGED = "environment={name: reward_model, path: '{root}/%s'%s}"
+BESIDE = [
+    ("dpo", ["dpo.reference_model={root}/nowhere"], "dpo.reference_model: {root}/nowhere must be a Hugging Face model"),
+    ("dpo", ["dpo.reference_model={root}/gelu"], "dpo.reference_model: .*activation 'gelu' is not supported"),
+    ("dpo", ["dpo.reference_model={root}/judge"], "dpo.reference_model: {root}/judge is a reward model, where a language"),
+    ("dpo", ["dpo.reference_model={root}/five_heads"], "dpo.reference_model: "),
+    ("distill", ["distillation.teacher={root}/gpt2"], "distillation.teacher: model type 'gpt2' is not supported|distillation.teacher: {root}/gpt2"),
+    ("distill", ["distillation.topk=251"], "distillation.topk=251: the teacher has 250 tokens"),
+    ("ppo", ["critic.path={root}/nowhere"], "critic.path: {root}/nowhere must be a Hugging Face model"),
+    ("ppo", ["critic.path={root}/wide"], "critic.path: {root}/wide"),
+    ("ppo", ["critic.pretraining_steps=3"], "critic.pretraining_steps=3: the run has 3 steps, in none of which"),
+    ("grpo", [JUDGED % ("nowhere", "")], "environment.path: {root}/nowhere must be a Hugging Face model"),
+    ("grpo", [JUDGED % ("model", "")], "environment.path: {root}/model is no reward model: it has no score.weight"),
+    ("grpo", [JUDGED % ("judge", ", max_sequence_length: 4096")], "environment.path: .*environment.max_sequence_length=4096: the model has 1024 positions"),
+]  # fmt: skip
+"""Other models than the policy."""
+
+TOKENIZERS = [
+    ("sft", ["model.path={root}/many_tokens"], "model.path: the tokenizer has 3.* tokens, the model's vocabulary 250"),
+    ("dpo", ["dpo.reference_model={root}/no_tokenizer"], "dpo.reference_model: there is no tokenizer in {root}/no_tokenizer"),
+    ("dpo", ["dpo.reference_model={root}/many_tokens"], "dpo.reference_model: {root}/many_tokens has another vocabulary"),
+    ("distill", ["distillation.teacher={root}/many_tokens"], "distillation.teacher: {root}/many_tokens has another vocab"),
+    ("ppo", ["critic.path={root}/many_tokens"], "critic.path: {root}/many_tokens has another vocabulary than model.path"),
+    ("ppo", ["critic.pretraining_steps=3", "trainer={max_epochs: 1}"], "critic.pretraining_steps=3: the run has 3 steps"),
+]  # fmt: skip
+"""And how many records there are."""
+
 OTHERS = [
     ("sft", ["output_dir={root}/a_file"], "output_dir: {root}/a_file is not a directory"),
     ("sft", ["output_dir={root}/a_file/run"], "output_dir: {root}/a_file is not a directory"),
@@ -321,12 +350,18 @@ OTHERS = [
     ("sft", ["data.validation={root}/no_role.jsonl", "trainer.validation_interval=1"], "no_role.jsonl, line 1: messages"),
 ]  # fmt: skip
 
+ALGORITHMS = ("sft", "dpo", "rm", "grpo", "ppo", "distill")
+"""Their training scripts are tried."""
+
 CASES = [
     *COMMANDS,
     *((script, [f"{{root}}/{script}.yaml", key], message) for script, key, message in KEYS),
     *(("sft", ["{root}/sft.yaml", f"model.path={{root}}/{model}"], message) for model, message in MODELS),
     *((script, [f"{{root}}/{script}.yaml", f"data.train={{root}}/{file}"], message) for script, file, message in DATA),
-    *((script, [f"{{root}}/{script}.yaml", *overrides], message) for script, overrides, message in OTHERS),
+    *(
+        (script, [f"{{root}}/{script}.yaml", *overrides], message)
+        for script, overrides, message in (*BESIDE, *TOKENIZERS, *OTHERS)
+    ),
 ]
 
 
@@ -350,6 +385,7 @@ def attempt(monkeypatch, capfd, root):
 
     monkeypatch.setattr(entry_point.os, "_exit", leave)
     monkeypatch.setattr(MegatronPolicy, "__init__", build)
+    monkeypatch.setattr(simulation, "simulate", build)
     monkeypatch.chdir(root)
 
     def run(script, arguments):
@@ -388,6 +424,77 @@ def test_a_mistake_is_told_in_one_line(script, arguments, message, attempt, root
     assert status == 2
     assert seconds < SECONDS
     assert snapshot(root) == before
+
+
+OF_A_RUN_ALONE = (
+    *("output_dir=", "checkpoint.resume=", "checkpoint.overwrite=", "--record", "--replay"),
+    *("function: 'nowhere:f'", "function: 'math:nothing'", "no_answer.jsonl", "vllm: {python", "no_weights", "pickles"),
+)
+"""What it finds where it writes, judges and servers that it asks, weights: no part of what is simulated."""
+
+SIMULATED = [
+    (script, arguments, message)
+    for script, arguments, message in CASES
+    if script in ALGORITHMS and arguments and not any(text in " ".join(arguments) for text in OF_A_RUN_ALONE)
+]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"), SIMULATED, ids=lambda x: x if isinstance(x, str) else " ".join(x)
+)
+def test_simulating_refuses_the_same(script, arguments, message, attempt, root):
+    arguments = [argument.replace("{root}", str(root)) for argument in arguments]
+    status, told, _ = attempt("simulate", [*arguments, "--algorithm", script, "--world-size", "1"])
+    assert told.startswith("error: ") and told.count("\n") == 1, told
+    assert_says(told, message.replace("{root}", str(root)))
+    assert status == 2
+
+
+OF_TOKENIZERS = ("no_tokenizer", "broken_tokenizer", "endless")
+SHAPES = [
+    *BESIDE,
+    *(("sft", [f"model.path={{root}}/{model}"], message) for model, message in MODELS if model not in OF_TOKENIZERS),
+]
+
+
+@pytest.mark.parametrize(
+    ("script", "overrides", "message"),
+    [case for case in SHAPES if not any(text in " ".join(case[1]) for text in OF_A_RUN_ALONE)],
+    ids=lambda x: x if isinstance(x, str) else " ".join(x),
+)
+def test_of_invented_lengths_models_alone_are_looked_at(script, overrides, message, attempt, root):
+    """No records are there."""
+    overrides = [override.replace("{root}", str(root)) for override in (*overrides, "data.train=nowhere.jsonl")]
+    options = ["--algorithm", script, "--world-size", "1", "--lengths", "40"]
+    status, told, _ = attempt("simulate", [str(root / f"{script}.yaml"), *overrides, *options])
+    assert_says(told, message.replace("{root}", str(root)))
+    assert status == 2 and told.count("\n") == 1
+
+
+OPTIONS = [
+    (["--ranks", ""], "--ranks : write first, last, distinct, stages, or numbers below 8"),
+    (["--ranks", "8"], "--ranks 8: write first, last, distinct, stages, or numbers below 8"),
+    (["--lengths", ""], "--lengths : write numbers of tokens, at least 2, with commas between"),
+    (["--lengths", "9,x"], "--lengths 9,x: write numbers of tokens"),
+    (["--lengths", "99"], "--lengths: longer than data.max_sequence_length=48"),
+    (["--response-part", "nan"], "--response-part nan: is a part of a sequence, above 0 and at most 1"),
+    (["--hardware", "tpu"], "--hardware tpu: there are a100, h100, h200; or write FILE:NAME"),
+    (["--hardware", "{root}/kinds.yaml:endless"], "kinds.yaml:endless: memory_bytes: Input should be a finite number"),
+    (["--search", "--ranks", "first"], "--ranks: is of one layout; leave out --search"),
+    (["--search", "--load-from", "2"], "--load-from: is of one layout; leave out --search"),
+    (["parallel.tensor_model_parallel_size=3"], "= 3 must divide the number of processes (8); start 3 or a multiple"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_options_are_looked_at_before_anything_is_read(options, message, attempt, root):
+    kinds = yaml.safe_load((Path(simulation.__file__).parent / "hardware.yaml").read_text())
+    (root / "kinds.yaml").write_text(yaml.safe_dump({"endless": {**kinds["h100"], "memory_bytes": float("inf")}}))
+    options = [option.replace("{root}", str(root)) for option in options]
+    arguments = [str(root / "sft.yaml"), "--algorithm", "sft", "--world-size", "8", "data.train=nowhere.jsonl"]
+    status, told, _ = attempt("simulate", [*arguments, *options])
+    assert_says(told, message)
+    assert status == 2 and told.count("\n") == 1
 
 
 def assert_says(told, message):

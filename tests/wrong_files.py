@@ -7,6 +7,7 @@ import torch
 import yaml
 from models import make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from mcore_rl.run_identity import RunIdentity
 
@@ -134,6 +135,13 @@ def make_models(root):
     tokenizer.save_pretrained(changed("endless"))
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
+    longer = AutoTokenizer.from_pretrained(root / "model")
+    longer.add_tokens([f"<{i}>" for i in range(300)])
+    longer.save_pretrained(changed("many_tokens"))
+    tensors = load_file(root / "model" / "model.safetensors")
+    del tensors["lm_head.weight"]
+    judge = changed("judge", architectures=["LlamaForSequenceClassification"], num_labels=1, tie_word_embeddings=False)
+    save_file({**tensors, "score.weight": torch.zeros(1, 64)}, judge / "model.safetensors", {"format": "pt"})
     (root / "no_template").mkdir()
     for file in (root / "model").iterdir():
         if file.name in ("config.json", "model.safetensors"):
@@ -155,6 +163,8 @@ def make_configs(root):
         "dpo": batch,
         "rm": {**batch, "model": {**common["model"], "head": "reward"}},
         "grpo": {"grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_new_tokens": 8}},
+        "ppo": {"ppo": {"num_prompts_per_step": 2, "max_new_tokens": 8}},
+        "distill": {**batch, "distillation": {"teacher": str(root / "model"), "topk": 8}},
     }
     for name, sections in own.items():
         (root / f"{name}.yaml").write_text(yaml.safe_dump({**common, **sections}))

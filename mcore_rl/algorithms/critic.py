@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.inputs import check_model_beside, check_positions
 from mcore_rl.algorithms.loss_functions import ValueLossFn
 from mcore_rl.algorithms.rollouts import last_response_tokens
 from mcore_rl.config import PPOConfig
+from mcore_rl.config.beside import CRITIC, config_of_critic
 from mcore_rl.distributed.own_rows import OwnRows, Share
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -41,7 +41,7 @@ class Critic:
         Raises:
             TrainingError: a token has no embedding here.
         """
-        self.model.check_tokens(data, "critic.path")
+        self.model.check_tokens(data, CRITIC)
         with self.model.brought_back():
             values: Tensor = self.model.get_values(_read(data))["values"]
         return values
@@ -72,21 +72,6 @@ class Critic:
 
 def _read(data: OwnRows[Any]) -> OwnRows[Any]:
     return data.with_entries({name: data[name] for name in COLUMNS if name in data})
-
-
-def config_of_critic(config: PPOConfig) -> PPOConfig:
-    """The run's configuration with the critic in the policy's place."""
-    return config.model_copy(update={"model": config.critic_model, "optimizer": config.critic.optimizer})
-
-
-def check_critic(config: PPOConfig, tokenizer: Any) -> None:
-    """Look at the critic's model before any process group exists.
-
-    Raises:
-        UserError: it cannot be used, or has another vocabulary than the policy.
-    """
-    hf = check_model_beside(config_of_critic(config), "critic.path", tokenizer)
-    check_positions(hf, config.data.max_sequence_length)
 
 
 def earned_by_tokens(data: Mapping[str, Tensor], beyond: Tensor, penalty: Tensor | None) -> Tensor:

@@ -9,13 +9,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mcore_rl.algorithms.inputs import Inputs, check_model_beside, claim_output, load_inputs, total_steps
+from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs
 from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import DPOConfig, ModelConfig
+from mcore_rl.config.beside import config_of_reference
 from mcore_rl.data.progress import Say
-from mcore_rl.data.records import Dataset, load_preference_dataset
+from mcore_rl.data.records import Dataset
 from mcore_rl.distributed.own_rows import OwnRows
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -29,12 +30,12 @@ FIRST_MARGIN_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 def train_dpo(config: DPOConfig) -> Path | None:
     """Make chosen responses likelier than rejected ones, relative to the reference."""
-    inputs = load_inputs(config, load_preference_dataset, rows_per_unit=2)
+    inputs = load_inputs(config)
     precomputes = precomputes_reference(config, inputs)
     inputs = claim_output(config, inputs)
     policy = MegatronPolicy(
         config,
-        total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size),
+        config.total_steps(len(inputs.train)),
         rows_per_unit=2,
         keep_reference=config.dpo.needs_reference and not precomputes and not config.dpo.reference_model,
     )
@@ -92,25 +93,11 @@ def _reference(
     return _precompute(config, inputs, beside.model, other_model, say) if precomputes else OtherModel(other_model())
 
 
-def config_of_reference(config: DPOConfig) -> DPOConfig:
-    """The run's configuration with the reference in the policy's place."""
-    path = Path(config.dpo.reference_model or "")
-    model = ModelConfig(path=path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
-    return config.model_copy(update={"model": model})
-
-
 def precomputes_reference(config: DPOConfig, inputs: Inputs[Dataset]) -> bool:
-    """Whether the reference's log-probabilities are computed before training, once a reference of its own has been
-    looked at.
-
-    Raises:
-        UserError: it cannot be used, or has another vocabulary.
-    """
-    if config.dpo.reference_model is not None:
-        check_model_beside(config_of_reference(config), "dpo.reference_model", inputs.tokenizer)
+    """Whether the reference's log-probabilities are computed before training."""
     if config.dpo.reference == "auto" and find_checkpoints(config)[0] and not _directory(config).is_dir():
         return False  # what training began from is the checkpoint's to say
-    steps = total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size)
+    steps = config.total_steps(len(inputs.train))
     return config.precomputes(steps * config.batch.global_batch_size / len(inputs.train))
 
 

@@ -14,7 +14,6 @@ import torch
 from mcore_rl import watchdog
 from mcore_rl.algorithms.advantages import advantages_of, has_signal
 from mcore_rl.algorithms.collection import RolloutCollector, RolloutSums, rollout_metrics, staleness_metrics
-from mcore_rl.algorithms.inputs import Inputs
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, calculate_kl
 from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
 from mcore_rl.algorithms.outcomes import Outcome
@@ -90,14 +89,6 @@ class GRPORun(TrainingRun[PromptDataset]):
         chosen = self.config.loss.force_on_policy_ratio
         self.on_policy = (self.exact and grpo.num_updates_per_rollout == 1) if chosen is None else chosen
         self.loss_fn = ClippedPGLossFn(replace(self.config.loss, force_on_policy_ratio=self.on_policy))
-
-    @classmethod
-    def check_inputs(cls, config: RLConfig, inputs: Inputs[PromptDataset]) -> None:
-        """Raises UserError for what only this kind of run needs, before there is any process group."""
-
-    @property
-    def samples_per_step(self) -> int:
-        return self.config.rollouts.num_prompts_per_step
 
     @property
     def updates_per_step(self) -> int:

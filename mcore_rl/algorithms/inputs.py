@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -13,22 +12,19 @@ from typing import Any, Generic, Protocol, TypeVar
 from mcore_rl import launch_environment
 from mcore_rl.algorithms.checkpointing import check_identity
 from mcore_rl.algorithms.metrics import speaker
+from mcore_rl.algorithms.model_checks import POLICY, check_models, check_tokenizers
 from mcore_rl.algorithms.plan import describe_plan
-from mcore_rl.config import DataConfig, OptimizerConfig, RLConfig, TrainerConfig, TrainingConfig
-from mcore_rl.data.chat import chat_day
+from mcore_rl.config import OptimizerConfig, RLConfig, TrainingConfig
+from mcore_rl.data.chat import chat_day, check_keeps_turns
+from mcore_rl.data.datasets import loader_of
 from mcore_rl.data.order import Order
 from mcore_rl.data.progress import Say, silent
-from mcore_rl.data.records import Source
 from mcore_rl.data.token_cache import TokenCache, default_directory
 from mcore_rl.data.tokenization import TokenizerSource
 from mcore_rl.data.tokenize import load_tokenizer
-from mcore_rl.errors import UserError
 from mcore_rl.hub import make_repository
-from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.models.megatron.peft_directory import PEFTDirectory
-from mcore_rl.models.megatron.weights import check_hf_tensors
-from mcore_rl.preflight import check_output, find_checkpoints
+from mcore_rl.preflight import check_layout, check_output, find_checkpoints
 from mcore_rl.run_directory import RunDirectory
 from mcore_rl.run_identity import RunIdentity
 
@@ -64,37 +60,33 @@ class Inputs(Generic[DatasetT]):
     """Of the run, on rank 0."""
 
 
-def load_inputs(
-    config: TrainingConfig,
-    load_dataset: Callable[[Source, Any, DataConfig, Say, TokenCache], DatasetT],
-    rows_per_unit: int,
-    world_size: int | None = None,
-) -> Inputs[DatasetT]:
+def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_weights: bool = True) -> Inputs[Any]:
     """Check everything a user can get wrong, and read the data; the same on every rank, and nothing is written.
 
     Args:
         world_size: processes of the run; what torchrun says if left out.
+        needs_weights: whether models must have their weights there.
+
+    Returns:
+        The inputs, with the algorithm's datasets.
 
     Raises:
         UserError: naming the key or the file and line.
     """
-    world_size = world_size or launch_environment.world_size()
-    config.parallel.data_parallel_size(world_size)
-    config.pack_width(rows_per_unit)
-    hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
-    check_model_fits(hf_config, config.parallel, config.data.max_sequence_length, config.model)
-    check_hf_tensors(hf_config, SafetensorsDirectory(config.model.path))
-    check_positions(hf_config, config.data.max_sequence_length)
+    check_layout(config, world_size or launch_environment.world_size())
+    hf_configs = check_models(config, needs_weights)
     say = speaker(launch_environment.rank() == 0)
     tokenizer, cache = tokenizer_and_cache(config, say)
-    if len(tokenizer) > hf_config.vocab_size:
-        raise UserError(
-            f"model.path: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {hf_config.vocab_size}"
-        )
+    check_tokenizers(config, hf_configs, tokenizer)
+    load_dataset = loader_of(config)
     data, whole = config.data, config.data.model_copy(update={"max_samples": None})
-    train = load_dataset(data.train, tokenizer, data, say, cache)
-    sets = {name: load_dataset(source, tokenizer, whole, say, cache) for name, source in data.validation_sets.items()}
-    return Inputs(tokenizer, hf_config, train, sets)
+    train = load_dataset(data.train, tokenizer, data, say=say, cache=cache)
+    config.check_steps(config.total_steps(len(train)))
+    sets = data.validation_sets.items()
+    validation = {name: load_dataset(source, tokenizer, whole, say=say, cache=cache) for name, source in sets}
+    if isinstance(config, RLConfig) and config.environment.max_turns > 1 and train.has_messages:
+        check_keeps_turns(tokenizer)
+    return Inputs(tokenizer, hf_configs[POLICY], train, validation)
 
 
 def tokenizer_and_cache(config: TrainingConfig, say: Say = silent) -> tuple[Any, TokenCache]:
@@ -105,65 +97,6 @@ def tokenizer_and_cache(config: TrainingConfig, say: Say = silent) -> tuple[Any,
     tokenizer = load_tokenizer(path, trusted, template, say, day)
     made_from = TokenizerSource(path, trusted, template, chat_day(tokenizer))
     return tokenizer, TokenCache(config.data.cache_dir or default_directory(), made_from)
-
-
-def check_positions(hf_config: Any, max_sequence_length: int) -> None:
-    """Refuse sequences longer than those that the model tells positions of.
-
-    Raises:
-        UserError: naming the key.
-    """
-    own = getattr(hf_config, "max_position_embeddings", None) or math.inf
-    rope = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
-    positions = max(own, (rope.get("factor") or 1.0) * (rope.get("original_max_position_embeddings") or own))
-    if max_sequence_length > positions:
-        raise UserError(
-            f"data.max_sequence_length={max_sequence_length}: the model has {positions:.0f} positions "
-            "(max_position_embeddings)"
-        )
-
-
-def check_model_beside(config: TrainingConfig, key: str, tokenizer: Any) -> Any:
-    """Look at a model beside the policy, before any process group exists; returns its transformers config.
-
-    Args:
-        config: the run's, with that model in the policy's place.
-        key: that names it.
-        tokenizer: of the policy.
-
-    Raises:
-        UserError: it cannot be used, or has another vocabulary than the policy.
-    """
-    model = config.model
-    try:
-        hf = load_hf_config(model.path, model.trust_remote_code, model.head)
-        check_model_fits(hf, config.parallel, config.data.max_sequence_length, model)
-        check_hf_tensors(hf, SafetensorsDirectory(model.path))
-        own = load_tokenizer(model.path, model.trust_remote_code)
-    except UserError as error:
-        told = str(error).replace("; set model.head=reward", ", where a language model is needed")
-        fits = f"{key}: {model.path} does not fit beside the policy: {told}"
-        raise UserError(told.replace("model.path", key) if "model.path" in told else fits) from None
-    _check_vocabulary(f"{key}: {model.path}", own.get_vocab(), tokenizer.get_vocab())
-    if len(own) > hf.vocab_size:
-        raise UserError(f"{key}: {model.path} has {hf.vocab_size} rows of embeddings for {len(own)} tokens")
-    return hf
-
-
-def _check_vocabulary(model: str, own: dict[str, int], policy: dict[str, int]) -> None:
-    """
-    Raises:
-        UserError: a token has another id, or none, on one of the two sides; the first one is named.
-    """
-    different = [token for token in own.keys() | policy.keys() if own.get(token) != policy.get(token)]
-    if different:
-        last = max(len(own), len(policy))
-        token = min(different, key=lambda token: (min(own.get(token, last), policy.get(token, last)), token))
-        ids = [f"id {ids[token]}" if token in ids else "no token" for ids in (own, policy)]
-        raise UserError(
-            f"{model} has another vocabulary than model.path ({len(own)} and {len(policy)} tokens; {token!r} is "
-            f"{ids[0]} of its own, {ids[1]} of the policy's); use a model with the policy's tokenizer"
-        )
 
 
 def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[DatasetT]:
@@ -197,8 +130,7 @@ def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[Dat
 
 def tell_plan(config: TrainingConfig, inputs: Inputs[Any], notes: Sequence[str]) -> None:
     """Print what the run would do."""
-    per_step = config.rollouts.num_prompts_per_step if isinstance(config, RLConfig) else config.batch.global_batch_size
-    steps = total_steps(config.trainer, len(inputs.train), per_step)
+    steps = config.total_steps(len(inputs.train))
     for line in (*notes, *describe_plan(config, inputs, steps, launch_environment.world_size())):
         print(line, flush=True)
     print("nothing was written: this was a dry run")
@@ -226,11 +158,3 @@ def tell_of_optimizer(key: str, optimizer: OptimizerConfig, updates: int, say: S
         say(f"{key}.warmup_steps={optimizer.warmup_steps} is shortened to {shortened}: there are {updates} updates")
     if optimizer.lr == 0 and not optimizer.embedding_lr:
         say(f"{key}.lr=0: the weights will not change")
-
-
-def total_steps(trainer: TrainerConfig, num_samples: int, samples_per_step: int) -> int:
-    """Steps of the run: the smaller of max_steps and max_epochs; the last batch may be smaller."""
-    limits = [trainer.max_steps or math.inf]
-    if trainer.max_epochs:
-        limits.append(math.ceil(trainer.max_epochs * num_samples / samples_per_step))
-    return int(min(limits))

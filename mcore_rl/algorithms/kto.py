@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.dpo import FIRST_MARGIN_TOLERANCE
-from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
+from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs
 from mcore_rl.algorithms.loss_functions import kto_reference_point
 from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import KTOConfig
 from mcore_rl.data.batches import collate
-from mcore_rl.data.records import Dataset, UnpairedDataset, load_unpaired_dataset
+from mcore_rl.data.records import Dataset, UnpairedDataset
 from mcore_rl.distributed.own_rows import OwnRows, Share
 from mcore_rl.errors import TrainingError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -24,9 +24,8 @@ from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
 def train_kto(config: KTOConfig) -> Path | None:
     """Make desirable responses likelier, undesirable ones less likely, relative to the reference."""
-    inputs = claim_output(config, load_inputs(config, load_unpaired_dataset, rows_per_unit=1))
-    steps = total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size)
-    policy = MegatronPolicy(config, steps, keep_reference=True)
+    inputs = claim_output(config, load_inputs(config))
+    policy = MegatronPolicy(config, config.total_steps(len(inputs.train)), keep_reference=True)
 
     made: dict[str, OwnRows[Any]] = {}
 

@@ -10,18 +10,16 @@ from typing import Any
 import torch
 
 from mcore_rl.algorithms.advantages import gae_advantages, whitened
-from mcore_rl.algorithms.critic import Critic, check_critic, earned_by_tokens, value_metrics
+from mcore_rl.algorithms.critic import Critic, earned_by_tokens, value_metrics
 from mcore_rl.algorithms.grpo import GRPORun
-from mcore_rl.algorithms.inputs import Inputs, tell_of_optimizer, total_steps
+from mcore_rl.algorithms.inputs import tell_of_optimizer
 from mcore_rl.algorithms.outcomes import Outcome
 from mcore_rl.algorithms.rl import train_on_rollouts
 from mcore_rl.algorithms.rollouts import Rollout, rewards_of_tokens
-from mcore_rl.config import PPOConfig, RLConfig
-from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.config import PPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.own_rows import OwnRows
 from mcore_rl.distributed.token_rows import TokenColumn
-from mcore_rl.errors import UserError
 from mcore_rl.run_directory import RunDirectory
 
 
@@ -51,17 +49,6 @@ class PPORun(GRPORun):
         super().__post_init__()
         self.critic = Critic(self.config, self.total_steps * self.updates_per_step)
         self.policy.keep_beside("critic", self.critic.model)
-
-    @classmethod
-    def check_inputs(cls, config: RLConfig, inputs: Inputs[PromptDataset]) -> None:
-        assert isinstance(config, PPOConfig)
-        check_critic(config, inputs.tokenizer)
-        steps = total_steps(config.trainer, len(inputs.train), config.ppo.num_prompts_per_step)
-        if config.critic.pretraining_steps >= steps:
-            raise UserError(
-                f"critic.pretraining_steps={config.critic.pretraining_steps}: the run has {steps} steps, in none of "
-                "which the policy would be trained"
-            )
 
     def run(self) -> Path | None:
         exported = super().run()

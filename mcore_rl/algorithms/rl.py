@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mcore_rl import launch_environment
-from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs, total_steps
+from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs
 from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.algorithms.recordings import REPLAYED_OPTIONS, check_record, read_recording, recorded_by
 from mcore_rl.algorithms.rollout_worker import Conversation, RolloutWorker
 from mcore_rl.algorithms.rollouts import Rollout
 from mcore_rl.algorithms.step_log import StepLog
-from mcore_rl.config import DataConfig, RLConfig
-from mcore_rl.data.chat import check_keeps_turns
-from mcore_rl.data.progress import Say
-from mcore_rl.data.prompts import PromptDataset, load_prompt_dataset
-from mcore_rl.data.records import Source
-from mcore_rl.data.token_cache import TokenCache
+from mcore_rl.config import RLConfig
+from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment
 from mcore_rl.environments.judged import JudgedEnvironment, probe
-from mcore_rl.environments.reward_model import RewardModelEnvironment, check_reward_model
+from mcore_rl.environments.reward_model import RewardModelEnvironment
 from mcore_rl.models.generation.backends import generation_of
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.preflight import find_checkpoints, is_restart
@@ -42,8 +38,8 @@ def train_on_rollouts(
     Raises:
         UserError: the configuration, the data or one of the files is not usable.
     """
-    inputs, recorded = _checked_inputs(config, record, replay, run_type)
-    steps = total_steps(config.trainer, len(inputs.train), config.rollouts.num_prompts_per_step)
+    inputs, recorded = _checked_inputs(config, record, replay)
+    steps = config.total_steps(len(inputs.train))
     updates = (steps - config.first_update_step + 1) * config.rollouts.num_updates_per_rollout
     policy = MegatronPolicy(config, updates, keep_reference=config.loss.reference_policy_kl_penalty > 0)
     with contextlib.ExitStack() as started:
@@ -60,24 +56,14 @@ def train_on_rollouts(
 
 
 def _checked_inputs(
-    config: RLConfig, record: Path | None, replay: Path | None, run_type: type[GRPORun]
+    config: RLConfig, record: Path | None, replay: Path | None
 ) -> tuple[Inputs[PromptDataset], dict[int, list[Rollout]] | None]:
     """The run's inputs, and a recording's rollouts; the output directory is claimed last."""
-
-    def load_dataset(source: Source, tokenizer: Any, data: DataConfig, say: Say, cache: TokenCache) -> PromptDataset:
-        valued = config.environment.valued_columns
-        return load_prompt_dataset(source, tokenizer, data, config.max_prompt_length, say, valued, cache)
-
-    inputs = load_inputs(config, load_dataset, rows_per_unit=1)
+    inputs: Inputs[PromptDataset] = load_inputs(config)
     prompts = inputs.train.prompts
-    if config.environment.max_turns > 1 and inputs.train.has_messages:
-        check_keeps_turns(inputs.tokenizer)
-    if config.environment.name == "reward_model":
-        check_reward_model(config)
-    run_type.check_inputs(config, inputs)
     recorded = None
     if replay:
-        steps = total_steps(config.trainer, len(prompts), config.rollouts.num_prompts_per_step)
+        steps = config.total_steps(len(prompts))
         required = {**config.rollouts.model_dump(include=REPLAYED_OPTIONS), "data": inputs.train.fingerprint}
         recorded = read_recording(replay, steps, required, config.model.moe_router_replay, config.algorithm)
     elif launch_environment.rank() == 0 and config.environment.name != "reward_model":

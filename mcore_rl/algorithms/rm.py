@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mcore_rl.algorithms.inputs import claim_output, load_inputs, total_steps
+from mcore_rl.algorithms.inputs import claim_output, load_inputs
 from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import RMConfig
-from mcore_rl.data.records import load_preference_dataset
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
 
 def train_rm(config: RMConfig) -> Path | None:
     """Give the chosen response of each pair a higher reward than the rejected one."""
-    inputs = claim_output(config, load_inputs(config, load_preference_dataset, rows_per_unit=2))
-    steps = total_steps(config.trainer, len(inputs.train), config.batch.global_batch_size)
-    policy = MegatronPolicy(config, steps, rows_per_unit=2)
+    inputs = claim_output(config, load_inputs(config))
+    policy = MegatronPolicy(config, config.total_steps(len(inputs.train)), rows_per_unit=2)
     exported = SupervisedRun(config, inputs, policy, loss_of(config)).run()
     policy.shutdown()
     return exported

@@ -44,10 +44,6 @@ class SupervisedRun(TrainingRun[Dataset]):
     validation_counts: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """`valid_counts` of each set."""
 
-    @property
-    def samples_per_step(self) -> int:
-        return self.config.batch.global_batch_size
-
     def step(self, step: int) -> dict[str, Any]:
         started = time.perf_counter()
         watchdog.enter(f"step {step}: training")

@@ -11,7 +11,7 @@ from typing import Any, Generic
 from mcore_rl import run_directory, watchdog
 from mcore_rl.algorithms.best import BestValidation
 from mcore_rl.algorithms.checkpointing import RunCheckpoints
-from mcore_rl.algorithms.inputs import DatasetT, Inputs, tell_what_never_comes, total_steps
+from mcore_rl.algorithms.inputs import DatasetT, Inputs, tell_what_never_comes
 from mcore_rl.algorithms.interruption import Interruption
 from mcore_rl.algorithms.metrics import SHOWN, Reporter, speaker
 from mcore_rl.config import TrainingConfig, resolved_yaml
@@ -37,14 +37,9 @@ class TrainingRun(ABC, Generic[DatasetT]):
     """Position in the order of the dataset, across epochs."""
 
     @property
-    @abstractmethod
-    def samples_per_step(self) -> int:
-        """Of the dataset."""
-
-    @property
     def total_steps(self) -> int:
         """From the run's very start to its end."""
-        return total_steps(self.config.trainer, len(self.inputs.train), self.samples_per_step)
+        return self.config.total_steps(len(self.inputs.train))
 
     @property
     def updates_per_step(self) -> int:

@@ -228,6 +228,10 @@ class RLConfig(TrainingConfig):
         return True
 
     @property
+    def samples_per_step(self) -> int:
+        return self.rollouts.num_prompts_per_step
+
+    @property
     def rows_per_group(self) -> int:
         return self.rollouts.num_generations_per_prompt
 

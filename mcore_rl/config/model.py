@@ -157,8 +157,8 @@ class ParallelConfig(PipelineConfig):
             raise UserError(
                 f"parallel: tensor {self.tensor_model_parallel_size} x pipeline "
                 f"{self.pipeline_model_parallel_size} x context {self.context_parallel_size} = "
-                f"{self.model_parallel_size} must divide the number of processes ({world_size}); "
-                f"start torchrun with --nproc-per-node {self.model_parallel_size} or a multiple"
+                f"{self.model_parallel_size} must divide the number of processes ({world_size}); start "
+                f"{self.model_parallel_size} or a multiple (torchrun --nproc-per-node, or --world-size)"
             )
         experts = self.expert_model_parallel_size * self.expert_tensor_size * self.pipeline_model_parallel_size
         if world_size % experts:

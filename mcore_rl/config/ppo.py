@@ -10,6 +10,7 @@ from mcore_rl.config.algorithms import RLConfig, RolloutOptions
 from mcore_rl.config.fields import AboveZero, BelowOne, Count, Directory, Positive, Section, refuse_bool
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.sections import OptimizerConfig
+from mcore_rl.errors import UserError
 
 Share = Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)]
 
@@ -59,6 +60,13 @@ class PPOConfig(RLConfig):
     @property
     def first_update_step(self) -> int:
         return 1 + self.critic.pretraining_steps
+
+    def check_steps(self, steps: int) -> None:
+        if self.critic.pretraining_steps >= steps:
+            raise UserError(
+                f"critic.pretraining_steps={self.critic.pretraining_steps}: the run has {steps} steps, in none of "
+                "which the policy would be trained"
+            )
 
     @property
     def critic_model(self) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -260,6 +261,21 @@ class TrainingConfig(Section):
         if self.batch.share_prefixes and self.rows_per_group < 2:
             raise ValueError("batch.share_prefixes: rows of this algorithm have no prompt in common; leave it out")
         return self
+
+    @property
+    def samples_per_step(self) -> int:
+        """Records, or prompts to answer, of a step over all processes."""
+        return self.batch.global_batch_size
+
+    def total_steps(self, num_samples: int) -> int:
+        """Of a run on so many: the smaller of max_steps and max_epochs; the last batch may be smaller."""
+        limits = [self.trainer.max_steps or math.inf]
+        if self.trainer.max_epochs:
+            limits.append(math.ceil(self.trainer.max_epochs * num_samples / self.samples_per_step))
+        return int(min(limits))
+
+    def check_steps(self, steps: int) -> None:
+        """Raises UserError if a run of so many steps would never train what it is for."""
 
     def pack_width(self, rows_per_unit: int) -> int:
         """Tokens of a pack, which holds the longest record of so many sequences.

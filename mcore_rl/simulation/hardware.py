@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 
 from mcore_rl.config import read_yaml
 from mcore_rl.errors import UserError
-from mcore_rl.simulation.models import CRITIC, TRAINING, UPDATE
+from mcore_rl.simulation.models import CRITIC_TRAINING, TRAINING, UPDATE
 from mcore_rl.simulation.step import RankReport
 from mcore_rl.simulation.traffic import Transfer
 
@@ -25,7 +25,7 @@ class Hardware(BaseModel):
     direction, inside its node and across nodes; host_bytes_per_second: to its host. Efficiencies are of these peaks.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     memory_bytes: PositiveFloat
     flops_per_second: dict[str, PositiveFloat]
@@ -89,7 +89,7 @@ class Hardware(BaseModel):
         hidden = 0.0
         for operation, phases, part in (
             ("reduce_scatter", (TRAINING,), 2 / 3),
-            ("reduce_scatter", (CRITIC,), 2 / 3),
+            ("reduce_scatter", (CRITIC_TRAINING,), 2 / 3),
             ("all_gather", (TRAINING, UPDATE), 1 / 3),
         ):
             if operation in report.overlapped:

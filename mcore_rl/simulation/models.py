@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
+from mcore_rl.config.beside import CRITIC, JUDGE, REFERENCE, TEACHER, configs_beside
 from mcore_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -14,33 +15,22 @@ if TYPE_CHECKING:
     from mcore_rl.models.policy.scoring import ScoringModel
 
 SCORING, TRAINING, UPDATE = "scoring", "training", "update"
-CRITIC, CRITIC_UPDATE = "critic", "critic's update"
-PHASES = (SCORING, CRITIC, CRITIC_UPDATE, TRAINING, UPDATE)
+CRITIC_TRAINING, CRITIC_UPDATE = "critic", "critic's update"
+PHASES = (SCORING, CRITIC_TRAINING, CRITIC_UPDATE, TRAINING, UPDATE)
 """Of a step, in their order."""
 
 
-def configs_beside(config: TrainingConfig) -> dict[str, TrainingConfig]:
-    """Of the models beside the policy while it is trained, by the keys that name them.
+def simulated_beside(config: TrainingConfig) -> dict[str, TrainingConfig]:
+    """Of the models beside the policy while it is trained, by the keys that name them, in the order of their making.
 
     Raises:
         UserError: a model that cannot be simulated.
     """
-    from mcore_rl.algorithms.critic import config_of_critic
-    from mcore_rl.algorithms.distill import config_of_teacher
-    from mcore_rl.algorithms.dpo import config_of_reference
-    from mcore_rl.environments.reward_model import config_of_judge
-
-    found: dict[str, TrainingConfig] = {}
-    if isinstance(config, DPOConfig) and config.dpo.reference_model and not config.precomputes(epochs=1):
-        found["dpo.reference_model"] = config_of_reference(config)
-    if isinstance(config, RLConfig) and config.environment.name == "reward_model":
-        found["environment.path"] = config_of_judge(config)
-    if isinstance(config, PPOConfig):
-        if config.critic.offload:
-            raise UserError("critic.offload: what is moved to the host and back cannot be simulated; leave it out")
-        found["critic"] = config_of_critic(config)
-    if isinstance(config, DistillationConfig):
-        found["distillation.teacher"] = config_of_teacher(config)
+    if isinstance(config, PPOConfig) and config.critic.offload:
+        raise UserError("critic.offload: what is moved to the host and back cannot be simulated; leave it out")
+    found = configs_beside(config)
+    if isinstance(config, DPOConfig) and config.precomputes(epochs=1):
+        found.pop(REFERENCE, None)
     return found
 
 
@@ -59,10 +49,10 @@ class Models:
         from mcore_rl.models.policy.teacher import TeacherModel
 
         policy, beside = MegatronPolicy(config, 2, rows_per_unit=config.rows_per_unit), dict[str, ScoringModel]()
-        for key, other in configs_beside(config).items():
-            if key == "critic":
+        for key, other in simulated_beside(config).items():
+            if key == CRITIC:
                 beside[key] = MegatronPolicy(other, 2)
-            elif key == "distillation.teacher":
+            elif key == TEACHER:
                 beside[key] = TeacherModel(other, policy.hf_config.vocab_size)
             else:
                 beside[key] = ScoringModel(other, rows_per_unit=other.rows_per_unit)
@@ -79,7 +69,7 @@ class Models:
 
     @property
     def trained(self) -> list[MegatronPolicy]:
-        critic: Any = self.beside.get("critic")
+        critic: Any = self.beside.get(CRITIC)
         return [self.policy] if critic is None else [self.policy, critic]
 
 
@@ -95,14 +85,14 @@ def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[
     for score in scorings(config, models, data):
         enter(SCORING)
         score()
-    critic: Any = models.beside.get("critic")
+    critic: Any = models.beside.get(CRITIC)
     if critic is not None and isinstance(config, PPOConfig):
-        enter(CRITIC)
+        enter(CRITIC_TRAINING)
         critic.get_values(data)
         for _ in range(updates_of(config)):
-            enter(CRITIC)
+            enter(CRITIC_TRAINING)
             critic.train(data, ValueLossFn(config.critic.value_clip))
-    teacher: Any = models.beside.get("distillation.teacher")
+    teacher: Any = models.beside.get(TEACHER)
     whole = isinstance(config, DistillationConfig) and config.distillation.topk is None
     loss_fn = loss_of(config, teacher) if whole else loss_of(config)
     for _ in range(updates_of(config)):
@@ -125,7 +115,7 @@ def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable
         return policy.get_logprobs(data)
 
     if isinstance(config, DPOConfig):
-        other = beside.get("dpo.reference_model")
+        other = beside.get(REFERENCE)
         if other is not None:
             return [lambda: other.get_logprobs(data)]
         return [by_policy] * int(config.dpo.needs_reference and not config.precomputes(epochs=1))
@@ -133,11 +123,11 @@ def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable
         return [by_policy] * 3  # the reference, and on other records' responses the reference and the policy
     if isinstance(config, DistillationConfig) and config.distillation.topk is not None:
         k = config.distillation.topk
-        return [lambda: beside["distillation.teacher"].get_topk_logits(data, k)]
+        return [lambda: beside[TEACHER].get_topk_logits(data, k)]
     if isinstance(config, RLConfig):
         forced = config.loss.force_on_policy_ratio
         before = int(not (config.rollouts.num_updates_per_rollout == 1 if forced is None else forced))
-        judge = beside.get("environment.path")
+        judge = beside.get(JUDGE)
         judged = [] if judge is None else [lambda: judge.get_rewards(data)]
         return [*judged, *[by_policy] * (before + int(config.loss.reference_policy_kl_penalty > 0))]
     return []

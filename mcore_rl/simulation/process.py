@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
 from mcore_rl.errors import UserError
-from mcore_rl.simulation.models import configs_beside
+from mcore_rl.simulation.models import simulated_beside
 from mcore_rl.simulation.rank import (
     AttentionFlops,
     HostReads,
@@ -50,13 +50,16 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
 
     import torch
 
+    from mcore_rl.algorithms.model_checks import POLICY, check_models
     from mcore_rl.distributed import linear_logprobs, own_rows, parallel_logprobs
     from mcore_rl.models.megatron import attention_kernels, weights
+    from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.policy import scoring
 
-    in_turn = [config, *configs_beside(config).values()]  # as they are built
-    shapes = iter([_shapes_of(one) for one in in_turn])
-    for one in in_turn:
+    hf_configs = check_models(config, needs_weights=False)
+    in_turn = {POLICY: config, **simulated_beside(config)}  # as they are built
+    shapes = iter([family_of(hf_configs[key]).shapes() for key in in_turn])
+    for one in in_turn.values():
         _check_routing(one)
     linear_logprobs.TILE_SHAPE["meta"] = linear_logprobs.TILE_SHAPE[tiles_of]
     parallel_logprobs.CHUNK_BYTES["meta"] = parallel_logprobs.CHUNK_BYTES[tiles_of]
@@ -67,23 +70,6 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
         replaced(own_rows, "reduced", alike(own_rows.reduced)),
     ):
         yield seen
-
-
-def _shapes_of(config: TrainingConfig) -> dict[str, tuple[int, ...]]:
-    """Of a model's tensors, by their names.
-
-    Raises:
-        UserError: it does not fit the layout.
-    """
-    from mcore_rl.algorithms.inputs import check_positions
-    from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
-
-    model = config.model
-    hf_config = load_hf_config(model.path, model.trust_remote_code, model.head)
-    check_positions(hf_config, config.data.max_sequence_length)
-    check_model_fits(hf_config, config.parallel, config.data.max_sequence_length, model)
-    return family_of(hf_config).shapes()
 
 
 def _check_routing(config: TrainingConfig) -> None:

@@ -14,6 +14,8 @@ from mcore_rl.simulation.step import RankReport
 GENERATION = "not simulated: generation, and environments other than a reward model"
 BALANCED = "assumed: every expert gets as many tokens as any other, from ranks with packs of one size"
 
+LAYOUTS = "each with sequence parallelism where tp > 1, experts whole where ep > 1, even stages, no virtual ones"
+
 
 def shown(number: float) -> str:
     """With three digits and the first letter of its unit: `1.23 G`."""
@@ -103,5 +105,8 @@ def table(found: Sequence[Candidate]) -> Iterator[str]:
             yield f"{one.text:<32}{f'{one.peak / 1e9:.3g}' if one.peak else '':>9}  {one.reason}"
         else:
             yield f"{one.text:<32}{one.peak / 1e9:>9.3g}{one.seconds:>10.3g}{one.utilization:>8.1%}"
+    yield LAYOUTS
+    if found and not found[0].reason:
+        yield f"for the first: {' '.join(found[0].overrides) or 'the configuration as it is'}"
     if any(one.is_mixture for one in found):
         yield BALANCED

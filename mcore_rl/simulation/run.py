@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from mcore_rl.config import TrainingConfig, build_config
 from mcore_rl.errors import ContractError, UserError
 from mcore_rl.layouts import Layout
+from mcore_rl.run_identity import flattened
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.loading import LoadingReport, simulate_loading
 from mcore_rl.simulation.step import RankReport, Sequences, simulate_rank
@@ -97,9 +99,11 @@ def _apart(function: Callable[..., T], *arguments: Any) -> T:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, and what it takes; `reason` if it cannot be or does not fit. is_mixture: as in its reports."""
+    """A layout, and what it takes; `reason` if it cannot be or does not fit. overrides: what makes the configuration
+    have it. is_mixture: as in its reports."""
 
     text: str
+    overrides: tuple[str, ...] = ()
     peak: int = 0
     seconds: float = float("inf")
     utilization: float = 0.0
@@ -110,9 +114,9 @@ class Candidate:
 def layouts_to_try(
     config: TrainingConfig, world_size: int, gpu: Hardware, experts: int = 1
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Powers of 2: tensor parallelism inside a node, pipelines and context parallelism of up to 16 ranks, and of the
-    `experts` of a layer those that divide them, each expert whole; each with the configuration's values, which it may
-    refuse."""
+    """Powers of 2: tensor parallelism inside a node, with sequence parallelism; pipelines of even stages and context
+    parallelism of up to 16 ranks; and of the `experts` of a layer those that divide them, each expert whole. Each with
+    the configuration's values, which it may refuse."""
 
     def powers(largest: int) -> list[int]:
         return [2**n for n in range(largest.bit_length()) if 2**n <= largest]
@@ -164,33 +168,43 @@ def search(
     """All layouts: those that fit by their estimated time, then the others with the reason."""
     found: list[Candidate] = []
     with _threads(workers) as pool:
-        waiting: list[tuple[str, TrainingConfig, list[Future[RankReport]]]] = []
+        waiting: list[tuple[Candidate, TrainingConfig, list[Future[RankReport]]]] = []
         for text, values in layouts_to_try(config, world_size, gpu, experts_of(config)):
+            overrides = overrides_of(config, values)
             try:
                 layout = build_config(type(config), values, (), origin="layout")
                 layout.pack_width(layout.rows_per_unit)
                 ranks = chosen_ranks(layout, world_size, "first,last")
             except UserError as error:
-                found.append(Candidate(text, reason=str(error)))
+                found.append(Candidate(text, overrides, reason=str(error)))
                 continue
             jobs = [pool.submit(_apart, simulate_rank, layout, rank, world_size, sequences) for rank in ranks]
-            waiting.append((text, layout, jobs))
-        for done, (text, layout, jobs) in enumerate(waiting, start=1):
-            found.append(_candidate(text, layout, jobs, world_size, gpu))
-            say(f"{done} of {len(waiting)} layouts: {text}: {found[-1].reason or f'{found[-1].seconds:.3g} s'}")
+            waiting.append((Candidate(text, overrides), layout, jobs))
+        for done, (candidate, layout, jobs) in enumerate(waiting, start=1):
+            candidate = _simulated(candidate, layout, jobs, world_size, gpu)
+            came_out = candidate.reason or f"{candidate.seconds:.3g} s"
+            say(f"{done} of {len(waiting)} layouts: {candidate.text}: {came_out}")
+            found.append(candidate)
     return sorted(found, key=lambda candidate: (candidate.seconds, candidate.peak))
 
 
-def _candidate(
-    text: str, config: TrainingConfig, jobs: Sequence[Future[RankReport]], world_size: int, gpu: Hardware
+def overrides_of(config: TrainingConfig, values: dict[str, Any]) -> tuple[str, ...]:
+    """What would have to be said on a command line for the configuration to have these values."""
+    own = flattened(config.model_dump(mode="json"))
+    wanted = flattened(json.loads(json.dumps(values, default=str)))
+    return tuple(f"{key}={json.dumps(wanted[key])}" for key in own if key in wanted and own[key] != wanted[key])
+
+
+def _simulated(
+    candidate: Candidate, config: TrainingConfig, jobs: Sequence[Future[RankReport]], world_size: int, gpu: Hardware
 ) -> Candidate:
     try:
         reports = [job.result() for job in jobs]
     except (UserError, ContractError) as error:
-        return Candidate(text, reason=str(error))
+        return replace(candidate, reason=str(error))
     peak, dtype = max(report.peak for report in reports), config.model.dtype
     if peak > gpu.memory_bytes:
-        return Candidate(text, peak, reason=f"needs {peak / 1e9:.0f} GB", is_mixture=reports[0].is_mixture)
+        return replace(candidate, peak=peak, reason=f"needs {peak / 1e9:.0f} GB", is_mixture=reports[0].is_mixture)
     seconds = gpu.step_seconds(reports, dtype, config.parallel.pipeline_model_parallel_size, 1)
     utilization = gpu.utilization(reports[0].model_flops, seconds, world_size, dtype)
-    return Candidate(text, peak, seconds, utilization, is_mixture=reports[0].is_mixture)
+    return replace(candidate, peak=peak, seconds=seconds, utilization=utilization, is_mixture=reports[0].is_mixture)

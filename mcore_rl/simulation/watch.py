@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.simulation.memory import ACTIVATIONS, LOGITS, STATE, LiveBytes
-from mcore_rl.simulation.models import CRITIC, CRITIC_UPDATE, UPDATE
+from mcore_rl.simulation.models import CRITIC_TRAINING, CRITIC_UPDATE, UPDATE
 from mcore_rl.simulation.parts import LM_HEAD, Parts
 from mcore_rl.simulation.products import ProductCounter
 from mcore_rl.simulation.rank import AttentionFlops, HostReads, replaced
@@ -88,7 +88,7 @@ class Watch:
 
     def _update(self, optimizer_step: Any) -> Any:
         def update(*arguments: Any) -> Any:
-            self.enter(CRITIC_UPDATE if self.live.phase == CRITIC else UPDATE)
+            self.enter(CRITIC_UPDATE if self.live.phase == CRITIC_TRAINING else UPDATE)
             before, done = self.live.live, optimizer_step(*arguments)
             self._made += self.live.live - before
             return done
