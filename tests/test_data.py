@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import make_tokenizer
+from pydantic import ValidationError
 
 from mcore_rl.config import DataConfig
 from mcore_rl.data.batches import collate, valid_counts
@@ -149,10 +150,43 @@ def test_columns_of_other_names(tmp_path):
         load_sft_dataset(path, TOKENIZER, settings_of(columns={"prompt": "text"}))
 
 
+def test_columns_of_each_source(tmp_path):
+    own = write(tmp_path / "own.jsonl", [{"prompt": "p", "completion": "c"}])
+    other = write(tmp_path / "other.jsonl", [{"question": "q", "answer": "a"}])
+    sources = {"train": {own: 1, other: 1}, "validation": other}
+    section = settings_of(**sources, columns={other: {"prompt": "question", "completion": "answer"}})
+    units = load_sft_dataset(section.train, TOKENIZER, section).units
+    assert [text_of(unit[0]) for unit in (units[0], units[1])] == ["pc<|end|>", "qa<|end|>"]
+    (unit,) = load_sft_dataset(section.validation, TOKENIZER, section).units
+    assert text_of(unit[0]) == "qa<|end|>"
+    with pytest.raises(UserError, match=r"other.jsonl, line 1: lacks the key prompt and completion; it has answer, qu"):
+        load_sft_dataset(section.train, TOKENIZER, settings_of(**sources, columns={own: {"prompt": "prompt"}}))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"columns": {"b.jsonl": {"prompt": "q"}}},
+            r"columns: b.jsonl is no source of train or validation \(a.jsonl\)",
+        ),
+        ({"columns": {"prompt": "q", "completion": "q"}}, "columns: q cannot be both prompt and completion"),
+        ({"columns": {"a.jsonl": {"prompt": "q"}, "completion": "c"}}, "columns.*completion"),
+        ({"train": {"a.jsonl": 1, "./a.jsonl": 2}}, "train: a.jsonl and ./a.jsonl are one source; leave one out"),
+        ({"train": ["a.jsonl", "b.jsonl"]}, r"(?s)train.*or several as {SOURCE: WEIGHT, …}, not a list"),
+        ({"validation": []}, r"(?s)validation.*or several as {NAME: SOURCE, …}, not a list"),
+    ],
+)
+def test_sources_and_columns_that_do_not_go_together(section, message):
+    with pytest.raises(ValidationError, match=message):
+        DataConfig.model_validate({"train": "a.jsonl", **section})
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
         (['{"prompt": "a", "completion": "b"}', "", '{"prompt": '], "line 3: not valid JSON"),
+        (['{"prompt": "a'], "line 1: not valid JSON: Unterminated string at column 12"),
         (["[1, 2]"], "line 1: must be a JSON object, found a list"),
         (['{"prompt": "a", "prompt": "c", "completion": "b"}'], "line 1: the key prompt stands twice in an object"),
         ([r'{"prompt": "a", "completion": "\ud83d\ude00 \ud83d"}'], r"line 1: \\ud83d is half a character"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mcore_rl.config.fields import Name, NamedSources, Positive, Section, Sources
+from mcore_rl.config.fields import Columns, NamedSources, Positive, Section, Sources
 from mcore_rl.errors import UserError
 
 
@@ -28,8 +29,9 @@ class DataConfig(Section):
     """What becomes of longer records: left out, or cut at their end."""
     chat_template: str | None = None
     """A Jinja template in place of the tokenizer's, or the path of a file with one; the exported model has it too."""
-    columns: dict[Name, Name] = Field(default={})
-    """Names of columns, of all sources and sets, by those wanted: `{prompt: question, completion: answer}`."""
+    columns: Columns = Field(default={})
+    """Names of columns, of all sources and sets, by those wanted: `{prompt: question, completion: answer}`. Or by
+    source: `{math.jsonl: {prompt: question, completion: answer}}`, the others' being right."""
     max_samples: Positive | None = None
     """Only the first records of each source of `train` are read."""
     cache_dir: Path | None = None
@@ -46,6 +48,35 @@ class DataConfig(Section):
             if name and not re.fullmatch(r"[\w.-]+", name):
                 raise ValueError(f"validation: the set's name {name!r} must be of letters, digits, '_', '.' and '-'")
         return self
+
+    @model_validator(mode="after")
+    def _sources_are_there_once(self) -> DataConfig:
+        found: dict[str, str] = {}
+        for source in self.train_sources:
+            other = found.setdefault(os.path.realpath(source), source)
+            if other != source:
+                raise ValueError(f"train: {other} and {source} are one source; leave one out, and add up their weights")
+        return self
+
+    @model_validator(mode="after")
+    def _columns_are_of_something(self) -> DataConfig:
+        sources = {*self.train_sources, *self.validation_sets.values()}
+        for key, names in self.columns.items():
+            if not isinstance(names, str) and key not in sources:
+                raise ValueError(f"columns: {key} is no source of train or validation ({', '.join(sorted(sources))})")
+        for source in sources:
+            wanted: dict[str, str] = {}
+            for name, column in self.columns_of(source).items():
+                if (other := wanted.setdefault(column, name)) != name:
+                    raise ValueError(f"columns: {column} cannot be both {other} and {name}")
+        return self
+
+    def columns_of(self, source: str) -> dict[str, str]:
+        """A source's names of columns, by those wanted."""
+        by_source = {key: names for key, names in self.columns.items() if not isinstance(names, str)}
+        if by_source:
+            return by_source.get(source, {})
+        return {name: column for name, column in self.columns.items() if isinstance(column, str)}
 
     @property
     def train_sources(self) -> list[str]:

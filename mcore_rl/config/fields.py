@@ -36,16 +36,39 @@ def _form(value: Any) -> str:
     return "(several)" if isinstance(value, dict) else "(one)"
 
 
+def _no_list(form: str) -> BeforeValidator:
+    """Refuses a list, which is not clear: do its sources take turns, or follow one another?"""
+
+    def refuse(value: Any) -> Any:
+        if isinstance(value, list):
+            raise ValueError(f"must be one source, or several as {form}, not a list")
+        return value
+
+    return BeforeValidator(refuse)
+
+
+def _whose(value: Any) -> str:
+    by_source = isinstance(value, dict) and any(isinstance(item, dict) for item in value.values())
+    return "(parts)" if by_source else "(whole)"
+
+
 Sources = Annotated[
     Annotated[Name, Tag("(one)")] | Annotated[dict[Name, AboveZero], Field(min_length=1), Tag("(several)")],
     Discriminator(_form),
+    _no_list("{SOURCE: WEIGHT, …}"),
 ]
 """One source, or several with weights."""
 NamedSources = Annotated[
     Annotated[Name, Tag("(one)")] | Annotated[dict[Name, Name], Field(min_length=1), Tag("(several)")],
     Discriminator(_form),
+    _no_list("{NAME: SOURCE, …}"),
 ]
 """One source, or several by name."""
+Columns = Annotated[
+    Annotated[dict[Name, Name], Tag("(whole)")] | Annotated[dict[Name, dict[Name, Name]], Tag("(parts)")],
+    Discriminator(_whose),
+]
+"""Names of columns by those wanted; or these by source."""
 
 
 class Section(BaseModel):

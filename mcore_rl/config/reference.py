@@ -156,7 +156,8 @@ def _kind(annotation: Any) -> str:
     if origin in (tuple, list):
         return f"list of {_kind(arguments[0])}"
     if origin is dict:
-        return f"{_kind(arguments[0])}: {_kind(arguments[1])}"
+        key, value = map(_kind, arguments)
+        return f"{key}: ({value})" if ": " in value else f"{key}: {value}"
     return "section" if _section_class(annotation) else {"Path": "path"}.get(annotation.__name__, annotation.__name__)
 
 

@@ -116,7 +116,7 @@ def load_prompt_dataset(
         extra_of=_checked_record,
         seen_in=_kind_of,
     )
-    store = load_store(source, tokenizer, what, say, cache)
+    store = load_store(source, tokenizer, data, what, say, cache)
     if not len(store):
         raise UserError(
             f"{named(source)}: no prompt is left ({store.counts['dropped']} longer than {max_prompt_length} tokens, "

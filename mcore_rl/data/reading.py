@@ -164,7 +164,8 @@ def _parse(text: bytes, where: str) -> Any:
         raise UserError(f"{where}: is not UTF-8 text") from None
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 and "line" not in where else ""
-        raise UserError(f"{where}: not valid JSON: {error.msg} at {line}column {error.colno}") from None
+        what = error.msg.removesuffix(" at").removesuffix(" starting")  # of an unterminated string
+        raise UserError(f"{where}: not valid JSON: {what} at {line}column {error.colno}") from None
     except RecursionError:
         raise UserError(f"{where}: not valid JSON: nested too deeply") from None
     except ValueError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_rl.config import DataConfig
@@ -90,7 +90,12 @@ def described_shares(store: TokenStore) -> str:
 
 
 def load_store(
-    source: Source, tokenizer: Any, what: Tokenization, say: Say = silent, cache: TokenCache | None = None
+    source: Source,
+    tokenizer: Any,
+    data: DataConfig,
+    what: Tokenization,
+    say: Say = silent,
+    cache: TokenCache | None = None,
 ) -> TokenStore:
     """A source's records, tokenized: from the cache, or else in memory.
 
@@ -98,18 +103,18 @@ def load_store(
         UserError: names the file and line of a record that is wrong.
     """
     if not isinstance(source, str):
-        return MixedStore({name: load_store(name, tokenizer, what, say, cache) for name in source}, source)
+        return MixedStore({name: load_store(name, tokenizer, data, what, say, cache) for name in source}, source)
+    what = replace(what, columns=data.columns_of(source))
     if cache is not None:
         return cache.store(source, tokenizer, what, say)
     return collect(tokenize_source(source, tokenizer, what, say), what.sequences_per_unit)
 
 
 def tokenization_of(data: DataConfig, name: str, *functions: Any, **options: Any) -> Tokenization:
-    """What a configuration asks for, of a kind of records."""
+    """What a configuration asks for, of a kind of records, but for the columns, which each source has its own of."""
     common = {
         "max_length": data.max_sequence_length,
         "overlong": data.overlong,
-        "columns": data.columns,
         "max_records": data.max_samples,
     }
     return Tokenization(name, *functions, **{**common, **options})
@@ -120,7 +125,7 @@ def load_preference_dataset(
 ) -> Dataset:
     """Pairs from records `prompt, chosen, rejected` (strings or messages; the prompt may be implicit)."""
     what = tokenization_of(data, "preference", _tokenize_preference, 2, seen_in=_same)
-    dataset = _load(source, tokenizer, what, say, cache)
+    dataset = _load(source, tokenizer, data, what, say, cache)
     equal = dataset.units.counts["equal"]
     if equal == len(dataset):
         raise UserError(
@@ -139,7 +144,7 @@ def load_sft_dataset(
 ) -> Dataset:
     """Sequences from records `prompt, completion` or `messages`, with `tools` if there are any."""
     what = tokenization_of(data, "sft", _tokenize_sft, 1)
-    return _load(source, tokenizer, what, say, cache)
+    return _load(source, tokenizer, data, what, say, cache)
 
 
 def load_unpaired_dataset(
@@ -147,7 +152,7 @@ def load_unpaired_dataset(
 ) -> UnpairedDataset:
     """Sequences from records as for SFT, with a `label`: true where the response is desirable."""
     what = tokenization_of(data, "unpaired", _tokenize_unpaired, 1, extra_of=_label_of, seen_in=_kind_of)
-    dataset = UnpairedDataset(_load(source, tokenizer, what, say, cache).units)
+    dataset = UnpairedDataset(_load(source, tokenizer, data, what, say, cache).units)
     if len(dataset) < 2:
         raise UserError(f"{named(source)}: KTO compares with other records' responses, and there is only one record")
     if (desirable := dataset.units.counts["desirable"]) in (0, len(dataset)):
@@ -170,8 +175,10 @@ def _kind_of(unit: Unit, record: dict[str, Any]) -> tuple[str, ...]:
     return ("desirable",) if record["label"] else ()
 
 
-def _load(source: Source, tokenizer: Any, what: Tokenization, say: Say, cache: TokenCache | None) -> Dataset:
-    store = load_store(source, tokenizer, what, say, cache)
+def _load(
+    source: Source, tokenizer: Any, data: DataConfig, what: Tokenization, say: Say, cache: TokenCache | None
+) -> Dataset:
+    store = load_store(source, tokenizer, data, what, say, cache)
     counts = store.counts
     if not len(store):
         raise UserError(
