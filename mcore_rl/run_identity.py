@@ -45,6 +45,9 @@ INSIGNIFICANT = (
 )
 """Keys whose change is nobody's concern, or is checked by content."""
 
+OF_A_NODE = ("data.validation", "data.chat_template", "data.cache_dir", "generation.vllm.")
+"""Keys of places that each node may have elsewhere."""
+
 WHOLE_FILE_BYTES, WHOLE_TENSOR_BYTES = 64 << 20, 1 << 20
 BLOCKS, BLOCK_BYTES = 16, 16 << 10
 
@@ -131,6 +134,12 @@ class RunIdentity:
                 yield f"{key}: other weights in {path}", "", ""
         if earlier.data != self.data:
             yield f"data.train: {self.config['data']['train']} is other data", "", ""
+
+    def differences(self, other: RunIdentity) -> list[str]:
+        """Keys of what makes it another run, and of what else must be the same on all its processes. Paths may differ:
+        what they lead to is compared, but for a place of a node's own."""
+        configured = [change for change in self.changes(other) if not change.startswith(OF_A_NODE)]
+        return [key for key, *_ in self._identifying(other)] + configured
 
     def changes(self, earlier: RunIdentity) -> list[str]:
         """What else is configured otherwise than it was, as `key old → new`."""

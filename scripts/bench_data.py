@@ -2,12 +2,15 @@
 
     python scripts/bench_data.py [--records 1000000] [--tokens 512]
 
-Bounds: at most 1 GiB resident in a process, and 10 s from its start to a first batch of 512 records; an order of
-samples that costs the same at any size. Exits with 1 if one is missed. Needs 5 bytes of disk a token.
+Bounds: at most 1 GiB resident in a process, and 10 s from its start to a first batch of 512 records; the same of a run
+of `train_sft.py` on as many short records, tokenized before, and the end of its first step; an order of samples that
+costs the same at any size. Exits with 1 if one is missed. Needs 5 bytes of disk a token, and some minutes.
 """
 
 import argparse
 import json
+import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -46,6 +49,15 @@ print(json.dumps([seconds, private * 1024]))
 """
 
 
+RUN = (
+    "trainer.max_steps=1",
+    "data.max_sequence_length=512",
+    "batch.tokens_per_pack=4096",
+    "checkpoint.export_hf=false",
+)
+SECONDS = 1800
+
+
 def main() -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=count, default=1_000_000)
@@ -58,10 +70,14 @@ def main() -> int:
         rank = [sys.executable, "-c", RANK, directory, str(BATCH)]
         done = subprocess.run(rank, check=True, capture_output=True, text=True, timeout=300)
         seconds, resident = json.loads(done.stdout)
+    with tempfile.TemporaryDirectory() as directory:
+        first_step, of_run = real_run(arguments.records, Path(directory))
     all_, few = order_seconds(arguments.records), order_seconds(arguments.records // 100)
     rows = [
         Row.figure("first batch, from the start of the process", seconds, "s", at_most=MAX_SECONDS),
         Row.figure("resident after 20 batches", resident / (1 << 30), "GiB", at_most=MAX_RESIDENT_GIB),
+        Row.figure("first step of training, from its program's start", first_step, "s", at_most=MAX_SECONDS),
+        Row.figure("resident until then", of_run / (1 << 30), "GiB", at_most=MAX_RESIDENT_GIB),
         Row("order of samples / of a hundredth of the records", all_, few, all_ / few, at_most=MAX_SLOWDOWN),
     ]
     columns = ("s", "beside, s", "ratio, or figure")
@@ -77,6 +93,43 @@ def invented(records: int, tokens: int) -> Iterator[TokenizedChunk]:
         total = sum(lengths)
         ids = generator.integers(0, 150_000, total).tolist()
         yield TokenizedChunk(ids, bytearray(generator.integers(0, 2, total, np.uint8).tobytes()), lengths)
+
+
+def real_run(records: int, directory: Path) -> tuple[float, int]:
+    """Seconds from the start of a training program to its first step's end, where its records have been tokenized
+    before; and the most memory of its own, in bytes, until then."""
+    scripts, chosen = Path(__file__).parent, random.Random(0)
+    subprocess.run([sys.executable, scripts / "make_demo_data.py", directory / "demo"], check=True, timeout=SECONDS)
+    data, out = directory / "train.jsonl", directory / "run"
+    with open(data, "w") as file:
+        for number in range(records):
+            words = " ".join(chosen.choices(("one", "two", "three", "and", "a half"), k=chosen.randrange(20, 60)))
+            file.write(json.dumps({"prompt": f"Say {number}. ", "completion": words}) + "\n")
+    command = [sys.executable, scripts / "train_sft.py", "--model", directory / "demo" / "model", "--data", data]
+    command += ["--output", out, *RUN]
+    environment = {**os.environ, "MCORE_RL_CACHE": str(directory / "cache")}
+    subprocess.run([*command, "--dry-run"], check=True, timeout=SECONDS, env=environment)
+    started, most = time.perf_counter(), 0
+    with subprocess.Popen(command, env=environment) as run:
+        try:
+            while not (out / "metrics.jsonl").is_file():
+                if run.poll() is not None or time.perf_counter() - started > SECONDS:
+                    raise RuntimeError("the run has ended, or hangs, without a first step")
+                most = max(most, private_bytes(run.pid))
+                time.sleep(0.02)
+            seconds = time.perf_counter() - started
+        finally:
+            run.kill()
+    return seconds, most
+
+
+def private_bytes(process: int) -> int:
+    """Memory of a process alone, without the page cache; 0 of one that has ended."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private"))
 
 
 def order_seconds(records: int) -> float:

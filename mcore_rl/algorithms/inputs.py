@@ -57,7 +57,7 @@ class Inputs(Generic[DatasetT]):
     checkpoints: tuple[list[Path], list[str]] = ([], [])
     """To resume from, the best first, and what is to be told about them."""
     identity: str = ""
-    """Of the run, on rank 0."""
+    """Of the run (JSON), on the first process of each node."""
 
 
 def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_weights: bool = True) -> Inputs[Any]:
@@ -111,10 +111,12 @@ def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[Dat
     if launch_environment.rank() > 0:
         if config.dry_run:
             sys.exit(0)
-        return replace(inputs, checkpoints=checkpoints)
+        is_first = launch_environment.local_rank() == 0
+        return replace(
+            inputs, checkpoints=checkpoints, identity=_identity(config, inputs).to_json() if is_first else ""
+        )
     check_output(config)
-    day = str(chat_day(inputs.tokenizer) or "")
-    identity = RunIdentity.of(config, inputs.hf_config, inputs.train.fingerprint, day)
+    identity = _identity(config, inputs)
     notes = checkpoints[1] + check_identity(identity, checkpoints[0])
     if config.model.lora is not None and config.model.lora.path is not None:
         notes += PEFTDirectory(config.model.lora.path).check_base(config.model.path, identity.base_weights)
@@ -126,6 +128,11 @@ def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[Dat
     if note := RunDirectory(config.output_dir).claim():
         notes = [note, *notes]
     return replace(inputs, checkpoints=(checkpoints[0], notes), identity=identity.to_json())
+
+
+def _identity(config: TrainingConfig, inputs: Inputs[Any]) -> RunIdentity:
+    day = str(chat_day(inputs.tokenizer) or "")
+    return RunIdentity.of(config, inputs.hf_config, inputs.train.fingerprint, day)
 
 
 def tell_plan(config: TrainingConfig, inputs: Inputs[Any], notes: Sequence[str]) -> None:
