@@ -36,28 +36,31 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
     with told_in_one_line():
+        from mcore_rl.simulation.hardware import Hardware
+
         config = load_for(arguments.algorithm, arguments.config, arguments.overrides)
-        check_options(config, arguments)
+        gpu = Hardware.load(arguments.hardware)
+        check_options(config, gpu, arguments)
+        lengths = lengths_of(config, arguments)
         config = with_local_models(config, with_weights=False)
         # A search leaves the configuration's own layout aside: it need not fit.
         checked = config.model_copy(update={"parallel": ParallelConfig()}) if arguments.search else config
         check_layout(checked, arguments.world_size)
-        if arguments.lengths is None:
+        if lengths is None:
             check_sources(config)
 
         from mcore_rl.platform import initialize_platform  # with PyTorch
 
         initialize_platform()
-        report(config, sequences_of(checked, arguments), arguments)
+        report(config, sequences_of(checked, lengths, arguments), gpu, arguments)
 
 
-def report(config: TrainingConfig, sequences, arguments: Namespace) -> None:
+def report(config: TrainingConfig, sequences, gpu, arguments: Namespace) -> None:
     """Simulate, and print what came of it."""
-    from mcore_rl.simulation.hardware import Hardware
     from mcore_rl.simulation.report import GENERATION, describe, describe_loading, table
     from mcore_rl.simulation.run import chosen_ranks, search, simulate, simulate_loadings
 
-    gpu, size = Hardware.load(arguments.hardware), arguments.world_size
+    size = arguments.world_size
     if isinstance(config, RLConfig):
         print(GENERATION)
     if arguments.search:
@@ -76,12 +79,11 @@ def report(config: TrainingConfig, sequences, arguments: Namespace) -> None:
         print("\n".join(describe_loading(loadings, arguments.load_from)))
 
 
-def check_options(config: TrainingConfig, arguments: Namespace) -> None:
+def check_options(config: TrainingConfig, gpu, arguments: Namespace) -> None:
     """Raises UserError for an option that is wrong, before anything is read."""
-    from mcore_rl.simulation.hardware import Hardware
     from mcore_rl.simulation.run import chosen_ranks
 
-    if config.model.dtype not in Hardware.load(arguments.hardware).flops_per_second:
+    if config.model.dtype not in gpu.flops_per_second:
         raise UserError(f"--hardware {arguments.hardware}: tells no peak for model.dtype={config.model.dtype}")
     for option, given in (("--load-from", arguments.load_from), ("--ranks", arguments.ranks)):
         if arguments.search and given is not None:
@@ -91,28 +93,38 @@ def check_options(config: TrainingConfig, arguments: Namespace) -> None:
         chosen_ranks(config, arguments.world_size, arguments.ranks)
     if not 0 < arguments.response_part <= 1:
         raise UserError(f"--response-part {arguments.response_part}: is a part of a sequence, above 0 and at most 1")
+
+
+def lengths_of(config: TrainingConfig, arguments: Namespace) -> list[int] | None:
+    """Those of --lengths; None if they are the data's.
+
+    Raises:
+        UserError: they are none, or longer than sequences may be.
+    """
     if arguments.lengths is None:
-        return
+        return None
     words = arguments.lengths.split(",")
     if not all(word.isdecimal() and int(word) > 1 for word in words):
         raise UserError(f"--lengths {arguments.lengths}: write numbers of tokens, at least 2, with commas between")
-    if max(map(int, words)) > config.data.max_sequence_length:
+    lengths = list(map(int, words))
+    if max(lengths) > config.data.max_sequence_length:
         raise UserError(f"--lengths: longer than data.max_sequence_length={config.data.max_sequence_length}")
+    return lengths
 
 
-def sequences_of(config: TrainingConfig, arguments: Namespace):
-    """Those of --lengths, or of the data's first global batch, whose answers are as long as GRPO and PPO let them be;
+def sequences_of(config: TrainingConfig, lengths: list[int] | None, arguments: Namespace):
+    """Of these lengths, or of the data's first global batch, whose answers are as long as GRPO and PPO let them be;
     once models and data are found such that a run would take them."""
     from mcore_rl.algorithms.inputs import load_inputs
-    from mcore_rl.algorithms.model_checks import check_models
+    from mcore_rl.algorithms.model_checks import check_models, check_weights
     from mcore_rl.algorithms.plan import first_batch
     from mcore_rl.simulation.step import sequences_of
 
-    if arguments.lengths is None:
+    if lengths is None:
         sequences, _ = first_batch(config, load_inputs(config, arguments.world_size, needs_weights=False).train)
         return sequences
-    check_models(config, needs_weights=False)
-    return sequences_of(config, list(map(int, arguments.lengths.split(","))), arguments.response_part)
+    check_weights(config, check_models(config), needed=False)
+    return sequences_of(config, lengths, arguments.response_part)
 
 
 if __name__ == "__main__":

@@ -477,6 +477,7 @@ OPTIONS = [
     (["--lengths", ""], "--lengths : write numbers of tokens, at least 2, with commas between"),
     (["--lengths", "9,x"], "--lengths 9,x: write numbers of tokens"),
     (["--lengths", "99"], "--lengths: longer than data.max_sequence_length=48"),
+    (["--response-part", "0"], "--response-part 0.0: is a part of a sequence, above 0 and at most 1"),
     (["--response-part", "nan"], "--response-part nan: is a part of a sequence, above 0 and at most 1"),
     (["--hardware", "tpu"], "--hardware tpu: there are a100, h100, h200; or write FILE:NAME"),
     (["--hardware", "{root}/kinds.yaml:endless"], "kinds.yaml:endless: memory_bytes: Input should be a finite number"),

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from mcore_rl import launch_environment
 from mcore_rl.algorithms.checkpointing import check_identity
 from mcore_rl.algorithms.metrics import speaker
-from mcore_rl.algorithms.model_checks import POLICY, check_models, check_tokenizers
+from mcore_rl.algorithms.model_checks import POLICY, check_models, check_tokenizers, check_weights
 from mcore_rl.algorithms.plan import describe_plan
 from mcore_rl.config import OptimizerConfig, RLConfig, TrainingConfig
 from mcore_rl.data.chat import chat_day, check_keeps_turns
@@ -74,7 +74,8 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
         UserError: naming the key or the file and line.
     """
     check_layout(config, world_size or launch_environment.world_size())
-    hf_configs = check_models(config, needs_weights)
+    hf_configs = check_models(config)
+    check_weights(config, hf_configs, needs_weights)
     say = speaker(launch_environment.rank() == 0)
     tokenizer, cache = tokenizer_and_cache(config, say)
     check_tokenizers(config, hf_configs, tokenizer)

@@ -21,38 +21,47 @@ POLICY = "model.path"
 """The key of the model that is trained."""
 
 
-def check_models(config: TrainingConfig, needs_weights: bool = True) -> dict[str, Any]:
+def check_models(config: TrainingConfig) -> dict[str, Any]:
     """The transformers configurations of the policy and of the models beside it, by the keys that name them.
-
-    Args:
-        needs_weights: whether a model must have its weights there; those that are there are looked at in any case.
 
     Raises:
         UserError: one of them cannot be used so, or not beside the policy.
     """
-    found = {POLICY: _checked(config, needs_weights)}
+    found = {POLICY: _checked(config)}
     for key, other in configs_beside(config).items():
         with _named_by(key, other.model.path):
-            found[key] = _checked(other, needs_weights)
-            if key == JUDGE and _has_weights(other.model.path):
-                _check_reward_head(other.model.path)
+            found[key] = _checked(other)
     if isinstance(config, DistillationConfig):
         _check_teacher(config, found)
     return found
 
 
-def _checked(config: TrainingConfig, needs_weights: bool) -> Any:
+def _checked(config: TrainingConfig) -> Any:
     model = config.model
     hf = load_hf_config(model.path, model.trust_remote_code, model.head)
     check_model_fits(hf, config.parallel, config.data.max_sequence_length, model)
     check_positions(hf, config.data.max_sequence_length)
-    if needs_weights or _has_weights(model.path):
-        check_hf_tensors(hf, SafetensorsDirectory(model.path))
     return hf
 
 
-def _has_weights(path: Path) -> bool:
-    return any(path.glob("*.safetensors"))
+def check_weights(config: TrainingConfig, found: Mapping[str, Any], needed: bool = True) -> None:
+    """Compare names and shapes of the models' weights with their configurations.
+
+    Args:
+        found: what `check_models` returns.
+        needed: whether a model must have its weights there; those that are there are looked at in any case.
+
+    Raises:
+        UserError: they are others, or not those of a reward model where one judges.
+    """
+    for key, one in {POLICY: config, **configs_beside(config)}.items():
+        path = one.model.path
+        if needed or any(path.glob("*.safetensors")):
+            with _named_by(key, path):
+                source = SafetensorsDirectory(path)
+                check_hf_tensors(found[key], source)
+                if key == JUDGE and REWARD_HEAD not in source.names():
+                    raise UserError(f"{POLICY}: {path} is no reward model: it has no {REWARD_HEAD}")
 
 
 def check_positions(hf_config: Any, max_sequence_length: int) -> None:
@@ -69,11 +78,6 @@ def check_positions(hf_config: Any, max_sequence_length: int) -> None:
             f"data.max_sequence_length={max_sequence_length}: the model has {positions:.0f} positions "
             "(max_position_embeddings)"
         )
-
-
-def _check_reward_head(path: Path) -> None:
-    if REWARD_HEAD not in SafetensorsDirectory(path).names():
-        raise UserError(f"{POLICY}: {path} is no reward model: it has no {REWARD_HEAD}")
 
 
 def _check_teacher(config: DistillationConfig, found: Mapping[str, Any]) -> None:
@@ -138,6 +142,8 @@ def _named_by(key: str, path: Path) -> Iterator[None]:
     try:
         yield
     except UserError as error:
+        if key == POLICY:
+            raise
         told = str(error).replace("; set model.head=reward", ", where a language model is needed")
         if key == JUDGE:
             told = told.replace("data.max_sequence_length", "environment.max_sequence_length")

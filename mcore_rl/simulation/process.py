@@ -56,7 +56,7 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.policy import scoring
 
-    hf_configs = check_models(config, needs_weights=False)
+    hf_configs = check_models(config)
     in_turn = {POLICY: config, **simulated_beside(config)}  # as they are built
     shapes = iter([family_of(hf_configs[key]).shapes() for key in in_turn])
     for one in in_turn.values():

@@ -203,8 +203,9 @@ def _simulated(
     except (UserError, ContractError) as error:
         return replace(candidate, reason=str(error))
     peak, dtype = max(report.peak for report in reports), config.model.dtype
+    candidate = replace(candidate, peak=peak, is_mixture=reports[0].is_mixture)
     if peak > gpu.memory_bytes:
-        return replace(candidate, peak=peak, reason=f"needs {peak / 1e9:.0f} GB", is_mixture=reports[0].is_mixture)
+        return replace(candidate, reason=f"needs {peak / 1e9:.0f} GB")
     seconds = gpu.step_seconds(reports, dtype, config.parallel.pipeline_model_parallel_size, 1)
     utilization = gpu.utilization(reports[0].model_flops, seconds, world_size, dtype)
-    return replace(candidate, peak=peak, seconds=seconds, utilization=utilization, is_mixture=reports[0].is_mixture)
+    return replace(candidate, seconds=seconds, utilization=utilization)
