@@ -136,8 +136,8 @@ class RunIdentity:
             yield f"data.train: {self.config['data']['train']} is other data", "", ""
 
     def differences(self, other: RunIdentity) -> list[str]:
-        """Keys of what makes it another run, and of what else must be the same on all its processes. Paths may differ:
-        what they lead to is compared, but for a place of a node's own."""
+        """Keys of what makes it another run, and of other values that both have and that its processes train with; not
+        the INSIGNIFICANT ones. Paths may differ: what they lead to is compared, but for a place of a node's own."""
         configured = [change for change in self.changes(other) if not change.startswith(OF_A_NODE)]
         return [key for key, *_ in self._identifying(other)] + configured
 

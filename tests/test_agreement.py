@@ -38,13 +38,17 @@ def write(path, text):
     path.write_text("".join(json.dumps({"prompt": f"say {i} ", "completion": text * (i + 1)}) + "\n" for i in range(4)))
 
 
-def start_nodes(files, out, of_second):
-    """Two processes, each the first of its node, the second with these arguments."""
-    own = {"model.path": files / "0" / "model", "data.train": files / "0" / "data.jsonl"}
+def start_nodes(files, out, of_second, algorithm="sft", **of_both):
+    """Two processes, each the first of its node, the second with values of its own."""
+    own = {"model.path": files / "0" / "model", "data.train": files / "0" / "data.jsonl", **of_both}
     port, started = free_port(), []
     for rank in (0, 1):
         values = {**own, **(of_second if rank else {})}
-        command = [sys.executable, "scripts/train_sft.py", *(f"{key}={value}" for key, value in values.items())]
+        command = [
+            sys.executable,
+            f"scripts/train_{algorithm}.py",
+            *(f"{key}={value}" for key, value in values.items()),
+        ]
         command += [
             f"output_dir={out}",
             "trainer.max_steps=1",
@@ -67,7 +71,12 @@ def start_nodes(files, out, of_second):
     ("key", "value"),
     and_long(
         [("data.train", "2/data.jsonl")],
-        [("model.path", "2/model"), ("optimizer.lr", "3e-4"), ("batch.tokens_per_pack", "480")],
+        [
+            ("model.path", "2/model"),
+            ("optimizer.lr", "3e-4"),
+            ("batch.tokens_per_pack", "480"),
+            ("parallel.tensor_model_parallel_size", "2"),
+        ],
     ),
 )
 def test_another_nodes_is_told(key, value, files, tmp_path):
@@ -75,6 +84,21 @@ def test_another_nodes_is_told(key, value, files, tmp_path):
     assert status == [2, 2], told
     assert told[0][1].startswith(f"error: {key}") and "process 1 (on " in told[0][1], told[0][1]
     assert told[0][1].count("\n") == 1 and not list(tmp_path.rglob("metrics.jsonl"))
+
+
+@pytest.mark.long
+def test_nothing_is_computed_for_later_runs_by_processes_that_differ(files, tmp_path):
+    """Log-probabilities of a reference are kept by a key that the first process makes."""
+    pairs = [{"prompt": "say ", "chosen": "ab" * (i + 1), "rejected": "ba"} for i in range(4)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    key, model = "dpo.reference_model", files / "0" / "model"
+    of_both = {"data.train": tmp_path / "pairs.jsonl", "dpo.reference": "precompute", key: model}
+    status, told = start_nodes(files, tmp_path / "out", {}, "dpo", **of_both)
+    assert status == [0, 0], told
+    status, told = start_nodes(files, tmp_path / "other", {key: files / "2" / "model"}, "dpo", **of_both)
+    assert status == [2, 2] and told[0][1].startswith(f"error: {key}: other weights"), told
+    assert list((tmp_path / "out").glob("reference_logprobs/*")), "where processes agree they are kept"
+    assert not list((tmp_path / "other").glob("reference_logprobs/*"))
 
 
 @pytest.mark.long

@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mcore_rl.algorithms.inputs import Inputs
 from mcore_rl.distributed.collectives import broadcast_object, gather_objects_on_first
 from mcore_rl.errors import UserError
 from mcore_rl.run_identity import RunIdentity
+
+if TYPE_CHECKING:
+    from mcore_rl.algorithms.inputs import Inputs
 
 
 @dataclass(frozen=True)

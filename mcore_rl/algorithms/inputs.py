@@ -1,15 +1,16 @@
-"""What a run is made from: checked, read, and claimed, before any process group or model exists."""
+"""What a run is made from: checked, read, claimed, and compared between processes, before any model exists."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from mcore_rl import launch_environment
+from mcore_rl import launch_environment, platform
+from mcore_rl.algorithms.agreement import check_agreement
 from mcore_rl.algorithms.checkpointing import check_identity
 from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.algorithms.model_checks import POLICY, check_models, check_tokenizers, check_weights
@@ -101,13 +102,23 @@ def tokenizer_and_cache(config: TrainingConfig, say: Say = silent) -> tuple[Any,
 
 
 def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[DatasetT]:
-    """`inputs` with the checkpoints to resume from, once the output directory is this run's to write to.
+    """`inputs` with the checkpoints to resume from, once the output directory is this run's to write to. Collective.
 
-    Rank 0 looks at what is there and locks it; until the first step nothing else is written. A dry run ends here.
+    Rank 0 looks at what is there and locks it; until the first step nothing else is written. A dry run ends here. The
+    first thing that processes tell each other is what they were given: whatever comes next, a model or scores that are
+    kept for later runs, is made by all of them together.
 
     Raises:
-        UserError: something there would be destroyed or continued that is not this run's.
+        UserError: something there would be destroyed or continued that is not this run's; or a process was given
+            something else than the first.
     """
+    inputs = _claimed(config, inputs)
+    platform.initialize_process_group(timedelta(seconds=config.parallel.timeout_seconds))
+    check_agreement(inputs)
+    return inputs
+
+
+def _claimed(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[DatasetT]:
     checkpoints = find_checkpoints(config)
     if launch_environment.rank() > 0:
         if config.dry_run:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Generic
 
 from mcore_rl import run_directory, watchdog
-from mcore_rl.algorithms.agreement import check_agreement
 from mcore_rl.algorithms.best import BestValidation
 from mcore_rl.algorithms.checkpointing import RunCheckpoints
 from mcore_rl.algorithms.inputs import DatasetT, Inputs, tell_what_never_comes
@@ -91,7 +90,6 @@ class TrainingRun(ABC, Generic[DatasetT]):
     def run(self) -> Path | None:
         """All steps, then the export, whose directory is returned; None without one."""
         config, policy = self.config, self.policy
-        check_agreement(self.inputs)
         steps = self.total_steps
         checkpoints = RunCheckpoints(config, policy, self.say, self.inputs.checkpoints, self.inputs.identity)
         minutes = config.checkpoint.save_minutes
