@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -108,6 +109,20 @@ class RunDirectory:
             return "free"
         return "held" if _may_live(holder) else "left"
 
+    def comes_to_hold(self, lock: str, seconds: float) -> bool:
+        """Whether the lock that another process has taken (its `own_lock`) is, within `seconds`, in this directory too.
+
+        Not for the process that holds it: closing the file, however it was opened, would give up a record lock.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(OSError):
+                if (self.path / LOCK).read_text() == lock:
+                    return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+
     def claim(self) -> str | None:
         """Make the directory and lock it until `release`, or until this process ends however it ends.
 
@@ -143,7 +158,7 @@ class RunDirectory:
                 break
             os.close(descriptor)  # its holder has just removed it
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n", 0)
+        os.pwrite(descriptor, own_lock().encode(), 0)
         self._lock = descriptor
         global _claimed
         _claimed = self
@@ -192,6 +207,11 @@ def is_report(path: Path) -> bool:
             return REPORT_MARK.encode() in file.read(1000)
     except OSError:
         return False
+
+
+def own_lock() -> str:
+    """The content of a lock that this process takes."""
+    return json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n"
 
 
 _claimed: RunDirectory | None = None

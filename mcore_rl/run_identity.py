@@ -11,6 +11,7 @@ import json
 import pickle
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,14 @@ INSIGNIFICANT = (
 )
 """Keys whose change is nobody's concern, or is checked by content."""
 
-OF_A_NODE = ("data.validation", "data.chat_template", "data.cache_dir", "generation.vllm.")
-"""Keys of places that each node may have elsewhere."""
+OF_A_NODE = (
+    *("output_dir", "model.path", *BESIDE_THE_MODEL),
+    *("data.train*", "data.validation*", "data.columns*", "data.chat_template", "data.cache_dir"),
+    *("environment.url", "environment.rewards.*.url", "generation.vllm.*"),
+)
+"""Patterns of the keys whose values may be a node's own: places, and servers. What is read there is compared instead;
+of vLLM's servers all processes take what the first one is told."""
+NOT_GIVEN = "(not given)"
 
 WHOLE_FILE_BYTES, WHOLE_TENSOR_BYTES = 64 << 20, 1 << 20
 BLOCKS, BLOCK_BYTES = 16, 16 << 10
@@ -135,11 +142,16 @@ class RunIdentity:
         if earlier.data != self.data:
             yield f"data.train: {self.config['data']['train']} is other data", "", ""
 
-    def differences(self, other: RunIdentity) -> list[str]:
-        """Keys of what makes it another run, and of other values that both have and that its processes train with; not
-        the INSIGNIFICANT ones. Paths may differ: what they lead to is compared, but for a place of a node's own."""
-        configured = [change for change in self.changes(other) if not change.startswith(OF_A_NODE)]
-        return [key for key, *_ in self._identifying(other)] + configured
+    def differences(self, first: RunIdentity) -> list[str]:
+        """What this process of a run was given otherwise than its first one, what is likely the cause before what
+        follows from it: a line each, which begins with the key."""
+        day = [f"the date {first.chat_day} → {self.chat_day}"] if first.chat_day != self.chat_day else []
+        firsts, own = flattened(first.config), flattened(self.config)
+        values = {key: (firsts.get(key, NOT_GIVEN), own.get(key, NOT_GIVEN)) for key in {**firsts, **own}}
+        compared = {key: pair for key, pair in values.items() if not any(fnmatchcase(key, one) for one in OF_A_NODE)}
+        configured = [f"{key} {was} → {now}" for key, (was, now) in compared.items() if was != now]
+        contents = [f"{key} {was} → {now}" if was else key for key, was, now in self._identifying(first)]
+        return day + configured + contents
 
     def changes(self, earlier: RunIdentity) -> list[str]:
         """What else is configured otherwise than it was, as `key old → new`."""

@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--algorithm", choices=PROGRAMS, required=True, help="that of the training script")
     parser.add_argument("--hardware", default="h100", help="h100, h200, a100, or FILE:NAME")
     parser.add_argument("--lengths", help="tokens of the sequences, one after the other: 2048,512,…")
-    parser.add_argument("--response-part", type=float, default=0.5, help="of a sequence, with --lengths")
+    parser.add_argument("--response-part", type=float, help="of a sequence, with --lengths; 0.5 if left out")
     parser.add_argument("--ranks", help="first, last, distinct (if left out), stages, or numbers")
     parser.add_argument("--search", action="store_true", help="try layouts instead of the configuration's")
     parser.add_argument("--load-from", type=count, metavar="RANKS", help="how many ranks wrote a checkpoint to load")
@@ -91,8 +91,11 @@ def check_options(config: TrainingConfig, gpu, arguments: Namespace) -> None:
     if arguments.ranks is not None:
         config.parallel.data_parallel_size(arguments.world_size)
         chosen_ranks(config, arguments.world_size, arguments.ranks)
-    if not 0 < arguments.response_part <= 1:
-        raise UserError(f"--response-part {arguments.response_part}: is a part of a sequence, above 0 and at most 1")
+    part = arguments.response_part
+    if part is not None and arguments.lengths is None:
+        raise UserError("--response-part: goes with --lengths alone; answers are the data's otherwise")
+    if part is not None and not 0 < part <= 1:
+        raise UserError(f"--response-part {part}: is a part of a sequence, above 0 and at most 1")
 
 
 def lengths_of(config: TrainingConfig, arguments: Namespace) -> list[int] | None:
@@ -124,7 +127,8 @@ def sequences_of(config: TrainingConfig, lengths: list[int] | None, arguments: N
         sequences, _ = first_batch(config, load_inputs(config, arguments.world_size, needs_weights=False).train)
         return sequences
     check_weights(config, check_models(config), needed=False)
-    return sequences_of(config, lengths, arguments.response_part)
+    part = 0.5 if arguments.response_part is None else arguments.response_part
+    return sequences_of(config, lengths, part)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from ports import free_port
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.algorithms.agreement import Given, disagreement
-from mcore_rl.config import SFTConfig
+from mcore_rl.config import GRPOConfig, SFTConfig
 from mcore_rl.run_identity import RunIdentity
 
 
@@ -40,7 +40,7 @@ def write(path, text):
 
 def start_nodes(files, out, of_second, algorithm="sft", **of_both):
     """Two processes, each the first of its node, the second with values of its own."""
-    own = {"model.path": files / "0" / "model", "data.train": files / "0" / "data.jsonl", **of_both}
+    own = {"output_dir": out, "model.path": files / "0" / "model", "data.train": files / "0" / "data.jsonl", **of_both}
     port, started = free_port(), []
     for rank in (0, 1):
         values = {**own, **(of_second if rank else {})}
@@ -50,7 +50,6 @@ def start_nodes(files, out, of_second, algorithm="sft", **of_both):
             *(f"{key}={value}" for key, value in values.items()),
         ]
         command += [
-            f"output_dir={out}",
             "trainer.max_steps=1",
             "data.max_sequence_length=48",
             "batch.global_batch_size=4",
@@ -76,14 +75,31 @@ def start_nodes(files, out, of_second, algorithm="sft", **of_both):
             ("optimizer.lr", "3e-4"),
             ("batch.tokens_per_pack", "480"),
             ("parallel.tensor_model_parallel_size", "2"),
+            ("checkpoint.save_interval", "1"),
+            ("logging.tensorboard", "true"),
+            ("data.validation", "{b: 0/data.jsonl, a: 0/data.jsonl}"),
+            ("data.validation", "{a: 0/data.jsonl, b: 0/data.jsonl, c: 0/data.jsonl}"),
+            ("data.validation", "0/data.jsonl"),
+            ("data.validation", "null"),
         ],
     ),
 )
 def test_another_nodes_is_told(key, value, files, tmp_path):
-    status, told = start_nodes(files, tmp_path / "out", {key: files / value if "/" in value else value})
+    validation = "{a: 0/data.jsonl, b: 0/data.jsonl}".replace("0/", f"{files}/0/")
+    value = value.replace("0/", f"{files}/0/").replace("2/", f"{files}/2/")
+    status, told = start_nodes(files, tmp_path / "out", {key: value}, **{"data.validation": validation})
     assert status == [2, 2], told
-    assert told[0][1].startswith(f"error: {key}") and "process 1 (on " in told[0][1], told[0][1]
+    assert key in told[0][1] and "process 1 (on " in told[0][1] and told[0][1].startswith("error: "), told[0][1]
     assert told[0][1].count("\n") == 1 and not list(tmp_path.rglob("metrics.jsonl"))
+
+
+@pytest.mark.long
+def test_another_directory_is_told(files, tmp_path):
+    """As `output_dir` is where each node has a disk of its own under one path."""
+    of_second = {"output_dir": tmp_path / "other"}
+    status, told = start_nodes(files, tmp_path / "out", of_second, **{"parallel.timeout_seconds": 20})
+    assert status == [2, 2] and told[0][1].startswith("error: output_dir: what process 0 (on "), told
+    assert not list(tmp_path.iterdir()), "nothing is left"
 
 
 @pytest.mark.long
@@ -105,36 +121,75 @@ def test_nothing_is_computed_for_later_runs_by_processes_that_differ(files, tmp_
 def test_the_same_may_be_elsewhere(files, tmp_path):
     elsewhere = {"model.path": files / "1" / "model", "data.train": files / "1" / "data.jsonl"}
     elsewhere["data.cache_dir"] = tmp_path / "cache"
+    (tmp_path / "link").symlink_to(tmp_path)
+    elsewhere["output_dir"] = tmp_path / "link" / "out"
     status, told = start_nodes(files, tmp_path / "out", elsewhere)
     assert status == [0, 0], told
 
 
-def given(host="a", data="1", **changes):
-    values = {"output_dir": "out", "model": {"path": "m"}, "data": {"train": "d"}, "optimizer": {"lr": 1e-3}}
-    for key, value in changes.pop("config", {}).items():
-        section, name = key.split(".")
-        values.setdefault(section, {})[name] = value
-    config = SFTConfig.model_validate(values).model_dump(mode="json")
-    identity = replace(RunIdentity("sft", {"hidden_size": 8}, "w", data, config), **changes)
-    return Given(host, {"data.train": data, "data.validation": "v"}, identity.to_json())
-
-
-def test_what_must_be_the_same():
-    first = given()
-    of_other_process = Given("a", first.data, "")
-    assert (
-        disagreement([first, of_other_process, given("b", config={"data.cache_dir": "/local", "data.train": "e"})])
-        == ""
+def given(host="b", read=("1", "v"), algorithm="sft", sections=None, environment=None, **changes):
+    values = {"output_dir": "out", "model": {"path": "m"}, "data": {"train": "d"}, **(sections or {})}
+    config = SFTConfig if environment is None else GRPOConfig
+    values = config.model_validate(values | ({"environment": environment} if environment else {})).model_dump(
+        mode="json"
     )
-    for other, key in (
+    identity = replace(RunIdentity("sft", {"hidden_size": 8}, "w", read[0], values), **changes)
+    return Given(host, dict(zip(("data.train", "data.validation"), read, strict=True)), identity.to_json())
+
+
+LORA = {"model": {"path": "m", "lora": {"rank": 4}}}
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"read": ("2", "v")}, "data.train: d is other data: process 2 (on b) was given something else than process 0"),
+        ({"read": ("1", "w")}, "data.validation: process 2"),
+        ({"architecture": {"hidden_size": 9}}, "model.path hidden_size 8 → 9: process 2"),
+        ({"base_weights": "x"}, "model.path: other weights: process 2"),
+        ({"chat_day": "2024-02-29"}, "the date  → 2024-02-29: process 2"),
+        ({"sections": {"optimizer": {"lr": 0.1}}}, "optimizer.lr 2e-05 → 0.1: process 2"),
+        ({"sections": {"checkpoint": {"save_interval": 2}}}, "checkpoint.save_interval None → 2: process 2"),
+        ({"sections": LORA}, "model.lora None → (not given): process 2"),
         (
-            given("b", data="2"),
-            "data.train: process 2 (on b) was given something else than process 0 (on a); every node",
+            {"read": ("2", "v"), "sections": {"data": {"train": "d", "overlong": "truncate"}}},
+            "data.overlong drop → trun",
         ),
-        (Given("b", {"data.train": "1", "data.validation": "w"}, ""), "data.validation: process 2"),
-        (given("b", architecture={"hidden_size": 9}), "model.path: process 2"),
-        (given("b", base_weights="x"), "model.path: other weights: process 2"),
-        (given("b", config={"optimizer.lr": 0.1}), "optimizer.lr 0.001 → 0.1: process 2"),
-        (given("b", config={"data.max_sequence_length": 99}), "data.max_sequence_length 1024 → 99: process 2"),
-    ):
-        assert disagreement([first, of_other_process, other]).startswith(key), disagreement([first, first, other])
+    ],
+)
+def test_what_must_be_the_same(other, told):
+    of_other_process = Given("a", {"data.train": "1", "data.validation": "v"})
+    first = given("a")
+    assert disagreement([first, of_other_process, given()]) == ""
+    assert disagreement([first, of_other_process, given(**other)]).startswith(told)
+
+
+def test_sections_of_the_first_process_alone():
+    assert disagreement([given(sections=LORA), given()]).startswith("model.lora.")
+
+
+@pytest.mark.parametrize("sets", [("b", "a"), ("a",), ("a", "b", "c"), ()])
+def test_sets_and_their_order(sets):
+    first = Given("a", {"data.train": "1", "data.validation a": "v", "data.validation b": "v"})
+    other = Given("b", {"data.train": "1", **{f"data.validation {name}": "v" for name in sets}})
+    assert "data.validation" in disagreement([first, other])
+
+
+JUDGES = {name: {"name": "http", "url": f"http://{name}:8000"} for name in "ab"}
+
+
+@pytest.mark.parametrize(
+    "environments",
+    [
+        (JUDGES["a"], JUDGES["b"]),
+        ({"name": "weighted", "rewards": {"x": JUDGES["a"]}}, {"name": "weighted", "rewards": {"x": JUDGES["b"]}}),
+    ],
+    ids=["a judge", "one of several"],
+)
+def test_a_nodes_own_servers(environments):
+    """Judges stand on the node whose samples they judge."""
+    first, other = environments
+    assert disagreement([given("a", environment=first), given(environment=other)]) == ""
+    slower = {**other, "time_limit_seconds": 99}
+    told = disagreement([given("a", environment=first), given(environment=slower)])
+    assert told.startswith("environment.time_limit_seconds 10.0 → 99.0: process 1")

@@ -67,9 +67,14 @@ def test_what_is_not_there_is_told_in_one_line(cache, name, message, tmp_path):
 
 
 @pytest.mark.long
-def test_of_a_model_that_is_simulated_no_weights_are_needed(tmp_path):
+@pytest.mark.parametrize("shards", [(), ("a.safetensors",)], ids=["none are there", "a download has ended early"])
+def test_of_a_model_that_is_simulated_no_weights_are_needed(shards, tmp_path):
     snapshot = tmp_path / "models--someone--large" / "snapshots" / COMMIT
     make_config("llama").save_pretrained(snapshot)
+    for shard in shards:
+        (snapshot / shard).write_bytes(b"")
+        weight_map = {"model.norm.weight": shard, "lm_head.weight": "b.safetensors"}
+        (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (tmp_path / "models--someone--large" / "refs").mkdir()
     (tmp_path / "models--someone--large" / "refs" / "main").write_text(COMMIT)
     config = {"output_dir": "out", "model": {"path": "someone/large"}, "data": {"train": "nowhere.jsonl"}}

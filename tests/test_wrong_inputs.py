@@ -318,7 +318,8 @@ BESIDE = [
     ("ppo", ["critic.pretraining_steps=3"], "critic.pretraining_steps=3: the run has 3 steps, in none of which"),
     ("grpo", [JUDGED % ("nowhere", "")], "environment.path: {root}/nowhere must be a Hugging Face model"),
     ("grpo", [JUDGED % ("model", "")], "environment.path: {root}/model is no reward model: it has no score.weight"),
-    ("grpo", [JUDGED % ("judge", ", max_sequence_length: 4096")], "environment.path: .*environment.max_sequence_length=4096: the model has 1024 positions"),
+    ("grpo", [JUDGED % ("judge", ", max_sequence_length: 4096")], "environment.max_sequence_length=4096: the model has 1024 positions.*; the model is environment.path={root}/judge"),
+    ("distill", ["distillation.teacher={root}/short"], "data.max_sequence_length=48: the model has 32 positions.*; the model is distillation.teacher={root}/short"),
 ]  # fmt: skip
 """Other models than the policy."""
 
@@ -428,7 +429,8 @@ def test_a_mistake_is_told_in_one_line(script, arguments, message, attempt, root
 
 OF_A_RUN_ALONE = (
     *("output_dir=", "checkpoint.resume=", "checkpoint.overwrite=", "--record", "--replay"),
-    *("function: 'nowhere:f'", "function: 'math:nothing'", "no_answer.jsonl", "vllm: {python", "no_weights", "pickles"),
+    *("function: 'nowhere:f'", "function: 'math:nothing'", "no_answer.jsonl", "vllm: {python"),
+    *("no_weights", "pickles", "lacks_a_file"),
 )
 """What it finds where it writes, judges and servers that it asks, weights: no part of what is simulated."""
 
@@ -477,8 +479,9 @@ OPTIONS = [
     (["--lengths", ""], "--lengths : write numbers of tokens, at least 2, with commas between"),
     (["--lengths", "9,x"], "--lengths 9,x: write numbers of tokens"),
     (["--lengths", "99"], "--lengths: longer than data.max_sequence_length=48"),
-    (["--response-part", "0"], "--response-part 0.0: is a part of a sequence, above 0 and at most 1"),
-    (["--response-part", "nan"], "--response-part nan: is a part of a sequence, above 0 and at most 1"),
+    (["--response-part", "0.9"], "--response-part: goes with --lengths alone"),
+    (["--lengths", "9", "--response-part", "0"], "--response-part 0.0: is a part of a sequence, above 0 and at most 1"),
+    (["--lengths", "9", "--response-part", "nan"], "--response-part nan: is a part of a sequence, above 0"),
     (["--hardware", "tpu"], "--hardware tpu: there are a100, h100, h200; or write FILE:NAME"),
     (["--hardware", "{root}/kinds.yaml:endless"], "kinds.yaml:endless: memory_bytes: Input should be a finite number"),
     (["--search", "--ranks", "first"], "--ranks: is of one layout; leave out --search"),

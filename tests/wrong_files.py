@@ -95,6 +95,7 @@ def make_models(root):
     changed("gelu", hidden_act="gelu")
     changed("five_heads", num_attention_heads=5)
     changed("wide", hidden_size=128)
+    changed("short", max_position_embeddings=32, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
     changed("deep", num_hidden_layers=3)
     changed("text_size", hidden_size="large")
     changed("no_heads", num_attention_heads=0, head_dim=None)

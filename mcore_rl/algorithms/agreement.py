@@ -2,40 +2,59 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mcore_rl import launch_environment
+from mcore_rl.config import TrainingConfig
 from mcore_rl.distributed.collectives import broadcast_object, gather_objects_on_first
 from mcore_rl.errors import UserError
+from mcore_rl.run_directory import RunDirectory, own_lock
 from mcore_rl.run_identity import RunIdentity
 
 if TYPE_CHECKING:
     from mcore_rl.algorithms.inputs import Inputs
+
+SEEN_WITHIN_SECONDS = 60.0
+"""Network file systems let a node know of a new file as late as this (NFS: acdirmax)."""
 
 
 @dataclass(frozen=True)
 class Given:
     """What a process was given.
 
-    data: fingerprints of datasets by their keys. identity: of the run, as JSON, where a process is its node's first.
+    read: fingerprints of datasets and chat template by their keys, validation sets in their order.
+    identity: of the run, as JSON, where a process is its node's first.
+    sees_output: whether such a one finds the first process's output directory.
     """
 
     host: str
-    data: dict[str, str]
-    identity: str
+    read: dict[str, str]
+    identity: str = ""
+    sees_output: bool = True
 
 
-def check_agreement(inputs: Inputs[Any]) -> None:
-    """Compare what every process has read with what the first one has. Collective.
+def check_agreement(config: TrainingConfig, inputs: Inputs[Any]) -> None:
+    """Compare what every process was given with what the first one was, which has claimed `output_dir`. Collective.
 
     Raises:
         UserError: on every process, naming what is different and where.
     """
-    sets = {f"data.validation {name}".strip(): dataset for name, dataset in inputs.validation.items()}
-    data = {key: dataset.fingerprint for key, dataset in {"data.train": inputs.train, **sets}.items()}
-    everyone = gather_objects_on_first(Given(socket.gethostname(), data, inputs.identity))
+    template = str(getattr(inputs.tokenizer, "chat_template", None))
+    sets = {f"data.validation {name}".strip(): dataset.fingerprint for name, dataset in inputs.validation.items()}
+    read = {
+        "data.train": inputs.train.fingerprint,
+        **sets,
+        "data.chat_template": hashlib.sha256(template.encode()).hexdigest(),
+    }
+    lock = broadcast_object(own_lock())
+    is_compared = bool(inputs.identity) and launch_environment.rank() > 0
+    patience = min(SEEN_WITHIN_SECONDS, config.parallel.timeout_seconds / 4)
+    sees = not is_compared or RunDirectory(config.output_dir).comes_to_hold(lock, patience)
+    everyone = gather_objects_on_first(Given(socket.gethostname(), read, inputs.identity, sees))
     if told := broadcast_object(disagreement(everyone)):
         raise UserError(told)
 
@@ -44,13 +63,26 @@ def disagreement(everyone: Sequence[Given]) -> str:
     """Of the first process that was given something else than process 0; "" if there is none."""
     for rank, given in enumerate(everyone):
         first = everyone[0]
-        others = [key for key in first.data if given.data.get(key) != first.data[key]]
-        if given.identity and not others:
-            own = RunIdentity.from_json(given.identity)
-            others = own.differences(RunIdentity.from_json(first.identity))
-        if others:
+        process = f"process {rank} (on {given.host})"
+        if others := _differences(given, first):
             return (
-                f"{others[0]}: process {rank} (on {given.host}) was given something else than process 0 "
-                f"(on {first.host}); every node needs the same files, configuration and date"
+                f"{others[0]}: {process} was given something else than process 0 (on {first.host}); every node needs "
+                "the same files, configuration and date"
+            )
+        if not given.sees_output:
+            return (
+                f"output_dir: what process 0 (on {first.host}) writes there, {process} does not find; it must be the "
+                "same directory on all nodes, of a file system that they share"
             )
     return ""
+
+
+def _differences(given: Given, first: Given) -> list[str]:
+    """The likely causes before what follows from them."""
+    differences = []
+    if given.identity:
+        differences = RunIdentity.from_json(given.identity).differences(RunIdentity.from_json(first.identity))
+    differences += [key for key in first.read if given.read.get(key) != first.read[key]]
+    if list(given.read) != list(first.read):
+        differences.append("the sets of data.validation, or their order")
+    return differences

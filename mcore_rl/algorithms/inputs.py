@@ -114,7 +114,7 @@ def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[Dat
     """
     inputs = _claimed(config, inputs)
     platform.initialize_process_group(timedelta(seconds=config.parallel.timeout_seconds))
-    check_agreement(inputs)
+    check_agreement(config, inputs)
     return inputs
 
 

@@ -13,7 +13,7 @@ from mcore_rl.config.beside import JUDGE, TEACHER, configs_beside
 from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.family import REWARD_HEAD
-from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, missing_files
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.models.megatron.weights import check_hf_tensors
 
@@ -49,15 +49,15 @@ def check_weights(config: TrainingConfig, found: Mapping[str, Any], needed: bool
 
     Args:
         found: what `check_models` returns.
-        needed: whether a model must have its weights there; those that are there are looked at in any case.
+        needed: whether a model must have its weights there; weights that are there, all of them, are looked at anyway.
 
     Raises:
         UserError: they are others, or not those of a reward model where one judges.
     """
     for key, one in {POLICY: config, **configs_beside(config)}.items():
         path = one.model.path
-        if needed or any(path.glob("*.safetensors")):
-            with _named_by(key, path):
+        with _named_by(key, path):
+            if needed or not missing_files(path):
                 source = SafetensorsDirectory(path)
                 check_hf_tensors(found[key], source)
                 if key == JUDGE and REWARD_HEAD not in source.names():
@@ -147,5 +147,5 @@ def _named_by(key: str, path: Path) -> Iterator[None]:
         told = str(error).replace("; set model.head=reward", ", where a language model is needed")
         if key == JUDGE:
             told = told.replace("data.max_sequence_length", "environment.max_sequence_length")
-        fits = f"{key}: {path} does not fit beside the policy: {told}"
-        raise UserError(told.replace(POLICY, key) if POLICY in told else fits) from None
+        # A limit or a layout is told by the key that sets it, which another model may keep to.
+        raise UserError(told.replace(POLICY, key) if POLICY in told else f"{told}; the model is {key}={path}") from None

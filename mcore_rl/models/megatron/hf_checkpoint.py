@@ -32,6 +32,25 @@ COMPANION_PATTERNS = (
 )
 
 
+def missing_files(path: Path) -> list[str]:
+    """Of a model directory's weights; none of them may be there, or a download may have ended early.
+
+    Raises:
+        UserError: an index that cannot be read.
+    """
+    index = path / INDEX_FILE
+    files = sorted(set(_read_index(index).values())) if index.is_file() else [SINGLE_FILE]
+    return [name for name in files if not (path / name).is_file()]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    try:
+        return dict(json.loads(path.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path}: must be JSON with a weight_map") from None
+
+
 class SafetensorsDirectory:
     """The tensors of a model directory, read by name and slice.
 
@@ -46,10 +65,7 @@ class SafetensorsDirectory:
 
     def _locate(self) -> dict[str, str]:
         if (self.path / INDEX_FILE).is_file():
-            try:
-                weight_map = dict(json.loads((self.path / INDEX_FILE).read_text())["weight_map"])
-            except (ValueError, KeyError, TypeError):
-                raise UserError(f"{self.path / INDEX_FILE}: must be JSON with a weight_map") from None
+            weight_map = _read_index(self.path / INDEX_FILE)
         elif (self.path / SINGLE_FILE).is_file():
             weight_map = dict.fromkeys(self._opened(SINGLE_FILE).keys(), SINGLE_FILE)
         else:
@@ -61,8 +77,8 @@ class SafetensorsDirectory:
         for name in set(weight_map.values()):
             if Path(name).name != name:
                 raise UserError(f"{self.path / INDEX_FILE}: {name!r} is not a file name in this directory")
-            if not (self.path / name).is_file():
-                raise UserError(f"{self.path}: {name} is named in {INDEX_FILE} but missing")
+        for name in missing_files(self.path):
+            raise UserError(f"{self.path}: {name} is named in {INDEX_FILE} but missing")
         return weight_map
 
     def names(self) -> set[str]:
