@@ -127,14 +127,15 @@ def test_the_same_may_be_elsewhere(files, tmp_path):
     assert status == [0, 0], told
 
 
-def given(host="b", read=("1", "v"), algorithm="sft", sections=None, environment=None, **changes):
+def given(host="b", read=("1", "v"), algorithm="sft", sections=None, environment=None, torch_version="2", **changes):
     values = {"output_dir": "out", "model": {"path": "m"}, "data": {"train": "d"}, **(sections or {})}
     config = SFTConfig if environment is None else GRPOConfig
     values = config.model_validate(values | ({"environment": environment} if environment else {})).model_dump(
         mode="json"
     )
     identity = replace(RunIdentity("sft", {"hidden_size": 8}, "w", read[0], values), **changes)
-    return Given(host, dict(zip(("data.train", "data.validation"), read, strict=True)), identity.to_json())
+    fingerprints = dict(zip(("data.train", "data.validation"), read, strict=True))
+    return Given(host, fingerprints, identity.to_json(), {"torch": torch_version})
 
 
 LORA = {"model": {"path": "m", "lora": {"rank": 4}}}
@@ -144,6 +145,7 @@ LORA = {"model": {"path": "m", "lora": {"rank": 4}}}
     ("other", "told"),
     [
         ({"read": ("2", "v")}, "data.train: d is other data: process 2 (on b) was given something else than process 0"),
+        ({"read": ("2", "v"), "torch_version": "2.1"}, "torch 2 → 2.1: process 2"),
         ({"read": ("1", "w")}, "data.validation: process 2"),
         ({"architecture": {"hidden_size": 9}}, "model.path hidden_size 8 → 9: process 2"),
         ({"base_weights": "x"}, "model.path: other weights: process 2"),

@@ -1,6 +1,7 @@
 """Templates that ask for the day are told that on which the run began, also when it goes on later."""
 
 import json
+import os
 import subprocess
 import sys
 from datetime import date
@@ -86,15 +87,21 @@ def test_resumed_on_another_day(tmp_path):
     (tmp_path / "data.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
     (tmp_path / "run.py").write_text(ON_A_DAY)
 
-    def train(day, steps, *more):
-        values = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--output", tmp_path / "out"]
+    def train(day, steps, *more, out="out", **environment):
+        values = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--output", tmp_path / out]
         values += [f"trainer.max_steps={steps}", "batch.global_batch_size=1", f"data.cache_dir={tmp_path / 'cache'}"]
         command = [sys.executable, tmp_path / "run.py", day, *values, *more]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        environment = {**os.environ, **environment}
+        run = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
         assert run.returncode == 0, run.stderr
         return run.stdout
 
     train("2023-03-04", 1)
     assert "resumed from" in train("2023-05-06", 2)
-    train("2023-05-06", 1, "checkpoint.resume=none", "checkpoint.overwrite=true")
+    assert "resumed from" in train(
+        "2023-05-07", 3, f"checkpoint.resume={tmp_path / 'out' / 'checkpoints'}", out="other"
+    )
+    train("2023-05-06", 1, "checkpoint.resume=none", "checkpoint.overwrite=true", TORCHELASTIC_RUN_ID="a")
     assert RunIdentity.from_json((tmp_path / "out" / "run.json").read_text()).chat_day == "2023-05-06"
+    restart = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}
+    assert "resumed from" in train("2023-05-07", 2, "checkpoint.resume=none", "checkpoint.overwrite=true", **restart)

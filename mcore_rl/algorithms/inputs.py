@@ -16,7 +16,7 @@ from mcore_rl.algorithms.metrics import speaker
 from mcore_rl.algorithms.model_checks import POLICY, check_models, check_tokenizers, check_weights
 from mcore_rl.algorithms.plan import describe_plan
 from mcore_rl.config import OptimizerConfig, RLConfig, TrainingConfig
-from mcore_rl.data.chat import chat_day, check_keeps_turns
+from mcore_rl.data.chat import chat_day, check_keeps_turns, set_chat_day
 from mcore_rl.data.datasets import loader_of
 from mcore_rl.data.order import Order
 from mcore_rl.data.progress import Say, silent
@@ -27,7 +27,7 @@ from mcore_rl.hub import make_repository
 from mcore_rl.models.megatron.peft_directory import PEFTDirectory
 from mcore_rl.preflight import check_layout, check_output, find_checkpoints
 from mcore_rl.run_directory import RunDirectory
-from mcore_rl.run_identity import RunIdentity
+from mcore_rl.run_identity import RunIdentity, identity_of
 
 
 class RunDataset(Protocol):
@@ -93,12 +93,19 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
 
 def tokenizer_and_cache(config: TrainingConfig, say: Say = silent) -> tuple[Any, TokenCache]:
     """The tokenizer, and where what it has tokenized is kept. A run that goes on has the day on which it began."""
-    earlier = RunDirectory(config.output_dir).identity if config.checkpoint.resume != "none" else None
-    day = date.fromisoformat(earlier.chat_day) if earlier is not None and earlier.chat_day else None
     path, trusted, template = config.model.path, config.model.trust_remote_code, config.data.read_chat_template()
-    tokenizer = load_tokenizer(path, trusted, template, say, day)
+    tokenizer = load_tokenizer(path, trusted, template, say)
+    if chat_day(tokenizer) is not None and (earlier := _earlier_identity(config)) and earlier.chat_day:
+        set_chat_day(tokenizer, date.fromisoformat(earlier.chat_day))
     made_from = TokenizerSource(path, trusted, template, chat_day(tokenizer))
     return tokenizer, TokenCache(config.data.cache_dir or default_directory(), made_from)
+
+
+def _earlier_identity(config: TrainingConfig) -> RunIdentity | None:
+    """Of the run that goes on, from a checkpoint or from its beginning; None if it is a new one."""
+    candidates, _ = find_checkpoints(config)
+    found = next(filter(None, map(identity_of, candidates)), None)
+    return RunDirectory(config.output_dir).identity if found is None and config.checkpoint.resume != "none" else found
 
 
 def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[DatasetT]:
