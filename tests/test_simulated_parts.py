@@ -6,16 +6,19 @@ import json
 import pytest
 import torch
 from invented_report import REPORT
-from models import and_long, make_config
+from models import and_long, make_config, make_model
 from test_simulation import MIXTURE, config_of, in_processes
 
+from mcore_rl import platform
+from mcore_rl.config import PPOConfig
+from mcore_rl.config.beside import config_of_critic
 from mcore_rl.data.packing import Batching
 from mcore_rl.errors import UserError
 from mcore_rl.layouts import Layout
 from mcore_rl.simulation.hardware import Hardware
-from mcore_rl.simulation.memory import LiveBytes
+from mcore_rl.simulation.memory import LiveBytes, bytes_of
 from mcore_rl.simulation.report import describe
-from mcore_rl.simulation.step import Sequences, simulate_rank
+from mcore_rl.simulation.step import Sequences, invented_batch, simulate_rank
 
 ROWS, LENGTH, RESPONSE = 8, 384, 192
 SEQUENCES = Sequences((LENGTH,) * ROWS, (RESPONSE,) * ROWS)
@@ -190,6 +193,42 @@ def test_what_is_moved_to_the_host_and_back(tmp_path):
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"offload": True})})
     (report,) = in_processes(simulate_rank, (config, 0, 1, SEQUENCES))
     assert report.host_bytes == pytest.approx(2 * 8 * report.parameters, rel=0.01)
+
+
+def ppo_of(path, **critic):
+    rollouts = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_new_tokens": 192}
+    return config_of(path, PPOConfig, ppo=rollouts, critic=critic, batch={"tokens_per_pack": TOKENS})
+
+
+def given_up(config):
+    """What a real critic's device memory is freed of, and what of it is zeros when it comes back."""
+    platform.initialize_platform()
+    from mcore_rl.algorithms.loss_functions import ValueLossFn
+    from mcore_rl.models.megatron.offload import gradient_buffers
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    critic = MegatronPolicy(config_of_critic(config), 2)
+    critic.train(critic.own_rows(invented_batch(config, SEQUENCES)), ValueLossFn(None))
+    zeros = bytes_of(gradient_buffers(critic.chunks))
+    return critic.offload_after_refit(), zeros
+
+
+@pytest.mark.long
+def test_a_critic_that_goes_to_the_host(tmp_path):
+    """As much as a real one gives up is not there while the policy is trained."""
+    path = make_model("llama", tmp_path, **SIZES)
+    at_hand, away = (ppo_of(path, offload=offload) for offload in (False, True))
+    both = ppo_of(path, offload=True, optimizer={"offload": True})
+    reports = in_processes(simulate_rank, *[(config, 0, 1, SEQUENCES) for config in (at_hand, away, both)])
+    ((freed, zeros),) = in_processes(given_up, (at_hand,))
+    assert [report.peak_phase for report in reports] == ["training"] * 3
+    assert [reports[0].peak - report.peak for report in reports] == [0, freed, freed]
+    for kind in ("weights", "gradients", "optimizer"):
+        assert reports[1].memory[kind] == reports[2].memory[kind] < reports[0].memory[kind]
+    # There and back for values, and again to be trained; an offloaded optimizer's state for its update alone.
+    weights = reports[0].memory["weights"] - reports[1].memory["weights"]
+    kept = freed - zeros
+    assert [report.host_bytes for report in reports] == [0, 4 * kept, 4 * weights + 2 * (kept - weights)]
 
 
 OVERLAPPING = {"overlap_grad_reduce": True, "overlap_param_gather": True}

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
 from mcore_rl.config.beside import CRITIC, JUDGE, REFERENCE, TEACHER, configs_beside
-from mcore_rl.errors import UserError
 
 if TYPE_CHECKING:
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -21,13 +20,7 @@ PHASES = (SCORING, CRITIC_TRAINING, CRITIC_UPDATE, TRAINING, UPDATE)
 
 
 def simulated_beside(config: TrainingConfig) -> dict[str, TrainingConfig]:
-    """Of the models beside the policy while it is trained, by the keys that name them, in the order of their making.
-
-    Raises:
-        UserError: a model that cannot be simulated.
-    """
-    if isinstance(config, PPOConfig) and config.critic.offload:
-        raise UserError("critic.offload: what is moved to the host and back cannot be simulated; leave it out")
+    """Of the models beside the policy while it is trained, by the keys that name them, in the order of their making."""
     found = configs_beside(config)
     if isinstance(config, DPOConfig) and config.precomputes(epochs=1):
         found.pop(REFERENCE, None)

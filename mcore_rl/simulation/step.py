@@ -15,6 +15,7 @@ from mcore_rl.distributed.own_rows import OwnRows, Share
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.simulation.memory import ACTIVATIONS, COMMUNICATION, LOGITS, bytes_of
 from mcore_rl.simulation.models import (
+    CRITIC_TRAINING,
     CRITIC_UPDATE,
     PHASES,
     SCORING,
@@ -51,9 +52,9 @@ class RankReport:
     head; communication buffers, which other ranks' values come to; and the rest (activations, workspace). attention:
     its floating-point operations, by phase. parts: those of matrix products, by phase and part of the model. traffic,
     calls: of every kind of transfer. overlapped: operations on weights and gradients that go on beside computation.
-    host_bytes: of optimizers' states between host and device, both ways. host_reads: (phase, place) → how often the
-    host waits for the device. updates: of a step. packs: microbatches of an update. tokens: real ones, and those of the
-    packs with their padding. work: of this replica and of the one that has most, by the mean of all.
+    host_bytes: of optimizers' states and a critic between host and device, both ways. host_reads: (phase, place) → how
+    often the host waits for the device. updates: of a step. packs: microbatches of an update. tokens: real ones, and
+    those of the packs with their padding. work: of this replica and of the one that has most, by the mean of all.
     seconds: that the simulation took. is_mixture: whether it was assumed that every expert gets as many tokens as any
     other.
     """
@@ -140,8 +141,8 @@ def measure_step(
         for model, traffic.phase in zip(models.trained, (UPDATE, CRITIC_UPDATE), strict=False):
             model.settle_weights()  # what the next step's forward pass would bring counts as this one's
     parameters = [p for chunk in models.chunks for p in chunk.parameters()]
-    offloaded, updates = offloaded_state(models), updates_of(config)
-    memory, peak_phase = memory_of(parameters, watch, offloaded)
+    on_host, host_bytes = offloaded(config, models)
+    memory, peak_phase = memory_of(parameters, watch, on_host)
     units = policy.batching.unit_sizes(sequences.lengths, batch["input_ids"], range(batch.size))
     work = policy.batching.shares_of_work(units)
     return RankReport(
@@ -155,13 +156,13 @@ def measure_step(
         traffic=dict(traffic.bytes),
         calls=dict(traffic.calls),
         overlapped=overlapped(config, scores=SCORING in watch.live.peaks),
-        host_bytes=2 * updates * sum(offloaded.values()),
+        host_bytes=host_bytes,
         host_reads=dict(reads.places),
-        updates=updates,
+        updates=updates_of(config),
         packs=len(watch.layouts),
         tokens=(sum(sum(one.lengths) for one in watch.layouts), sum(one.total for one in watch.layouts)),
         work=(work[policy.topology.data.rank], max(work)),
-        model_flops=updates * sum(model.training_flops(sequences.lengths) for model in models.trained),
+        model_flops=updates_of(config) * sum(model.training_flops(sequences.lengths) for model in models.trained),
         seconds=time.perf_counter() - started,
         is_mixture=any(isinstance(model.model.family, Mixture) for model in models.all),
     )
@@ -201,32 +202,53 @@ def planned_rows(policy: MegatronPolicy, batch: BatchedDataDict[Any]) -> OwnRows
     return OwnRows(batch.select_indices(share.indices), share)
 
 
-def offloaded_state(models: Models) -> dict[str, int]:
-    """Bytes of each optimizer's state that is on the host but in its own update, by that phase."""
+def offloaded(config: TrainingConfig, models: Models) -> tuple[dict[str, Counter[str]], int]:
+    """What is on the host in each phase, in bytes by kind, as a simulated storage cannot be emptied; and the bytes
+    between host and device in a step, both ways."""
     from mcore_rl.models.megatron.offload import optimizer_tensors
 
-    return {
-        update: bytes_of(optimizer_tensors(model.optimizer, model.parameters()))
-        for model, update in zip(models.trained, (UPDATE, CRITIC_UPDATE), strict=False)
-        if model.config.optimizer.offload
-    }
+    on_host, moved = {phase: Counter[str]() for phase in PHASES}, 0
+    phases = ((TRAINING, UPDATE), (CRITIC_TRAINING, CRITIC_UPDATE))
+    for model, (training, update) in zip(models.trained, phases, strict=False):
+        state = bytes_of(optimizer_tensors(model.optimizer, model.parameters()))
+        weights, gradients = weights_and_gradients(list(model.parameters()))
+        is_critics = model is not models.policy
+        visits = 2 if isinstance(config, PPOConfig) and config.critic.offload and is_critics else 0  # values, training
+        for phase in PHASES:
+            if visits and phase not in (training, update):
+                on_host[phase].update(weights=weights, gradients=gradients, optimizer=state)
+            elif model.config.optimizer.offload and phase != update:
+                on_host[phase].update(optimizer=state)
+        if model.config.optimizer.offload:
+            moved += 2 * updates_of(config) * state + 2 * visits * weights
+        else:
+            moved += 2 * visits * (weights + state)  # gradients come back as zeros
+    return on_host, moved
 
 
-def memory_of(parameters: Sequence[Any], watch: Watch, offloaded: Mapping[str, int]) -> tuple[dict[str, int], str]:
+def weights_and_gradients(parameters: Sequence[Any]) -> tuple[int, int]:
+    """Bytes of their storages."""
+    gradients = [p.main_grad for p in parameters if p.requires_grad and hasattr(p, "main_grad")]
+    return bytes_of(parameters), bytes_of(gradients)
+
+
+def memory_of(
+    parameters: Sequence[Any], watch: Watch, on_host: Mapping[str, Mapping[str, int]]
+) -> tuple[dict[str, int], str]:
     """Bytes by kind at the peak of any step but the first, which alone begins without the optimizer's state.
 
     Args:
-        offloaded: what of their state is on the host but in the phase that updates it.
+        on_host: `offloaded` in each phase.
     """
-    weights = bytes_of(parameters)
-    gradients = bytes_of(p.main_grad for p in parameters if p.requires_grad and hasattr(p, "main_grad"))
+    weights, gradients = weights_and_gradients(parameters)
     live, missing = watch.live, watch.missing_state()
     made_later = {**missing, CRITIC_UPDATE: missing.get(TRAINING, 0), UPDATE: 0}  # an update's peak has its own
-    away = {phase: sum(offloaded.values()) - offloaded.get(phase, 0) for phase in PHASES}
+    away = {phase: sum(on_host[phase].values()) for phase in PHASES}
     peaks = {phase: live.peaks[phase] + made_later[phase] - away[phase] for phase in PHASES if phase in live.peaks}
     phase = max(peaks, key=lambda phase: peaks[phase])
     of_kind = {kind: live.at_peak[phase][kind] for kind in (LOGITS, COMMUNICATION)}
-    state = {"weights": weights, "gradients": gradients, "optimizer": live.live - weights - gradients - away[phase]}
+    state = {"weights": weights, "gradients": gradients, "optimizer": live.live - weights - gradients}
+    state = {kind: size - on_host[phase].get(kind, 0) for kind, size in state.items()}
     rest = peaks[phase] - sum(state.values()) - sum(of_kind.values())
     return {**state, ACTIVATIONS: rest, **of_kind}, phase
 
