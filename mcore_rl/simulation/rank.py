@@ -17,6 +17,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mcore_rl.models.megatron.attention_kernels import Kernel, VisibleKeys
 
+SIMULATION, PACKAGE = Path(__file__).parent, Path(__file__).parents[1]
+
 
 class ShapesOnly:
     """The tensors of a model directory without a file: `SafetensorsDirectory` by its configuration alone."""
