@@ -103,7 +103,7 @@ def compare(config, layout, sequences):
         assert (other.packs, other.tokens, other.parameters) == (one.packs, one.tokens, one.parameters)
         assert (other.work, other.model_flops) == (one.work, one.model_flops)
         assert by_kind(other) == by_kind(one)
-        for kind in ("weights", "gradients"):
+        for kind in ("weights", "gradients", "optimizer"):
             assert other.memory[kind] == one.memory[kind]
         assert other.peak == pytest.approx(one.peak, rel=0.02), (one.memory, other.memory)
 

@@ -142,7 +142,7 @@ def measure_step(
             model.settle_weights()  # what the next step's forward pass would bring counts as this one's
     parameters = [p for chunk in models.chunks for p in chunk.parameters()]
     on_host, host_bytes = offloaded(config, models)
-    memory, peak_phase = memory_of(parameters, watch, on_host)
+    memory, peak_phase = memory_of(parameters, sum(map(optimizer_bytes, models.trained)), watch, on_host)
     units = policy.batching.unit_sizes(sequences.lengths, batch["input_ids"], range(batch.size))
     work = policy.batching.shares_of_work(units)
     return RankReport(
@@ -205,12 +205,10 @@ def planned_rows(policy: MegatronPolicy, batch: BatchedDataDict[Any]) -> OwnRows
 def offloaded(config: TrainingConfig, models: Models) -> tuple[dict[str, Counter[str]], int]:
     """What is on the host in each phase, in bytes by kind, as a simulated storage cannot be emptied; and the bytes
     between host and device in a step, both ways."""
-    from mcore_rl.models.megatron.offload import optimizer_tensors
-
     on_host, moved = {phase: Counter[str]() for phase in PHASES}, 0
     phases = ((TRAINING, UPDATE), (CRITIC_TRAINING, CRITIC_UPDATE))
     for model, (training, update) in zip(models.trained, phases, strict=False):
-        state = bytes_of(optimizer_tensors(model.optimizer, model.parameters()))
+        state = optimizer_bytes(model)
         weights, gradients = weights_and_gradients(list(model.parameters()))
         is_critics = model is not models.policy
         visits = 2 if isinstance(config, PPOConfig) and config.critic.offload and is_critics else 0  # values, training
@@ -226,6 +224,13 @@ def offloaded(config: TrainingConfig, models: Models) -> tuple[dict[str, Counter
     return on_host, moved
 
 
+def optimizer_bytes(model: MegatronPolicy) -> int:
+    """Of what a model's optimizer keeps beside the weights."""
+    from mcore_rl.models.megatron.offload import optimizer_tensors
+
+    return bytes_of(optimizer_tensors(model.optimizer, model.parameters()))
+
+
 def weights_and_gradients(parameters: Sequence[Any]) -> tuple[int, int]:
     """Bytes of their storages."""
     gradients = [p.main_grad for p in parameters if p.requires_grad and hasattr(p, "main_grad")]
@@ -233,11 +238,12 @@ def weights_and_gradients(parameters: Sequence[Any]) -> tuple[int, int]:
 
 
 def memory_of(
-    parameters: Sequence[Any], watch: Watch, on_host: Mapping[str, Mapping[str, int]]
+    parameters: Sequence[Any], optimizer: int, watch: Watch, on_host: Mapping[str, Mapping[str, int]]
 ) -> tuple[dict[str, int], str]:
     """Bytes by kind at the peak of any step but the first, which alone begins without the optimizer's state.
 
     Args:
+        optimizer: bytes of that.
         on_host: `offloaded` in each phase.
     """
     weights, gradients = weights_and_gradients(parameters)
@@ -247,7 +253,7 @@ def memory_of(
     peaks = {phase: live.peaks[phase] + made_later[phase] - away[phase] for phase in PHASES if phase in live.peaks}
     phase = max(peaks, key=lambda phase: peaks[phase])
     of_kind = {kind: live.at_peak[phase][kind] for kind in (LOGITS, COMMUNICATION)}
-    state = {"weights": weights, "gradients": gradients, "optimizer": live.live - weights - gradients}
+    state = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     state = {kind: size - on_host[phase].get(kind, 0) for kind, size in state.items()}
     rest = peaks[phase] - sum(state.values()) - sum(of_kind.values())
     return {**state, ACTIVATIONS: rest, **of_kind}, phase
