@@ -240,9 +240,24 @@ def initialize_process_group(timeout: timedelta) -> None:
     """Join the process group that torchrun described, or a group of one without torchrun.
 
     `timeout` bounds every collective: a stuck one raises instead of hanging.
+
+    Raises:
+        UserError: not all processes have come within `timeout`.
     """
     if torch.distributed.is_initialized():
         return
+    try:
+        torch.distributed.init_process_group(**_group_options(timeout))
+    except (torch.distributed.DistStoreError, torch.distributed.DistNetworkError):
+        size = launch_environment.world_size()
+        raise UserError(
+            f"parallel.timeout_seconds={timeout.total_seconds():.0f}: not all {size} processes have come within this "
+            "time; what another node has printed says why"
+        ) from None
+
+
+def _group_options(timeout: timedelta) -> dict[str, Any]:
+    """What `init_process_group` is called with."""
     kwargs: dict[str, Any] = {"backend": backend(), "timeout": timeout}
     if has_gpu():
         kwargs["device_id"] = device()
@@ -259,4 +274,4 @@ def initialize_process_group(timeout: timedelta) -> None:
         store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
         store = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
         kwargs.update(rank=rank, world_size=world_size, store=store)
-    torch.distributed.init_process_group(**kwargs)
+    return kwargs

@@ -13,7 +13,7 @@ from models import and_long, make_model
 from ports import free_port
 from safetensors.torch import load_file, save_file
 
-from mcore_rl.algorithms.agreement import Given, disagreement
+from mcore_rl.algorithms.agreement import Given, disagreement, files_of
 from mcore_rl.config import GRPOConfig, SFTConfig
 from mcore_rl.run_identity import RunIdentity
 
@@ -38,7 +38,7 @@ def write(path, text):
     path.write_text("".join(json.dumps({"prompt": f"say {i} ", "completion": text * (i + 1)}) + "\n" for i in range(4)))
 
 
-def start_nodes(files, out, of_second, algorithm="sft", **of_both):
+def start_nodes(files, out, of_second, algorithm="sft", where=(None, None), **of_both):
     """Two processes, each the first of its node, the second with values of its own."""
     own = {"output_dir": out, "model.path": files / "0" / "model", "data.train": files / "0" / "data.jsonl", **of_both}
     port, started = free_port(), []
@@ -46,7 +46,7 @@ def start_nodes(files, out, of_second, algorithm="sft", **of_both):
         values = {**own, **(of_second if rank else {})}
         command = [
             sys.executable,
-            f"scripts/train_{algorithm}.py",
+            os.path.abspath(f"scripts/train_{algorithm}.py"),
             *(f"{key}={value}" for key, value in values.items()),
         ]
         command += [
@@ -57,7 +57,7 @@ def start_nodes(files, out, of_second, algorithm="sft", **of_both):
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(command, env=environment, **pipes))
+        started.append(subprocess.Popen(command, env=environment, cwd=where[rank], **pipes))
     try:
         told = [process.communicate(timeout=120) for process in started]
     finally:
@@ -125,6 +125,67 @@ def test_the_same_may_be_elsewhere(files, tmp_path):
     elsewhere["output_dir"] = tmp_path / "link" / "out"
     status, told = start_nodes(files, tmp_path / "out", elsewhere)
     assert status == [0, 0], told
+
+
+@pytest.mark.long
+def test_a_process_that_ends_alone_is_told_by_the_others(files, tmp_path):
+    """As where data are missing on one node."""
+    of_second = {"data.train": files / "nowhere.jsonl"}
+    status, told = start_nodes(files, tmp_path / "out", of_second, **{"parallel.timeout_seconds": 12})
+    assert status == [2, 2] and "nowhere.jsonl does not exist" in told[1][1], told
+    assert told[0][1].startswith("error: parallel.timeout_seconds=12: not all 2 processes have come")
+    assert told[0][1].count("\n") == 1
+
+
+@pytest.mark.long
+def test_another_checkpoint_is_told(files, tmp_path):
+    """One path, which leads to another checkpoint of the same run on each node."""
+    links = []
+    for name, rate in (("a", "1e-3"), ("b", "2e-3")):
+        status, told = start_nodes(files, tmp_path / name, {}, **{"optimizer.lr": rate})
+        assert status == [0, 0], told
+        (tmp_path / f"of_{name}").mkdir()
+        (tmp_path / f"of_{name}" / "old").symlink_to(tmp_path / name / "checkpoints")
+        links.append(tmp_path / f"of_{name}")
+    resumed = {"checkpoint.resume": "old", "model.path": files / "0" / "model"}
+    status, told = start_nodes(files, tmp_path / "out", {}, where=links, **resumed)
+    assert status == [2, 2] and told[0][1].startswith("error: checkpoint.resume: process 1 (on "), told
+
+
+def test_other_files_are_told(files, tmp_path, monkeypatch):
+    """What decides on numbers beside weights and data."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_judge.py").write_text("def judge(log, record): return 1.0\n")
+    model = shutil.copytree(files / "0" / "model", tmp_path / "model")
+    (tmp_path / "iter_0000001").mkdir()
+    (tmp_path / "iter_0000001" / "manifest.json").write_text("{}")
+    judged = {"name": "function", "function": "own_judge:judge"}
+    values = {"output_dir": "out", "model": {"path": model}, "data": {"train": "d"}, "environment": judged}
+    config = GRPOConfig.model_validate(values)
+
+    def differences():
+        now = Given("b", {"data.train": "1", **files_of(config, [tmp_path / "iter_0000001"])})
+        return disagreement([Given("a", before), now]).partition(": process")[0]
+
+    before = {"data.train": "1", **files_of(config, [tmp_path / "iter_0000001"])}
+    assert differences() == ""
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**values, "_name_or_path": "elsewhere"}))
+    assert differences() == ""
+    for file, text, key in (
+        (
+            model / "config.json",
+            json.dumps({**values, "rms_norm_eps": 10}),
+            "model.path: other configuration or tokenizer",
+        ),
+        (model / "special_tokens_map.json", "{}", "model.path: other configuration or tokenizer"),
+        (tmp_path / "own_judge.py", "def judge(log, record): return 2.0\n", "environment.function: other code of own"),
+        (tmp_path / "iter_0000001" / "manifest.json", "{ }", "checkpoint.resume"),
+    ):
+        kept = file.read_text() if file.exists() else None
+        file.write_text(text)
+        assert differences().startswith(key), file
+        file.unlink() if kept is None else file.write_text(kept)
 
 
 def given(host="b", read=("1", "v"), algorithm="sft", sections=None, environment=None, torch_version="2", **changes):

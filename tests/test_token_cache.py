@@ -14,7 +14,7 @@ import pytest
 from models import make_tokenizer
 
 from mcore_rl.config import DataConfig
-from mcore_rl.data import token_cache, tokenization
+from mcore_rl.data import token_cache, token_store, tokenization
 from mcore_rl.data.progress import silent
 from mcore_rl.data.prompts import load_prompt_dataset
 from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
@@ -68,6 +68,33 @@ def test_a_store_holds_what_memory_would(load_dataset, files, monkeypatch):
     assert again.units.lengths().tolist() == [len(sequence) for unit in plain.units for sequence in unit]
     with pytest.raises(IndexError):
         again.units[700]
+
+
+def test_data_written_to_while_they_are_tokenized(files, monkeypatch):
+    """What would be kept under the name of what was there before."""
+
+    def collect(chunks, sequences_per_unit, directory):
+        write(files / "data.jsonl", RECORDS[::-1])
+        return token_store.collect(chunks, sequences_per_unit, directory)
+
+    with monkeypatch.context() as writing:
+        writing.setattr(token_cache, "collect", collect)
+        with pytest.raises(UserError, match="was written to while it was tokenized; start again"):
+            load(files)
+    assert not stores(files)
+    assert len(load(files)) == 700
+
+
+def test_what_a_run_writes_in_the_models_directory(files):
+    load(files)
+    (files / "model" / "run").mkdir()
+    (files / "model" / "run" / "metrics.jsonl").write_text("{}\n")
+    load(files)
+    assert len(stores(files)) == 1
+    (files / "model" / "additional_chat_templates").mkdir()
+    (files / "model" / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    load(files)
+    assert len(stores(files)) == 2
 
 
 def test_prompts_keep_their_records(files):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -108,12 +108,15 @@ def _earlier_identity(config: TrainingConfig) -> RunIdentity | None:
     return RunDirectory(config.output_dir).identity if found is None and config.checkpoint.resume != "none" else found
 
 
-def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[DatasetT]:
+def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT], options: Mapping[str, str] = {}) -> Inputs[DatasetT]:
     """`inputs` with the checkpoints to resume from, once the output directory is this run's to write to. Collective.
 
     Rank 0 looks at what is there and locks it; until the first step nothing else is written. A dry run ends here. The
     first thing that processes tell each other is what they were given: whatever comes next, a model or scores that are
     kept for later runs, is made by all of them together.
+
+    Args:
+        options: of the command line, and what they come to, which is compared as well.
 
     Raises:
         UserError: something there would be destroyed or continued that is not this run's; or a process was given
@@ -121,7 +124,7 @@ def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[Dat
     """
     inputs = _claimed(config, inputs)
     platform.initialize_process_group(timedelta(seconds=config.parallel.timeout_seconds))
-    check_agreement(config, inputs)
+    check_agreement(config, inputs, options)
     return inputs
 
 

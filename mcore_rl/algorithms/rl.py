@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mcore_rl import launch_environment
 from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs
 from mcore_rl.algorithms.metrics import speaker
-from mcore_rl.algorithms.recordings import REPLAYED_OPTIONS, check_record, read_recording, recorded_by
+from mcore_rl.algorithms.recordings import REPLAYED_OPTIONS, check_record, digest_of_file, read_recording, recorded_by
 from mcore_rl.algorithms.rollout_worker import Conversation, RolloutWorker
 from mcore_rl.algorithms.rollouts import Rollout
 from mcore_rl.algorithms.step_log import StepLog
@@ -72,7 +72,8 @@ def _checked_inputs(
     if record:
         goes_on = bool(find_checkpoints(config)[0]) or is_restart(config.output_dir)
         check_record(record, recorded_by(config, inputs.train.fingerprint), goes_on)
-    return claim_output(config, inputs), recorded
+    contents = "" if replay is None else digest_of_file(replay)
+    return claim_output(config, inputs, {"--record": str(record is not None), "--replay": contents}), recorded
 
 
 def environment_of(config: RLConfig, policy: MegatronPolicy) -> Environment | CollectiveEnvironment | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -56,6 +57,17 @@ class DataConfig(Section):
             other = found.setdefault(os.path.realpath(source), source)
             if other != source:
                 raise ValueError(f"train: {other} and {source} are one source; leave one out, and add up their weights")
+        for path, source in found.items():
+            for directory in Path(path).parents:
+                if str(directory) in found:
+                    whole = found[str(directory)]
+                    raise ValueError(f"train: {source} is one of the files in {whole}; leave one out")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_have_a_sum(self) -> DataConfig:
+        if not isinstance(self.train, str) and math.isinf(sum(self.train.values())):
+            raise ValueError("train: the sum of the weights is too large for a number")
         return self
 
     @model_validator(mode="after")

@@ -57,13 +57,14 @@ class TokenCache:
         """
         with self._writing():
             (self.directory / "tokens").mkdir(parents=True, exist_ok=True)
+        before = _states(source)
         path = self.directory / "tokens" / self._key(source, tokenizer, what)
         if launch_environment.local_rank() > 0:
             self._wait_for(path)
         else:
             with self._locked(path.with_suffix(".lock")):
                 if not path.is_dir():
-                    self._make(path, source, tokenizer, what, say)
+                    self._make(path, source, tokenizer, what, say, before)
         try:
             return TokenStore.open(path)
         except ValueError as error:
@@ -87,7 +88,7 @@ class TokenCache:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _make(self, path: Path, source: str, tokenizer: Any, what: Tokenization, say: Say) -> None:
+    def _make(self, path: Path, source: str, tokenizer: Any, what: Tokenization, say: Say, before: list[Any]) -> None:
         for stopped in path.parent.glob("*.partial"):  # whoever made it is gone if its lock is free
             if stopped.stem == path.stem or not _is_locked(stopped.with_suffix(".lock")):
                 shutil.rmtree(stopped, ignore_errors=True)
@@ -97,6 +98,8 @@ class TokenCache:
                 temporary.mkdir()
                 chunks = tokenize_source(source, tokenizer, what, say, self.remake, available_workers())
                 collect(chunks, what.sequences_per_unit, temporary)
+                if _states(source) != before:  # the name of what has been made is of what was there before
+                    raise UserError(f"data: {source} was written to while it was tokenized; start again")
                 temporary.rename(path)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -117,10 +120,13 @@ class TokenCache:
             "source": self._source_digest(source),
             "tokenizer": [
                 [str(path.relative_to(self.remake.path)), _file_digest(path)]
-                for path in sorted(self.remake.path.rglob("*"))
-                if path.is_file()
-                and path.suffix not in WEIGHTS
-                and ".git" not in path.relative_to(self.remake.path).parts
+                for pattern in (
+                    "*",
+                    "additional_chat_templates/*",
+                    *(["*/**/*.py"] if self.remake.trust_remote_code else []),
+                )
+                for path in sorted(self.remake.path.glob(pattern))
+                if path.is_file() and path.suffix not in WEIGHTS
             ],
             "trust_remote_code": self.remake.trust_remote_code,
             "template": self.remake.chat_template,
@@ -156,6 +162,13 @@ class TokenCache:
             temporary.write_text(digest)
             temporary.replace(note)
         return digest
+
+
+def _states(source: str) -> list[Any]:
+    """What changes when somebody writes to a source's files; of a dataset on the hub, which has a version, nothing."""
+    found = files_of(source) if Path(source).is_dir() else [source] if Path(source).suffix in SUFFIXES else []
+    states = [(str(file), os.stat(file)) for file in found if os.path.exists(file)]
+    return [(file, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for file, one in states]
 
 
 def _file_digest(path: Path) -> str:
