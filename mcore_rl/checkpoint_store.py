@@ -144,11 +144,14 @@ def step_of(iteration: Path) -> int:
 
 def digests_of(directory: Path, names: Iterable[str]) -> FileDigests:
     """Sizes and digests of files as they are on disk."""
-    digests = {}
-    for name in names:
-        with open(directory / name, "rb") as file:
-            digests[name] = ((directory / name).stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
-    return digests
+    paths = {name: directory / name for name in names}
+    return {name: (path.stat().st_size, digest_of_file(path)) for name, path in paths.items()}
+
+
+def digest_of_file(path: Path) -> str:
+    """SHA-256."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_manifest(directory: Path, digests: FileDigests) -> None:

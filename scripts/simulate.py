@@ -127,8 +127,7 @@ def sequences_of(config: TrainingConfig, lengths: list[int] | None, arguments: N
         sequences, _ = first_batch(config, load_inputs(config, arguments.world_size, needs_weights=False).train)
         return sequences
     check_weights(config, check_models(config), needed=False)
-    part = 0.5 if arguments.response_part is None else arguments.response_part
-    return sequences_of(config, lengths, part)
+    return sequences_of(config, lengths, arguments.response_part)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def write(path, text):
     path.write_text("".join(json.dumps({"prompt": f"say {i} ", "completion": text * (i + 1)}) + "\n" for i in range(4)))
 
 
-def start_nodes(files, out, of_second, algorithm="sft", where=(None, None), **of_both):
+def start_nodes(files, out, of_second, algorithm="sft", where=(None, None), options=(), **of_both):
     """Two processes, each the first of its node, the second with values of its own."""
     own = {"output_dir": out, "model.path": files / "0" / "model", "data.train": files / "0" / "data.jsonl", **of_both}
     port, started = free_port(), []
@@ -52,7 +53,8 @@ def start_nodes(files, out, of_second, algorithm="sft", where=(None, None), **of
         command += [
             "trainer.max_steps=1",
             "data.max_sequence_length=48",
-            "batch.global_batch_size=4",
+            *(["grpo.num_prompts_per_step=4"] if algorithm == "grpo" else ["batch.global_batch_size=4"]),
+            *(options if rank else ()),
         ]
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
@@ -85,8 +87,11 @@ def start_nodes(files, out, of_second, algorithm="sft", where=(None, None), **of
     ),
 )
 def test_another_nodes_is_told(key, value, files, tmp_path):
-    validation = "{a: 0/data.jsonl, b: 0/data.jsonl}".replace("0/", f"{files}/0/")
-    value = value.replace("0/", f"{files}/0/").replace("2/", f"{files}/2/")
+    # The files' own path may hold what stands for it ("pytest-172/").
+    value, validation = (
+        re.sub("([02])/", lambda node: f"{files / node[1]}/", text)
+        for text in (value, "{a: 0/data.jsonl, b: 0/data.jsonl}")
+    )
     status, told = start_nodes(files, tmp_path / "out", {key: value}, **{"data.validation": validation})
     assert status == [2, 2], told
     assert key in told[0][1] and "process 1 (on " in told[0][1] and told[0][1].startswith("error: "), told[0][1]
@@ -135,6 +140,15 @@ def test_a_process_that_ends_alone_is_told_by_the_others(files, tmp_path):
     assert status == [2, 2] and "nowhere.jsonl does not exist" in told[1][1], told
     assert told[0][1].startswith("error: parallel.timeout_seconds=12: not all 2 processes have come")
     assert told[0][1].count("\n") == 1
+
+
+@pytest.mark.long
+def test_another_option_is_told(files, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "say {i} ", "answer": "a"}}\n' for i in range(4)))
+    of_both = {"data.train": tmp_path / "prompts.jsonl", "grpo.max_new_tokens": 4}
+    options = ("--record", str(tmp_path / "recording.jsonl"))
+    status, told = start_nodes(files, tmp_path / "out", {}, "grpo", options=options, **of_both)
+    assert status == [2, 2] and told[0][1].startswith("error: --record: process 1 (on "), told
 
 
 @pytest.mark.long
@@ -188,12 +202,10 @@ def test_other_files_are_told(files, tmp_path, monkeypatch):
         file.unlink() if kept is None else file.write_text(kept)
 
 
-def given(host="b", read=("1", "v"), algorithm="sft", sections=None, environment=None, torch_version="2", **changes):
+def given(host="b", read=("1", "v"), sections=None, environment=None, torch_version="2", **changes):
     values = {"output_dir": "out", "model": {"path": "m"}, "data": {"train": "d"}, **(sections or {})}
-    config = SFTConfig if environment is None else GRPOConfig
-    values = config.model_validate(values | ({"environment": environment} if environment else {})).model_dump(
-        mode="json"
-    )
+    config, judged = (GRPOConfig, {"environment": environment}) if environment else (SFTConfig, {})
+    values = config.model_validate(values | judged).model_dump(mode="json")
     identity = replace(RunIdentity("sft", {"hidden_size": 8}, "w", read[0], values), **changes)
     fingerprints = dict(zip(("data.train", "data.validation"), read, strict=True))
     return Given(host, fingerprints, identity.to_json(), {"torch": torch_version})

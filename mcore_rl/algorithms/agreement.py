@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl import launch_environment
-from mcore_rl.checkpoint_store import MANIFEST_FILE
+from mcore_rl.checkpoint_store import MANIFEST_FILE, digest_of_file
 from mcore_rl.config import TrainingConfig
 from mcore_rl.distributed.collectives import broadcast_object, gather_objects_on_first
 from mcore_rl.errors import UserError
@@ -58,7 +58,7 @@ def check_agreement(config: TrainingConfig, inputs: Inputs[Any], options: Mappin
     Raises:
         UserError: on every process, naming what is different and where.
     """
-    template = hashlib.sha256(str(inputs.tokenizer.chat_template).encode()).hexdigest()
+    template = _digest(str(inputs.tokenizer.chat_template))
     sets = {f"{VALIDATION} {name}".strip(): dataset.fingerprint for name, dataset in inputs.validation.items()}
     read = {"data.train": inputs.train.fingerprint, **sets, "data.chat_template": template, **options}
     lock, resume_from = broadcast_object((own_lock(), inputs.checkpoints[0]))
@@ -77,17 +77,19 @@ def files_of(config: TrainingConfig, resume_from: Sequence[Path]) -> dict[str, s
     """Digests of what is read beside weights and data, by what names it: models' configurations and tokenizers, the
     checkpoints that may be resumed, modules of functions that judge."""
     manifests = [path / MANIFEST_FILE for path in resume_from]
-    found = {"checkpoint.resume": _digest(str([file.read_bytes() if file.is_file() else None for file in manifests]))}
+    found = {"checkpoint.resume": _digest(str([digest_of_file(file) for file in manifests if file.is_file()]))}
     for key, path in models_of(config).items():
         files = sorted(file for pattern in COMPANION_PATTERNS for file in path.glob(pattern) if file.is_file())
         values = json.loads((path / "config.json").read_bytes()) if (path / "config.json").is_file() else {}
         kept = sorted((name, value) for name, value in values.items() if name not in NOT_ARCHITECTURE)
-        found[f"{key}: other configuration or tokenizer"] = _digest(repr((kept, [file.read_bytes() for file in files])))
+        found[f"{key}: other configuration or tokenizer"] = _digest(
+            str((kept, [digest_of_file(file) for file in files]))
+        )
     for key, value in flattened(config.model_dump(mode="json")).items():
         if fnmatchcase(key, "environment*.function") and value is not None:
             module = find_spec(value.partition(":")[0])
             if module is not None and module.origin is not None and Path(module.origin).is_file():
-                found[f"{key}: other code of {value}"] = _digest(repr(Path(module.origin).read_bytes()))
+                found[f"{key}: other code of {value}"] = digest_of_file(Path(module.origin))
     return found
 
 
@@ -98,9 +100,9 @@ def _digest(text: str) -> str:
 def software() -> dict[str, str]:
     """Versions of what computes; of this package, whose version a `git pull` leaves as it is, a digest of its files."""
     files = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".yaml"))
-    digest = hashlib.sha256(b"".join(str(path.relative_to(PACKAGE)).encode() + path.read_bytes() for path in files))
+    digest = _digest(str([(str(path.relative_to(PACKAGE)), digest_of_file(path)) for path in files]))
     versions = {name: str(import_module(name).__version__) for name in ("torch", "megatron.core", "transformers")}
-    return {"the files of mcore_rl": digest.hexdigest()[:12], **versions}
+    return {"the files of mcore_rl": digest[:12], **versions}
 
 
 def disagreement(everyone: Sequence[Given]) -> str:

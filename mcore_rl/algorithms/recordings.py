@@ -48,12 +48,6 @@ def check_record(path: Path, run: dict[str, Any], goes_on: bool) -> None:
             raise UserError(f"--record {path}: is of another run (other {', '.join(others)}), and is not written over")
 
 
-def digest_of_file(path: Path) -> str:
-    """SHA-256 of a recording."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def recorded_step(weights: str, sampling: dict[str, Any], rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """A recording's entry: a step's rollouts, the options they were sampled with, and a hash that tells the weights of
     one step from another's."""

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from mcore_rl import launch_environment
 from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs
 from mcore_rl.algorithms.metrics import speaker
-from mcore_rl.algorithms.recordings import REPLAYED_OPTIONS, check_record, digest_of_file, read_recording, recorded_by
+from mcore_rl.algorithms.recordings import REPLAYED_OPTIONS, check_record, read_recording, recorded_by
 from mcore_rl.algorithms.rollout_worker import Conversation, RolloutWorker
 from mcore_rl.algorithms.rollouts import Rollout
 from mcore_rl.algorithms.step_log import StepLog
+from mcore_rl.checkpoint_store import digest_of_file
 from mcore_rl.config import RLConfig
 from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl import launch_environment
+from mcore_rl.checkpoint_store import digest_of_file
 from mcore_rl.data.chat import chat_day
 from mcore_rl.data.progress import Say
 from mcore_rl.data.reading import SUFFIXES, files_of, load_hub_dataset
@@ -119,7 +120,7 @@ class TokenCache:
         parts = {
             "source": self._source_digest(source),
             "tokenizer": [
-                [str(path.relative_to(self.remake.path)), _file_digest(path)]
+                [str(path.relative_to(self.remake.path)), digest_of_file(path)]
                 for pattern in (
                     "*",
                     "additional_chat_templates/*",
@@ -149,15 +150,15 @@ class TokenCache:
         except OSError as error:
             raise UserError(f"data: {source} cannot be read ({error.strerror})") from None
         if state.st_size <= SOURCE_BYTES_TO_REMEMBER:
-            return _file_digest(Path(source))
-        known = [os.path.realpath(source), state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+            return digest_of_file(Path(source))
+        known = _state_of(source)
         note = self.directory / "digests" / hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
         with self._writing():
             note.parent.mkdir(parents=True, exist_ok=True)
         with self._locked(note.with_suffix(".lock")):
             with contextlib.suppress(OSError):
                 return note.read_text()
-            digest = _file_digest(Path(source))
+            digest = digest_of_file(Path(source))
             temporary = note.with_suffix(".partial")
             temporary.write_text(digest)
             temporary.replace(note)
@@ -167,13 +168,12 @@ class TokenCache:
 def _states(source: str) -> list[Any]:
     """What changes when somebody writes to a source's files; of a dataset on the hub, which has a version, nothing."""
     found = files_of(source) if Path(source).is_dir() else [source] if Path(source).suffix in SUFFIXES else []
-    states = [(str(file), os.stat(file)) for file in found if os.path.exists(file)]
-    return [(file, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for file, one in states]
+    return [_state_of(file) for file in found if os.path.exists(file)]
 
 
-def _file_digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _state_of(file: str | Path) -> list[Any]:
+    state = os.stat(file)
+    return [os.path.realpath(file), state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
 
 
 def _code_digest() -> str:

@@ -141,7 +141,7 @@ def measure_step(
         for model, traffic.phase in zip(models.trained, (UPDATE, CRITIC_UPDATE), strict=False):
             model.settle_weights()  # what the next step's forward pass would bring counts as this one's
     parameters = [p for chunk in models.chunks for p in chunk.parameters()]
-    on_host, host_bytes = offloaded(config, models)
+    (on_host, host_bytes), updates = offloaded(config, models), updates_of(config)
     memory, peak_phase = memory_of(parameters, sum(map(optimizer_bytes, models.trained)), watch, on_host)
     units = policy.batching.unit_sizes(sequences.lengths, batch["input_ids"], range(batch.size))
     work = policy.batching.shares_of_work(units)
@@ -158,11 +158,11 @@ def measure_step(
         overlapped=overlapped(config, scores=SCORING in watch.live.peaks),
         host_bytes=host_bytes,
         host_reads=dict(reads.places),
-        updates=updates_of(config),
+        updates=updates,
         packs=len(watch.layouts),
         tokens=(sum(sum(one.lengths) for one in watch.layouts), sum(one.total for one in watch.layouts)),
         work=(work[policy.topology.data.rank], max(work)),
-        model_flops=updates_of(config) * sum(model.training_flops(sequences.lengths) for model in models.trained),
+        model_flops=updates * sum(model.training_flops(sequences.lengths) for model in models.trained),
         seconds=time.perf_counter() - started,
         is_mixture=any(isinstance(model.model.family, Mixture) for model in models.all),
     )
@@ -294,11 +294,12 @@ def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
     return BatchedDataDict(data)
 
 
-def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: float = 0.5) -> Sequences:
-    """A global batch whose sequences have these lengths in turn."""
+def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: float | None = None) -> Sequences:
+    """A global batch whose sequences have these lengths in turn, of which half is trained on, or `response_part`."""
+    part = 0.5 if response_part is None else response_part
     rows = rows_of_batch(config)
     chosen = [min(lengths[i % len(lengths)], config.data.max_sequence_length) for i in range(rows)]
-    return Sequences(tuple(chosen), tuple(max(1, math.ceil(n * response_part)) for n in chosen))
+    return Sequences(tuple(chosen), tuple(max(1, math.ceil(n * part)) for n in chosen))
 
 
 def rows_of_batch(config: TrainingConfig) -> int:
