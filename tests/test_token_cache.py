@@ -161,14 +161,14 @@ def test_one_process_of_a_node_reads_a_large_source_for_its_digest(files, monkey
     """Beside many that want it at once; a lock of its own for each that opens the file."""
     monkeypatch.setattr(token_cache, "SOURCE_BYTES_TO_REMEMBER", 0)
     cache = TokenCache(files / "cache", TokenizerSource(files / "model", False, None))
-    read, plain = [], token_cache._file_digest
+    read, plain = [], token_cache.digest_of_file
 
     def slow(path):
         read.append(path)
         time.sleep(0.3)
         return plain(path)
 
-    monkeypatch.setattr(token_cache, "_file_digest", slow)
+    monkeypatch.setattr(token_cache, "digest_of_file", slow)
     with ThreadPoolExecutor(4) as pool:
         digests = list(pool.map(cache._source_digest, [str(files / "data.jsonl")] * 4))
     assert len(read) == 1
