@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 from mcore_rl import run_directory, watchdog
 from mcore_rl.config import TrainingConfig, build_config, laid_over, read_overridable, resolved_yaml
+from mcore_rl.config.fields import whole_number
 from mcore_rl.config.reference import as_list, as_text, reference_of, section_of
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.hub import download, is_hub_name
@@ -185,9 +186,10 @@ def show(text: str) -> None:
 
 def count(text: str) -> int:
     """An argument's value: a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
+    number = whole_number(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text[:80]!r}")
+    return number
 
 
 def leave(status: int, message: str, lost_peer: bool = False) -> NoReturn:

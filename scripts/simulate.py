@@ -12,7 +12,8 @@ import argparse
 import sys
 from argparse import Namespace
 
-from mcore_rl.config import DPOConfig, ParallelConfig, RLConfig, TrainingConfig
+from mcore_rl.config import DPOConfig, ParallelConfig, TrainingConfig
+from mcore_rl.config.fields import whole_number
 from mcore_rl.entry_point import Parser, count, told_in_one_line, with_local_models
 from mcore_rl.errors import UserError
 from mcore_rl.preflight import check_layout, check_sources
@@ -28,7 +29,7 @@ def main() -> None:
     parser.add_argument("--algorithm", choices=PROGRAMS, required=True, help="that of the training script")
     parser.add_argument("--hardware", default="h100", help="h100, h200, a100, or FILE:NAME")
     parser.add_argument("--lengths", help="tokens of the sequences, one after the other: 2048,512,…")
-    parser.add_argument("--response-part", type=float, help="of a sequence, with --lengths; 0.5 if left out")
+    parser.add_argument("--response-part", type=float, help="of a sequence, with --lengths; half if left out")
     parser.add_argument("--ranks", help="first, last, distinct (if left out), stages, or numbers")
     parser.add_argument("--search", action="store_true", help="try layouts instead of the configuration's")
     parser.add_argument("--load-from", type=count, metavar="RANKS", help="how many ranks wrote a checkpoint to load")
@@ -61,8 +62,10 @@ def report(config: TrainingConfig, sequences, gpu, arguments: Namespace) -> None
     from mcore_rl.simulation.run import chosen_ranks, search, simulate, simulate_loadings
 
     size = arguments.world_size
-    if isinstance(config, RLConfig):
+    if config.max_answer_length is not None:
         print(GENERATION)
+    if isinstance(config, DPOConfig) and config.dpo.reference == "auto" and config.precomputes(epochs=1):
+        print("assumed: the reference is computed before training (dpo.reference=auto)")
     if arguments.search:
         found = search(config, size, sequences, gpu, arguments.workers, lambda line: print(line, file=sys.stderr))
         print("\n".join(table(found)))
@@ -70,8 +73,6 @@ def report(config: TrainingConfig, sequences, gpu, arguments: Namespace) -> None
     ranks = chosen_ranks(config, size, arguments.ranks or "distinct")
     rows = f"{len(sequences.lengths):,} sequences of {sum(sequences.lengths):,} tokens"
     print(f"{arguments.algorithm}, {size} processes, {config.model.dtype}, {rows} a step")
-    if isinstance(config, DPOConfig) and config.dpo.reference == "auto" and config.precomputes(epochs=1):
-        print("assumed: the reference is computed before training (dpo.reference=auto)")
     reports = simulate(config, size, ranks, sequences, arguments.workers)
     print("\n".join(describe(config, size, reports, gpu)))
     if arguments.load_from:
@@ -106,17 +107,16 @@ def lengths_of(config: TrainingConfig, arguments: Namespace) -> list[int] | None
     """
     if arguments.lengths is None:
         return None
-    words = arguments.lengths.split(",")
-    if not all(word.isdecimal() and int(word) > 1 for word in words):
-        raise UserError(f"--lengths {arguments.lengths}: write numbers of tokens, at least 2, with commas between")
-    lengths = list(map(int, words))
+    lengths = [whole_number(word) or 0 for word in arguments.lengths.split(",")]
+    if min(lengths) < 2:
+        raise UserError(f"--lengths {arguments.lengths[:80]}: write numbers of tokens, at least 2, with commas between")
     if max(lengths) > config.data.max_sequence_length:
         raise UserError(f"--lengths: longer than data.max_sequence_length={config.data.max_sequence_length}")
     return lengths
 
 
 def sequences_of(config: TrainingConfig, lengths: list[int] | None, arguments: Namespace):
-    """Of these lengths, or of the data's first global batch, whose answers are as long as GRPO and PPO let them be;
+    """Of these lengths, or of the data's first global batch, the policy's own answers as long as they may be;
     once models and data are found such that a run would take them."""
     from mcore_rl.algorithms.inputs import load_inputs
     from mcore_rl.algorithms.model_checks import check_models, check_weights

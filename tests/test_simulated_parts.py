@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,15 +12,19 @@ from models import and_long, make_config, make_model
 from test_simulation import MIXTURE, config_of, in_processes
 
 from mcore_rl import platform
-from mcore_rl.config import PPOConfig
+from mcore_rl.algorithms.plan import first_batch
+from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, PPOConfig
 from mcore_rl.config.beside import config_of_critic
 from mcore_rl.data.packing import Batching
+from mcore_rl.data.tokenize import TokenSequence
 from mcore_rl.errors import UserError
 from mcore_rl.layouts import Layout
+from mcore_rl.simulation import rank
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.memory import LiveBytes, bytes_of
+from mcore_rl.simulation.rank import HostReads
 from mcore_rl.simulation.report import describe
-from mcore_rl.simulation.step import Sequences, invented_batch, simulate_rank
+from mcore_rl.simulation.step import Sequences, invented_batch, sequences_of, simulate_rank
 
 ROWS, LENGTH, RESPONSE = 8, 384, 192
 SEQUENCES = Sequences((LENGTH,) * ROWS, (RESPONSE,) * ROWS)
@@ -174,6 +180,96 @@ def test_hardware_that_is_none(gpu, said, tmp_path):
     (tmp_path / "gpus.yaml").write_text(json.dumps({"gpu": gpu}))
     with pytest.raises(UserError, match=said):
         Hardware.load(f"{tmp_path / 'gpus.yaml'}:gpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "said"),
+    [
+        ("{}", "gpu", "there are none in it; or write FILE:NAME"),
+        ("4090: {}\na: {}", "b", "there are 4090, a; or write FILE:NAME"),
+        ("4090: {}", "4090", "4090: memory_bytes: Field required"),
+    ],
+)
+def test_kinds_of_hardware(text, wanted, said, tmp_path):
+    """Whose names may be numbers."""
+    (tmp_path / "gpus.yaml").write_text(text)
+    with pytest.raises(UserError, match=said):
+        Hardware.load(f"{tmp_path / 'gpus.yaml'}:{wanted}")
+
+
+def test_where_the_host_waits(monkeypatch):
+    """By the package's files, whatever the directories above are called."""
+    root, reads = rank.PACKAGE, HostReads("training")
+    files = [
+        root / "algorithms" / "grpo.py",
+        root / "simulation" / "watch.py",
+        root.parent / "megatron" / "optimizer.py",
+    ]
+    stack = [SimpleNamespace(filename=str(file), lineno=7) for file in files]
+    monkeypatch.setattr(rank.traceback, "extract_stack", lambda: stack)
+    reads.note()
+    assert reads.places == {("training", "grpo.py:7"): 1}
+    for above in ("/home/mcore_rl/simulation/mcore_rl", "/x"):
+        monkeypatch.setattr(rank, "PACKAGE", Path(above))
+        monkeypatch.setattr(rank, "SIMULATION", Path(above) / "simulation")
+        stack[:] = [
+            SimpleNamespace(filename=f"{above}/{name}", lineno=7) for name in ("simulation/a.py", "models/b.py")
+        ]
+        stack.append(SimpleNamespace(filename="/home/mcore_rl/.venv/megatron/c.py", lineno=7))
+        reads.places.clear()
+        reads.note()
+        assert reads.places == {("training", "b.py:7"): 1}
+
+
+ROLLOUTS = {"num_prompts_per_step": 1, "num_generations_per_prompt": 2, "max_new_tokens": 300}
+
+
+@pytest.mark.parametrize(
+    ("length", "turns", "given", "answers"),
+    [
+        (100, 1, None, 50),
+        (384, 1, None, 300),  # a prompt has 84 tokens at most
+        (384, 9, None, 192),
+        (2, 1, None, 1),
+        (100, 1, 0.99, 99),
+        (100, 1, 1.0, "of 100 tokens are 100, but the answer has 16 to 99"),
+        (384, 1, 0.5, "of 384 tokens are 192, but the answer has 300 to 300"),
+        (384, 9, 0.9, 346),
+    ],
+)
+def test_answers_are_such_as_a_run_can_have(length, turns, given, answers):
+    config = config_of(
+        "unused", GRPOConfig, grpo=ROLLOUTS, environment={"max_turns": turns, "name": "function", "function": "a:b"}
+    )
+    if isinstance(answers, str):
+        with pytest.raises(UserError, match=answers):
+            sequences_of(config, [length], given)
+    else:
+        assert sequences_of(config, [length], given) == Sequences((length,) * 2, (answers,) * 2)
+
+
+def test_a_student_that_answers_itself_learns_from_its_own_answers():
+    """As long as they may be, not from the records' responses."""
+    records = [
+        TokenSequence((1,) * n, (False,) * prompt + (True,) * (n - prompt)) for n, prompt in ((9, 4), (370, 350))
+    ]
+    train = SimpleNamespace(units=[(r,) for r in records], order=lambda _: SimpleNamespace(indices=lambda *_: [0, 1]))
+    distillation = {"teacher": "unused", "on_policy": True, "max_new_tokens": 100}
+    config = config_of("unused", DistillationConfig, distillation=distillation)
+    assert first_batch(config, train)[0] == Sequences((104, 384), (100, 34))
+
+
+@pytest.mark.long
+def test_weights_that_take_each_others_place(tmp_path):
+    """To the host and back for a reference, twice; with adapters nothing is moved."""
+    dpo = one_pack(tmp_path).model_dump(exclude_unset=True) | {"dpo": {"reference": "swap"}}
+    plain, adapters = (
+        DPOConfig.model_validate(dpo),
+        DPOConfig.model_validate(dpo | {"model": {"path": str(tmp_path), "lora": {"rank": 4}}}),
+    )
+    moved, alone = in_processes(simulate_rank, *[(config, 0, 1, SEQUENCES) for config in (plain, adapters)])
+    assert moved.host_bytes == 4 * 4 * moved.parameters and alone.host_bytes == 0
+    assert moved.peak_phase == "training"
 
 
 @pytest.mark.long

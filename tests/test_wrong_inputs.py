@@ -475,6 +475,8 @@ def test_of_invented_lengths_models_alone_are_looked_at(script, overrides, messa
 
 OPTIONS = [
     (["--ranks", ""], "--ranks : write first, last, distinct, stages, or numbers below 8"),
+    (["--ranks", "9" * 5000], "--ranks 9999"),
+    (["--lengths", "9" * 5000], "--lengths 9999"),
     (["--ranks", "8"], "--ranks 8: write first, last, distinct, stages, or numbers below 8"),
     (["--lengths", ""], "--lengths : write numbers of tokens, at least 2, with commas between"),
     (["--lengths", "9,x"], "--lengths 9,x: write numbers of tokens"),

@@ -37,7 +37,7 @@ def train_dpo(config: DPOConfig) -> Path | None:
         config,
         config.total_steps(len(inputs.train)),
         rows_per_unit=2,
-        keep_reference=config.dpo.needs_reference and not precomputes and not config.dpo.reference_model,
+        keep_reference=config.keeps_reference and not precomputes,
     )
     reference = _reference(config, inputs, policy, precomputes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +82,8 @@ class GRPORun(TrainingRun[PromptDataset]):
             self.recording,
             self.recorded,
         )
-        # The sampler's log-probabilities are the policy's own where the policy samples, in the precision that it is
-        # trained in, from all tokens; then the only update on them is on-policy and needs no others.
-        grpo, own = self.config.rollouts, self.recorded is None and self.config.generation.backend == "megatron"
-        self.exact = own and self.config.model.dtype == "float32" and not grpo.filters_tokens
-        chosen = self.config.loss.force_on_policy_ratio
-        self.on_policy = (self.exact and grpo.num_updates_per_rollout == 1) if chosen is None else chosen
-        self.loss_fn = ClippedPGLossFn(replace(self.config.loss, force_on_policy_ratio=self.on_policy))
+        self.replays = self.recorded is not None
+        self.loss_fn = ClippedPGLossFn(self.config.decided_loss(self.replays))
 
     @property
     def updates_per_step(self) -> int:
@@ -101,7 +96,7 @@ class GRPORun(TrainingRun[PromptDataset]):
     def _introduce(self, done: int, steps: int) -> None:
         super()._introduce(done, steps)
         self.steps_before = done
-        if self.on_policy and self.config.loss.force_on_policy_ratio is None:
+        if self.config.is_on_policy(self.replays) and self.config.loss.force_on_policy_ratio is None:
             self.say(
                 "force_on_policy_ratio: true, since the only update is on samples of the very weights it begins from"
             )
@@ -219,7 +214,7 @@ class GRPORun(TrainingRun[PromptDataset]):
         if self.config.rollouts.mask_truncated:
             data["sample_mask"] = data.share.select(torch.tensor([0.0 if o.truncated else 1.0 for o in outcomes]))
         with self._phase(step, "logprobs"):
-            if not self.on_policy or (loss.use_kl_in_reward and not self.exact):
+            if self.config.scores_samples(self.replays):
                 data["prev_logprobs"] = self.policy.get_logprobs(data, temperature=temperature)["logprobs"]
             if self.policy.reference is not None:
                 reference = self.policy.get_reference_policy_logprobs(data, temperature=temperature)

@@ -25,7 +25,7 @@ from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 def train_kto(config: KTOConfig) -> Path | None:
     """Make desirable responses likelier, undesirable ones less likely, relative to the reference."""
     inputs = claim_output(config, load_inputs(config))
-    policy = MegatronPolicy(config, config.total_steps(len(inputs.train)), keep_reference=True)
+    policy = MegatronPolicy(config, config.total_steps(len(inputs.train)), keep_reference=config.keeps_reference)
 
     made: dict[str, OwnRows[Any]] = {}
 

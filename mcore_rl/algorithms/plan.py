@@ -63,7 +63,8 @@ def layout_picture(parallel: ParallelConfig, world_size: int, layers: int) -> It
 
 
 def first_batch(config: TrainingConfig, dataset: Any) -> tuple[Sequences, list[TokenSequence]]:
-    """Lengths of the first step's sequences, and the first of them; answers of GRPO are as long as they may be."""
+    """Lengths of the first step's sequences, with the policy's own answers as long as they may be, and the first of
+    them."""
     order = dataset.order(config.seed)
     if isinstance(config, RLConfig) and isinstance(dataset, PromptDataset):
         prompts = [dataset.prompts[i].input_ids for i in order.indices(0, config.rollouts.num_prompts_per_step)]
@@ -75,9 +76,12 @@ def first_batch(config: TrainingConfig, dataset: Any) -> tuple[Sequences, list[T
     count = size if epochs is None else min(size, epochs * len(dataset))
     units = [dataset.units[i] for i in order.indices(0, count)]
     rows = [sequence for unit in units for sequence in unit]
-    responses = tuple(sum(sequence.token_mask) for sequence in rows)
     shown = [sequence for unit in units[:SHOWN_RECORDS] for sequence in unit]
-    return Sequences(tuple(map(len, rows)), responses), shown
+    if (limit := config.max_answer_length) is not None:
+        prompts = [sequence.token_mask.index(True) for sequence in rows]
+        lengths = tuple(min(prompt + limit, config.data.max_sequence_length) for prompt in prompts)
+        return Sequences(lengths, tuple(n - prompt for n, prompt in zip(lengths, prompts, strict=True))), shown
+    return Sequences(tuple(map(len, rows)), tuple(sum(sequence.token_mask) for sequence in rows)), shown
 
 
 def packs(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:

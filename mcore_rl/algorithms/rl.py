@@ -42,7 +42,7 @@ def train_on_rollouts(
     inputs, recorded = _checked_inputs(config, record, replay)
     steps = config.total_steps(len(inputs.train))
     updates = (steps - config.first_update_step + 1) * config.rollouts.num_updates_per_rollout
-    policy = MegatronPolicy(config, updates, keep_reference=config.loss.reference_policy_kl_penalty > 0)
+    policy = MegatronPolicy(config, updates, keep_reference=config.keeps_reference)
     with contextlib.ExitStack() as started:
         environment = environment_of(config, policy)
         if environment is not None:

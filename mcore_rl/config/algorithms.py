@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -49,12 +49,15 @@ class DPOConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _moves_a_copy(self) -> DPOConfig:
-        own = self.dpo.needs_reference and self.dpo.reference != "precompute" and self.dpo.reference_model is None
-        if self.reference_sync is not None and not own:
+        if self.reference_sync is not None and (self.dpo.reference == "precompute" or not self.keeps_reference):
             raise ValueError(
                 "reference_sync: moves the policy's own reference: no dpo.reference=precompute, no reference_model"
             )
         return self
+
+    @property
+    def keeps_reference(self) -> bool:
+        return self.dpo.needs_reference and self.dpo.reference_model is None
 
     def precomputes(self, epochs: float) -> bool:
         """Whether the reference's log-probabilities are computed before training.
@@ -228,6 +231,40 @@ class RLConfig(TrainingConfig):
         return True
 
     @property
+    def max_answer_length(self) -> int:
+        return self.rollouts.max_new_tokens
+
+    @property
+    def keeps_reference(self) -> bool:
+        return self.loss.reference_policy_kl_penalty > 0
+
+    def samples_exactly(self, replays: bool = False) -> bool:
+        """Whether the sampler's log-probabilities are the policy's own: it samples itself, in the precision that it is
+        trained in, from all tokens.
+
+        Args:
+            replays: trains on a recording's rollouts.
+        """
+        own = not replays and self.generation.backend == "megatron"
+        return own and self.model.dtype == "float32" and not self.rollouts.filters_tokens
+
+    def is_on_policy(self, replays: bool = False) -> bool:
+        """Whether the only update on samples begins from what they were drawn with, unless the loss's options say
+        which."""
+        chosen = self.loss.force_on_policy_ratio
+        only = self.rollouts.num_updates_per_rollout == 1
+        return (only and self.samples_exactly(replays)) if chosen is None else chosen
+
+    def scores_samples(self, replays: bool = False) -> bool:
+        """Whether a step computes its samples' log-probabilities before its updates: where the loss or the rewards need
+        others than the sampler's."""
+        return not self.is_on_policy(replays) or (self.loss.use_kl_in_reward and not self.samples_exactly(replays))
+
+    def decided_loss(self, replays: bool = False) -> ClippedPGOptions:
+        """`loss`, with `force_on_policy_ratio` as it is for a run."""
+        return replace(self.loss, force_on_policy_ratio=self.is_on_policy(replays))
+
+    @property
     def samples_per_step(self) -> int:
         return self.rollouts.num_prompts_per_step
 
@@ -299,6 +336,10 @@ class KTOConfig(TrainingConfig):
     kto: KTOOptions = KTOOptions()
     reference_sync: ReferenceSyncConfig | None = None
 
+    @property
+    def keeps_reference(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationAlgorithmConfig(DistillationOptions):
@@ -335,6 +376,10 @@ class DistillationConfig(TrainingConfig):
     algorithm: ClassVar[str] = "distill"
     optimizer: SFTOptimizerConfig = SFTOptimizerConfig()
     distillation: DistillationAlgorithmConfig
+
+    @property
+    def max_answer_length(self) -> int | None:
+        return self.distillation.max_new_tokens if self.distillation.on_policy else None
 
     @model_validator(mode="after")
     def _leaves_room(self) -> DistillationConfig:

@@ -73,3 +73,8 @@ Columns = Annotated[
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+
+def whole_number(text: str) -> int | None:
+    """The number that digits alone write; None if they are something else, or longer than what can be counted."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None

@@ -247,6 +247,16 @@ class TrainingConfig(Section):
         return False
 
     @property
+    def max_answer_length(self) -> int | None:
+        """Tokens at most of an answer that the policy gives, to be trained on; None: it gives none."""
+        return None
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the policy is compared with the weights that it begins from."""
+        return False
+
+    @property
     def rows_per_unit(self) -> int:
         """Sequences that must share a microbatch."""
         return 1

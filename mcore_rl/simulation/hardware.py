@@ -45,9 +45,10 @@ class Hardware(BaseModel):
             UserError: there is none, or it lacks something.
         """
         file, _, kind = name.rpartition(":")
-        kinds = read_yaml(Path(file) if file else PUBLISHED)
+        kinds = {str(key): value for key, value in read_yaml(Path(file) if file else PUBLISHED).items()}
         if kind not in kinds:
-            raise UserError(f"--hardware {name}: there are {', '.join(sorted(kinds))}; or write FILE:NAME")
+            there = f"there are {', '.join(sorted(kinds))}" if kinds else "there are none in it"
+            raise UserError(f"--hardware {name}: {there}; or write FILE:NAME")
         if not isinstance(kinds[kind], dict):
             raise UserError(f"--hardware {name}: must be a mapping, as those of {PUBLISHED}, not {kinds[kind]!r}")
         try:
@@ -105,7 +106,8 @@ class Hardware(BaseModel):
         return seconds * (1 - report.updates / buckets) if buckets else 0.0
 
     def host_seconds(self, report: RankReport) -> float:
-        """Of what comes from the host and goes back (`optimizer.offload`), for which the device waits."""
+        """Of what comes from the host and goes back (`optimizer.offload`, `critic.offload`, a reference that takes the
+        policy's place), for which the device waits."""
         return report.host_bytes / (self.host_bytes_per_second * self.transfer_efficiency)
 
     def step_seconds(self, reports: Sequence[RankReport], dtype: str, stages: int, chunks: int) -> float:

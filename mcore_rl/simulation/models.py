@@ -22,9 +22,14 @@ PHASES = (SCORING, CRITIC_TRAINING, CRITIC_UPDATE, TRAINING, UPDATE)
 def simulated_beside(config: TrainingConfig) -> dict[str, TrainingConfig]:
     """Of the models beside the policy while it is trained, by the keys that name them, in the order of their making."""
     found = configs_beside(config)
-    if isinstance(config, DPOConfig) and config.precomputes(epochs=1):
+    if _is_computed_before(config):
         found.pop(REFERENCE, None)
     return found
+
+
+def _is_computed_before(config: TrainingConfig) -> bool:
+    """Whether the reference's log-probabilities are there when training begins, of a run over all its data."""
+    return isinstance(config, DPOConfig) and config.precomputes(epochs=1)
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,9 @@ class Models:
         from mcore_rl.models.policy.scoring import ScoringModel
         from mcore_rl.models.policy.teacher import TeacherModel
 
-        policy, beside = MegatronPolicy(config, 2, rows_per_unit=config.rows_per_unit), dict[str, ScoringModel]()
+        keeps = config.keeps_reference and not _is_computed_before(config)
+        policy = MegatronPolicy(config, 2, rows_per_unit=config.rows_per_unit, keep_reference=keeps)
+        beside = dict[str, ScoringModel]()
         for key, other in simulated_beside(config).items():
             if key == CRITIC:
                 beside[key] = MegatronPolicy(other, 2)
@@ -72,7 +79,7 @@ def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[
     Args:
         enter: is told of each phase.
     """
-    from mcore_rl.algorithms.loss_functions import ValueLossFn
+    from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, ValueLossFn
     from mcore_rl.algorithms.objectives import loss_of
 
     for score in scorings(config, models, data):
@@ -86,12 +93,16 @@ def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[
             enter(CRITIC_TRAINING)
             critic.train(data, ValueLossFn(config.critic.value_clip))
     teacher: Any = models.beside.get(TEACHER)
-    whole = isinstance(config, DistillationConfig) and config.distillation.topk is None
-    loss_fn = loss_of(config, teacher) if whole else loss_of(config)
+    loss_fn = ClippedPGLossFn(config.decided_loss()) if isinstance(config, RLConfig) else loss_of(config, teacher)
     for _ in range(updates_of(config)):
         enter(TRAINING)
-        models.policy.train(data, loss_fn)
+        models.policy.train(data, loss_fn, temperature=temperature_of(config))
     enter("")
+
+
+def temperature_of(config: TrainingConfig) -> float:
+    """That logits are divided by."""
+    return config.rollouts.temperature if isinstance(config, RLConfig) else 1.0
 
 
 def updates_of(config: TrainingConfig) -> int:
@@ -102,25 +113,24 @@ def updates_of(config: TrainingConfig) -> int:
 def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable[[], Any]]:
     """Forward passes of a step beside the one that trains: of the reference, of the weights before an update, of a
     judge or a teacher. A judge's conversations are taken to be as long as the policy's."""
-    policy, beside = models.policy, models.beside
+    policy, beside, temperature = models.policy, models.beside, temperature_of(config)
 
     def by_policy() -> Any:
-        return policy.get_logprobs(data)
+        return policy.get_logprobs(data, temperature=temperature)
 
-    if isinstance(config, DPOConfig):
-        other = beside.get(REFERENCE)
-        if other is not None:
-            return [lambda: other.get_logprobs(data)]
-        return [by_policy] * int(config.dpo.needs_reference and not config.precomputes(epochs=1))
+    def by_reference() -> Any:
+        return policy.get_reference_policy_logprobs(data, temperature=temperature)
+
+    if isinstance(config, DPOConfig) and (other := beside.get(REFERENCE)) is not None:
+        return [lambda: other.get_logprobs(data)]
     if isinstance(config, KTOConfig):
-        return [by_policy] * 3  # the reference, and on other records' responses the reference and the policy
+        return [by_reference, by_reference, by_policy]  # the last two on other records' responses
     if isinstance(config, DistillationConfig) and config.distillation.topk is not None:
         k = config.distillation.topk
         return [lambda: beside[TEACHER].get_topk_logits(data, k)]
     if isinstance(config, RLConfig):
-        forced = config.loss.force_on_policy_ratio
-        before = int(not (config.rollouts.num_updates_per_rollout == 1 if forced is None else forced))
         judge = beside.get(JUDGE)
         judged = [] if judge is None else [lambda: judge.get_rewards(data)]
-        return [*judged, *[by_policy] * (before + int(config.loss.reference_policy_kl_penalty > 0))]
-    return []
+        before = [by_policy] if config.scores_samples() else []
+        return [*judged, *before, *([] if policy.reference is None else [by_reference])]
+    return [] if policy.reference is None else [by_reference]

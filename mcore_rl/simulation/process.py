@@ -16,9 +16,11 @@ from mcore_rl.simulation.rank import (
     HostReads,
     ShapesOnly,
     alike,
+    exchange_stand_in,
     flash_stand_in,
     note_host_reads,
     replaced,
+    untouched_copies,
 )
 from mcore_rl.simulation.traffic import Traffic, count_traffic
 
@@ -54,7 +56,7 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
     from mcore_rl.distributed import linear_logprobs, own_rows, parallel_logprobs
     from mcore_rl.models.megatron import attention_kernels, weights
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.policy import scoring
+    from mcore_rl.models.policy import reference_weights, scoring
 
     hf_configs = check_models(config)
     in_turn = {POLICY: config, **simulated_beside(config)}  # as they are built
@@ -67,6 +69,8 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
     with (
         replaced(scoring, "SafetensorsDirectory", lambda path: ShapesOnly(path, next(shapes))),
         replaced(weights, "read_shard", lambda *_: torch.empty((), device="meta")),
+        replaced(reference_weights, "copies_on_host", untouched_copies),
+        replaced(reference_weights, "exchange", exchange_stand_in),
         replaced(own_rows, "reduced", alike(own_rows.reduced)),
     ):
         yield seen

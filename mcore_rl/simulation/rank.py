@@ -49,8 +49,9 @@ class HostReads:
     """(phase, file:line of this package) → how often."""
 
     def note(self) -> None:
-        frames = [f for f in traceback.extract_stack() if "mcore_rl" in f.filename and "simulation" not in f.filename]
-        where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "elsewhere"
+        frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_stack()]
+        own = [(file, line) for file, line in frames if PACKAGE in file.parents and SIMULATION not in file.parents]
+        where = f"{own[-1][0].name}:{own[-1][1]}" if own else "elsewhere"
         self.places[self.phase, where] += 1
 
 
@@ -137,6 +138,16 @@ def alike(reduced: Any) -> Any:
         return values * replicas.size if op == torch.distributed.ReduceOp.SUM else values
 
     return of_all
+
+
+def untouched_copies(tensors: list[Tensor]) -> list[Tensor]:
+    """`reference_weights.copies_on_host`, of memory that nobody writes to and that is never taken therefore."""
+    return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+
+
+def exchange_stand_in(tensor: Tensor, kept: Tensor) -> None:
+    """`reference_weights.exchange`: what it takes of the device meanwhile."""
+    tensor.clone()
 
 
 @contextmanager

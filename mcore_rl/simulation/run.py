@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from mcore_rl.config import TrainingConfig, build_config
+from mcore_rl.config.fields import whole_number
 from mcore_rl.errors import ContractError, UserError
 from mcore_rl.layouts import Layout
 from mcore_rl.run_identity import flattened
@@ -40,9 +41,12 @@ def chosen_ranks(config: TrainingConfig, world_size: int, wanted: str) -> list[i
     }
     ranks: list[int] = []
     for word in wanted.split(","):
-        if word not in named and not (word.isdecimal() and int(word) < world_size):
-            raise UserError(f"--ranks {wanted}: write first, last, distinct, stages, or numbers below {world_size}")
-        ranks += named[word] if word in named else [int(word)]
+        number = whole_number(word)
+        if word not in named and (number is None or number >= world_size):
+            raise UserError(
+                f"--ranks {wanted[:80]}: write first, last, distinct, stages, or numbers below {world_size}"
+            )
+        ranks += named[word] if number is None else [number]
     return sorted(set(ranks))
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl import launch_environment, platform
-from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, RMConfig, TrainingConfig
+from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
 from mcore_rl.distributed.own_rows import OwnRows, Share
 from mcore_rl.distributed.topology import ParallelDimension
+from mcore_rl.errors import UserError
 from mcore_rl.simulation.memory import ACTIVATIONS, COMMUNICATION, LOGITS, bytes_of
 from mcore_rl.simulation.models import (
     CRITIC_TRAINING,
@@ -52,11 +53,11 @@ class RankReport:
     head; communication buffers, which other ranks' values come to; and the rest (activations, workspace). attention:
     its floating-point operations, by phase. parts: those of matrix products, by phase and part of the model. traffic,
     calls: of every kind of transfer. overlapped: operations on weights and gradients that go on beside computation.
-    host_bytes: of optimizers' states and a critic between host and device, both ways. host_reads: (phase, place) → how
-    often the host waits for the device. updates: of a step. packs: microbatches of an update. tokens: real ones, and
-    those of the packs with their padding. work: of this replica and of the one that has most, by the mean of all.
-    seconds: that the simulation took. is_mixture: whether it was assumed that every expert gets as many tokens as any
-    other.
+    host_bytes: of optimizers' states, a critic and a reference between host and device, both ways. host_reads: (phase,
+    place) → how often the host waits for the device. updates: of a step. packs: microbatches of an update. tokens: real
+    ones, and those of the packs with their padding. work: of this replica and of the one that has most, by the mean of
+    all. seconds: that the simulation took. is_mixture: whether it was assumed that every expert gets as many tokens as
+    any other.
     """
 
     rank: int
@@ -156,7 +157,7 @@ def measure_step(
         traffic=dict(traffic.bytes),
         calls=dict(traffic.calls),
         overlapped=overlapped(config, scores=SCORING in watch.live.peaks),
-        host_bytes=host_bytes,
+        host_bytes=host_bytes + watch.swapped,
         host_reads=dict(reads.places),
         updates=updates,
         packs=len(watch.layouts),
@@ -278,15 +279,17 @@ def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
         "sample_mask": torch.ones(shape[0]),
     }
     columns: tuple[str, ...] = ()
-    if isinstance(config, DPOConfig) and not isinstance(config, RMConfig):
+    if config.keeps_reference or (isinstance(config, DPOConfig) and config.dpo.needs_reference):
         columns = ("reference_policy_logprobs",)
     if isinstance(config, RLConfig):
-        columns = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages")
+        columns += ("generation_logprobs", "advantages", *(["prev_logprobs"] if config.scores_samples() else []))
+        if config.loss.positive_example_nll_weight:
+            data["rewards"], data["num_positive_tokens"] = torch.ones(shape[0]), trained.sum().expand(shape[0]).float()
     if isinstance(config, PPOConfig):
         columns += ("values", "returns")
     data |= {name: torch.zeros(shape) for name in columns}
     if isinstance(config, KTOConfig):
-        data["reference_policy_logprobs"], data["kl_reference_point"] = torch.zeros(shape), torch.zeros(shape[0])
+        data["kl_reference_point"] = torch.zeros(shape[0])
         data["desirable"] = torch.arange(shape[0]) % 2 == 0
     if isinstance(config, DistillationConfig) and config.distillation.topk is not None:
         likeliest = torch.arange(config.distillation.topk).expand(*shape, -1)
@@ -295,11 +298,40 @@ def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
 
 
 def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: float | None = None) -> Sequences:
-    """A global batch whose sequences have these lengths in turn, of which half is trained on, or `response_part`."""
-    part = 0.5 if response_part is None else response_part
+    """A global batch whose sequences have these lengths in turn, of which half is trained on, or `response_part`; of
+    the policy's own answers as near to half as prompts and answers may be long.
+
+    Raises:
+        UserError: answers that a run cannot have.
+    """
     rows = rows_of_batch(config)
     chosen = [min(lengths[i % len(lengths)], config.data.max_sequence_length) for i in range(rows)]
-    return Sequences(tuple(chosen), tuple(max(1, math.ceil(n * part)) for n in chosen))
+    if response_part is None:
+        return Sequences(tuple(chosen), tuple(_nearest(math.ceil(n / 2), *answers_of(config, n)) for n in chosen))
+    responses = tuple(math.ceil(n * response_part) for n in chosen)
+    for length, response in zip(chosen, responses, strict=True):
+        least, most = answers_of(config, length)
+        if not least <= response <= most:
+            raise UserError(
+                f"--response-part {response_part:g}: of {length} tokens are {response}, but the answer has {least} to "
+                f"{most}, by max_new_tokens and data.max_sequence_length"
+            )
+    return Sequences(tuple(chosen), responses)
+
+
+def answers_of(config: TrainingConfig, length: int) -> tuple[int, int]:
+    """How many tokens of a sequence are trained on, at least and at most."""
+    longest = config.max_answer_length
+    if longest is None:
+        return 1, length
+    if isinstance(config, RLConfig):
+        turns = config.environment.max_turns
+        return max(1, length - config.max_prompt_length) if turns == 1 else 1, min(turns * longest, length - 1)
+    return 1, min(longest, length - 1)
+
+
+def _nearest(wanted: int, least: int, most: int) -> int:
+    return min(max(wanted, least), most)
 
 
 def rows_of_batch(config: TrainingConfig) -> int:

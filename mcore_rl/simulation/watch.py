@@ -23,7 +23,8 @@ RESULTS = "results"
 class Watch:
     """Memory, operations, transfers and waits of a step, each by the phase that has been entered.
 
-    layouts: of the microbatches that have gone through a model last.
+    layouts: of the microbatches that have gone through a model last. swapped: bytes of weights that came from the host
+    or went there.
 
     Args:
         devices: kinds of device whose memory is counted.
@@ -35,6 +36,7 @@ class Watch:
         self.products = ProductCounter(lambda: (self.live.phase, self.parts.now()))
         self.attention_by_phase = Counter[str]()
         self.layouts: list[PackLayout] = []
+        self.swapped = 0
         self._made = 0  # optimizer state, so far
         self._made_before: dict[str, int] = {}
 
@@ -51,12 +53,13 @@ class Watch:
     @contextmanager
     def of_step(self) -> Iterator[None]:
         """Meanwhile models are built, and go through a step."""
-        from mcore_rl.models.policy import megatron_policy, scoring
+        from mcore_rl.models.policy import megatron_policy, reference_weights, scoring
 
         with (
             replaced(scoring, "run_microbatches", self._run(scoring.run_microbatches)),
             replaced(megatron_policy, "collect_results", self._collect(megatron_policy.collect_results)),
             replaced(megatron_policy, "optimizer_step", self._update(megatron_policy.optimizer_step)),
+            replaced(reference_weights, "exchange", self._exchange(reference_weights.exchange)),
             self.parts.of_lm_head(),
             self.live,
             self.products,
@@ -75,6 +78,13 @@ class Watch:
             return run_microbatches(model, wrapped, microbatches, head, train)
 
         return run
+
+    def _exchange(self, exchange: Any) -> Any:
+        def exchanged(tensor: Any, kept: Any) -> None:
+            self.swapped += 2 * tensor.nbytes
+            exchange(tensor, kept)
+
+        return exchanged
 
     def _collect(self, collect_results: Any) -> Any:
         def collect(*arguments: Any) -> Any:

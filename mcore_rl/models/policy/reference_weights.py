@@ -29,7 +29,7 @@ class KeptWeights:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = list(tensors)
-        self.kept = _on_host(self.tensors)
+        self.kept = copies_on_host(self.tensors)
         self.has_moved = False
         """Whether they are not those of the model's directory, so that checkpoints must hold them."""
         self._what = "the weights that training began from"
@@ -54,17 +54,17 @@ class KeptWeights:
         exchanged = list[tuple[Tensor, Tensor]]()
         try:
             for tensor, kept in zip(self.tensors, self.kept, strict=True):
-                _exchange(tensor, kept)
+                exchange(tensor, kept)
                 exchanged.append((tensor, kept))
             yield
         finally:
             for tensor, kept in reversed(exchanged):
-                _exchange(tensor, kept)
+                exchange(tensor, kept)
             platform.synchronize_stream()  # a checkpoint reads what is kept without asking the device
 
 
 @torch.no_grad()
-def _exchange(tensor: Tensor, kept: Tensor) -> None:
+def exchange(tensor: Tensor, kept: Tensor) -> None:
     """The values of each go to the other, one tensor more on the device meanwhile."""
     current = tensor.clone()
     tensor.copy_(kept, non_blocking=True)
@@ -72,7 +72,8 @@ def _exchange(tensor: Tensor, kept: Tensor) -> None:
 
 
 @torch.no_grad()
-def _on_host(tensors: list[Tensor]) -> list[Tensor]:
+def copies_on_host(tensors: list[Tensor]) -> list[Tensor]:
+    """Page-locked where there is a GPU."""
     copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=platform.has_gpu()) for t in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor)

@@ -1,0 +1,120 @@
+"""A simulated step asks of its models what the training program asks of them."""
+
+import json
+import os
+
+import pytest
+from models import and_long, make_model
+from ports import free_port
+from test_simulation import in_processes
+
+from mcore_rl import platform
+from mcore_rl.programs.training import PROGRAMS
+from mcore_rl.simulation.step import Sequences, simulate_rank
+
+PROMPT, ANSWER = "say it ", "ab" * 4
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A policy, a smaller model of its vocabulary, and records for every algorithm."""
+    root = tmp_path_factory.mktemp("programs")
+    make_model("llama", root / "model")
+    make_model("qwen2", root / "other", hidden_size=32, num_hidden_layers=2)
+    records = {
+        "pairs": {"chosen": ANSWER, "rejected": ANSWER[::-1]},
+        "unpaired": {"completion": ANSWER},
+        "prompts": {"answer": "a"},
+    }
+    for name, record in records.items():
+        lines = [
+            {"prompt": PROMPT, **record, **({"label": i % 2 == 0} if name == "unpaired" else {})} for i in range(4)
+        ]
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (root / "own_judge.py").write_text(JUDGE)
+    return root
+
+
+JUDGE = """
+from zlib import crc32
+
+def differently(log, record):
+    return float(crc32(log[-1]["content"].encode()) % 97)  # so that there is something to learn within a group
+"""
+JUDGED = {"environment": {"name": "function", "function": "own_judge:differently"}}
+
+
+def config_of(files, out, algorithm, data, **sections):
+    values = {
+        "output_dir": str(out),
+        "model": {"path": str(files / "model"), **sections.pop("model", {})},
+        "data": {"train": str(files / f"{data}.jsonl"), "max_sequence_length": 48},
+        "trainer": {"max_steps": 1},
+        "checkpoint": {"export_hf": False},
+        **(JUDGED if algorithm in ("grpo", "ppo") else {"batch": {"global_batch_size": 4}}),
+        **sections,
+    }
+    return PROGRAMS[algorithm].config.model_validate(values)
+
+
+def real_step(algorithm, config) -> tuple[dict[str, int], Sequences]:
+    """Operations of matrix products by what they are of, and the sequences that were trained on."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    os.environ["PYTHONPATH"] = str(config.model.path.parent)  # of the judge
+    platform.initialize_platform()
+    from mcore_rl.models.policy import scoring
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+    from mcore_rl.simulation.products import ProductCounter
+
+    run, train = scoring.run_microbatches, MegatronPolicy.train
+    inside, trained = ["besides"], []
+
+    def counted(model, wrapped, microbatches, head, train):
+        inside.append("trained" if train else "scored")
+        try:
+            return run(model, wrapped, microbatches, head, train)
+        finally:
+            inside.pop()
+
+    def noted(self, data, *arguments, **options):
+        trained.append(
+            Sequences(tuple(data["input_lengths"].tolist()), tuple(data["token_mask"].int().sum(1).tolist()))
+        )
+        return train(self, data, *arguments, **options)
+
+    scoring.run_microbatches, MegatronPolicy.train = counted, noted
+    program = PROGRAMS[algorithm]
+    with ProductCounter(lambda: inside[-1]) as products:
+        program.train(config, *[None] * len(program.file_options))
+    return {name: count for name, count in products.counts.items() if name != "besides"}, trained[-1]
+
+
+SMALL = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_new_tokens": 8}
+PENALTY = {"reference_policy_kl_penalty": 0.1}
+BFLOAT16, ADAPTERS = {"dtype": "bfloat16"}, {"lora": {"rank": 4}}
+CASES = and_long(
+    [],
+    [
+        ("grpo", "prompts", {"grpo": SMALL}),
+        ("grpo", "prompts", {"grpo": SMALL, "model": BFLOAT16}),
+        ("grpo", "prompts", {"grpo": {**SMALL, "top_p": 0.9}, "loss": PENALTY, "model": ADAPTERS}),
+        ("ppo", "prompts", {"ppo": {**SMALL, "temperature": 0.7}, "loss": {**PENALTY, "use_kl_in_reward": True}}),
+        ("ppo", "prompts", {"ppo": SMALL, "model": BFLOAT16, "loss": {**PENALTY, "force_on_policy_ratio": True}}),
+        ("dpo", "pairs", {"dpo": {"reference": "swap"}}),
+        ("dpo", "pairs", {"dpo": {"reference": "swap"}, "model": ADAPTERS}),
+        ("dpo", "pairs", {"dpo": {"reference": "swap", "reference_model": "other"}}),
+        ("dpo", "pairs", {"dpo": {"preference_loss": "orpo", "sft_loss_weight": 1}}),
+        ("kto", "unpaired", {"model": ADAPTERS}),
+        ("distill", "unpaired", {"distillation": {"teacher": "other", "topk": 4}}),
+        ("distill", "unpaired", {"distillation": {"teacher": "other", "on_policy": True, "max_new_tokens": 8}}),
+    ],
+)
+
+
+@pytest.mark.parametrize(("algorithm", "data", "sections"), CASES, ids=str)
+def test_a_step_of_the_program(algorithm, data, sections, files, tmp_path):
+    text = json.dumps(sections).replace('"other"', json.dumps(str(files / "other")))
+    config = config_of(files, tmp_path, algorithm, data, **json.loads(text))
+    ((real, sequences),) = in_processes(real_step, (algorithm, config))
+    (simulated,) = in_processes(simulate_rank, (config, 0, 1, sequences, "cpu"))
+    assert sum(simulated.products.values()) == sum(real.values()), (simulated.products, real)
