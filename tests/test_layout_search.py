@@ -94,7 +94,8 @@ def test_the_search_of_one_process(model, tmp_path):
     file.write_text(yaml.safe_dump(config_of(model, DPOConfig).model_dump(mode="json", exclude_unset=True)))
     done = call(file, "--world-size", 1, "--lengths", "128,60", "--search")
     assert done.returncode == 0, done.stderr
-    _, *rows, _, chosen = done.stdout.splitlines()
+    assumed, _, *rows, _, chosen = done.stdout.splitlines()
+    assert assumed.startswith("assumed: the reference is computed before training")
     assert {row[:32].strip() for row in rows} == {"tp1 pp1 cp1 dp1", "tp1 pp1 cp1 dp1 recompute"}
     assert chosen.startswith("for the first: ")
 
@@ -105,6 +106,6 @@ def test_the_search(model, tmp_path):
     file.write_text(yaml.safe_dump(config_of(model, DPOConfig).model_dump(mode="json", exclude_unset=True)))
     done = call(file, "--world-size", 4, "--lengths", "128,60", "--search", "--workers", 2)
     assert done.returncode == 0, done.stderr
-    header, *rows = done.stdout.splitlines()
+    _, header, *rows = done.stdout.splitlines()
     assert header.split() == ["layout", "peak", "GB", "s", "a", "step", "MFU"]
     assert {"tp1 pp1 cp1 dp4", "tp4 pp1 cp1 dp1", "tp1 pp4 cp1 dp1 recompute"} <= {row[:32].strip() for row in rows}

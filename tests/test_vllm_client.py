@@ -210,7 +210,8 @@ def test_the_lowest_priority_is_served_first_and_what_nobody_wants_is_not_asked(
 
 
 STARTER = """
-import subprocess, sys, time
+import signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs are begun to ignore
 from types import SimpleNamespace
 from pathlib import Path
 from mcore_rl.models.generation import vllm_service
