@@ -13,7 +13,7 @@ from test_simulation import MIXTURE, config_of, in_processes
 
 from mcore_rl import platform
 from mcore_rl.algorithms.plan import first_batch
-from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, PPOConfig
+from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, PPOConfig, SFTConfig
 from mcore_rl.config.beside import config_of_critic
 from mcore_rl.data.packing import Batching
 from mcore_rl.data.tokenize import TokenSequence
@@ -224,6 +224,24 @@ def test_where_the_host_waits(monkeypatch):
 ROLLOUTS = {"num_prompts_per_step": 1, "num_generations_per_prompt": 2, "max_new_tokens": 300}
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("algorithm", "sections", "hidden"),
+    [
+        (SFTConfig, {}, True),
+        (DPOConfig, {"dpo": {"reference": "swap"}}, False),
+        (GRPOConfig, {}, False),  # answers before
+    ],
+)
+def test_what_waits_for_weights(algorithm, sections, hidden, tmp_path):
+    make_config("llama", **SIZES).save_pretrained(tmp_path)
+    config = config_of(
+        tmp_path, algorithm, parallel={"overlap_grad_reduce": True, "overlap_param_gather": True}, **sections
+    )
+    (report,) = in_processes(simulate_rank, (config, 0, 2, SEQUENCES))
+    assert ("all_gather" in report.overlapped) == hidden and "reduce_scatter" in report.overlapped
+
+
 @pytest.mark.parametrize(
     ("length", "turns", "given", "answers"),
     [
@@ -235,6 +253,7 @@ ROLLOUTS = {"num_prompts_per_step": 1, "num_generations_per_prompt": 2, "max_new
         (100, 1, 1.0, "of 100 tokens are 100, but the answer has 16 to 99"),
         (384, 1, 0.5, "of 384 tokens are 192, but the answer has 300 to 300"),
         (384, 9, 0.9, 346),
+        (300, 9, 0.1, 30),
     ],
 )
 def test_answers_are_such_as_a_run_can_have(length, turns, given, answers):

@@ -68,20 +68,24 @@ def first_batch(config: TrainingConfig, dataset: Any) -> tuple[Sequences, list[T
     order = dataset.order(config.seed)
     if isinstance(config, RLConfig) and isinstance(dataset, PromptDataset):
         prompts = [dataset.prompts[i].input_ids for i in order.indices(0, config.rollouts.num_prompts_per_step)]
-        answer, group = config.rollouts.max_new_tokens, config.rollouts.num_generations_per_prompt
-        lengths = tuple(len(prompt) + answer for prompt in prompts for _ in range(group))
         shown = [TokenSequence(ids, (False,) * len(ids)) for ids in prompts[:SHOWN_RECORDS]]
-        return Sequences(lengths, (answer,) * len(lengths)), shown
+        group = config.rollouts.num_generations_per_prompt
+        return _answered(config, [len(prompt) for prompt in prompts for _ in range(group)]), shown
     size, epochs = config.batch.global_batch_size, config.trainer.max_epochs
     count = size if epochs is None else min(size, epochs * len(dataset))
     units = [dataset.units[i] for i in order.indices(0, count)]
     rows = [sequence for unit in units for sequence in unit]
     shown = [sequence for unit in units[:SHOWN_RECORDS] for sequence in unit]
-    if (limit := config.max_answer_length) is not None:
-        prompts = [sequence.token_mask.index(True) for sequence in rows]
-        lengths = tuple(min(prompt + limit, config.data.max_sequence_length) for prompt in prompts)
-        return Sequences(lengths, tuple(n - prompt for n, prompt in zip(lengths, prompts, strict=True))), shown
+    if config.max_answer_length is not None:
+        return _answered(config, [sequence.token_mask.index(True) for sequence in rows]), shown
     return Sequences(tuple(map(len, rows)), tuple(sum(sequence.token_mask) for sequence in rows)), shown
+
+
+def _answered(config: TrainingConfig, prompts: Sequence[int]) -> Sequences:
+    """Prompts of these lengths, with answers as long as they may be."""
+    assert config.max_answer_length is not None, "the policy answers"
+    lengths = tuple(min(n + config.max_answer_length, config.data.max_sequence_length) for n in prompts)
+    return Sequences(lengths, tuple(whole - n for whole, n in zip(lengths, prompts, strict=True)))
 
 
 def packs(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:

@@ -13,9 +13,7 @@ from mcore_rl.config.algorithms import (
     GRPOConfig,
     KTOConfig,
     RewardAlgorithmConfig,
-    RLConfig,
     RMConfig,
-    RolloutOptions,
     SFTConfig,
 )
 from mcore_rl.config.checkpoint import CheckpointConfig, greatest_is_best
@@ -27,6 +25,7 @@ from mcore_rl.config.generation import GenerationConfig, VLLMConfig
 from mcore_rl.config.loading import build_config, load_config, resolved_yaml
 from mcore_rl.config.model import LoRAConfig, ModelConfig, ParallelConfig
 from mcore_rl.config.ppo import CriticConfig, PPOAlgorithmConfig, PPOConfig
+from mcore_rl.config.rollouts import RLConfig, RolloutOptions
 from mcore_rl.config.sections import (
     BatchConfig,
     LoggingConfig,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-from mcore_rl.config.algorithms import DistillationConfig, DPOConfig, RLConfig
+from mcore_rl.config.algorithms import DistillationConfig, DPOConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.ppo import PPOConfig
+from mcore_rl.config.rollouts import RLConfig
 from mcore_rl.config.sections import TrainingConfig
 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)

@@ -248,7 +248,7 @@ class TrainingConfig(Section):
 
     @property
     def max_answer_length(self) -> int | None:
-        """Tokens at most of an answer that the policy gives, to be trained on; None: it gives none."""
+        """Tokens at most of the policy's own answers in a sequence that it is trained on; None: it gives none."""
         return None
 
     @property

@@ -83,9 +83,10 @@ class Hardware(BaseModel):
 
         Hidden are, where the options are set: gradients' reduce-scatters (`overlap_grad_reduce`) behind the backward
         pass of an update's last pack, two thirds of a pack's time; weights' all-gathers (`overlap_param_gather`) behind
-        the forward pass of its first, one third, unless something is scored before, which waits for them. No longer
-        than that, and of each all buckets but one: of gradients the one that is ready last, of weights the one that is
-        needed first. All other transfers are waited for. A critic's weights are too: its values are asked for first.
+        the forward pass of its first, one third, unless the policy answers or scores before, for which it waits for
+        them. No longer than that, and of each all buckets but one: of gradients the one that is ready last, of weights
+        the one that is needed first. All other transfers are waited for. A critic's weights are too: its values are
+        asked for first.
         """
         hidden = 0.0
         for operation, phases, part in (

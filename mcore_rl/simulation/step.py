@@ -19,7 +19,6 @@ from mcore_rl.simulation.models import (
     CRITIC_TRAINING,
     CRITIC_UPDATE,
     PHASES,
-    SCORING,
     TRAINING,
     UPDATE,
     Models,
@@ -156,7 +155,7 @@ def measure_step(
         parts=watch.products.counts,
         traffic=dict(traffic.bytes),
         calls=dict(traffic.calls),
-        overlapped=overlapped(config, scores=SCORING in watch.live.peaks),
+        overlapped=overlapped(config, waits=config.max_answer_length is not None or policy.reference is not None),
         host_bytes=host_bytes + watch.swapped,
         host_reads=dict(reads.places),
         updates=updates,
@@ -169,15 +168,15 @@ def measure_step(
     )
 
 
-def overlapped(config: TrainingConfig, scores: bool) -> frozenset[str]:
+def overlapped(config: TrainingConfig, waits: bool) -> frozenset[str]:
     """Operations on weights and gradients that go on beside computation.
 
     Args:
-        scores: whether something is scored before the policy is trained, which waits for the weights.
+        waits: whether the policy answers or scores before it is trained, for which it needs its weights.
     """
     operations = {
         "reduce_scatter": config.parallel.overlap_grad_reduce,
-        "all_gather": config.parallel.overlap_param_gather and not scores,
+        "all_gather": config.parallel.overlap_param_gather and not waits,
     }
     return frozenset(name for name, goes_on in operations.items() if goes_on)
 
@@ -308,13 +307,13 @@ def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: 
     chosen = [min(lengths[i % len(lengths)], config.data.max_sequence_length) for i in range(rows)]
     if response_part is None:
         return Sequences(tuple(chosen), tuple(_nearest(math.ceil(n / 2), *answers_of(config, n)) for n in chosen))
-    responses = tuple(math.ceil(n * response_part) for n in chosen)
+    responses = tuple(math.ceil(n * response_part - 1e-9) for n in chosen)  # of 30 tokens a tenth are 3
     for length, response in zip(chosen, responses, strict=True):
         least, most = answers_of(config, length)
         if not least <= response <= most:
             raise UserError(
                 f"--response-part {response_part:g}: of {length} tokens are {response}, but the answer has {least} to "
-                f"{most}, by max_new_tokens and data.max_sequence_length"
+                f"{most}, by max_new_tokens, turns and data.max_sequence_length"
             )
     return Sequences(tuple(chosen), responses)
 
@@ -324,9 +323,8 @@ def answers_of(config: TrainingConfig, length: int) -> tuple[int, int]:
     longest = config.max_answer_length
     if longest is None:
         return 1, length
-    if isinstance(config, RLConfig):
-        turns = config.environment.max_turns
-        return max(1, length - config.max_prompt_length) if turns == 1 else 1, min(turns * longest, length - 1)
+    if isinstance(config, RLConfig) and config.environment.max_turns == 1:  # all else is the prompt
+        return max(1, length - config.max_prompt_length), min(longest, length - 1)
     return 1, min(longest, length - 1)
 
 
