@@ -16,6 +16,7 @@ from mcore_rl.algorithms.plan import first_batch
 from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, PPOConfig, SFTConfig
 from mcore_rl.config.beside import config_of_critic
 from mcore_rl.data.packing import Batching
+from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.data.tokenize import TokenSequence
 from mcore_rl.errors import UserError
 from mcore_rl.layouts import Layout
@@ -265,6 +266,15 @@ def test_answers_are_such_as_a_run_can_have(length, turns, given, answers):
             sequences_of(config, [length], given)
     else:
         assert sequences_of(config, [length], given) == Sequences((length,) * 2, (answers,) * 2)
+
+
+@pytest.mark.parametrize(("turns", "length"), [(1, 310), (9, 384)])
+def test_answers_to_prompts_are_as_long_as_they_may_be(turns, length, monkeypatch):
+    environment = {"max_turns": turns, "name": "function", "function": "a:b"}
+    config = config_of("unused", GRPOConfig, grpo=ROLLOUTS, environment=environment)
+    prompts = PromptDataset([SimpleNamespace(input_ids=(1,) * 10)])
+    monkeypatch.setattr(PromptDataset, "order", lambda *_: SimpleNamespace(indices=lambda *_: [0]))
+    assert first_batch(config, prompts)[0] == Sequences((length,) * 2, (length - 10,) * 2)
 
 
 def test_a_student_that_answers_itself_learns_from_its_own_answers():

@@ -121,6 +121,7 @@ def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable
     def by_reference() -> Any:
         return policy.get_reference_policy_logprobs(data, temperature=temperature)
 
+    reference = [] if policy.reference is None else [by_reference]
     if isinstance(config, DPOConfig) and (other := beside.get(REFERENCE)) is not None:
         return [lambda: other.get_logprobs(data)]
     if isinstance(config, KTOConfig):
@@ -132,5 +133,5 @@ def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable
         judge = beside.get(JUDGE)
         judged = [] if judge is None else [lambda: judge.get_rewards(data)]
         before = [by_policy] if config.scores_samples() else []
-        return [*judged, *before, *([] if policy.reference is None else [by_reference])]
-    return [] if policy.reference is None else [by_reference]
+        return [*judged, *before, *reference]
+    return reference

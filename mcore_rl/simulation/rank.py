@@ -49,9 +49,12 @@ class HostReads:
     """(phase, file:line of this package) → how often."""
 
     def note(self) -> None:
-        frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_stack()]
-        own = [(file, line) for file, line in frames if PACKAGE in file.parents and SIMULATION not in file.parents]
-        where = f"{own[-1][0].name}:{own[-1][1]}" if own else "elsewhere"
+        where = "elsewhere"
+        for frame in reversed(traceback.extract_stack()):
+            file = Path(frame.filename)
+            if PACKAGE in file.parents and SIMULATION not in file.parents:
+                where = f"{file.name}:{frame.lineno}"
+                break
         self.places[self.phase, where] += 1
 
 

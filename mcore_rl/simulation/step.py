@@ -306,7 +306,9 @@ def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: 
     rows = rows_of_batch(config)
     chosen = [min(lengths[i % len(lengths)], config.data.max_sequence_length) for i in range(rows)]
     if response_part is None:
-        return Sequences(tuple(chosen), tuple(_nearest(math.ceil(n / 2), *answers_of(config, n)) for n in chosen))
+        limits = [answers_of(config, n) for n in chosen]
+        nearest = (min(max(math.ceil(n / 2), low), high) for n, (low, high) in zip(chosen, limits, strict=True))
+        return Sequences(tuple(chosen), tuple(nearest))
     responses = tuple(math.ceil(n * response_part - 1e-9) for n in chosen)  # of 30 tokens a tenth are 3
     for length, response in zip(chosen, responses, strict=True):
         least, most = answers_of(config, length)
@@ -326,10 +328,6 @@ def answers_of(config: TrainingConfig, length: int) -> tuple[int, int]:
     if isinstance(config, RLConfig) and config.environment.max_turns == 1:  # all else is the prompt
         return max(1, length - config.max_prompt_length), min(longest, length - 1)
     return 1, min(longest, length - 1)
-
-
-def _nearest(wanted: int, least: int, most: int) -> int:
-    return min(max(wanted, least), most)
 
 
 def rows_of_batch(config: TrainingConfig) -> int:
