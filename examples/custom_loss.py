@@ -10,9 +10,9 @@ what it is given and divides by the count of the whole global batch.
 import sys
 
 from mcore_rl.algorithms.interfaces import LossType
-from mcore_rl.algorithms.loss_functions.common import LogprobLoss, token_mask_of
+from mcore_rl.cli.entry_point import run_script
 from mcore_rl.config import SFTConfig
-from mcore_rl.entry_point import run_script
+from mcore_rl.losses.common import LogprobLoss, token_mask_of
 
 
 class FocalLoss(LogprobLoss):
@@ -39,9 +39,9 @@ class FocalLoss(LogprobLoss):
 
 def train(config):
     # These import Megatron, which `run_script` has chosen a device for by now.
-    from mcore_rl.algorithms.inputs import claim_output, load_inputs
     from mcore_rl.algorithms.supervised import SupervisedRun
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+    from mcore_rl.run.setup import claim_output, load_inputs
 
     inputs = claim_output(config, load_inputs(config))
     policy = MegatronPolicy(config, config.total_steps(len(inputs.train)))

@@ -1,6 +1,6 @@
 """`python -m mcore_rl` is `mcore-rl`."""
 
-from mcore_rl.programs.main import main
+from mcore_rl.cli.main import main
 
 if __name__ == "__main__":
     main()

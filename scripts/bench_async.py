@@ -24,10 +24,10 @@ from bench_results import Row, finish
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mcore_rl.config import GRPOConfig, build_config
-from mcore_rl.data.order import SampleOrder
 from mcore_rl.data.prompts import Prompt
+from mcore_rl.data.sample_order import SampleOrder
 from mcore_rl.platform import initialize_platform
-from mcore_rl.quiet import quiet_libraries
+from mcore_rl.utils.quiet import quiet_libraries
 
 BOUND = 1.6
 PROMPTS, GROUP, NEW_TOKENS, VOCABULARY = 4, 4, 64, 1024
@@ -62,7 +62,7 @@ def main() -> int:
 def train(directory, policy, steps, staleness, latency):
     """Seconds of all steps, and of each step's training; the engine begins with this latency."""
     from mcore_rl.algorithms.grpo import GRPORun
-    from mcore_rl.algorithms.rollout_worker import RolloutWorker
+    from mcore_rl.rollouts.worker import RolloutWorker
 
     prompts = tuple(Prompt((3, 4, 5 + i), "text", {}) for i in range(64))
     dataset = PromptList(prompts)

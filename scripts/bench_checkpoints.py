@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mcore_rl.config import SFTConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.platform import initialize_platform
-from mcore_rl.quiet import quiet_libraries
+from mcore_rl.utils.quiet import quiet_libraries
 
 SHARD_BYTES = 10**8
 
@@ -136,13 +136,13 @@ def measure_conversion(root):
 
 
 def to_megatron(root):
-    from mcore_rl.models.megatron.convert import hf_to_megatron
+    from mcore_rl.models.megatron.checkpoint.convert import hf_to_megatron
 
     hf_to_megatron(root / "model", root / "megatron", lambda items, total: items)
 
 
 def to_hf(root):
-    from mcore_rl.models.megatron.convert import megatron_to_hf
+    from mcore_rl.models.megatron.checkpoint.convert import megatron_to_hf
 
     iteration = root / "megatron" / "iter_0000000"
     megatron_to_hf(iteration, root / "model", root / "hf", lambda items, total: items, max_shard_bytes=SHARD_BYTES)
@@ -151,7 +151,7 @@ def to_hf(root):
 def measure_peak(sender, convert, root):
     quiet_libraries()
     initialize_platform()
-    import mcore_rl.models.megatron.convert  # noqa: F401 (imports are not what is measured)
+    import mcore_rl.models.megatron.checkpoint.convert  # noqa: F401 (imports are not what is measured)
 
     with PeakMemory() as peak:
         convert(root)

@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 from bench_results import Row, finish
 
-from mcore_rl.data.order import SampleOrder
+from mcore_rl.cli.entry_point import Parser, count
+from mcore_rl.data.sample_order import SampleOrder
 from mcore_rl.data.token_store import TokenizedChunk, collect
-from mcore_rl.entry_point import Parser, count
 
 MAX_RESIDENT_GIB, MAX_SECONDS = 1.0, 10.0
 MAX_SLOWDOWN = 5.0
@@ -35,7 +35,7 @@ import json, resource, sys, time
 started = time.perf_counter()
 from pathlib import Path
 from mcore_rl.data.batches import collate
-from mcore_rl.data.order import SampleOrder
+from mcore_rl.data.sample_order import SampleOrder
 from mcore_rl.data.token_store import TokenStore
 
 store = TokenStore.open(Path(sys.argv[1]))

@@ -27,8 +27,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mcore_rl.config import GRPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.processes import run_processes
-from mcore_rl.quiet import quiet_libraries
+from mcore_rl.testing.processes import run_processes
+from mcore_rl.utils.quiet import quiet_libraries
 
 VOCABULARY, PROMPT, RESPONSE, WIDTH, HEIGHT = 1024, 512, 64, 460, 220
 PICTURES = RESULTS / "growth"
@@ -157,7 +157,7 @@ def by_vocabulary(model: Path, vocabulary: int) -> Point:
 def a_step(model: Path, tokens: int, rows: int, shared: int) -> Point:
     """A training step on so many rows, of which the first `shared` tokens are the same; not the first step."""
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
-    from mcore_rl.loss_options import ClippedPGOptions
+    from mcore_rl.losses.options import ClippedPGOptions
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     torch.set_num_threads(1)

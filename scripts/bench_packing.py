@@ -15,7 +15,7 @@ from itertools import product
 
 from bench_results import Row, finish
 
-from mcore_rl.data.packing import Batching
+from mcore_rl.data.batching import Batching
 
 FILL, UNEVENNESS, SECONDS = 0.97, 1.03, 0.1
 CAPACITY = 16_384

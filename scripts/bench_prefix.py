@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mcore_rl.config import DPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.platform import initialize_platform
-from mcore_rl.quiet import quiet_libraries
+from mcore_rl.utils.quiet import quiet_libraries
 
 VOCABULARY = 8192
 # name, rows of a group, tokens of prompt and of each response, groups in a batch, bound on the ratio
@@ -86,7 +86,7 @@ def make_policy(directory):
 def measure(policy, rows, prompt, response, groups, repetitions):
     """Tokens of a step without sharing and with it, and CPU seconds of both."""
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn
-    from mcore_rl.loss_options import ClippedPGOptions, DPOOptions
+    from mcore_rl.losses.options import ClippedPGOptions, DPOOptions
 
     data = make_batch(rows, prompt, response, groups)
     loss_fn = DPOLossFn(DPOOptions()) if rows == 2 else ClippedPGLossFn(ClippedPGOptions())

@@ -27,7 +27,7 @@ from typing import Any
 
 from gpu_steps import CASES
 
-from mcore_rl.entry_point import Parser, count, told_in_one_line
+from mcore_rl.cli.entry_point import Parser, count, told_in_one_line
 from mcore_rl.errors import UserError
 
 ROOT = Path(__file__).parent.parent

@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.checkpoint_store import CheckpointStore, digest_problems
+from mcore_rl.cli.entry_point import Parser, told_in_one_line
 from mcore_rl.config import read_chat_template, read_yaml
-from mcore_rl.entry_point import Parser, told_in_one_line
 from mcore_rl.errors import UserError
-from mcore_rl.preflight import check_model_directory
-from mcore_rl.quiet import quiet_libraries
+from mcore_rl.run.preflight import check_model_directory
+from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
+from mcore_rl.utils.quiet import quiet_libraries
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def hf_to_megatron(model: Path, destination: Path) -> None:
     if destination.exists() and not destination.is_dir():
         raise UserError(f"{destination} is not a directory")
     choose_device()
-    from mcore_rl.models.megatron.convert import hf_to_megatron
+    from mcore_rl.models.megatron.checkpoint.convert import hf_to_megatron
 
     iteration = hf_to_megatron(model, destination, progress)
     print(f"Megatron checkpoint: {iteration}")
@@ -64,7 +64,7 @@ def megatron_to_hf(checkpoint: Path, destination: Path, model: Path | None) -> N
         raise UserError(f"{source}, which {iteration} was trained from, is not there; name a directory with --model")
     check_model_directory(source)
     choose_device()
-    from mcore_rl.models.megatron.convert import megatron_to_hf
+    from mcore_rl.models.megatron.checkpoint.convert import megatron_to_hf
 
     template = read_chat_template(config.get("data", {}).get("chat_template"))
     megatron_to_hf(iteration, source, destination, progress, chat_template=template)
@@ -75,7 +75,7 @@ def megatron_to_hf(checkpoint: Path, destination: Path, model: Path | None) -> N
 def inspect(checkpoint: Path) -> None:
     iteration = find_iteration(checkpoint)
     choose_device()
-    from mcore_rl.models.megatron.inspection import describe
+    from mcore_rl.models.megatron.checkpoint.inspection import describe
 
     for line in describe(iteration):
         print(line)

@@ -12,7 +12,7 @@ import json
 import random
 from pathlib import Path
 
-from mcore_rl.entry_point import Parser, told_in_one_line
+from mcore_rl.cli.entry_point import Parser, told_in_one_line
 from mcore_rl.errors import UserError
 
 LARGEST_OPERAND, HELD_OUT, TEACHER_EXAMPLES, FORGOTTEN_CARRIES = 49, 200, 12000, 0.7

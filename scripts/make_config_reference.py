@@ -6,9 +6,9 @@ python scripts/make_config_reference.py
 from dataclasses import replace
 from pathlib import Path
 
+from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.config import RLConfig, TrainingConfig
 from mcore_rl.config.reference import SectionReference, as_markdown, reference_of
-from mcore_rl.programs.training import PROGRAMS
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 

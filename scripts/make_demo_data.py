@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from mcore_rl.entry_point import Parser, told_in_one_line
+from mcore_rl.cli.entry_point import Parser, told_in_one_line
 from mcore_rl.errors import UserError
 
 CHAT_TEMPLATE = (

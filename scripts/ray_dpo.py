@@ -5,11 +5,11 @@ python scripts/ray_dpo.py CONFIG [--workers 2] [--steps 3] [section.key=value â€
 
 import argparse
 
+from mcore_rl.cli.entry_point import Parser, count, told_in_one_line
 from mcore_rl.config import DPOConfig, load_config
-from mcore_rl.data.reading import check_file
-from mcore_rl.entry_point import Parser, count, told_in_one_line
-from mcore_rl.preflight import check_model_directory
-from mcore_rl.quiet import quiet_libraries
+from mcore_rl.data.readers import check_file
+from mcore_rl.run.preflight import check_model_directory
+from mcore_rl.utils.quiet import quiet_libraries
 
 
 def main() -> None:
@@ -33,10 +33,10 @@ def train(config: DPOConfig, workers: int, steps: int) -> None:
     from mcore_rl.platform import initialize_platform
 
     initialize_platform()
-    from mcore_rl.algorithms.inputs import load_inputs
-    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.algorithms.build_loss import loss_of
     from mcore_rl.data.batches import collate
     from mcore_rl.models.policy.ray_policy import Policy
+    from mcore_rl.run.setup import load_inputs
 
     inputs = load_inputs(config, world_size=workers)
     whole_run = config.total_steps(len(inputs.train))

@@ -43,7 +43,7 @@ def cases(demo: Path, arithmetic: Path) -> dict[str, tuple[str, list[str], list[
         "data.max_sequence_length=16",
         "batch.tokens_per_pack=1024",
     ]
-    answers += ["batch.tokens_per_pack=1024", "environment.name=function", "environment.function=recorded_judge:judge"]
+    answers += ["environment.name=function", "environment.function=recorded_judge:judge"]
     answers += ["loss.reference_policy_kl_penalty=0.01"]
     grpo = [*answers, "grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "grpo.max_new_tokens=4"]
     ppo = [*answers, "ppo.num_prompts_per_step=16", "ppo.max_new_tokens=4"]

@@ -7,11 +7,11 @@ import contextlib
 import signal
 import time
 
+from mcore_rl.cli.entry_point import Parser, told_in_one_line
 from mcore_rl.config import GRPOConfig, load_config
-from mcore_rl.entry_point import Parser, told_in_one_line
 from mcore_rl.errors import TrainingError
-from mcore_rl.preflight import check_model_directory, check_vllm
-from mcore_rl.quiet import quiet_libraries
+from mcore_rl.run.preflight import check_model_directory, check_vllm
+from mcore_rl.utils.quiet import quiet_libraries
 
 
 def main() -> None:
@@ -34,8 +34,8 @@ def serve(config: GRPOConfig) -> None:
     initialize_platform()
     from mcore_rl.models.generation.vllm_client import VLLMServer
     from mcore_rl.models.generation.vllm_generation import wait_until_ready
-    from mcore_rl.models.generation.vllm_service import VLLMService
-    from mcore_rl.run_directory import SERVER_LOGS
+    from mcore_rl.models.generation.vllm_server import VLLMService
+    from mcore_rl.run.directory import SERVER_LOGS
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     deadline = time.monotonic() + config.generation.vllm.start_seconds

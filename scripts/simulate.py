@@ -12,13 +12,13 @@ import argparse
 import sys
 from argparse import Namespace
 
+from mcore_rl.cli.entry_point import Parser, count, told_in_one_line, with_local_models
+from mcore_rl.cli.train import PROGRAMS, load_for
 from mcore_rl.config import DPOConfig, ParallelConfig, TrainingConfig
-from mcore_rl.config.fields import whole_number
-from mcore_rl.entry_point import Parser, count, told_in_one_line, with_local_models
+from mcore_rl.config.base import whole_number
 from mcore_rl.errors import UserError
-from mcore_rl.preflight import check_layout, check_sources
-from mcore_rl.programs.training import PROGRAMS, load_for
-from mcore_rl.quiet import quiet_libraries
+from mcore_rl.run.preflight import check_layout, check_sources
+from mcore_rl.utils.quiet import quiet_libraries
 
 
 def main() -> None:
@@ -118,9 +118,9 @@ def lengths_of(config: TrainingConfig, arguments: Namespace) -> list[int] | None
 def sequences_of(config: TrainingConfig, lengths: list[int] | None, arguments: Namespace):
     """Of these lengths, or of the data's first global batch, the policy's own answers as long as they may be;
     once models and data are found such that a run would take them."""
-    from mcore_rl.algorithms.inputs import load_inputs
-    from mcore_rl.algorithms.model_checks import check_models, check_weights
-    from mcore_rl.algorithms.plan import first_batch
+    from mcore_rl.cli.dry_run import first_batch
+    from mcore_rl.run.model_checks import check_models, check_weights
+    from mcore_rl.run.setup import load_inputs
     from mcore_rl.simulation.step import sequences_of
 
     if lengths is None:

@@ -1,6 +1,6 @@
 """Direct preference optimization: [torchrun --nproc-per-node N] scripts/train_dpo.py CONFIG [key=value …]"""
 
-from mcore_rl.programs.training import train
+from mcore_rl.cli.train import train
 
 if __name__ == "__main__":
     train("dpo")

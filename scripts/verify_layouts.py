@@ -14,19 +14,19 @@ from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+from mcore_rl.cli.entry_point import Parser, count, told_in_one_line
+from mcore_rl.cli.train import PROGRAMS, load_for
 from mcore_rl.config import (
     DistillationConfig,
     KTOConfig,
     ParallelConfig,
     SFTConfig,
 )
-from mcore_rl.data.reading import check_file
-from mcore_rl.entry_point import Parser, count, told_in_one_line
+from mcore_rl.config.layouts import own_split, parse_layouts
+from mcore_rl.data.readers import check_file
 from mcore_rl.errors import UserError
-from mcore_rl.layouts import own_split, parse_layouts
-from mcore_rl.preflight import check_model_directory
-from mcore_rl.programs.training import PROGRAMS, load_for
-from mcore_rl.quiet import quiet_libraries
+from mcore_rl.run.preflight import check_model_directory
+from mcore_rl.utils.quiet import quiet_libraries
 
 DEFAULT_LAYOUTS = ["tp=1,2", "pp=1,2", "cp=1,2"]
 
@@ -57,7 +57,8 @@ def verify(arguments, config, layouts):
 
     initialize_platform()
     from mcore_rl.data.tokenize import load_tokenizer
-    from mcore_rl.layout_check import (
+    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+    from mcore_rl.testing.layout_check import (
         TABLE_HEADER,
         check_layouts,
         fitting,
@@ -65,7 +66,6 @@ def verify(arguments, config, layouts):
         shrink_model,
         table_row,
     )
-    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
     check_model_fits(hf_config, ParallelConfig(), config.data.max_sequence_length)
@@ -120,8 +120,8 @@ def invent_rollouts(config, tokenizer):
 
     from mcore_rl.algorithms.advantages import advantages_of
     from mcore_rl.algorithms.grpo import add_positive_examples
-    from mcore_rl.algorithms.rollouts import Rollout, to_batch
     from mcore_rl.data.prompts import load_prompt_dataset
+    from mcore_rl.rollouts.samples import Rollout, to_batch
 
     dataset = load_prompt_dataset(config.data.train, tokenizer, config.data, config.max_prompt_length)
     prompts, group = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt

@@ -9,7 +9,7 @@ os.environ["MCORE_RL_CACHE"] = CACHE.name
 
 from pathlib import Path
 
-from own_process import hide_gpus
+from gpu_process import hide_gpus
 
 hide_gpus()
 
@@ -19,11 +19,11 @@ import shape_checks  # noqa: F401  # isort: skip
 import hypothesis
 import pytest
 import torch
-from models import models_below
+from small_models import models_below
 
-from mcore_rl.distributed.processes import serve_processes
 from mcore_rl.platform import initialize_platform
-from mcore_rl.quiet import quiet_libraries
+from mcore_rl.testing.processes import serve_processes
+from mcore_rl.utils.quiet import quiet_libraries
 
 # The same examples in every run, so that a failure is the change's own; `--hypothesis-profile=default` draws others.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
@@ -34,8 +34,8 @@ initialize_platform()
 torch.set_num_threads(2)
 # The server of test processes checks shapes too; it finds this folder by the environment that it starts with.
 with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    serve_processes(also_preload=["preloaded"])
+    patch.setenv("PYTHONPATH", str(Path(__file__).parent / "support"), prepend=os.pathsep)
+    serve_processes(also_preload=["preload_in_server"])
 
 
 def pytest_addoption(parser):

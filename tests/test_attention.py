@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import and_long
+from small_models import and_long
 
-from mcore_rl.distributed import attention_tiles
 from mcore_rl.distributed.context_parallel import slice_context_parallel
 from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.distributed.prefix_layout import PrefixLayout, PrefixTree
-from mcore_rl.distributed.processes import run_processes
-from mcore_rl.distributed.remaking import remade_in_backward
+from mcore_rl.models.megatron import attention_tiles
 from mcore_rl.models.megatron.attention_kernels import VisibleKeys, flash_varlen, sdpa_by_segment, tiled
+from mcore_rl.models.megatron.recompute import remade_in_backward
+from mcore_rl.testing.processes import run_processes
 
 DIM, LONG = 6, 24
 TREE = PrefixTree((9, 4, 1, 7, 12, 3, 3), (-1, 0, 1, 1, 0, -1, 5), (2, 3, 4, 6))

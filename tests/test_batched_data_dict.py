@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
-from mcore_rl.distributed.processes import run_processes
+from mcore_rl.testing.processes import run_processes
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=24)
 

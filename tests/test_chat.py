@@ -11,8 +11,6 @@ import pytest
 from tokenizers import AddedToken, ByteLevelBPETokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mcore_rl.algorithms.rollout_worker import Conversation
-from mcore_rl.algorithms.rollouts import Rollout
 from mcore_rl.config import DataConfig
 from mcore_rl.data.chat import check_keeps_turns, tokens_between
 from mcore_rl.data.prompts import Prompt
@@ -20,6 +18,8 @@ from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
 from mcore_rl.data.tokenize import tokenize_completion, tokenize_messages, tokenize_prompt
 from mcore_rl.environments.interfaces import Step
 from mcore_rl.errors import UserError
+from mcore_rl.rollouts.samples import Rollout
+from mcore_rl.rollouts.worker import Conversation
 
 CHATML = (
     "{%- if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"

@@ -4,8 +4,8 @@ import dataclasses
 import re
 from pathlib import Path
 
+from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.config.reference import reference_of
-from mcore_rl.programs.training import PROGRAMS
 
 PAGE = (Path(__file__).parent.parent / "docs" / "coming_from.md").read_text()
 ROWS = re.findall(r"^\| (?:(\w+): )?`([\w.]+)` \| `([\w.]+)` \|", PAGE, re.MULTILINE)

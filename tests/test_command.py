@@ -11,9 +11,9 @@ import time
 import psutil
 import pytest
 import yaml
-from models import make_model
+from small_models import make_model
 
-from mcore_rl.checkpoint_store import CheckpointStore
+from mcore_rl.utils.checkpoint_store import CheckpointStore
 
 COMMAND = [sys.executable, "-m", "mcore_rl"]
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import make_model
-from own_process import DEVICES, no_gpu, run_on, visible_to
-from test_layouts import STEPS, make_config, make_data, plain_outcome
+from gpu_process import DEVICES, no_gpu, run_on, visible_to
+from small_models import make_model
+from test_layout_check import STEPS, make_config, make_data, plain_outcome
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.layout_check import compare, compute_outcome
 from mcore_rl.models.generation.sampling import SamplingParams
+from mcore_rl.testing.layout_check import compare, compute_outcome
 
 ROOT = Path(__file__).parent.parent
 BY_DTYPE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -174,7 +174,7 @@ def test_attention(kind, dtype):
 def check_losses():
     """Value and gradient by logits of each loss, on this device in fp32 and on the CPU in float64."""
     from mcore_rl import platform
-    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.algorithms.build_loss import loss_of
     from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, SFTConfig
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
     from mcore_rl.simulation.step import Sequences, invented_batch
@@ -270,7 +270,7 @@ def no_waiting():
 
 def train_without_waiting(config):
     """How many microbatches went through the model while the host might not wait."""
-    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.algorithms.build_loss import loss_of
     from mcore_rl.models.policy import scoring
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -299,7 +299,7 @@ def test_the_host_does_not_wait_for_microbatches(kind, dtype, model_of):
 
 
 def generate_on(config, params):
-    from test_generation import generate, make_prompts
+    from test_megatron_generation import generate, make_prompts
 
     prompts = make_prompts()
     rows = zip(prompts["input_ids"].tolist(), prompts["input_lengths"].tolist(), strict=True)
@@ -307,7 +307,7 @@ def generate_on(config, params):
 
 
 def test_greedy_answers_are_those_of_transformers(kind, tmp_path):
-    from test_generation import LIMIT, NEW_TOKENS
+    from test_megatron_generation import LIMIT, NEW_TOKENS
 
     path = make_model("llama", tmp_path / "model", initializer_range=0.1)
     config = changed(make_config(path), data={"max_sequence_length": LIMIT})
@@ -323,7 +323,7 @@ def test_greedy_answers_are_those_of_transformers(kind, tmp_path):
 
 def save_and_go_on(config, directory):
     """A checkpoint is being written while training goes on; the metrics of that step."""
-    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.algorithms.build_loss import loss_of
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, loss_fn = MegatronPolicy(config, 10, rows_per_unit=2), loss_of(config)
@@ -337,7 +337,7 @@ def save_and_go_on(config, directory):
 
 
 def resume(config, path):
-    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.algorithms.build_loss import loss_of
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, 10, rows_per_unit=2)

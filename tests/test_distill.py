@@ -6,18 +6,18 @@ import json
 import pytest
 import torch
 import yaml
-from models import and_long, make_model
-from test_layouts import as_saved, gradient_of, make_data
-from test_training import metrics_of, run
+from small_models import and_long, make_model
+from test_layout_check import as_saved, gradient_of, make_data
+from test_training_programs import metrics_of, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mcore_rl.algorithms.model_checks import _check_vocabulary
 from mcore_rl.config import DistillationConfig, ModelConfig, build_config
 from mcore_rl.config.algorithms import DistillationAlgorithmConfig
-from mcore_rl.data.order import SampleOrder
-from mcore_rl.distributed.processes import run_processes
+from mcore_rl.data.sample_order import SampleOrder
 from mcore_rl.errors import UserError, WorkerError
-from mcore_rl.layout_check import Layout
+from mcore_rl.run.model_checks import _check_vocabulary
+from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.processes import run_processes
 
 STEPS, SIZE, COUNT, K = 3, 5, 11, 9
 
@@ -110,12 +110,12 @@ def mixture(p, q):
 
 def distilled(config, kind, topk):
     """Metrics of a step, and every gradient of the student in its Hugging Face shape."""
-    from mcore_rl.algorithms.objectives import loss_of
-    from mcore_rl.layout_check import _main_grad
+    from mcore_rl.algorithms.build_loss import loss_of
     from mcore_rl.models.megatron.optimizer import gather_gradients
     from mcore_rl.models.megatron.weights import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.models.policy.teacher import TeacherModel
+    from mcore_rl.testing.layout_check import _main_grad
 
     options = {"teacher": config.distillation.teacher, "topk": topk, "kl_type": kind, **EXTRA.get(kind, {})}
     distillation = DistillationAlgorithmConfig(**options, loss_temperature=TEMPERATURE)

@@ -10,12 +10,12 @@ from test_logprobs import HIDDEN, LENGTHS, PADDED, VOCAB, groups_of, make_case
 from mcore_rl.distributed import linear_logprobs as fused
 from mcore_rl.distributed.collectives import all_gather
 from mcore_rl.distributed.context_parallel import gather_context_parallel, slice_context_parallel
-from mcore_rl.distributed.counted_positions import CountedPositions
-from mcore_rl.distributed.last_states import LastStates
+from mcore_rl.distributed.final_hidden_states import LastStates
 from mcore_rl.distributed.linear_divergences import LinearLogits, linear_divergences
 from mcore_rl.distributed.linear_logprobs import gather_hidden_states
-from mcore_rl.distributed.processes import run_processes
+from mcore_rl.distributed.loss_positions import CountedPositions
 from mcore_rl.simulation.memory import LiveBytes
+from mcore_rl.testing.processes import run_processes
 
 TEMPERATURE, BETA, TEACHER_HIDDEN = 1.3, 0.2, 5
 

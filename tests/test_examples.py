@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import make_model
-from test_training import metrics_of
+from small_models import make_model
+from test_training_programs import metrics_of
 
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 
@@ -156,6 +156,6 @@ def test_the_quick_start(quickstart, command):
 
 
 def test_the_quick_start_has_them_all():
-    from mcore_rl.programs.training import PROGRAMS
+    from mcore_rl.cli.train import PROGRAMS
 
     assert {command.split()[2] for command in COMMANDS} == set(PROGRAMS)

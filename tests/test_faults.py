@@ -18,11 +18,11 @@ import psutil
 import pytest
 import torch
 import yaml
-from models import make_model
 from safetensors.torch import load_file
+from small_models import make_model
 
-from mcore_rl.checkpoint_store import CheckpointStore, digest_problems
-from mcore_rl.distributed.processes import run_processes
+from mcore_rl.testing.processes import run_processes
+from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.faults, pytest.mark.long]
@@ -149,27 +149,27 @@ def test_killed_ranks_lose_nothing(files, request):
 
 def save_with_a_writer_that(fate, config, directory):
     """Two saves by rank; in the first, rank 1's writing process meets its `fate`."""
-    from test_layouts import make_data
+    from test_layout_check import make_data
 
     from mcore_rl.algorithms.loss_functions import NLLLoss
-    from mcore_rl.models.megatron import checkpoint_writer
+    from mcore_rl.models.megatron.checkpoint import writer
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=5)
     policy.train(make_data(), NLLLoss())
-    write, seconds = checkpoint_writer.OneFileWriter.write, time.monotonic()
+    write, seconds = writer.OneFileWriter.write, time.monotonic()
     if torch.distributed.get_rank() == 1:
         if fate == "is killed":
-            checkpoint_writer.OneFileWriter.write = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+            writer.OneFileWriter.write = lambda self: os.kill(os.getpid(), signal.SIGKILL)
         else:
-            checkpoint_writer.OneFileWriter.write = lambda self: time.sleep(1000)
+            writer.OneFileWriter.write = lambda self: time.sleep(1000)
     error = None
     try:
         policy.save_checkpoint(directory, 1, {})
-    except checkpoint_writer.SaveError as failure:
+    except writer.SaveError as failure:
         error = str(failure)
     seconds = time.monotonic() - seconds
-    checkpoint_writer.OneFileWriter.write = write
+    writer.OneFileWriter.write = write
     second = policy.save_checkpoint(directory, 2, {})
     policy.shutdown()
     return error, seconds, second
@@ -222,7 +222,7 @@ from mcore_rl.platform import initialize_platform
 initialize_platform()
 from mcore_rl.algorithms.sft import train_sft
 from mcore_rl.config import SFTConfig
-from mcore_rl.entry_point import run_script
+from mcore_rl.cli.entry_point import run_script
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
 train = MegatronPolicy.train

@@ -9,17 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from models import and_long, make_model
 from safetensors.torch import load_file
-from test_layouts import make_config
-from test_training import metrics_of, run
+from small_models import and_long, make_model
+from test_layout_check import make_config
+from test_training_programs import metrics_of, run
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
-from mcore_rl.algorithms.rollouts import Rollout, to_batch
-from mcore_rl.distributed.processes import run_processes
-from mcore_rl.layout_check import Layout
-from mcore_rl.loss_options import ClippedPGOptions
+from mcore_rl.losses.options import ClippedPGOptions
+from mcore_rl.rollouts.samples import Rollout, to_batch
+from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.processes import run_processes
 
 TEMPERATURE, KL_PENALTY, STEPS = 2.9, 0.05, 2
 
@@ -54,10 +54,10 @@ def make_batch():
 
 
 def megatron_update(config, options):
-    from mcore_rl.layout_check import _main_grad
     from mcore_rl.models.megatron.optimizer import gather_gradients
     from mcore_rl.models.megatron.weights import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+    from mcore_rl.testing.layout_check import _main_grad
 
     policy, data = MegatronPolicy(config, total_steps=10, keep_reference=True), make_batch()
     data["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(data, temperature=TEMPERATURE)[
@@ -403,7 +403,7 @@ def test_every_layout_is_verified(files):
 @pytest.mark.long
 def test_grpo_teaches_what_sft_taught_badly(tmp_path):
     """The demo: held-out accuracy rises by at least 30 points, at TP2 and at DP2 alike."""
-    from test_training import ROOT
+    from test_training_programs import ROOT
 
     run("make_arithmetic_data.py", tmp_path / "data")
     sft, grpo = (ROOT / "configs" / name for name in ("sft_arithmetic.yaml", "grpo_cpu.yaml"))

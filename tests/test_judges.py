@@ -11,12 +11,12 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from models import and_long
 from ports import free_port
+from small_models import and_long
 
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.environments.interfaces import Sample, Step
-from mcore_rl.environments.judged import JudgedEnvironment
+from mcore_rl.environments.judge_processes import JudgedEnvironment
 
 # ------------------------------------------------------------------ functions of a user's
 
@@ -105,7 +105,9 @@ def calculator(message_log, record):
 @pytest.fixture
 def judge(tmp_path, monkeypatch):
     """A function from options and samples to steps."""
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.path.join(os.path.dirname(__file__), "support")])
+    )
 
     def run(samples, **options):
         environment = JudgedEnvironment(EnvironmentConfig(**options), tmp_path / "judge.log")

@@ -8,12 +8,12 @@ import pytest
 import torch
 import trl
 import yaml
-from models import make_model
-from test_training import metrics_of, run
+from small_models import make_model
+from test_training_programs import metrics_of, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.algorithms.loss_functions import KTOLossFn
-from mcore_rl.data.order import SampleOrder
+from mcore_rl.data.sample_order import SampleOrder
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 
 BETA, GOOD, BAD = 0.31, 1.3, 0.7

@@ -2,12 +2,12 @@
 
 import pytest
 import yaml
-from invented_report import killed_at_tp2
-from models import make_model
-from test_simulation import EQUAL, MIXTURE, SEQUENCES, call, config_of
+from simulated_report import killed_at_tp2
+from small_models import make_model
+from test_simulated_step import EQUAL, MIXTURE, SEQUENCES, call, config_of
 
 from mcore_rl.config import DPOConfig, ParallelConfig, SFTConfig
-from mcore_rl.layouts import Layout
+from mcore_rl.config.layouts import Layout
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.report import table
 from mcore_rl.simulation.run import chosen_ranks, layouts_to_try, search

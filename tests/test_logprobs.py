@@ -19,9 +19,9 @@ from mcore_rl.distributed.parallel_logprobs import (
     vocab_parallel_logprobs,
     vocab_parallel_topk,
 )
-from mcore_rl.distributed.processes import run_processes
 from mcore_rl.simulation.memory import LiveBytes
 from mcore_rl.simulation.products import ProductCounter
+from mcore_rl.testing.processes import run_processes
 
 VOCAB, PADDED, HIDDEN = 21, 24, 7
 LENGTHS = (9, 1, 16, 2, 5)  # a single token has nothing to predict

@@ -10,18 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from models import and_long, make_model
 from safetensors.torch import load_file
-from test_layouts import make_config, make_data, plain_logprobs
-from test_training import metrics_of, run
+from small_models import and_long, make_model
+from test_layout_check import make_config, make_data, plain_logprobs
+from test_training_programs import metrics_of, run
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.config import DPOConfig, KTOConfig, LoRAConfig, build_config
-from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
-from mcore_rl.layout_check import Layout, compute_outcome
-from mcore_rl.models.megatron.checkpoint_trust import read_index
+from mcore_rl.models.megatron.checkpoint.trust import read_index
 from mcore_rl.models.megatron.peft_directory import PEFTDirectory
+from mcore_rl.testing.layout_check import Layout, compute_outcome
+from mcore_rl.testing.processes import run_processes
 
 RANK, ALPHA = 3, 5.0
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -243,9 +243,9 @@ STEPS, DIRECTORIES = 3, ("initial", "adapter", "merged")
 
 def a_run(config, directory):
     """Initial adapters, a few steps, and what can be asked of the policy afterwards; rank 0's."""
-    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.algorithms.build_loss import loss_of
     from mcore_rl.models.generation.sampling import SamplingParams
-    from mcore_rl.models.megatron.adapters import adapters_in
+    from mcore_rl.models.megatron.lora_layers import adapters_in
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2, keep_reference=True)
@@ -340,8 +340,8 @@ def test_a_run_equals_pefts_and_its_files_are_pefts(family, targets, layout, mod
 
 def run_steps(config, directory, load, steps):
     """Losses, adapters and the checkpoint after `steps` more steps."""
-    from mcore_rl.algorithms.objectives import loss_of
-    from mcore_rl.models.megatron.adapters import export_adapters
+    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.models.megatron.lora_layers import export_adapters
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
@@ -387,9 +387,9 @@ def test_going_on_under_another_layout(family, first, second, model_of, tmp_path
 
 def with_dropout(config):
     """Scores and losses; whether tensor-parallel ranks still agree on what they all hold."""
-    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.algorithms.build_loss import loss_of
     from mcore_rl.distributed.collectives import all_gather
-    from mcore_rl.models.megatron.adapters import adapter_mappings
+    from mcore_rl.models.megatron.lora_layers import adapter_mappings
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
@@ -424,7 +424,7 @@ def test_dropout_is_for_training_alone(layout, model_of, adapter_of):
 
 
 def drop_out(config, tokens):
-    from mcore_rl.models.megatron.adapters import ColumnAdapter, RowAdapter
+    from mcore_rl.models.megatron.lora_layers import ColumnAdapter, RowAdapter
     from mcore_rl.models.policy.scoring import ScoringModel
 
     model, found = ScoringModel(config).model.chunks[0], {}
@@ -502,7 +502,7 @@ def test_scripts_train_stop_convert_and_export(model_of, tmp_path):
 
 
 def reference_of_an_adapter(config):
-    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.algorithms.build_loss import loss_of
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2, keep_reference=True)

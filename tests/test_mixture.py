@@ -9,15 +9,15 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import make_model
+from small_models import make_model
 
 from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, SFTConfig, build_config
 from mcore_rl.data.mixture import MixedStore
-from mcore_rl.data.order import PERIOD, MixedOrder, quotas_of
+from mcore_rl.data.sample_order import PERIOD, MixedOrder, quotas_of
 from mcore_rl.data.token_store import TokenizedChunk, collect
 from mcore_rl.data.tokenize import TokenSequence
-from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
+from mcore_rl.testing.processes import run_processes
 
 # ------------------------------------------------------------ the order
 
@@ -184,8 +184,8 @@ def run(tmp_path_factory):
 
 
 def train(config):
-    from mcore_rl.algorithms import metrics
-    from mcore_rl.programs.training import PROGRAMS
+    from mcore_rl.cli.train import PROGRAMS
+    from mcore_rl.run import metrics
 
     with contextlib.redirect_stdout(io.StringIO()) as said:
         metrics.console.file = said

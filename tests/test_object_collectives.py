@@ -6,13 +6,13 @@ import traceback
 
 import pytest
 import torch
-from models import and_long
-from test_training import metrics_of
+from small_models import and_long
+from test_training_programs import metrics_of
 from topologies import grid
 
 from mcore_rl.config import GRPOConfig, PPOConfig
-from mcore_rl.distributed.processes import run_processes
-from mcore_rl.layout_check import Layout
+from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.processes import run_processes
 
 STEPS = 3
 

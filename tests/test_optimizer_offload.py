@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from models import and_long
-from test_layouts import STEPS, make_config, make_data
-from test_simulation import SEQUENCES, config_of, in_processes
+from small_models import and_long
+from test_layout_check import STEPS, make_config, make_data
+from test_simulated_step import SEQUENCES, config_of, in_processes
 
 from mcore_rl.config import LoRAConfig
-from mcore_rl.distributed.processes import run_processes
-from mcore_rl.layout_check import Layout, compute_outcome
 from mcore_rl.simulation.step import simulate_rank
+from mcore_rl.testing.layout_check import Layout, compute_outcome
+from mcore_rl.testing.processes import run_processes
 
 
 def offloading(config, offload=True):
@@ -46,7 +46,7 @@ def test_numbers_stay(family, layout, kind, model_of):
 
 def life(config, data):
     """Bytes of the optimizer's state on the device at each point of a run that is saved, goes on, and goes back."""
-    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.algorithms.build_loss import loss_of
     from mcore_rl.models.megatron.offload import optimizer_tensors
     from mcore_rl.models.policy import megatron_policy
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy

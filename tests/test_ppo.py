@@ -1,327 +1,275 @@
-"""PPO's critic: values, GAE, its loss and every gradient equal plain float64 PyTorch under every layout."""
+"""PPO's program: what it writes, resumes, refuses, exports; other layouts; and it learns."""
+
+import json
+import shutil
 
 import pytest
 import torch
-from models import and_long, make_model
-from test_layouts import make_config
-from torch import nn
+import yaml
+from safetensors.torch import load_file
+from small_models import and_long, make_model
+from test_grpo import comparable
+from test_training_programs import ROOT, metrics_of, run
 from transformers import AutoModelForSequenceClassification
 
-from mcore_rl.algorithms.advantages import gae_advantages, whitened
-from mcore_rl.algorithms.critic import earned_by_tokens, value_metrics
-from mcore_rl.algorithms.loss_functions import ValueLossFn
-from mcore_rl.algorithms.rollouts import Rollout, rewards_of_tokens, to_batch
-from mcore_rl.distributed.processes import run_processes
-from mcore_rl.errors import ContractError
-from mcore_rl.layout_check import Layout
-
-GAMMA, LAMBDA, CLIP, STEPS = 0.97, 0.9, 0.01, 3
-
-
-def make_rollouts():
-    """Twelve conversations of one or two responses, two to a prompt, some of one token; each token earns something."""
-    generator = torch.Generator().manual_seed(11)
-
-    def count(low, high):
-        return int(torch.randint(low, high, (), generator=generator))
-
-    def tokens(size):  # without the pad token, whose embedding transformers gives no gradient
-        return torch.randint(1, 250, (size,), generator=generator).tolist()
-
-    rollouts = []
-    for sample in range(12):
-        prompt = tokens(count(1, 8)) if sample % 2 == 0 else rollouts[-1].input_ids[: rollouts[-1].token_mask.index(1)]
-        rollout = Rollout(sample // 2, sample, list(prompt), [False] * len(prompt), [0.0] * len(prompt))
-        for turn in range(1 + sample % 3 // 2):
-            if turn:
-                rollout.add_observation(tokens(count(1, 4)))
-            size = 1 if sample == 3 else count(1, 20)
-            rollout.add_response(tokens(size), [0.0] * size)
-        own = [t for t, is_own in enumerate(rollout.token_mask) if is_own]
-        rollout.token_rewards = [(t, float(torch.randn((), generator=generator))) for t in own]
-        rollout.reward = sum(reward for _, reward in rollout.token_rewards)
-        rollouts.append(rollout)
-    return rollouts
-
-
-def make_batch():
-    data = to_batch(make_rollouts(), 0)
-    data["sample_mask"][4] = 0
-    return data
-
-
-def megatron_critic(config):
-    from mcore_rl.layout_check import _main_grad
-    from mcore_rl.models.megatron.optimizer import gather_gradients
-    from mcore_rl.models.megatron.weights import export_hf_weights
-    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-
-    critic, data, rollouts = MegatronPolicy(config, total_steps=10), make_batch(), make_rollouts()
-    mask = data["token_mask"] * data["sample_mask"][:, None]
-    data["token_rewards"] = rewards_of_tokens(rollouts, data)
-    earned = earned_by_tokens(data, torch.zeros(len(rollouts)), None)
-    del data["token_rewards"]
-    data["values"] = critic.get_values(data)["values"]
-    advantages, returns = gae_advantages(earned, data["values"], mask, GAMMA, LAMBDA)
-    data["returns"] = returns.float()
-    loss_fn = ValueLossFn(CLIP)
-    metrics = [critic.train(data, loss_fn) for _ in range(STEPS)]
-    critic.compute_gradients(data, loss_fn)
-    gather_gradients(critic.chunks)
-    gradients = dict(export_hf_weights(critic.model, _main_grad))
-    weights = dict(export_hf_weights(critic.model))
-    critic.shutdown()
-    return data["values"], whitened(advantages, mask), metrics, gradients, weights
-
-
-def plain_values(model, data):
-    """[B, S] of transformers' hidden states, a row at a time."""
-    values = []
-    for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True):
-        hidden = model.model(ids[None, :length]).last_hidden_state[0]
-        of_states = model.score(hidden)[:, 0]
-        values.append(nn.functional.pad(of_states[:-1], (1, len(ids) - length)))
-    return torch.stack(values)
-
-
-def plain_gae(rewards, values, gamma, lam):
-    """Advantages of one sample's own tokens: a sum over what comes later, from the definition."""
-    steps = len(rewards)
-    errors = [rewards[t] + (gamma * values[t + 1] if t + 1 < steps else 0) - values[t] for t in range(steps)]
-    return [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, steps)) for t in range(steps)]
+PROMPTS = [{"prompt": f"say {letter}", "answer": letter} for letter in "abcdefghij" * 2]
+JUDGES = """\
+from mcore_rl.environments.interfaces import Step
+def count(log, record):
+    return sum(c in 'aeiou' for c in log[-1]['content']) / 4
+def each_token(log, record, response_ids):
+    return Step(count(log, record), token_rewards=[(t % 5) / 8 for t in response_ids])
+def too_few(log, record, response_ids):
+    return Step(token_rewards=[1.0] * (len(response_ids) + 1)) if response_ids else 0.0
+def equal(log, record):
+    return 0.5
+"""
 
 
 @pytest.fixture(scope="module")
-def reward_model(tmp_path_factory):
-    """A sequence classifier of one label, whose head is not zero."""
-    path = tmp_path_factory.mktemp("critic") / "model"
-    make_model("llama", path)
-    torch.manual_seed(5)
-    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
-    nn.init.normal_(model.score.weight, std=0.3)
-    model.save_pretrained(path)
-    return path
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("ppo")
+    make_model("llama", root / "model", initializer_range=0.05)
+    (root / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    (root / "token_judges.py").write_text(JUDGES)
+    config = {
+        "output_dir": "set below",
+        "model": {"path": str(root / "model")},
+        "data": {"train": str(root / "prompts.jsonl"), "max_sequence_length": 40},
+        # A large epsilon: Adam would blow rounding in near-zero gradients up to a whole step.
+        "optimizer": {"lr": 3e-3, "schedule": "constant", "adam_eps": 1e-4},
+        "trainer": {"max_steps": 4},
+        "checkpoint": {"save_interval": 2},
+        "ppo": {
+            "num_prompts_per_step": 12,
+            "num_generations_per_prompt": 2,
+            "max_new_tokens": 8,
+            "num_updates_per_rollout": 2,
+        },
+        "critic": {
+            "pretraining_steps": 1,
+            "export_hf": True,
+            "optimizer": {"lr": 1e-2, "adam_eps": 1e-4, "warmup_steps": 2},
+        },
+        "loss": {"reference_policy_kl_penalty": 0.01, "use_kl_in_reward": True},
+        "environment": {"name": "function", "function": "token_judges:each_token", "num_workers": 1},
+    }
+    (root / "ppo.yaml").write_text(yaml.safe_dump(config))
+    return root
 
 
-def critic_config(path, layout, **batch):
-    config = make_config(path)
-    changes = {"model": config.model.model_copy(update={"head": "reward"})}
-    changes["batch"] = config.batch.model_copy(update=batch)
-    return layout.apply(config.model_copy(update=changes))
+@pytest.fixture(autouse=True)
+def judges_can_be_imported(request, monkeypatch):
+    if "files" in request.fixturenames:
+        monkeypatch.setenv("PYTHONPATH", str(request.getfixturevalue("files")))
+
+
+def train(files, name, *arguments, **options):
+    return run("train_ppo.py", files / "ppo.yaml", f"output_dir={files / name}", *arguments, **options)
 
 
 @pytest.fixture(scope="module")
-def plain(reward_model):
-    """The same by transformers, python and torch.optim, in float64."""
-    config, data, rollouts = make_config(reward_model), make_batch(), make_rollouts()
-    model = AutoModelForSequenceClassification.from_pretrained(reward_model, num_labels=1, dtype=torch.float64)
-    with torch.no_grad():
-        values = plain_values(model, data)
-    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    counted = torch.zeros(values.shape, dtype=torch.bool)
-    for row, rollout in enumerate(rollouts):
-        own = [t for t, _ in rollout.token_rewards]
-        found = plain_gae([r for _, r in rollout.token_rewards], values[row, own].tolist(), GAMMA, LAMBDA)
-        advantages[row, own] = torch.tensor(found, dtype=torch.float64)
-        returns[row, own] = advantages[row, own] + values[row, own]
-        counted[row, own] = row != 4
-    own = advantages[counted]
-    white = torch.where(counted, (advantages - own.mean()) / (own.std(correction=0) + 1e-4), 0)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.optimizer.lr, eps=config.optimizer.adam_eps, weight_decay=0
-    )
-    metrics = []
-    for step in range(STEPS + 1):
-        optimizer.zero_grad()
-        current = plain_values(model, data)[counted]
-        before, target = values[counted], returns[counted]
-        near = before + (current - before).clamp(-CLIP, CLIP)
-        worse = torch.maximum((current - target) ** 2, (near - target) ** 2)
-        loss = worse.mean() / 2
-        loss.backward()
-        if step == STEPS:
-            break
-        clipped = ((near - target) ** 2 > (current - target) ** 2).double().mean()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
-        metrics.append({"loss": loss.item(), "value_clip_fraction": clipped.item(), "grad_norm": norm.item()})
-        optimizer.step()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    return values, white, metrics, gradients, {name: p.detach() for name, p in model.named_parameters()}
+def whole_run(files):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(files))
+        process = train(files, "whole", "--record", files / "recording.jsonl")
+    return process, files / "whole"
 
 
-LAYOUTS = and_long(
-    [Layout(), Layout(tp=2, sp=True), Layout(cp=2), Layout(pp=2)],
-    [Layout(packing=False), Layout(tp=2), Layout(dp=2), Layout(dp=2, packing=False), Layout(tp=2, cp=2, sp=True)],
+def test_a_run_writes_what_it_did(files, whole_run):
+    process, out = whole_run
+    metrics = metrics_of(out)
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4]
+    of_critic = {"value_loss", "value_clip_fraction", "values_mean", "returns_mean", "returns_std",
+                 "explained_variance", "critic_grad_norm", "critic_lr", "critic_seconds"}  # fmt: skip
+    assert all(of_critic <= set(line) for line in metrics)
+    assert "probs_ratio" not in metrics[0], "the policy is not trained while the critic is pretrained"
+    assert {"probs_ratio", "grad_norm", "kl_penalty"} <= set(metrics[1])
+    assert metrics[1]["token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
+    assert metrics[0]["values_mean"] == 0 and metrics[0]["explained_variance"] == 0, "its head begins at zero"
+    assert metrics[1]["values_mean"] != 0
+    assert "critic: " in process.stdout_text
+    recorded = json.loads((files / "recording.jsonl").read_text().splitlines()[0])["rollouts"]
+    returns = [[reward for _, reward in rollout["token_rewards"]] for rollout in recorded]
+    assert [sum(rewards) for rewards in returns] == pytest.approx([rollout["reward"] for rollout in recorded])
+    own = [rollout["input_ids"][position] % 5 / 8 for rollout in recorded for position, _ in rollout["token_rewards"]]
+    assert len(set(own)) > 1
+
+
+def test_the_critic_is_a_sequence_classifier(whole_run):
+    model = AutoModelForSequenceClassification.from_pretrained(whole_run[1] / "critic")
+    assert model.config.num_labels == 1 and model.score.weight.any()
+
+
+@pytest.mark.long
+def test_resume_is_bit_for_bit(files, whole_run):
+    out = files / "resumed"
+    shutil.copytree(whole_run[1], out)
+    shutil.rmtree(out / "checkpoints" / "iter_0000004")
+    (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2\n")
+    process = train(files, "resumed")
+    assert "weights, optimizer, schedule, critic, random states" in process.stdout_text
+    assert comparable(out) == comparable(whole_run[1])
+    for part in ("hf", "critic"):
+        ours, theirs = (load_file(directory / part / "model.safetensors") for directory in (out, whole_run[1]))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("layout", and_long([], ["tensor"], ["pipeline", "context", "data"]))
+def test_the_same_run_under_other_layouts(files, whole_run, layout):
+    """From the start, and from the checkpoint that one process wrote; the critic on the host while it is not used."""
+    sizes = {name: f"parallel.{name}_model_parallel_size=2" for name in ("tensor", "pipeline")}
+    size = {**sizes, "context": "parallel.context_parallel_size=2", "data": "seed=0"}[layout]
+    out = files / f"two_{layout}"
+    options = (size, "checkpoint.export_hf=false", "critic.export_hf=false", "critic.offload=true")
+    train(files, out.name, *options, processes=2)
+    shutil.copytree(whole_run[1], files / f"resumed_{layout}")
+    shutil.rmtree(files / f"resumed_{layout}" / "checkpoints" / "iter_0000004")
+    (files / f"resumed_{layout}" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2\n")
+    train(files, f"resumed_{layout}", *options, processes=2)
+    for directory in (out, files / f"resumed_{layout}"):
+        for ours, theirs in zip(comparable(directory), comparable(whole_run[1]), strict=True):
+            for name in theirs:
+                assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-4), name
+
+
+@pytest.mark.long
+def test_a_critic_of_another_family_beside_adapters(files):
+    """A prompt's responses share it in a pack; the critic begins as another model, on two replicas, and is resumed."""
+    make_model("qwen2", files / "small", initializer_range=0.05)
+    options = (
+        f"critic.path={files / 'small'}", "model.lora.rank=4", "batch.share_prefixes=true", "batch.min_shared_tokens=2",
+        "ppo.mask_truncated=true", "ppo.whiten_advantages=false", "critic.value_clip=null", "critic.offload=true",
+    )  # fmt: skip
+    train(files, "adapters", *options, processes=2)
+    metrics = metrics_of(files / "adapters")
+    assert metrics[-1]["value_loss"] < metrics[0]["value_loss"]
+    assert (files / "adapters" / "adapter" / "adapter_model.safetensors").is_file()
+    assert json.loads((files / "adapters" / "critic" / "config.json").read_text())["model_type"] == "qwen2"
+    out = files / "adapters_resumed"
+    shutil.copytree(files / "adapters", out)
+    shutil.rmtree(out / "checkpoints" / "iter_0000004")
+    (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2\n")
+    train(files, "adapters_resumed", *options, processes=2)
+    assert comparable(out) == comparable(files / "adapters")
+
+
+@pytest.mark.long
+def test_a_mixtures_critic_is_a_mixture(files):
+    make_model("mixtral", files / "mixture", initializer_range=0.05)
+    options = (f"model.path={files / 'mixture'}", "model.moe_router_replay=true", "model.moe_aux_loss_coeff=0.01")
+    layout = "parallel.expert_model_parallel_size=2"
+    for name, more, processes in (("one", (), 1), ("two", (layout,), 2)):
+        train(files, f"mixture_{name}", *options, *more, "trainer.max_steps=3", processes=processes)
+    of_one, of_two = comparable(files / "mixture_one"), comparable(files / "mixture_two")
+    assert any(name.startswith("critic_moe_") for name in of_one[0])
+    for ours, theirs in zip(of_two, of_one, strict=True):
+        for name in ("value_loss", "explained_variance", "critic_grad_norm", "reward_mean"):
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-4), name
+
+
+@pytest.mark.long
+def test_replay_trains_on_what_was_recorded(files, whole_run):
+    train(files, "replayed", "--replay", files / "recording.jsonl")
+    for ours, theirs in zip(comparable(files / "replayed"), comparable(whole_run[1]), strict=True):
+        for name in ("reward_mean", "value_loss", "explained_variance", "critic_grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+    hotter = train(files, "hotter", "--replay", files / "recording.jsonl", "ppo.temperature=2", check=False)
+    assert "recording.jsonl: was sampled with ppo.temperature=1.0; here it is 2.0" in hotter.stderr_text
+
+
+@pytest.mark.long
+def test_a_checkpoint_without_a_critic_is_told(files, whole_run):
+    """Converted weights have neither optimizer nor critic."""
+    run("convert_checkpoint.py", "hf-to-megatron", files / "model", files / "converted")
+    resumed = (f"checkpoint.resume={files / 'converted'}", "trainer.max_steps=2")
+    refused = train(files, "lacking", *resumed, check=False)
+    assert refused.returncode == 2
+    assert "lacks optimizer, schedule, critic, random states, data position" in refused.stderr_text
+    partial = train(files, "lacking", *resumed, "checkpoint.allow_partial=true")
+    assert "not in it, begun anew: optimizer, schedule, critic" in partial.stdout_text
+
+
+@pytest.mark.long
+def test_equal_rewards_still_teach_the_critic(files):
+    """There is no group to compare with; wrong rewards of tokens fail their samples."""
+    train(
+        files, "equal", "environment.function=token_judges:equal", "trainer.max_steps=2", "checkpoint.export_hf=false",
+        "critic.export_hf=false", "loss={}",
+    )  # fmt: skip
+    metrics = metrics_of(files / "equal")
+    assert [line["skipped_update"] for line in metrics] == [0, 0]
+    assert metrics[1]["value_loss"] < metrics[0]["value_loss"]
+
+
+@pytest.mark.long
+def test_rewards_of_tokens_that_there_are_not_fail_their_samples(files):
+    process = train(
+        files, "few", "environment.function=token_judges:too_few", "trainer.max_steps=2", check=False,
+    )  # fmt: skip
+    assert process.returncode == 3
+    assert "token_rewards for a response of" in process.stderr_text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["critic.pretraining_steps=4"], "critic.pretraining_steps=4: the run has 4 steps, in none of which"),
+        (["critic.path=/no/where"], "critic.path: /no/where must be a Hugging Face model directory"),
+        (["ppo.gamma=1.1"], "ppo.gamma: "),
+        (["ppo.gae_lambda=-0.1"], "ppo.gae_lambda: "),
+        (["critic.value_clip=0"], "critic.value_clip: "),
+        (["critic.optimizer.lr=2"], "critic.optimizer.lr: "),
+        (["ppo.advantage_estimator=rloo"], "unknown key ppo.advantage_estimator"),
+        (["grpo.max_new_tokens=3"], "unknown key grpo"),
+        (["ppo={num_prompts_per_step: 4, dynamic_sampling_rounds: 2}"], "ppo.dynamic_sampling_rounds: compares"),
+        (["ppo.max_new_tokens=40"], "ppo.max_new_tokens: must be less than data.max_sequence_length"),
+        (["checkpoint.export_hf=false"], "critic.export_hf: nothing is exported with checkpoint.export_hf=false"),
+        (["model.head=reward"], "model.head: head=reward is trained by train_rm.py alone"),
+    ],
 )
+def test_what_is_wrong_is_told_before_anything_begins(files, overrides, message):
+    process = train(files, "wrong", *overrides, check=False)
+    assert process.returncode == 2, process.stderr_text
+    assert message in process.stderr_text
+    assert not (files / "wrong").exists()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_critic_equals_plain_pytorch(layout, plain, reward_model):
-    config = critic_config(reward_model, layout)
-    assert_same(run_processes(megatron_critic, config, world_size=layout.world_size)[0], plain)
+@pytest.mark.long
+def test_a_critic_of_another_vocabulary(files):
+    path = files / "other"
+    if not path.exists():
+        shutil.copytree(files / "model", path)
+        tokenizer = json.loads((path / "tokenizer.json").read_text())
+        vocab = tokenizer["model"]["vocab"]
+        a, b = list(vocab)[-2:]
+        vocab[a], vocab[b] = vocab[b], vocab[a]
+        (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    process = train(files, "wrong", f"critic.path={path}", check=False)
+    assert process.returncode == 2
+    assert f"critic.path: {path} has another vocabulary than model.path" in process.stderr_text
 
 
-@pytest.mark.parametrize("layout", and_long([Layout()], [Layout(cp=2), Layout(tp=2, sp=True)]), ids=str)
-def test_a_prompt_that_stands_in_a_pack_once(layout, plain, reward_model):
-    config = critic_config(reward_model, layout, share_prefixes=True, min_shared_tokens=2)
-    assert_same(run_processes(megatron_critic, config, world_size=layout.world_size)[0], plain)
+@pytest.mark.long
+def test_a_dry_run_estimates_the_memory_of_both_models(files):
+    for options in ((), ("critic.offload=true",)):
+        told = train(files, "dry", *options, "--dry-run").stdout_text
+        assert "memory of rank 0 at the peak of a step, on a GPU: 0.0" in told
+    assert not (files / "dry").exists()
 
 
-def assert_same(ours, theirs):
-    data = make_batch()
-    there = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
-    torch.testing.assert_close(ours[0].double(), torch.where(there, theirs[0], 0), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
-    for a, b in zip(ours[2], theirs[2], strict=True):
-        for name in b:
-            assert a[name] == pytest.approx(b[name], rel=2e-5, abs=1e-6), name
-    assert theirs[2][-1]["value_clip_fraction"] > 0.1, "nothing was clipped: the clip is not tested"
-    for kind in (3, 4):
-        for name, tensor in theirs[kind].items():
-            scale = tensor.abs().max()
-            torch.testing.assert_close(
-                ours[kind][name].double() / scale, tensor / scale, rtol=1e-4, atol=5e-5, msg=name
-            )
-
-
-# ------------------------------------------------------------------ the estimator
-
-
-@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
-@pytest.mark.parametrize("lam", [0.0, 0.7, 1.0])
-def test_gae_is_the_sum_that_defines_it(gamma, lam):
-    """Over gaps, rows of one token, of none, and whatever stands outside of responses."""
-    generator = torch.Generator().manual_seed(2)
-    rewards, values = torch.randn(2, 6, 9, generator=generator, dtype=torch.float64)
-    mask = (torch.rand(6, 9, generator=generator) < 0.6).float()
-    mask[0], mask[1], mask[2] = 0, 1, 0
-    mask[2, 8] = 1
-    outside = torch.where(mask > 0, values, torch.nan)
-    advantages, returns = gae_advantages(torch.where(mask > 0, rewards, torch.inf), outside, mask, gamma, lam)
-    for row in range(6):
-        own = mask[row].nonzero()[:, 0]
-        expected = torch.zeros(9, dtype=torch.float64)
-        expected[own] = torch.tensor(
-            plain_gae(rewards[row, own].tolist(), values[row, own].tolist(), gamma, lam), dtype=torch.float64
-        )
-        torch.testing.assert_close(advantages[row], expected)
-        torch.testing.assert_close(returns[row, own], (expected + values[row])[own])
-    assert not returns[mask == 0].any()
-
-
-def test_known_limits_of_gae():
-    """λ = 1, γ = 1: return minus value. λ = 0: the error of one step. A perfect critic: nothing."""
-    mask, rewards = torch.ones(1, 4), torch.tensor([[0.0, 0.0, 0.0, 1.0]])
-    values = torch.tensor([[0.5, 0.25, 0.75, 0.5]])
-    whole, returns = gae_advantages(rewards, values, mask, 1.0, 1.0)
-    assert whole.tolist() == [[0.5, 0.75, 0.25, 0.5]] and returns.tolist() == [[1.0] * 4]
-    assert gae_advantages(rewards, values, mask, 1.0, 0.0)[0].tolist() == [[-0.25, 0.5, -0.25, 0.5]]
-    assert not gae_advantages(rewards, torch.ones(1, 4), mask, 1.0, 0.95)[0].any()
-
-
-def test_whitening_counts_what_the_mask_counts():
-    values = torch.tensor([[1.0, torch.nan, 3.0], [5.0, 100.0, torch.inf]])
-    mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
-    white = whitened(values, mask, 0.0)
-    deviation = (8 / 3) ** 0.5
-    torch.testing.assert_close(white, torch.tensor([[-2.0, 0, 0], [2.0, 0, 0]], dtype=torch.float64) / deviation)
-    assert not whitened(torch.full((2, 3), 0.7), torch.ones(2, 3), 0.0).any(), "all equal: nothing, not rounding"
-    assert not whitened(values, torch.zeros(2, 3)).any()
-
-
-# ------------------------------------------------------------------ the loss, and what is told
-
-
-def loss_of(values, returns, before, clip, mask=None):
-    mask = torch.ones(values.shape) if mask is None else mask
-    data = {"returns": returns, "values": before, "token_mask": mask, "sample_mask": torch.ones(len(values))}
-    return ValueLossFn(clip)(values, data, mask[:, 0].sum(), mask[:, 1:].sum())
-
-
-def test_the_clip_stops_what_has_gone_far_enough():
-    """Nearer to the return by more than ε: no gradient. Further away from it: the whole."""
-    values = torch.tensor([[0.0, 0.5, -0.5, 0.1]], dtype=torch.float64, requires_grad=True)
-    loss, metrics = loss_of(values, torch.ones(1, 4), torch.zeros(1, 4), 0.2)
-    (gradient,) = torch.autograd.grad(loss, values)
-    torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0, -1.5, -0.9]], dtype=torch.float64) / 3)
-    assert loss.item() == pytest.approx((0.8**2 + 1.5**2 + 0.9**2) / 6)
-    assert metrics["value_clip_fraction"].item() == pytest.approx(1 / 3)
-    free, _ = loss_of(values, torch.ones(1, 4), torch.zeros(1, 4), None)
-    assert free.item() == pytest.approx((0.5**2 + 1.5**2 + 0.9**2) / 6)
-
-
-def test_a_loss_of_nothing_is_nothing():
-    values = torch.full((2, 3), 4.0, requires_grad=True)
-    loss, _ = loss_of(values, torch.full((2, 3), torch.nan), torch.zeros(2, 3), 0.2, mask=torch.zeros(2, 3))
-    (gradient,) = torch.autograd.grad(loss, values)
-    assert loss.item() == 0 and not gradient.any()
-
-
-def test_wrong_arguments_of_the_loss():
-    with pytest.raises(ContractError, match="value_clip must be more than 0, or None for no clip, got 0"):
-        ValueLossFn(0.0)
-    data = {"returns": torch.zeros(1, 3), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
-    with pytest.raises(ContractError, match="ValueLossFn: data lacks values; it has"):
-        ValueLossFn(0.2)(torch.zeros(1, 3), data, torch.ones(()), torch.ones(()))
-    with pytest.raises(ContractError, match=r"returns must be \(1, 4\), got \(1, 3\)"):
-        ValueLossFn()(torch.zeros(1, 4), {**data, "token_mask": torch.ones(1, 4)}, torch.ones(()), torch.ones(()))
-
-
-def test_explained_variance():
-    returns = torch.tensor([[9.0, 1.0, 2.0, 3.0]])
-    mask = torch.tensor([[0.0, 1.0, 1.0, 1.0]])
-    assert value_metrics(returns, returns, mask)["explained_variance"] == 1
-    assert value_metrics(torch.full((1, 4), 7.0), returns, mask)["explained_variance"] == 0
-    half = value_metrics(returns / 2, returns, mask)
-    assert half["explained_variance"] == pytest.approx(0.75)
-    assert (half["values_mean"], half["returns_mean"]) == (1.0, 2.0)
-    assert "explained_variance" not in value_metrics(returns, torch.ones(1, 4), mask)
-
-
-# ------------------------------------------------------------------ what tokens earn
-
-
-def test_shaping_and_penalty_go_where_they_belong():
-    """A turn's reward is its last token's; what shaping adds the last one's of all; the penalty each token's."""
-    from mcore_rl.environments.interfaces import Step
-
-    rollout = Rollout(0, 0, [5, 6], [False, False], [0.0, 0.0])
-    rollout.add_response([7, 8], [-1.0, -1.0])
-    rollout.earn(Step(reward=0.5))
-    rollout.add_observation([9])
-    rollout.add_response([7, 8, 9], [-1.0] * 3)
-    rollout.earn(Step(reward=1.0, token_rewards=[0.0, 0.25, 0.125]))
-    plain = Rollout(0, 1, [5, 6, 7], [False, True, False], [0.0, -1.0, 0.0], reward=2.0)  # as an old recording has it
-    assert rollout.reward == 1.875
-    penalty = torch.full((2, 8), 0.5)
-    data = to_batch([rollout, plain], 0)
-    data["token_rewards"] = rewards_of_tokens([rollout, plain], data)
-    earned = earned_by_tokens(data, torch.tensor([-0.1, 0.0]), penalty) + penalty
-    torch.testing.assert_close(
-        earned, torch.tensor([[0, 0, 0, 0.5, 0, 0, 0.25, 1.125 - 0.1], [0, 2, 0, 0, 0, 0, 0, 0]])
-    )
-
-
-def test_token_rewards_must_be_of_the_responses_tokens():
-    from mcore_rl.environments.interfaces import Step
-
-    rollout = Rollout(0, 0, [5], [False], [0.0])
-    rollout.add_response([7, 8], [-1.0, -1.0])
-    rollout.earn(Step(reward=1.0, token_rewards=[0.5]))
-    assert rollout.error == "1 token_rewards for a response of 2 tokens"
-    assert (rollout.reward, rollout.token_rewards) == (0.0, [])
-
-
-def test_a_language_models_directory_begins_with_values_of_zero(model_of):
-    values = run_processes(first_values, critic_config(model_of("llama"), Layout()), world_size=1)[0]
-    assert values.shape == make_batch()["input_ids"].shape
-    assert not values.any()
-
-
-def first_values(config):
-    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-
-    critic = MegatronPolicy(config, total_steps=1)
-    values = critic.get_values(make_batch())["values"]
-    critic.shutdown()
-    return values
+@pytest.mark.exhaustive
+def test_ppo_teaches_what_sft_taught_badly(tmp_path):
+    """The demo: held-out accuracy rises by at least 30 points; the critic tells some prompts from others."""
+    run("make_arithmetic_data.py", tmp_path / "data")
+    sft, ppo = (ROOT / "configs" / name for name in ("sft_arithmetic.yaml", "ppo_cpu.yaml"))
+    taught = [f"output_dir={tmp_path / 'sft'}", f"model.path={tmp_path / 'data' / 'model'}"]
+    run("train_sft.py", sft, *taught, f"data.train={tmp_path / 'data' / 'sft_train.jsonl'}", processes=2)
+    data = [f"data.{part}={tmp_path / 'data' / part}.jsonl" for part in ("train", "validation")]
+    out = tmp_path / "ppo"
+    run("train_ppo.py", ppo, f"output_dir={out}", f"model.path={tmp_path / 'sft' / 'hf'}", *data, processes=2)
+    lines = metrics_of(out)
+    before, after = (lines[step]["validation_accuracy"] for step in (0, -1))
+    print(f"held-out accuracy {before} → {after}")
+    assert after - before >= 0.3
+    assert sum(line["explained_variance"] for line in lines[-10:]) / 10 > 0.05

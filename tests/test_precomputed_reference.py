@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import and_long
-from test_layouts import make_config, plain_logprobs
+from small_models import and_long
+from test_layout_check import make_config, plain_logprobs
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.dpo import precomputes_reference
@@ -15,8 +15,8 @@ from mcore_rl.config import DPOConfig
 from mcore_rl.data.batches import collate
 from mcore_rl.data.token_store import TokenizedChunk, collect
 from mcore_rl.data.tokenize import TokenSequence
-from mcore_rl.distributed.processes import run_processes
-from mcore_rl.layout_check import Layout
+from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.processes import run_processes
 
 
 def make_store():
@@ -30,7 +30,7 @@ def make_store():
 
 def precompute(config, directory):
     """Rows 13, 0 and 6, what was said, and how many rows were scored; a model is built for these alone."""
-    from mcore_rl.models.policy.reference import PrecomputedReference
+    from mcore_rl.models.policy.precomputed_reference import PrecomputedReference
     from mcore_rl.models.policy.scoring import ScoringModel
 
     said, scored, built = [], [], []

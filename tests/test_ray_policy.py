@@ -7,13 +7,13 @@ import time
 
 import pytest
 import torch
-from test_layouts import make_config, make_data
+from test_layout_check import make_config, make_data
 
+from mcore_rl.algorithms.build_loss import loss_of
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
-from mcore_rl.algorithms.objectives import loss_of
-from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError, WorkerError
-from mcore_rl.layout_check import Layout
+from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.processes import run_processes
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.long

@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_rl.algorithms.recordings import SAMPLES_PER_TENSOR, hash_of_weights
+from mcore_rl.rollouts.recordings import SAMPLES_PER_TENSOR, hash_of_weights
 
 
 class LargestCopy(TorchDispatchMode):

@@ -7,20 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import and_long, make_model
 from peak_memory import PeakMemory
 from safetensors.torch import save_file
-from test_layouts import make_config, make_data, plain_logprobs
+from small_models import and_long, make_model
+from test_layout_check import make_config, make_data, plain_logprobs
 from test_lora import lora_config
 from transformers import AutoModelForCausalLM
 
+from mcore_rl.algorithms.build_loss import loss_of
 from mcore_rl.algorithms.dpo import precomputes_reference
-from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.config import DPOConfig, GRPOConfig, build_config
-from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError, WorkerError
-from mcore_rl.layout_check import Layout
-from mcore_rl.models.policy.reference_weights import KeptWeights
+from mcore_rl.models.policy.reference import KeptWeights
+from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.processes import run_processes
 
 ALPHAS = (0.6, 0.25)
 
@@ -174,7 +174,7 @@ def test_a_reference_that_has_moved_is_not_computed_again(model_of, tmp_path):
 
 
 def convert(source, destination):
-    from mcore_rl.models.megatron.convert import hf_to_megatron
+    from mcore_rl.models.megatron.checkpoint.convert import hf_to_megatron
 
     hf_to_megatron(source, destination, lambda items, count: items)
 

@@ -7,28 +7,21 @@ import tempfile
 import peft
 import pytest
 import torch
-from models import and_long
 from peak_memory import PeakMemory
 from ports import free_port
 from safetensors.torch import save_file
-from test_layouts import make_config, make_data
+from small_models import and_long
+from test_layout_check import make_config, make_data
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.algorithms.objectives import loss_of
+from mcore_rl.algorithms.build_loss import loss_of
 from mcore_rl.config import DPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import WorkerError
-from mcore_rl.layout_check import Layout
-from mcore_rl.models.policy.refit import (
-    RefitGroup,
-    RefitGroups,
-    RefitReceiver,
-    decode_refit_info,
-    encode_refit_info,
-    plan_buckets,
-    send_weights,
-)
+from mcore_rl.models.generation.refit import RefitGroup, RefitGroups, plan_buckets, send_weights
+from mcore_rl.models.policy.refit import RefitReceiver, decode_refit_info, encode_refit_info
+from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.processes import run_processes
 
 REFITS, ENGINES, BEST = 3, 2, 8
 CLOSE = {"rtol": 0, "atol": 1e-5}
@@ -239,7 +232,7 @@ def peak_while_sending(config, port, store, budget):
 @pytest.mark.long
 def test_sending_takes_little_memory(tmp_path):
     """A bucket and the largest tensor, gathered over tensor-parallel ranks; the model itself is five times that."""
-    from models import make_model
+    from small_models import make_model
 
     path = make_model("llama", tmp_path / "large", vocab_size=32000, hidden_size=512, num_hidden_layers=12,
                       intermediate_size=3072, num_attention_heads=8, num_key_value_heads=4, head_dim=64)  # fmt: skip
@@ -430,7 +423,7 @@ def test_base_and_adapters_are_the_merged_model(layout, family, targets, model_o
 
 def adapters_by_shared_memory(config):
     """What a receiver in the same process gets, beside what an export gives."""
-    from mcore_rl.models.megatron.adapters import export_adapters
+    from mcore_rl.models.megatron.lora_layers import export_adapters
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_rl.programs.report import write_report
+from mcore_rl.cli.report import write_report
 from mcore_rl.report.curves import MAX_POINTS, phases, sections, thinned
 from mcore_rl.report.findings import findings
 from mcore_rl.report.page import page, sample_rows
 from mcore_rl.report.runs import Series, read_runs
-from mcore_rl.run_directory import REPORT_MARK, RunDirectory
-from mcore_rl.run_identity import RunIdentity
+from mcore_rl.run.directory import REPORT_MARK, RunDirectory
+from mcore_rl.run.identity import RunIdentity
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>&lt;\u202e"
 SCRIPT = Path(__file__).parent.parent / "scripts" / "report.py"

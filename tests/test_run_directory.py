@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore_rl.algorithms.recordings import check_record
-from mcore_rl.checkpoint_store import digests_of, write_manifest
 from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, SFTConfig
 from mcore_rl.errors import UserError
-from mcore_rl.launch_environment import launch_id
 from mcore_rl.models.megatron.peft_directory import PEFTDirectory, write_peft_directory
-from mcore_rl.preflight import check_output, find_checkpoints, is_restart, preflight
-from mcore_rl.run_directory import RunDirectory
-from mcore_rl.run_identity import RunIdentity, digest_of_weights
+from mcore_rl.rollouts.recordings import check_record
+from mcore_rl.run.directory import RunDirectory
+from mcore_rl.run.identity import RunIdentity, digest_of_weights
+from mcore_rl.run.preflight import check_output, find_checkpoints, is_restart, preflight
+from mcore_rl.utils.checkpoint_store import digests_of, write_manifest
+from mcore_rl.utils.torchrun import launch_id
 
 
 @pytest.fixture

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from models import and_long
-from test_layouts import make_config, make_data
+from small_models import and_long
+from test_layout_check import make_config, make_data
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.config import ModelConfig
-from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import WorkerError
-from mcore_rl.layout_check import Layout
-from mcore_rl.loss_options import DPOOptions
+from mcore_rl.losses.options import DPOOptions
+from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.processes import run_processes
 
 
 def beside(config, teacher_path):

@@ -4,11 +4,11 @@ import contextlib
 import os
 
 import pytest
-from models import and_long, make_model
 from ports import free_port
-from test_simulation import EQUAL, SEQUENCES, config_of, in_processes
+from small_models import and_long, make_model
+from test_simulated_step import EQUAL, SEQUENCES, config_of, in_processes
 
-from mcore_rl.layouts import Layout
+from mcore_rl.config.layouts import Layout
 from mcore_rl.simulation.step import invented_batch, simulate_rank
 
 SIZES = {

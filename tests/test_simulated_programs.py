@@ -4,12 +4,12 @@ import json
 import os
 
 import pytest
-from models import and_long, make_model
 from ports import free_port
-from test_simulation import in_processes
+from small_models import and_long, make_model
+from test_simulated_step import in_processes
 
 from mcore_rl import platform
-from mcore_rl.programs.training import PROGRAMS
+from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.simulation.step import Sequences, simulate_rank
 
 PROMPT, ANSWER = "say it ", "ab" * 4

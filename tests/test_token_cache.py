@@ -11,19 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from models import make_tokenizer
+from small_models import make_tokenizer
 
 from mcore_rl.config import DataConfig
 from mcore_rl.data import token_cache, token_store, tokenization
-from mcore_rl.data.progress import silent
 from mcore_rl.data.prompts import load_prompt_dataset
 from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
 from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.data.token_store import TokenStore
 from mcore_rl.data.tokenization import TokenizerSource
 from mcore_rl.data.tokenize import load_tokenizer
-from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import UserError
+from mcore_rl.testing.processes import run_processes
+from mcore_rl.utils.progress import silent
 
 SETTINGS = DataConfig(train="x", max_sequence_length=40)
 RECORDS = [

@@ -16,16 +16,16 @@ import psutil
 import pytest
 import torch
 import yaml
-from models import make_model, make_tokenizer
 from ports import free_port
-from test_generation import drawn_logprobs, make_prompts
-from test_training import ROOT, metrics_of, run
+from small_models import make_model, make_tokenizer
+from test_megatron_generation import drawn_logprobs, make_prompts
+from test_training_programs import ROOT, metrics_of, run
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.config import GRPOConfig, load_config
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.processes import run_processes
 from mcore_rl.errors import TrainingError
+from mcore_rl.testing.processes import run_processes
 
 pytestmark = pytest.mark.vllm
 
@@ -134,7 +134,7 @@ def score(policy, prompts, out, params, greedy=False):
 def follow(config, steps):
     """Differences after each of several updates, and the responses; of greedy ones too."""
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
-    from mcore_rl.loss_options import ClippedPGOptions
+    from mcore_rl.losses.options import ClippedPGOptions
     from mcore_rl.models.generation.backends import generation_of
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -323,7 +323,7 @@ def test_rollouts_ahead_of_training(root, urls):
 def answer_while_weights_change(config, destination):
     """Responses that are under way as the servers get the weights of an update; those weights are exported."""
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
-    from mcore_rl.loss_options import ClippedPGOptions
+    from mcore_rl.losses.options import ClippedPGOptions
     from mcore_rl.models.generation.backends import generation_of
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -437,7 +437,7 @@ def test_a_trainer_that_dies_takes_its_servers_along_and_frees_others(root, urls
         "import os, signal\n"
         "from mcore_rl.platform import initialize_platform\n"
         "initialize_platform()\n"
-        "from mcore_rl.models.policy import refit\n"
+        "from mcore_rl.models.generation import refit\n"
         "from mcore_rl.models.generation import vllm_generation\n"
         "vllm_generation.BUCKET_BYTES = 50_000\n"
         "send, count = refit.RefitGroups.broadcast, []\n"
@@ -446,7 +446,7 @@ def test_a_trainer_that_dies_takes_its_servers_along_and_frees_others(root, urls
         "    if len(count) == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return send(self, tensor)\n"
         "refit.RefitGroups.broadcast = broadcast\n"
-        "from mcore_rl.programs.training import train\n"
+        "from mcore_rl.cli.train import train\n"
         "train('grpo')\n"
     )
     for name, servers in (("with_urls", (urls,)), ("with_own", (f"generation.vllm.port={free_port()}",))):
@@ -495,12 +495,12 @@ def kill(url):
 def live_dangerously(config):
     """Of three servers one dies while it answers, one while it gets weights, then the last."""
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
-    from mcore_rl.loss_options import ClippedPGOptions
+    from mcore_rl.losses.options import ClippedPGOptions
     from mcore_rl.models.generation import vllm_generation
     from mcore_rl.models.generation.backends import generation_of
+    from mcore_rl.models.generation.refit import RefitGroups
     from mcore_rl.models.generation.vllm_client import VLLMServer
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-    from mcore_rl.models.policy.refit import RefitGroups
 
     vllm_generation.BUCKET_BYTES = 50_000
     policy, said = MegatronPolicy(config, total_steps=3), []

@@ -14,15 +14,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 import pytest
-from models import and_long
 from ports import free_port
+from small_models import and_long
 
 from mcore_rl.config import GRPOConfig, build_config
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
 from mcore_rl.models.generation.vllm_generation import wait_until_ready
-from mcore_rl.models.generation.vllm_service import VLLMService, server_command
+from mcore_rl.models.generation.vllm_server import VLLMService, server_command
 
 GROUPS = [
     [Request((7, group), 5, seed=10 * group + row, priority=group, group=(group,)) for row in range(1 + group % 4)]

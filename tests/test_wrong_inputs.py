@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from models import and_long
-from wrong_files import make_everything
+from broken_inputs import make_everything
+from small_models import and_long
 
-from mcore_rl import entry_point
+from mcore_rl.cli import entry_point
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.simulation import run as simulation
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.loss_functions import ValueLossFn
-from mcore_rl.algorithms.rollouts import last_response_tokens
 from mcore_rl.config import PPOConfig
-from mcore_rl.config.beside import CRITIC, config_of_critic
+from mcore_rl.config.second_models import CRITIC, config_of_critic
 from mcore_rl.distributed.own_rows import OwnRows, Share
+from mcore_rl.losses.value import ValueLossFn
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+from mcore_rl.rollouts.samples import last_response_tokens
 
 COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "values", "returns")
 """What it reads of a batch: not, for example, the experts that the policy's tokens went to."""

@@ -9,20 +9,20 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs
-from mcore_rl.algorithms.metrics import speaker
-from mcore_rl.algorithms.objectives import loss_of
+from mcore_rl.algorithms.build_loss import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import DPOConfig, ModelConfig
-from mcore_rl.config.beside import config_of_reference
-from mcore_rl.data.progress import Say
+from mcore_rl.config.second_models import config_of_reference
 from mcore_rl.data.records import Dataset
 from mcore_rl.distributed.own_rows import OwnRows
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.models.policy.reference import PrecomputedReference
+from mcore_rl.models.policy.precomputed_reference import PrecomputedReference
 from mcore_rl.models.policy.scoring import ScoringModel
-from mcore_rl.preflight import find_checkpoints
+from mcore_rl.run.metrics import speaker
+from mcore_rl.run.preflight import find_checkpoints
+from mcore_rl.run.setup import Inputs, claim_output, load_inputs
+from mcore_rl.utils.progress import Say
 
 # Before the first update policy and reference are the same weights; what is left is rounding, in nats a token.
 FIRST_MARGIN_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}

@@ -11,25 +11,26 @@ from typing import Any
 
 import torch
 
-from mcore_rl import watchdog
 from mcore_rl.algorithms.advantages import advantages_of, has_signal
-from mcore_rl.algorithms.collection import RolloutCollector, RolloutSums, rollout_metrics, staleness_metrics
-from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, calculate_kl
-from mcore_rl.algorithms.loss_functions.overlong import soft_overlong_penalty
-from mcore_rl.algorithms.outcomes import Outcome
 from mcore_rl.algorithms.rl import train_on_rollouts
-from mcore_rl.algorithms.rollout_worker import RolloutWorker
-from mcore_rl.algorithms.rollouts import Rollout, Rollouts, to_batch, token_columns
-from mcore_rl.algorithms.step_log import StepLog
-from mcore_rl.algorithms.training import TrainingRun
 from mcore_rl.config import GRPOConfig, RLConfig
 from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.own_rows import OwnRows, Share, share_of
 from mcore_rl.distributed.replicas import broadcast_in_replica
-from mcore_rl.distributed.token_rows import TokenColumn, rows_of_replica
 from mcore_rl.errors import TrainingError
+from mcore_rl.losses.kl import calculate_kl
+from mcore_rl.losses.overlong import soft_overlong_penalty
+from mcore_rl.losses.policy_gradient import ClippedPGLossFn
 from mcore_rl.models.megatron.families.mixture import Mixture
+from mcore_rl.rollouts.collector import RolloutCollector, RolloutSums, rollout_metrics, staleness_metrics
+from mcore_rl.rollouts.outcomes import Outcome
+from mcore_rl.rollouts.samples import Rollout, Rollouts, to_batch, token_columns
+from mcore_rl.rollouts.token_rows import TokenColumn, rows_of_replica
+from mcore_rl.rollouts.worker import RolloutWorker
+from mcore_rl.run import watchdog
+from mcore_rl.run.loop import TrainingRun
+from mcore_rl.run.step_log import StepLog
 
 # Before the first update sampler, policy and reference are the same weights; what is left is rounding.
 FIRST_STEP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}

@@ -9,17 +9,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from mcore_rl.algorithms.build_loss import loss_of
 from mcore_rl.algorithms.dpo import FIRST_MARGIN_TOLERANCE
-from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs
-from mcore_rl.algorithms.loss_functions import kto_reference_point
-from mcore_rl.algorithms.objectives import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import KTOConfig
 from mcore_rl.data.batches import collate
 from mcore_rl.data.records import Dataset, UnpairedDataset
 from mcore_rl.distributed.own_rows import OwnRows, Share
 from mcore_rl.errors import TrainingError
+from mcore_rl.losses.kto import kto_reference_point
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+from mcore_rl.run.setup import Inputs, claim_output, load_inputs
 
 
 def train_kto(config: KTOConfig) -> Path | None:

@@ -12,15 +12,15 @@ import torch
 from mcore_rl.algorithms.advantages import gae_advantages, whitened
 from mcore_rl.algorithms.critic import Critic, earned_by_tokens, value_metrics
 from mcore_rl.algorithms.grpo import GRPORun
-from mcore_rl.algorithms.inputs import tell_of_optimizer
-from mcore_rl.algorithms.outcomes import Outcome
 from mcore_rl.algorithms.rl import train_on_rollouts
-from mcore_rl.algorithms.rollouts import Rollout, rewards_of_tokens
 from mcore_rl.config import PPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.own_rows import OwnRows
-from mcore_rl.distributed.token_rows import TokenColumn
-from mcore_rl.run_directory import RunDirectory
+from mcore_rl.rollouts.outcomes import Outcome
+from mcore_rl.rollouts.samples import Rollout, rewards_of_tokens
+from mcore_rl.rollouts.token_rows import TokenColumn
+from mcore_rl.run.directory import RunDirectory
+from mcore_rl.run.setup import tell_of_optimizer
 
 
 def train_ppo(config: PPOConfig, record: Path | None = None, replay: Path | None = None) -> Path | None:

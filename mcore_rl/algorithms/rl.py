@@ -6,23 +6,23 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_rl import launch_environment
-from mcore_rl.algorithms.inputs import Inputs, claim_output, load_inputs
-from mcore_rl.algorithms.metrics import speaker
-from mcore_rl.algorithms.recordings import REPLAYED_OPTIONS, check_record, read_recording, recorded_by
-from mcore_rl.algorithms.rollout_worker import Conversation, RolloutWorker
-from mcore_rl.algorithms.rollouts import Rollout
-from mcore_rl.algorithms.step_log import StepLog
-from mcore_rl.checkpoint_store import digest_of_file
 from mcore_rl.config import RLConfig
 from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment
-from mcore_rl.environments.judged import JudgedEnvironment, probe
+from mcore_rl.environments.judge_processes import JudgedEnvironment, probe
 from mcore_rl.environments.reward_model import RewardModelEnvironment
 from mcore_rl.models.generation.backends import generation_of
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.preflight import find_checkpoints, is_restart
-from mcore_rl.run_directory import JUDGE_LOG
+from mcore_rl.rollouts.recordings import REPLAYED_OPTIONS, check_record, read_recording, recorded_by
+from mcore_rl.rollouts.samples import Rollout
+from mcore_rl.rollouts.worker import Conversation, RolloutWorker
+from mcore_rl.run.directory import JUDGE_LOG
+from mcore_rl.run.metrics import speaker
+from mcore_rl.run.preflight import find_checkpoints, is_restart
+from mcore_rl.run.setup import Inputs, claim_output, load_inputs
+from mcore_rl.run.step_log import StepLog
+from mcore_rl.utils import torchrun
+from mcore_rl.utils.checkpoint_store import digest_of_file
 
 if TYPE_CHECKING:
     from mcore_rl.algorithms.grpo import GRPORun
@@ -67,7 +67,7 @@ def _checked_inputs(
         steps = config.total_steps(len(prompts))
         required = {**config.rollouts.model_dump(include=REPLAYED_OPTIONS), "data": inputs.train.fingerprint}
         recorded = read_recording(replay, steps, required, config.model.moe_router_replay, config.algorithm)
-    elif launch_environment.rank() == 0 and config.environment.name != "reward_model":
+    elif torchrun.rank() == 0 and config.environment.name != "reward_model":
         first = [Conversation(Rollout.begin(0, 0, prompt), prompt).sample for prompt in prompts[:PROBED_RECORDS]]
         probe(config.environment, first, config.parallel.timeout_seconds / 2)
     if record:

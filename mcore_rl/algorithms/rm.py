@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mcore_rl.algorithms.inputs import claim_output, load_inputs
-from mcore_rl.algorithms.objectives import loss_of
+from mcore_rl.algorithms.build_loss import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import RMConfig
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+from mcore_rl.run.setup import claim_output, load_inputs
 
 
 def train_rm(config: RMConfig) -> Path | None:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl import watchdog
-from mcore_rl.algorithms.interfaces import LossFunction
-from mcore_rl.algorithms.training import TrainingRun
 from mcore_rl.data.batches import collate, valid_counts
 from mcore_rl.data.division import share_records
 from mcore_rl.data.records import Dataset
 from mcore_rl.distributed.own_rows import OwnRows, Share
+from mcore_rl.losses.interfaces import LossFunction
+from mcore_rl.run import watchdog
+from mcore_rl.run.loop import TrainingRun
 
 AddColumns = Callable[[OwnRows[Any], Any, Sequence[int]], None]
 """(a replica's own rows of a batch, dataset, indices of their records there)"""

@@ -16,10 +16,10 @@ from mcore_rl.config.algorithms import (
     RMConfig,
     SFTConfig,
 )
+from mcore_rl.config.base import Section
 from mcore_rl.config.checkpoint import CheckpointConfig, greatest_is_best
 from mcore_rl.config.data import DataConfig, read_chat_template
 from mcore_rl.config.environment import EnvironmentConfig
-from mcore_rl.config.fields import Section
 from mcore_rl.config.files import laid_over, read_overridable, read_yaml
 from mcore_rl.config.generation import GenerationConfig, VLLMConfig
 from mcore_rl.config.loading import build_config, load_config, resolved_yaml

@@ -7,10 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from mcore_rl.config.fields import BelowOne, NonNegative, Section
+from mcore_rl.config.base import BelowOne, NonNegative, Section
 from mcore_rl.config.rollouts import RLConfig, RolloutOptions
 from mcore_rl.config.sections import OptimizerConfig, ReferenceSyncConfig, TrainingConfig
-from mcore_rl.loss_options import Bounds, DistillationOptions, DPOOptions, KTOOptions
+from mcore_rl.losses.options import Bounds, DistillationOptions, DPOOptions, KTOOptions
 
 
 class SFTOptimizerConfig(OptimizerConfig):

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from mcore_rl.config.fields import AboveZero, Name, Positive, Section
-from mcore_rl.hub import is_repository_name
+from mcore_rl.config.base import AboveZero, Name, Positive, Section
+from mcore_rl.utils.hub import is_repository_name
 
 
 class CheckpointConfig(Section):

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from mcore_rl.config.fields import Columns, NamedSources, Positive, Section, Sources
+from mcore_rl.config.base import Columns, NamedSources, Positive, Section, Sources
 from mcore_rl.errors import UserError
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mcore_rl.config.fields import Count, Directory, Positive, Section, refuse_bool
+from mcore_rl.config.base import Count, Directory, Positive, Section, refuse_bool
 
 
 class JudgeOptions(Section):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mcore_rl.config.fields import AboveZero, Count, Directory, Name, Positive, Section, refuse_bool
+from mcore_rl.config.base import AboveZero, Count, Directory, Name, Positive, Section, refuse_bool
 
 
 class VLLMConfig(Section):

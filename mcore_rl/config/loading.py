@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from mcore_rl.config.fields import Section
+from mcore_rl.config.base import Section
 from mcore_rl.config.files import parse_value, read_overridable, refuse_unset, without_variables
 from mcore_rl.errors import UserError
 

@@ -6,15 +6,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from mcore_rl.config.fields import (
-    AboveZero,
-    BelowOne,
-    Directory,
-    Name,
-    NonNegative,
-    Positive,
-    Section,
-)
+from mcore_rl.config.base import AboveZero, BelowOne, Directory, Name, NonNegative, Positive, Section
 from mcore_rl.config.pipeline import PipelineConfig
 from mcore_rl.errors import UserError
 

@@ -6,7 +6,7 @@ import re
 
 from pydantic import model_validator
 
-from mcore_rl.config.fields import Name, Positive, Section
+from mcore_rl.config.base import Name, Positive, Section
 from mcore_rl.errors import UserError
 
 EMBEDDING, LAYER, LOSS = "E", "t", "L"

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mcore_rl.config.fields import AboveZero, BelowOne, Count, Directory, Positive, Section, refuse_bool
+from mcore_rl.config.base import AboveZero, BelowOne, Count, Directory, Positive, Section, refuse_bool
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollouts import RLConfig, RolloutOptions
 from mcore_rl.config.sections import OptimizerConfig

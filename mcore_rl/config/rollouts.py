@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from mcore_rl.config.base import Count, NonNegative, Positive, Section, refuse_bool
 from mcore_rl.config.environment import EnvironmentConfig
-from mcore_rl.config.fields import Count, NonNegative, Positive, Section, refuse_bool
 from mcore_rl.config.generation import GenerationConfig
 from mcore_rl.config.sections import ReferenceSyncConfig, TrainerConfig, TrainingConfig
-from mcore_rl.loss_options import ClippedPGOptions
+from mcore_rl.losses.options import ClippedPGOptions
 
 
 class RolloutOptions(Section):

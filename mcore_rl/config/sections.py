@@ -8,9 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mcore_rl.config.checkpoint import CheckpointConfig
-from mcore_rl.config.data import DataConfig
-from mcore_rl.config.fields import (
+from mcore_rl.config.base import (
     AboveZero,
     BelowOne,
     Count,
@@ -22,6 +20,8 @@ from mcore_rl.config.fields import (
     Seed,
     refuse_bool,
 )
+from mcore_rl.config.checkpoint import CheckpointConfig
+from mcore_rl.config.data import DataConfig
 from mcore_rl.config.model import ModelConfig, ParallelConfig
 from mcore_rl.errors import UserError
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.data.batches import padded_rows
-from mcore_rl.data.packing import Batching, UnitSize
+from mcore_rl.data.batching import Batching, UnitSize
 from mcore_rl.data.token_store import TokenStore
 from mcore_rl.distributed.collectives import all_gather
 from mcore_rl.distributed.own_rows import Share

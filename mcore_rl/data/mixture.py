@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from mcore_rl.data.order import PERIOD, MixedOrder, quotas_of
+from mcore_rl.data.sample_order import PERIOD, MixedOrder, quotas_of
 from mcore_rl.data.token_store import TokenStore
 from mcore_rl.data.tokenize import TokenSequence
 from mcore_rl.errors import UserError

@@ -10,14 +10,14 @@ from typing import Any, overload
 
 from mcore_rl.config import DataConfig
 from mcore_rl.data.messages import Messages, check_messages
-from mcore_rl.data.order import Order
-from mcore_rl.data.progress import Say, silent
-from mcore_rl.data.reading import require
+from mcore_rl.data.readers import require
 from mcore_rl.data.records import Source, described_shares, load_store, named, tokenization_of
+from mcore_rl.data.sample_order import Order
 from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.data.token_store import TokenStore, Unit
 from mcore_rl.data.tokenize import TokenSequence, tokenize_prompt
 from mcore_rl.errors import UserError
+from mcore_rl.utils.progress import Say, silent
 
 
 @dataclass(frozen=True)

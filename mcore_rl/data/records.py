@@ -9,14 +9,14 @@ from typing import Any
 
 from mcore_rl.config import DataConfig
 from mcore_rl.data.mixture import MixedStore
-from mcore_rl.data.order import Order
-from mcore_rl.data.progress import Say, silent
-from mcore_rl.data.reading import require
+from mcore_rl.data.readers import require
+from mcore_rl.data.sample_order import Order
 from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.data.token_store import TokenStore, Unit, collect
 from mcore_rl.data.tokenization import Tokenization, tokenize_source
 from mcore_rl.data.tokenize import TokenSequence, tokenize_completion, tokenize_messages
 from mcore_rl.errors import UserError
+from mcore_rl.utils.progress import Say, silent
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl import launch_environment
-from mcore_rl.checkpoint_store import digest_of_file
 from mcore_rl.data.chat import chat_day
-from mcore_rl.data.progress import Say
-from mcore_rl.data.reading import SUFFIXES, files_of, load_hub_dataset
+from mcore_rl.data.readers import SUFFIXES, files_of, load_hub_dataset
 from mcore_rl.data.token_store import TokenStore, collect
 from mcore_rl.data.tokenization import Tokenization, TokenizerSource, available_workers, tokenize_source
 from mcore_rl.errors import UserError
+from mcore_rl.utils import torchrun
+from mcore_rl.utils.checkpoint_store import digest_of_file
+from mcore_rl.utils.progress import Say
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 """Of a model directory: files that are not the tokenizer's. All others may be."""
@@ -60,7 +60,7 @@ class TokenCache:
             (self.directory / "tokens").mkdir(parents=True, exist_ok=True)
         before = _states(source)
         path = self.directory / "tokens" / self._key(source, tokenizer, what)
-        if launch_environment.local_rank() > 0:
+        if torchrun.local_rank() > 0:
             self._wait_for(path)
         else:
             with self._locked(path.with_suffix(".lock")):

@@ -17,7 +17,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from mcore_rl.data.order import Order, SampleOrder
+from mcore_rl.data.sample_order import Order, SampleOrder
 from mcore_rl.data.tokenize import TokenSequence
 
 Unit = tuple[TokenSequence, ...]

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mcore_rl.data.chat import end_token_ids
-from mcore_rl.data.progress import Progress, Say
-from mcore_rl.data.reading import Records, files_of, read_records
+from mcore_rl.data.readers import Records, files_of, read_records
 from mcore_rl.data.token_store import TokenizedChunk, Unit
 from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.errors import UserError
+from mcore_rl.utils.progress import Progress, Say
 
 SOURCE_BYTES_FOR_PROCESSES = 32 << 20
 """Files from this size on are tokenized by several processes, which take some seconds to start."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from mcore_rl.data.chat import GENERATION_MARKER, render_prompt, set_chat_day, tokenize_conversation
 from mcore_rl.data.messages import Messages, check_messages, check_tools
-from mcore_rl.data.progress import Say, silent
 from mcore_rl.errors import UserError
+from mcore_rl.utils.progress import Say, silent
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 

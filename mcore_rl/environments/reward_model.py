@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mcore_rl.config import RLConfig
-from mcore_rl.config.beside import config_of_judge
+from mcore_rl.config.second_models import config_of_judge
 from mcore_rl.data.batches import padded_rows
 from mcore_rl.data.chat import render
 from mcore_rl.data.messages import check_tools

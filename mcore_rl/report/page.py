@@ -17,7 +17,7 @@ from plotly.offline import get_plotlyjs
 from mcore_rl.report.curves import Section, ranges, sections
 from mcore_rl.report.findings import findings
 from mcore_rl.report.runs import Run
-from mcore_rl.run_directory import REPORT_MARK
+from mcore_rl.run.directory import REPORT_MARK
 
 MAX_CHARACTERS = 4000
 """Of a message. How many more there are is told."""

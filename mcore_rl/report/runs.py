@@ -11,12 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.algorithms.step_log import step_log_entries
-from mcore_rl.checkpoint_store import quick_problems, step_of
 from mcore_rl.config import read_yaml
 from mcore_rl.errors import UserError
-from mcore_rl.run_directory import RunDirectory
-from mcore_rl.run_identity import flattened
+from mcore_rl.run.directory import RunDirectory
+from mcore_rl.run.identity import flattened
+from mcore_rl.run.step_log import step_log_entries
+from mcore_rl.utils.checkpoint_store import quick_problems, step_of
 
 MAX_SAMPLES = 400
 """Shown of a run. What is left out is told."""

@@ -13,7 +13,7 @@ from mcore_rl.simulation.models import Models
 from mcore_rl.simulation.process import simulated_process
 
 if TYPE_CHECKING:
-    from mcore_rl.models.megatron.region_reader import Region
+    from mcore_rl.models.megatron.checkpoint.region_reader import Region
 
 LOADING = "loading"
 
@@ -43,7 +43,7 @@ def simulate_loading(config: TrainingConfig, rank: int, world_size: int, writers
         UserError: what the run itself would refuse, and what cannot be simulated.
     """
     with simulated_process(config, rank, world_size):
-        from mcore_rl.models.megatron.region_reader import BLOCK_BYTES
+        from mcore_rl.models.megatron.checkpoint.region_reader import BLOCK_BYTES
 
         live = LiveBytes("meta", "cpu")
         with live:
@@ -58,7 +58,7 @@ def simulate_loading(config: TrainingConfig, rank: int, world_size: int, writers
 
 def _regions(config: TrainingConfig, models: Models) -> Iterator[Region]:
     """Of all models that are trained, and of a reference that moves."""
-    from mcore_rl.models.megatron.optimizer_shards import tensor_regions
+    from mcore_rl.models.megatron.checkpoint.optimizer_shards import tensor_regions
 
     for number, model in enumerate(models.trained):
         part = model.trained_part("" if number == 0 else f"beside_{number}")
@@ -73,7 +73,7 @@ def _read(regions: list[Region], writers: int) -> int:
     """Bytes that are read, by the code that reads files, of which there are none."""
     import torch
 
-    from mcore_rl.models.megatron.region_reader import RegionReader, copy_piece
+    from mcore_rl.models.megatron.checkpoint.region_reader import RegionReader, copy_piece
 
     total = 0
     reader = RegionReader(Path("simulated"), _index(regions, writers))

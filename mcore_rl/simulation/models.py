@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
-from mcore_rl.config.beside import CRITIC, JUDGE, REFERENCE, TEACHER, configs_beside
+from mcore_rl.config.second_models import CRITIC, JUDGE, REFERENCE, TEACHER, configs_beside
 
 if TYPE_CHECKING:
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -79,8 +79,9 @@ def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[
     Args:
         enter: is told of each phase.
     """
-    from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, ValueLossFn
-    from mcore_rl.algorithms.objectives import loss_of
+    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.losses.policy_gradient import ClippedPGLossFn
+    from mcore_rl.losses.value import ValueLossFn
 
     for score in scorings(config, models, data):
         enter(SCORING)

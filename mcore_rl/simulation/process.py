@@ -52,11 +52,11 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
 
     import torch
 
-    from mcore_rl.algorithms.model_checks import POLICY, check_models
     from mcore_rl.distributed import linear_logprobs, own_rows, parallel_logprobs
     from mcore_rl.models.megatron import attention_kernels, weights
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.policy import reference_weights, scoring
+    from mcore_rl.models.policy import reference, scoring
+    from mcore_rl.run.model_checks import POLICY, check_models
 
     hf_configs = check_models(config)
     in_turn = {POLICY: config, **simulated_beside(config)}  # as they are built
@@ -69,8 +69,8 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
     with (
         replaced(scoring, "SafetensorsDirectory", lambda path: ShapesOnly(path, next(shapes))),
         replaced(weights, "read_shard", lambda *_: torch.empty((), device="meta")),
-        replaced(reference_weights, "copies_on_host", untouched_copies),
-        replaced(reference_weights, "exchange", exchange_stand_in),
+        replaced(reference, "copies_on_host", untouched_copies),
+        replaced(reference, "exchange", exchange_stand_in),
         replaced(own_rows, "reduced", alike(own_rows.reduced)),
     ):
         yield seen

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from mcore_rl.config import TrainingConfig, build_config
-from mcore_rl.config.fields import whole_number
+from mcore_rl.config.base import whole_number
+from mcore_rl.config.layouts import Layout
 from mcore_rl.errors import ContractError, UserError
-from mcore_rl.layouts import Layout
-from mcore_rl.run_identity import flattened
+from mcore_rl.run.identity import flattened
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.loading import LoadingReport, simulate_loading
 from mcore_rl.simulation.step import RankReport, Sequences, simulate_rank

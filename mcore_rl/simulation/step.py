@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl import launch_environment, platform
+from mcore_rl import platform
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
 from mcore_rl.distributed.own_rows import OwnRows, Share
 from mcore_rl.distributed.topology import ParallelDimension
@@ -29,6 +29,7 @@ from mcore_rl.simulation.process import simulated_process
 from mcore_rl.simulation.rank import AttentionFlops, HostReads, replaced
 from mcore_rl.simulation.traffic import Traffic, Transfer
 from mcore_rl.simulation.watch import Watch
+from mcore_rl.utils import torchrun
 
 if TYPE_CHECKING:
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
@@ -106,7 +107,7 @@ def simulate_rank(
     """
     with simulated_process(config, rank, world_size, tiles_of) as seen:
         from mcore_rl.models.policy import megatron_policy
-        from mcore_rl.models.policy.step_results import MicrobatchResult
+        from mcore_rl.models.policy.microbatch_results import MicrobatchResult
 
         # What all ranks would have told of the step's loss, in as many microbatches as need not be known.
         told = MicrobatchResult(1.0, len(sequences.lengths), float(len(sequences.lengths)), {})
@@ -146,7 +147,7 @@ def measure_step(
     units = policy.batching.unit_sizes(sequences.lengths, batch["input_ids"], range(batch.size))
     work = policy.batching.shares_of_work(units)
     return RankReport(
-        rank=launch_environment.rank(),
+        rank=torchrun.rank(),
         stage=policy.topology.pipeline.rank,
         parameters=sum(p.numel() for p in parameters),
         memory=memory,

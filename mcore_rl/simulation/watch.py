@@ -53,13 +53,13 @@ class Watch:
     @contextmanager
     def of_step(self) -> Iterator[None]:
         """Meanwhile models are built, and go through a step."""
-        from mcore_rl.models.policy import megatron_policy, reference_weights, scoring
+        from mcore_rl.models.policy import megatron_policy, reference, scoring
 
         with (
             replaced(scoring, "run_microbatches", self._run(scoring.run_microbatches)),
             replaced(megatron_policy, "collect_results", self._collect(megatron_policy.collect_results)),
             replaced(megatron_policy, "optimizer_step", self._update(megatron_policy.optimizer_step)),
-            replaced(reference_weights, "exchange", self._exchange(reference_weights.exchange)),
+            replaced(reference, "exchange", self._exchange(reference.exchange)),
             self.parts.of_lm_head(),
             self.live,
             self.products,

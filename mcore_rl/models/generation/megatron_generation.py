@@ -22,7 +22,7 @@ from mcore_rl.distributed.collectives import gather_rows
 from mcore_rl.distributed.own_rows import OwnRows
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.errors import UserError
-from mcore_rl.models.generation.continuous_batch import ContinuousBatch, RunningSequence, StopStrings
+from mcore_rl.models.generation.continuous_batching import ContinuousBatch, RunningSequence, StopStrings
 from mcore_rl.models.generation.decoder import Decoder
 from mcore_rl.models.generation.interfaces import (
     GenerationDatumSpec,
@@ -34,8 +34,8 @@ from mcore_rl.models.generation.interfaces import (
 )
 from mcore_rl.models.generation.response_tensors import gather_responses
 from mcore_rl.models.generation.sampling import SamplingParams
+from mcore_rl.models.megatron.build import BuiltModel
 from mcore_rl.models.megatron.families.mixture import Mixture
-from mcore_rl.models.megatron.model import BuiltModel
 
 
 class TrainedHere(Protocol):

@@ -19,7 +19,6 @@ import torch
 
 from mcore_rl import platform
 from mcore_rl.config import RLConfig
-from mcore_rl.data.progress import Say
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import settle, share_outcome
 from mcore_rl.distributed.own_rows import OwnRows
@@ -33,14 +32,7 @@ from mcore_rl.models.generation.interfaces import (
     output_of,
     prompts_of,
 )
-from mcore_rl.models.generation.response_tensors import share_responses
-from mcore_rl.models.generation.sampling import SamplingParams, random_states, uniforms
-from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
-from mcore_rl.models.generation.vllm_service import VLLMService
-from mcore_rl.models.megatron.families.mixture import Experts, Mixture
-from mcore_rl.models.megatron.model import BuiltModel
-from mcore_rl.models.megatron.weights import export_hf_weights
-from mcore_rl.models.policy.refit import (
+from mcore_rl.models.generation.refit import (
     RefitGroup,
     RefitGroups,
     RefitInfo,
@@ -49,7 +41,15 @@ from mcore_rl.models.policy.refit import (
     local_address,
     send_weights,
 )
-from mcore_rl.run_directory import SERVER_LOGS
+from mcore_rl.models.generation.response_tensors import share_responses
+from mcore_rl.models.generation.sampling import SamplingParams, random_states, uniforms
+from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
+from mcore_rl.models.generation.vllm_server import VLLMService
+from mcore_rl.models.megatron.build import BuiltModel
+from mcore_rl.models.megatron.families.mixture import Experts, Mixture
+from mcore_rl.models.megatron.weights import export_hf_weights
+from mcore_rl.run.directory import SERVER_LOGS
+from mcore_rl.utils.progress import Say
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from mcore_rl.models.policy.refit import RefitReceiver, decode_refit_info
+from mcore_rl.models.generation.refit import RefitReceiver, decode_refit_info
 
 BACKEND = "mcore_rl"
 

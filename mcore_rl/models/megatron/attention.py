@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from mcore_rl.distributed.collectives import all_gather_forward_reduce_scatter_backward
-from mcore_rl.distributed.remaking import remade_in_backward
 from mcore_rl.models.megatron.attention_kernels import VisibleKeys, kernel_of
-from mcore_rl.models.megatron.parallel import ProcessGroupCollection
+from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection
+from mcore_rl.models.megatron.recompute import remade_in_backward
 from mcore_rl.models.megatron.routed_tokens import RoutedTokens
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip

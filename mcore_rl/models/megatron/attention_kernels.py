@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl import platform
-from mcore_rl.distributed.attention_tiles import Tile, tiles_of
 from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.distributed.prefix_layout import PrefixLayout
+from mcore_rl.models.megatron.attention_tiles import Tile, tiles_of
 
 
 class VisibleKeys:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.models.megatron.parallel import process_groups
+from mcore_rl.models.megatron.parallel_state import process_groups
 
 from megatron.core.transformer.moe.moe_layer import MoELayer  # isort: skip
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher  # isort: skip

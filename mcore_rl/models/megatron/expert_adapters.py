@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.models.megatron.mapping import Shape, TensorSource
+from mcore_rl.models.megatron.weight_mapping import Shape, TensorSource
 
 GATE_UP, DOWN = TARGETS = ("experts.gate_up_proj", "experts.down_proj")
 """What can be adapted, by the names of transformers' parameters."""

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_rl.checkpoint_store import digests_of, flush_directory, replace_listed, write_manifest
 from mcore_rl.errors import UserError
+from mcore_rl.utils.checkpoint_store import digests_of, flush_directory, replace_listed, write_manifest
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 * 1024**3

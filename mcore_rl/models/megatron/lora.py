@@ -31,7 +31,8 @@ from mcore_rl.models.megatron.expert_adapters import (
 )
 from mcore_rl.models.megatron.families import Family
 from mcore_rl.models.megatron.families.mixture import Mixture
-from mcore_rl.models.megatron.mapping import (
+from mcore_rl.models.megatron.peft_directory import NAME, PEFTDirectory
+from mcore_rl.models.megatron.weight_mapping import (
     Columns,
     GateUp,
     Mapping,
@@ -42,7 +43,6 @@ from mcore_rl.models.megatron.mapping import (
     Stacked,
     TensorSource,
 )
-from mcore_rl.models.megatron.peft_directory import NAME, PEFTDirectory
 
 DEFAULT_RANK, DEFAULT_ALPHA = 16, 32.0
 NOWHERE = ""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl.models.megatron.linear import FasterInGeneration, RowLinear
-from mcore_rl.models.megatron.parallel import process_groups
+from mcore_rl.models.megatron.parallel_state import process_groups
 
 from megatron.core.tensor_parallel import (  # isort: skip
     copy_to_tensor_model_parallel_region,

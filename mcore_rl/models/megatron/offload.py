@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl import platform
-from mcore_rl.models.megatron.optimizer_shards import optimizers_with_parameters
+from mcore_rl.models.megatron.checkpoint.optimizer_shards import optimizers_with_parameters
 
 from megatron.core.distributed import DistributedDataParallel  # isort: skip
 from megatron.core.optimizer import MegatronOptimizer  # isort: skip

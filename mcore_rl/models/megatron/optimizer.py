@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from mcore_rl.config import OptimizerConfig, ParallelConfig
-from mcore_rl.models.megatron.model import BuiltModel
-from mcore_rl.models.megatron.parallel import process_groups
+from mcore_rl.models.megatron.build import BuiltModel
+from mcore_rl.models.megatron.parallel_state import process_groups
 
 from megatron.core.distributed import (  # isort: skip
     DistributedDataParallel,

@@ -13,11 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_rl.checkpoint_store import digests_of, flush_directory, replace_listed, write_manifest
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.expert_adapters import is_expert_target
 from mcore_rl.models.megatron.hf_checkpoint import companions
-from mcore_rl.run_identity import digest_of_weights
+from mcore_rl.run.identity import digest_of_weights
+from mcore_rl.utils.checkpoint_store import digests_of, flush_directory, replace_listed, write_manifest
 
 CONFIG_FILE, TENSORS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
 """The third is ours: `{"weights": digest}` of the base model, as `run_identity.digest_of_weights` makes it."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.parallel import ProcessGroupCollection
+from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.data.packing import Microbatch
+from mcore_rl.data.batching import Microbatch
 from mcore_rl.distributed.context_parallel import slice_context_parallel
 from mcore_rl.distributed.topology import Topology
 

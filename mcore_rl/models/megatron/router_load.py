@@ -11,8 +11,8 @@ from mcore_rl import platform
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_reduce
 from mcore_rl.distributed.own_rows import share_of
+from mcore_rl.models.megatron.build import BuiltModel
 from mcore_rl.models.megatron.families.mixture import Mixture
-from mcore_rl.models.megatron.model import BuiltModel
 from mcore_rl.models.megatron.router import Router, RouterLoad
 
 from megatron.core.transformer.moe.moe_layer import MoELayer  # isort: skip

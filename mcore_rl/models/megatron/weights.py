@@ -16,12 +16,12 @@ from torch import Tensor
 
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.build import BuiltModel, HiddenStateGPTModel
 from mcore_rl.models.megatron.families import family_of
-from mcore_rl.models.megatron.families.family import REWARD_HEAD
+from mcore_rl.models.megatron.families.base import REWARD_HEAD
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 from mcore_rl.models.megatron.linear import Adapted
-from mcore_rl.models.megatron.mapping import Mapping, Shape, TensorSource
-from mcore_rl.models.megatron.model import BuiltModel, HiddenStateGPTModel
+from mcore_rl.models.megatron.weight_mapping import Mapping, Shape, TensorSource
 from mcore_rl.models.megatron.whole_tensors import cut_over, gather_tensors
 
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes  # isort: skip

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.distributed.topology import ParallelDimension, Topology
-from mcore_rl.models.megatron.mapping import Mapping, Shape
-from mcore_rl.models.megatron.model import BuiltModel
+from mcore_rl.models.megatron.build import BuiltModel
+from mcore_rl.models.megatron.weight_mapping import Mapping, Shape
 
 _IN_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _IN_EXPERT = re.compile(r"\.experts\.(\d+)\.")

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mcore_rl.models.generation.refit import RefitInfo
 from mcore_rl.models.policy.handover import TrainingMemory, WeightHandover
 from mcore_rl.models.policy.interfaces import ColocatablePolicyInterface
-from mcore_rl.models.policy.refit import RefitInfo
 from mcore_rl.models.policy.scoring import ScoringModel
 
 BUCKET_BYTES = 512 * 1024**2

@@ -11,7 +11,7 @@ from mcore_rl.errors import ContractError
 from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from mcore_rl.models.generation.megatron_generation import MegatronGeneration, megatron_generation_of
 from mcore_rl.models.generation.sampling import SamplingParams
-from mcore_rl.models.megatron.model import BuiltModel
+from mcore_rl.models.megatron.build import BuiltModel
 from mcore_rl.models.megatron.offload import Offload
 
 

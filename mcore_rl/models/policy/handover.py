@@ -11,12 +11,12 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import Acquainted, gather_objects
-from mcore_rl.models.megatron.adapters import export_adapters
+from mcore_rl.models.generation.refit import RefitGroup, RefitInfo, SharedBucket, plan_buckets, send_weights
+from mcore_rl.models.megatron.build import BuiltModel
 from mcore_rl.models.megatron.lora import LoRA, shapes_of
-from mcore_rl.models.megatron.model import BuiltModel
+from mcore_rl.models.megatron.lora_layers import export_adapters
 from mcore_rl.models.megatron.offload import Offload, gradient_buffers, optimizer_tensors
 from mcore_rl.models.megatron.weights import export_hf_weights, weights_of
-from mcore_rl.models.policy.refit import RefitGroup, RefitInfo, SharedBucket, plan_buckets, send_weights
 
 
 class TrainingMemory:

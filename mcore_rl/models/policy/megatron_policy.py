@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.interfaces import LossFunction
-from mcore_rl.algorithms.loss_functions.metric_reduction import over_steps, reduce_metrics, reductions_of
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batches import valid_counts
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import Acquainted
 from mcore_rl.distributed.own_rows import OwnRows, share_of
 from mcore_rl.errors import ContractError
+from mcore_rl.losses.interfaces import LossFunction
+from mcore_rl.losses.metric_reduction import over_steps, reduce_metrics, reductions_of
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.forward_step import (
     LossHead,
@@ -26,11 +26,11 @@ from mcore_rl.models.megatron.parameter_gather import ParameterGather
 from mcore_rl.models.megatron.random_states import seed_everything
 from mcore_rl.models.megatron.routed_tokens import ROUTED_EXPERTS
 from mcore_rl.models.megatron.router_load import GlobalLoad, begin_step
+from mcore_rl.models.policy.checkpoint import Keeping
 from mcore_rl.models.policy.generating import Generating
 from mcore_rl.models.policy.handover import TrainingMemory, WeightHandover
 from mcore_rl.models.policy.interfaces import ReferenceLogprobOutputSpec
-from mcore_rl.models.policy.keeping import Keeping
-from mcore_rl.models.policy.step_results import MicrobatchResult, collect_results, explain_nonfinite
+from mcore_rl.models.policy.microbatch_results import MicrobatchResult, collect_results, explain_nonfinite
 
 
 class MegatronPolicy(Keeping, Generating):

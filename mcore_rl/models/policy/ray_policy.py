@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.algorithms.interfaces import LossFunction
 from mcore_rl.config import TrainingConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import UserError, WorkerError
+from mcore_rl.losses.interfaces import LossFunction
 from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from mcore_rl.models.policy.interfaces import (
     ColocatablePolicyInterface,
@@ -24,7 +24,7 @@ from mcore_rl.models.policy.interfaces import (
     ReferenceLogprobOutputSpec,
 )
 from mcore_rl.platform import initialize_platform
-from mcore_rl.quiet import quiet_libraries
+from mcore_rl.utils.quiet import quiet_libraries
 
 try:
     import ray

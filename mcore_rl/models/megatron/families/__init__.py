@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.families.family import Family, has_reward_head
+from mcore_rl.models.megatron.families.base import Family, has_reward_head
 from mcore_rl.models.megatron.families.gemma3 import Gemma3
 from mcore_rl.models.megatron.families.glm4_moe import Glm4MoE
 from mcore_rl.models.megatron.families.llama import Llama

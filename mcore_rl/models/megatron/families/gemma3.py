@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.families.family import Family
+from mcore_rl.models.megatron.families.base import Family
 from mcore_rl.models.megatron.rope import plain_frequencies
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -1,6 +1,6 @@
 """Llama 2 and 3: the decoder that the others are described against."""
 
-from mcore_rl.models.megatron.families.family import Family
+from mcore_rl.models.megatron.families.base import Family
 
 
 class Llama(Family):

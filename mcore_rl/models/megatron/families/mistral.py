@@ -1,6 +1,6 @@
 """Mistral: Llama, with a sliding window in its first version."""
 
-from mcore_rl.models.megatron.families.family import Family
+from mcore_rl.models.megatron.families.base import Family
 
 
 class Mistral(Family):

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.families.family import Family, gated_mlp
-from mcore_rl.models.megatron.mapping import Mapping, Part, Replicated
+from mcore_rl.models.megatron.families.base import Family, gated_mlp
+from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Replicated
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """OLMo-2: norms behind attention and MLP instead of before them; one norm over all heads of queries, and of keys."""
 
-from mcore_rl.models.megatron.families.family import Family
+from mcore_rl.models.megatron.families.base import Family
 
 
 class Olmo2(Family):

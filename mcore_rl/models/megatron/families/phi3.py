@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.families.family import Family
-from mcore_rl.models.megatron.mapping import Columns, GateUp, Mapping, Part
+from mcore_rl.models.megatron.families.base import Family
+from mcore_rl.models.megatron.weight_mapping import Columns, GateUp, Mapping, Part
 
 
 class Phi3(Family):

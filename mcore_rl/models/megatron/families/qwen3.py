@@ -1,6 +1,6 @@
 """Qwen3: Llama with a norm of each query and key head."""
 
-from mcore_rl.models.megatron.families.family import Family
+from mcore_rl.models.megatron.families.base import Family
 
 
 class Qwen3(Family):

@@ -1,0 +1,29 @@
+"""From configurations to losses."""
+
+from __future__ import annotations
+
+from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, RLConfig, RMConfig, TrainingConfig
+from mcore_rl.losses.distillation import DistillationLossFn, Teacher, WholeVocabularyDistillationLossFn
+from mcore_rl.losses.interfaces import LossFunction
+from mcore_rl.losses.kto import KTOLossFn
+from mcore_rl.losses.nll import NLLLoss
+from mcore_rl.losses.policy_gradient import ClippedPGLossFn
+from mcore_rl.losses.preference import BradleyTerryLoss, DPOLossFn
+
+
+def loss_of(config: TrainingConfig, teacher: Teacher | None = None) -> LossFunction:
+    """The loss that a configuration trains with; `teacher` is needed by distillation over the whole vocabulary."""
+    if isinstance(config, DPOConfig):
+        return DPOLossFn(config.dpo)
+    if isinstance(config, RMConfig):
+        return BradleyTerryLoss(config.reward.center_rewards_coefficient)
+    if isinstance(config, KTOConfig):
+        return KTOLossFn(config.kto)
+    if isinstance(config, DistillationConfig):
+        if config.distillation.topk is not None:
+            return DistillationLossFn(config.distillation)
+        assert teacher is not None, "distillation over the whole vocabulary needs the teacher"
+        return WholeVocabularyDistillationLossFn(config.distillation, teacher)
+    if isinstance(config, RLConfig):
+        return ClippedPGLossFn(config.loss)
+    return NLLLoss()

@@ -1,0 +1,127 @@
+"""What a run would do, told before it does anything: `--dry-run`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mcore_rl.config import ParallelConfig, PPOConfig, RLConfig, TrainingConfig
+from mcore_rl.data.batching import batching_of
+from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.data.tokenize import TokenSequence
+from mcore_rl.errors import UserError
+from mcore_rl.simulation.run import chosen_ranks, simulate
+from mcore_rl.simulation.step import Sequences
+
+SHOWN_RANKS, SHOWN_RECORDS, SHOWN_CHARACTERS = 64, 3, 600
+
+
+def describe_plan(config: TrainingConfig, inputs: Any, steps: int, world_size: int) -> Iterator[str]:
+    """Lines: layout, length of the run, the first step's packs, its first records, memory.
+
+    Args:
+        inputs: the run's `Inputs`.
+        steps: of the whole run.
+    """
+    yield from layout_picture(config.parallel, world_size, inputs.hf_config.num_hidden_layers)
+    dataset = inputs.train
+    yield dataset.describe("train", config.data.max_sequence_length)
+    sequences, of_records = first_batch(config, dataset)
+    tokens = sum(sequences.lengths)
+    if isinstance(config, PPOConfig):
+        critic, alone = config.critic.path or config.model.path, config.critic.pretraining_steps
+        yield f"critic: {critic}" + (f", trained alone in the first {alone:,} steps" if alone else "")
+    yield f"{steps:,} steps, of {len(sequences.lengths):,} sequences; the first has {tokens:,} tokens"
+    if config.batch.packing:
+        yield from packs(config, sequences, world_size)
+    yield from records(inputs.tokenizer, of_records)
+    yield from memory(config, sequences, world_size)
+
+
+def layout_picture(parallel: ParallelConfig, world_size: int, layers: int) -> Iterator[str]:
+    """Each rank's coordinates; a line for each tensor-parallel group, whose ranks are neighbours.
+
+    Args:
+        layers: of the model.
+    """
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    pp, dp = parallel.pipeline_model_parallel_size, parallel.data_parallel_size(world_size)
+    yield f"{world_size} processes: tensor {tp} x context {cp} x data {dp} x pipeline {pp}"
+    if parallel.expert_model_parallel_size > 1:
+        yield f"  experts over {parallel.expert_model_parallel_size} processes, each over {parallel.expert_tensor_size}"
+    if pp > 1:
+        chunks = parallel.layers_of_chunks(layers)
+        stages = (" + ".join(map(str, chunks[stage::pp])) for stage in range(pp))
+        yield f"  layers of the pipeline stages: {', '.join(stages)}"
+    for first in range(0, min(world_size, SHOWN_RANKS), tp):  # Megatron's order: tensor, context, data, pipeline
+        group = first // tp
+        place = f"context {group % cp}  data {group // cp % dp}  pipeline stage {group // cp // dp}"
+        ranks = f"rank {first}" if tp == 1 else f"ranks {first}–{first + tp - 1} (tensor 0–{tp - 1})"
+        yield f"  {ranks:<28}{place}"
+    if world_size > SHOWN_RANKS:
+        yield f"  … and {world_size - SHOWN_RANKS} more"
+
+
+def first_batch(config: TrainingConfig, dataset: Any) -> tuple[Sequences, list[TokenSequence]]:
+    """Lengths of the first step's sequences, with the policy's own answers as long as they may be, and the first of
+    them."""
+    order = dataset.order(config.seed)
+    if isinstance(config, RLConfig) and isinstance(dataset, PromptDataset):
+        prompts = [dataset.prompts[i].input_ids for i in order.indices(0, config.rollouts.num_prompts_per_step)]
+        shown = [TokenSequence(ids, (False,) * len(ids)) for ids in prompts[:SHOWN_RECORDS]]
+        group = config.rollouts.num_generations_per_prompt
+        return _answered(config, [len(prompt) for prompt in prompts for _ in range(group)]), shown
+    size, epochs = config.batch.global_batch_size, config.trainer.max_epochs
+    count = size if epochs is None else min(size, epochs * len(dataset))
+    units = [dataset.units[i] for i in order.indices(0, count)]
+    rows = [sequence for unit in units for sequence in unit]
+    shown = [sequence for unit in units[:SHOWN_RECORDS] for sequence in unit]
+    if config.max_answer_length is not None:
+        return _answered(config, [sequence.token_mask.index(True) for sequence in rows]), shown
+    return Sequences(tuple(map(len, rows)), tuple(sum(sequence.token_mask) for sequence in rows)), shown
+
+
+def _answered(config: TrainingConfig, prompts: Sequence[int]) -> Sequences:
+    """Prompts of these lengths, with answers as long as they may be."""
+    assert config.max_answer_length is not None, "the policy answers"
+    lengths = tuple(min(n + config.max_answer_length, config.data.max_sequence_length) for n in prompts)
+    return Sequences(lengths, tuple(whole - n for whole, n in zip(lengths, prompts, strict=True)))
+
+
+def packs(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:
+    """How the first step is cut, shared beginnings left aside."""
+    replicas = config.parallel.data_parallel_size(world_size)
+    batching = batching_of(config, config.rows_per_unit, replicas)
+    plan = batching.plan(list(sequences.lengths))
+    count = len(plan[0])
+    room = replicas * count * batching.tokens_per_pack
+    yield (
+        f"  {count} packs of {batching.tokens_per_pack:,} tokens on each of {replicas} replicas, "
+        f"{sum(sequences.lengths) / room:.0%} filled"
+    )
+
+
+def records(tokenizer: Any, shown: Sequence[TokenSequence]) -> Iterator[str]:
+    """Records as the model sees them; what is trained on stands between » and «."""
+    yield "the first records, what is trained on between » and «:"
+    for sequence in shown:
+        text, trained = "", False
+        start = 0
+        for position, mark in enumerate([*sequence.token_mask, False]):
+            if mark != trained or position == len(sequence):
+                text += tokenizer.decode(sequence.input_ids[start:position]) + ("»" if mark else "«" if trained else "")
+                start, trained = position, mark
+        text = text.replace("\n", "\\n")
+        yield f"  {text[:SHOWN_CHARACTERS]}{' …' if len(text) > SHOWN_CHARACTERS else ''}"
+
+
+def memory(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:
+    """Of one rank of each distinct pipeline stage, by a simulation of the step."""
+    try:
+        reports = simulate(config, world_size, chosen_ranks(config, world_size, "distinct"), sequences)
+    except UserError as error:
+        yield f"memory: not estimated ({error})"
+        return
+    for report in reports:
+        parts = ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in report.memory.items())
+        yield f"memory of rank {report.rank} at the peak of a step, on a GPU: {report.peak / 1e9:.2f} GB ({parts})"

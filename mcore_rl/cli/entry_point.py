@@ -1,0 +1,223 @@
+"""The shape of every script: arguments in, one line for what a user got wrong, an exit status.
+
+Under torchrun every rank runs this. What is wrong is wrong on all of them: the first rank tells it, the
+others keep quiet and wait to be ended; torchrun finds it in the error file too, and repeats it last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from mcore_rl.config import TrainingConfig, build_config, laid_over, read_overridable, resolved_yaml
+from mcore_rl.config.base import whole_number
+from mcore_rl.config.reference import as_list, as_text, reference_of, section_of
+from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.run import directory, watchdog
+from mcore_rl.run.identity import models_of
+from mcore_rl.run.preflight import preflight
+from mcore_rl.utils.hub import download, is_hub_name
+from mcore_rl.utils.quiet import quiet_libraries
+from mcore_rl.utils.torchrun import error_file, is_launched, is_under_torchrun, pretend, rank, world_size
+
+ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
+
+PEER_SECONDS = 5.0
+"""How long a rank waits for another to tell what is wrong, before it does so itself."""
+
+KEYS_OF_OPTIONS = {"model": "model.path", "data": "data.train", "output": "output_dir"}
+"""Options that stand for keys which every run needs."""
+
+LOST_PEER = ("connection closed by peer", "connection reset", "timed out", "broken pipe", "nccl")
+"""What an error says that another rank's end has caused."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the arguments; `--help` says the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        leave(2, f"{message} ({self.prog} --help says more)")
+
+
+class _Help(argparse.Action):
+    """`--help` lists options and the sections' keys; `--help SECTION` tells what each of its keys means."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, config_type: type[TrainingConfig], help: str | None = None
+    ) -> None:
+        super().__init__(option_strings, dest, nargs="?", const="", metavar="SECTION", help=help)
+        self.config_type = config_type
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, section: Any, option: Any = None) -> NoReturn:
+        with told_in_one_line():
+            if section:
+                show("\n".join(as_text([section_of(self.config_type, section)])).strip())
+            else:
+                told = "Sections of the configuration and their keys (--help SECTION tells what each means):"
+                show("\n".join([parser.format_help(), told, *as_list(reference_of(self.config_type))]))
+        sys.exit(0)
+
+
+def run_script(
+    algorithm: str,
+    config_type: type[ConfigT],
+    train: Callable[..., Any],
+    description: str,
+    file_options: Mapping[str, str] = {},
+    arguments: Sequence[str] | None = None,
+    prog: str | None = None,
+) -> None:
+    """Parse `[CONFIG] [--option VALUE] [section.key=value …]`, train, and exit.
+
+    Args:
+        algorithm: names the default output directory of a run without a configuration file.
+        train: called with the configuration, and each option's path (None if it was not given) by its name; the device
+            is chosen by then, so that it can import what uses Megatron.
+        file_options: the names of options that take a path, and what they are for.
+        arguments: of the command line; this process's own if left out.
+        prog: how the program is called, if not by its file's name.
+
+    Exit status: 0; 1 for a failure, with its traceback; 2 for a user's error and 3 for training that
+    cannot go on, with one line; 130 for Ctrl-C before training. torchrun itself exits with 1 for all of them.
+    """
+    parser = Parser(prog=prog, description=description, add_help=False)
+    words = "a YAML file, and overrides of its values; without a file at least --model and --data"
+    parser.add_argument("words", nargs="*", metavar="CONFIG section.key=value", help=words)
+    for option, key in KEYS_OF_OPTIONS.items():
+        parser.add_argument(f"--{option}", metavar="PATH", help=f"the same as {key}=PATH")
+    parser.add_argument("-h", "--help", action=_Help, config_type=config_type, help="this, or a section's keys")
+    dry_run = "check everything, tell what N processes would do, and stop"
+    parser.add_argument("--dry-run", nargs="?", type=count, const=world_size(), metavar="N", help=dry_run)
+    parser.add_argument("--print-config", action="store_true", help="print every value, and stop")
+    for name, purpose in file_options.items():
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=purpose)
+    parsed = parser.parse_intermixed_args(arguments)
+    paths = {name: getattr(parsed, name) for name in file_options}
+    with told_in_one_line():
+        config, source = _configuration(algorithm, config_type, parsed)
+        if parsed.dry_run and not is_launched():
+            pretend(parsed.dry_run)
+        if parsed.print_config:
+            show(resolved_yaml(config).rstrip())
+            return
+        config = with_local_models(config)
+        preflight(config, world_size(), paths)
+        if rank() == 0:
+            processes = "1 process" if world_size() == 1 else f"{world_size()} processes"
+            print(f"{source}: {processes}; importing PyTorch and Megatron …", flush=True)
+        quiet_libraries()
+        from mcore_rl.platform import initialize_platform  # with PyTorch
+
+        initialize_platform()
+        train(config, **paths)
+
+
+def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.Namespace) -> tuple[ConfigT, str]:
+    """What the command line says, and where it comes from."""
+    words = list(parsed.words)
+    path = words.pop(0) if words and ("=" not in words[0] or Path(words[0]).is_file()) else None
+    options = {key: getattr(parsed, option) for option, key in KEYS_OF_OPTIONS.items()}
+    given = {key: value for key, value in options.items() if value is not None}
+    values: dict[str, Any] = {"dry_run": True} if parsed.dry_run else {}
+    for key, value in given.items():
+        section, _, name = key.rpartition(".")
+        (values.setdefault(section, {}) if section else values)[name] = value
+    if path is not None:
+        return build_config(config_type, laid_over(read_overridable(path), values), words, path), path
+    if not {"model.path", "data.train"} <= {*given, *(word.partition("=")[0] for word in words)}:
+        raise UserError("give a configuration file, or --model and --data (--help says more)")
+    if "output_dir" not in given:  # where a run of nothing but a model and data goes; an override may say otherwise
+        named = given.get("model.path") or next(w for w in reversed(words) if w.startswith("model.path="))[11:]
+        model = Path(named).resolve().name if Path(named).exists() else Path(named).name
+        values["output_dir"] = f"outputs/{algorithm}_{model}"
+    return build_config(config_type, values, words, "command line"), "command line"
+
+
+def with_local_models(config: ConfigT, with_weights: bool = True) -> ConfigT:
+    """The configuration with the hub's models as directories of its cache.
+
+    Args:
+        with_weights: they are downloaded whole.
+
+    Raises:
+        UserError: one cannot be had.
+    """
+    named = {key: path for key, path in models_of(config).items() if is_hub_name(path)}
+    if not named:
+        return config
+    values = config.model_dump(mode="json")
+    code = config.model.trust_remote_code
+    paths = {key: download(str(path), key, code, with_weights) for key, path in named.items()}
+    return build_config(type(config), values, [f"{key}={json.dumps(str(path))}" for key, path in paths.items()], "")
+
+
+@contextmanager
+def told_in_one_line() -> Iterator[None]:
+    """End the process with the status and the message that an error inside deserves."""
+    try:
+        yield
+    except UserError as error:
+        leave(2, str(error))
+    except TrainingError as error:
+        leave(3, str(error))
+    except KeyboardInterrupt:
+        leave(130, "interrupted")
+    except Exception as error:
+        text = traceback.format_exc()
+        leave(1, text + watchdog.explain(error, text), lost_peer=any(sign in str(error).lower() for sign in LOST_PEER))
+
+
+def show(text: str) -> None:
+    """Print what somebody wants to see, who may have seen enough before its end (`| head`)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os._exit(0)
+
+
+def count(text: str) -> int:
+    """An argument's value: a whole number of at least 1."""
+    number = whole_number(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text[:80]!r}")
+    return number
+
+
+def leave(status: int, message: str, lost_peer: bool = False) -> NoReturn:
+    """Tell, and end this process at once: waiting for peers that are in a collective would hang.
+
+    Args:
+        lost_peer: whether another rank has probably failed before, and has more to tell.
+    """
+    directory.release()
+    line = message if status == 1 else f"error: {' '.join(message.split())}"
+    sys.stdout.flush()
+    if lost_peer or (rank() > 0 and status != 1):
+        _wait_to_be_ended()
+    _write_error_file(line)
+    named = rank() > 0 or (status == 1 and is_launched())
+    print(f"[rank {rank()}] {line}" if named else line, file=sys.stderr, flush=True)
+    os._exit(status)
+
+
+def _wait_to_be_ended() -> None:
+    """torchrun ends all ranks once one has failed; then this one has nothing to say."""
+    if is_under_torchrun():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(PEER_SECONDS)
+
+
+def _write_error_file(line: str) -> None:
+    """What torchrun shows at the end of its report, in the form of `torch.distributed.elastic`'s own."""
+    if path := error_file():
+        told = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+        path.write_text(json.dumps({"message": told}))

@@ -1,0 +1,224 @@
+"""An environment whose samples are judged in processes of their own, each within a time limit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, as_completed
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config import EnvironmentConfig
+from mcore_rl.environments.interfaces import Sample, Step
+from mcore_rl.errors import UserError
+
+START_SECONDS = 60.0
+
+
+class JudgedEnvironment:
+    """Hands samples to worker processes as they come. One that raises, hangs or dies fails its own sample and no other.
+
+    Args:
+        log: where what judges print goes; nowhere if not given.
+
+    Raises:
+        UserError: the judge cannot be made (a module that cannot be imported, a missing extra, …).
+    """
+
+    def __init__(self, config: EnvironmentConfig, log: Path | None = None) -> None:
+        self.config = config
+        self._waiting: deque[tuple[Sample, Future[Step]]] = deque()
+        self._changed, self._is_closed = threading.Condition(), False
+        self._workers: list[_Worker] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            for _ in range(config.num_workers):
+                self._workers.append(_Worker(config, log))
+            undo.pop_all()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(worker,), name="judging", daemon=True)
+            for worker in self._workers
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, sample: Sample) -> Future[Step]:
+        future: Future[Step] = Future()
+        with self._changed:
+            self._waiting.append((sample, future))
+            self._changed.notify()
+        return future
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for worker in self._workers:
+            worker.process.kill()  # whose thread then reads the end of its answers
+        for thread in getattr(self, "_threads", ()):
+            thread.join()
+        for worker in self._workers:
+            worker.kill()
+
+    def _serve(self, worker: _Worker) -> None:
+        while batch := self._next_batch():
+            try:
+                steps = self._judge(worker, [sample for sample, _ in batch])
+            except Exception as error:  # the worker cannot be started again
+                for _, future in batch:
+                    future.set_exception(error)
+                continue
+            for (_, future), step in zip(batch, steps, strict=True):
+                future.set_result(step)
+
+    def _next_batch(self) -> list[tuple[Sample, Future[Step]]]:
+        """What waits, `batch_size` at most; empty at the end."""
+        with self._changed:
+            while True:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                if self._is_closed:
+                    return []
+                count = min(len(self._waiting), self.config.batch_size)
+                taken = [self._waiting.popleft() for _ in range(count)]
+                # Whoever asked may not want to know any more.
+                if batch := [entry for entry in taken if entry[1].set_running_or_notify_cancel()]:
+                    return batch
+
+    def _judge(self, worker: _Worker, samples: Sequence[Sample]) -> list[Step]:
+        """All at once; each alone if that fails, so that one fails no other."""
+        if self._is_closed:
+            return [Step(error="the environment is closed") for _ in samples]
+        worker.restart_if_gone()
+        answer = worker.ask(samples)
+        if isinstance(answer, list):
+            return answer
+        if len(samples) == 1:
+            return [Step(error=answer)]
+        return [step for sample in samples for step in self._judge(worker, [sample])]
+
+
+def probe(config: EnvironmentConfig, samples: Sequence[Sample], seconds: float = math.inf) -> None:
+    """Judge answers to real prompts, the record's own `answer` if it has one, until one could be judged.
+
+    Args:
+        samples: whose conversations are those of the prompts.
+        seconds: that all judgements may take together.
+
+    Raises:
+        UserError: the judge cannot be made, or fails on all of them.
+    """
+    workers = min(config.num_workers, len(samples))
+    limit = min(config.time_limit_seconds, seconds / math.ceil(len(samples) / workers))
+    changes = {"num_workers": workers, "time_limit_seconds": limit, "batch_size": 1}
+    environment, errors = JudgedEnvironment(config.model_copy(update=changes)), dict[int, str]()
+    with contextlib.closing(environment):
+        judging = {environment.submit(_answered(sample)): index for index, sample in enumerate(samples)}
+        for future in as_completed(judging):
+            if (error := future.result().error) is None:
+                return
+            errors[judging[future]] = error
+    fields = ", ".join(sorted(samples[0].record)) or "no field beside prompt"
+    shortened = "; shortened for this trial, while other ranks wait" if limit < config.time_limit_seconds else ""
+    raise UserError(
+        f"environment.name={config.name}: an answer to a record of data.train cannot be judged: {errors[0]} "
+        f"(the record has {fields}{shortened})"
+    )
+
+
+def _answered(sample: Sample) -> Sample:
+    answer = {"role": "assistant", "content": str(sample.record.get("answer", ""))}
+    return replace(sample, message_log=[*sample.message_log, answer])
+
+
+class _Worker:
+    """One judging process."""
+
+    def __init__(self, config: EnvironmentConfig, log: Path | None) -> None:
+        self.config, self.log = config, log
+        self._start()
+
+    def _start(self) -> None:
+        with open(self.log or os.devnull, "ab") as printed:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mcore_rl.environments.judge_worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=printed,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            )
+        assert self.process.stdout is not None
+        self.answers, self._partial, self.gone = self.process.stdout.fileno(), b"", False
+        os.set_blocking(self.answers, False)
+        self._write(self.config.model_dump(mode="json"))
+        answer = self._wait(START_SECONDS) or {"error": "its process did not start"}
+        if "error" in answer:
+            self.kill()
+            raise UserError(f"environment.{self.config.name}: {answer['error']}")
+
+    def ask(self, samples: Sequence[Sample]) -> list[Step] | str:
+        """Steps of these samples, or why there are none."""
+        self._write({"samples": [asdict(sample) for sample in samples]})
+        answer = self._wait(self.config.time_limit_seconds)
+        if answer is None and self.gone:
+            return "the process that judged it died"
+        if answer is None:
+            self.kill()
+            return f"no answer within environment.time_limit_seconds={self.config.time_limit_seconds:g}"
+        return [Step(**step) for step in answer["steps"]] if "steps" in answer else str(answer["error"])
+
+    def _write(self, value: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(value, default=str).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            self.gone = True
+
+    def _wait(self, seconds: float) -> dict[str, Any] | None:
+        """The next answer; None if there is none within so many seconds, or the process is gone."""
+        deadline, poll = time.monotonic() + seconds, select.poll()
+        poll.register(self.answers, select.POLLIN)
+        while (answer := self._read()) is None:
+            left = deadline - time.monotonic()
+            if self.gone or left <= 0:
+                return None
+            poll.poll(1000 * left)
+        return answer
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            data = os.read(self.answers, 1 << 16)
+            self.gone = self.gone or not data
+            self._partial += data
+        except BlockingIOError:
+            pass
+        line, end, rest = self._partial.partition(b"\n")
+        if not end:
+            return None
+        self._partial = rest
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def restart_if_gone(self) -> None:
+        if self.gone or self.process.poll() is not None:
+            self.kill()
+            self._start()
+
+    def kill(self) -> None:
+        self.gone = True
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()

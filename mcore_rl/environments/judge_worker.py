@@ -1,0 +1,88 @@
+"""The process that judges: `python -m mcore_rl.environments.judge_worker`, one JSON object a line in and out.
+
+In: the options of the configuration's section first, then {"samples": […]} for each call.
+Out: {"ready": true}, then {"steps": […]} for each call; {"error": text} where something went wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from mcore_rl.environments.interfaces import BatchJudge, Sample, Step
+from mcore_rl.environments.judges import make_judge, step_of
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's business, which then ends this process
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a judge prints must not stand between the answers
+
+    def answer(value: dict[str, Any]) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    try:
+        judge = make_judge(json.loads(sys.stdin.readline()))
+    except Exception as error:
+        return answer({"error": _told(error)})
+    answer({"ready": True})
+    with asyncio.Runner() as runner:
+        for line in sys.stdin:
+            samples = [Sample(**sample) for sample in json.loads(line)["samples"]]
+            try:
+                answer({"steps": [asdict(step) for step in runner.run(_judged(judge, samples))]})
+            except Exception as error:
+                answer({"error": _told(error)})
+
+
+async def _judged(judge: BatchJudge, samples: list[Sample]) -> list[Step]:
+    return [_checked(result) for result in await judge(samples)]
+
+
+def _checked(result: float | Step | BaseException | None) -> Step:
+    """A step that the conversation can go on with, or that says why there is none."""
+    try:
+        if isinstance(result, BaseException):
+            raise result
+        if result is None:
+            raise ValueError("no reward applies to this sample")
+        step = step_of(result)
+        if not math.isfinite(step.reward):
+            raise ValueError(f"the reward is {step.reward}")
+        if step.error is not None and not (isinstance(step.error, str) and step.error):
+            raise TypeError(f"the error must be a text, got {step.error!r}")
+        if not isinstance(step.rewards, dict) or not all(isinstance(name, str) for name in step.rewards):
+            raise TypeError(f"rewards must be numbers by name, got {step.rewards!r}")
+        for name, reward in step.rewards.items():
+            if not _is_number(reward):
+                raise ValueError(f"the reward {name} is {reward!r}")
+        if not all(_is_number(reward) for reward in step.token_rewards):
+            raise ValueError(f"token_rewards must be finite numbers, got {list(step.token_rewards)!r}")
+        if not isinstance(step.done, bool):
+            raise TypeError(f"done must be true or false, got {step.done!r}")
+        if step.observation is not None:
+            if not isinstance(step.observation, str):
+                raise TypeError(f"the observation must be a text, got {step.observation!r}")
+            step.observation.encode()  # tokenizers refuse what is no Unicode
+        return step
+    except Exception as error:
+        return Step(error=_told(error))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    main()

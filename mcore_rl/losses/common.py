@@ -1,0 +1,282 @@
+"""What every loss shares: masks, masked means, checks, and the one way from logits to log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.collectives import group_size
+from mcore_rl.distributed.pack_layout import PackLayout
+from mcore_rl.distributed.parallel_logprobs import next_token_logprobs_from_logits
+from mcore_rl.errors import ContractError
+from mcore_rl.losses.interfaces import LossFunction
+from mcore_rl.losses.options import LossOptions
+
+EPSILON = 1e-8
+
+_NOT_GIVEN: Any = object()
+
+
+def masked_sum(
+    values: Float[Tensor, "*shape"], mask: Float[Tensor, "*shape"], dim: int | None = None
+) -> Float[Tensor, "*rest"]:
+    """Σ values · mask over `dim` or everything; what the mask leaves out may be −inf or NaN."""
+    total = torch.where(mask > 0, values * mask, 0)
+    return total.sum() if dim is None else total.sum(dim)
+
+
+def masked_mean(
+    values: Float[Tensor, "*shape"],
+    mask: Float[Tensor, "*shape"],
+    dim: int | None = None,
+    global_normalization_factor: Tensor | float | int | None = None,
+) -> Float[Tensor, "*rest"]:
+    """`masked_sum` / (`global_normalization_factor`, or Σ mask, + 1e-8)."""
+    if global_normalization_factor is None:
+        global_normalization_factor = mask.sum() if dim is None else mask.sum(dim)
+    total = masked_sum(values, mask, dim)
+    if isinstance(global_normalization_factor, Tensor):
+        global_normalization_factor = global_normalization_factor.to(total.dtype)
+    return total / (global_normalization_factor + EPSILON)
+
+
+def sample_mask_of(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, " batch"]:
+    """[B], in the loss's own precision."""
+    return data["sample_mask"].to(like)
+
+
+def token_mask_of(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, "batch predicted"]:
+    """[B, S − 1]: the predicted tokens that carry loss, in samples that count."""
+    return data["token_mask"][:, 1:].to(like) * sample_mask_of(data, like)[:, None]
+
+
+def require_keys(data: Mapping[str, Any], keys: Iterable[str], loss: object) -> None:
+    """Raises ContractError that lists every missing key."""
+    if missing := [key for key in keys if key not in data]:
+        raise ContractError(f"{type(loss).__name__}: data lacks {', '.join(missing)}; it has {', '.join(sorted(data))}")
+
+
+def require_shape(name: str, tensor: Tensor, shape: tuple[int, ...], loss: object) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ContractError(f"{type(loss).__name__}: {name} must be {shape}, got {tuple(tensor.shape)}")
+
+
+def require_count(name: str, count: Tensor | None, loss: object) -> Tensor:
+    """A normalisation tensor of one element, as a scalar."""
+    if count is None or not isinstance(count, Tensor) or count.numel() != 1:
+        raise ContractError(f"{type(loss).__name__}: {name} must be a tensor of one element, got {count!r}")
+    return count.reshape(())
+
+
+def locate_nonfinite(
+    logprobs: Float[Tensor, "batch predicted"], mask: Float[Tensor, "batch predicted"]
+) -> tuple[int, int] | None:
+    """Row and token position of the first −inf, inf or NaN that the mask counts. Syncs with the device.
+
+    Args:
+        logprobs: next-token log-probabilities [B, S − 1]; column t scores the token at position t + 1.
+    """
+    bad = (~torch.isfinite(logprobs) & (mask > 0)).nonzero()
+    return None if len(bad) == 0 else (int(bad[0, 0]), int(bad[0, 1]) + 1)
+
+
+def _is_batch(data: Any) -> bool:
+    return isinstance(data, Mapping)
+
+
+class LogprobLoss(LossFunction):
+    """A loss of next-token log-probabilities. Subclasses write `from_logprobs`.
+
+    Called with logits, it computes the log-probabilities (over vocabulary and context shards) first.
+    On the CPU a log-probability that counts and is not finite raises, naming row and position; on a GPU
+    that check would wait for the device, and `locate_nonfinite` is there for the caller.
+
+    Who has log-probabilities already may ask `takes_logprobs` and call `from_logprobs` instead.
+    """
+
+    needs_entropy = False
+    reads_counted_tokens_only = False
+    """Declared by each class for itself: `from_logprobs` never looks at tokens that the masks leave out.
+
+    A policy then gives it 0 there and saves their part of the LM head.
+    """
+    required_keys: tuple[str, ...] = ("input_ids", "token_mask", "sample_mask")
+
+    def __call__(
+        self,
+        next_token_logits: Any = None,
+        data: Any = _NOT_GIVEN,
+        global_valid_seqs: Tensor | None = None,
+        global_valid_toks: Tensor | None = None,
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: ProcessGroup | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+        *options: Any,
+        next_token_logprobs: Tensor | None = None,
+        **named_options: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """From logits [B, S / CP, V / TP]; or `(data, …, next_token_logprobs=…)`, the reference's present form.
+
+        Under context parallelism every rank computes the whole loss, and gradients are summed over the ranks:
+        divide the loss by their number (see `gather_context_parallel`).
+
+        Raises:
+            ContractError: keys, shapes or counts that do not fit.
+            ValueError: a log-probability that counts is not finite (CPU only).
+        """
+        if next_token_logprobs is not None:
+            if _is_batch(next_token_logits):  # positional arguments begin with the data
+                if data is not _NOT_GIVEN:
+                    global_valid_toks = global_valid_toks if global_valid_seqs is None else global_valid_seqs
+                    global_valid_seqs = data
+                data = next_token_logits
+            if not _is_batch(data):
+                raise ContractError(f"{type(self).__name__}: give data beside next_token_logprobs")
+            self.refuse_nonfinite(next_token_logprobs, data)
+            logprobs, entropy = next_token_logprobs, None
+        else:
+            if not isinstance(next_token_logits, Tensor) or not _is_batch(data):
+                raise ContractError(f"{type(self).__name__}: give next_token_logits and data, or next_token_logprobs")
+            logprobs, entropy = self.next_token_logprobs(
+                next_token_logits, data, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
+            )
+        return self.from_logprobs(
+            logprobs, data, global_valid_seqs, global_valid_toks, entropy, *options, **named_options
+        )
+
+    def next_token_logprobs(
+        self,
+        next_token_logits: Tensor,
+        data: BatchedDataDict[Any],
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: ProcessGroup | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities [B, S − 1] (and entropies, if this loss needs them) of unpacked logits."""
+        require_keys(data, self.required_keys, self)
+        layout = rows_layout(next_token_logits, data, context_parallel_group)
+        logprobs, entropy = next_token_logprobs_from_logits(
+            next_token_logits.flatten(0, 1),
+            data["input_ids"],
+            layout,
+            vocab_parallel_group,
+            context_parallel_group,
+            vocab_parallel_rank,
+            with_entropy=self.needs_entropy,
+        )
+        self.refuse_nonfinite(logprobs, data)
+        return logprobs, entropy
+
+    def from_logprobs(
+        self,
+        next_token_logprobs: Tensor,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor | None,
+        global_valid_toks: Tensor | None,
+        entropy: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The loss from log-probabilities [B, S − 1]: entry (b, t) of token `input_ids[b, t + 1]`.
+
+        `entropy` [B, S − 1] of each distribution is there if `needs_entropy`.
+        """
+        raise NotImplementedError
+
+    def check(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> None:
+        """Raises ContractError for missing keys and masks that do not fit the log-probabilities."""
+        require_keys(data, self.required_keys, self)
+        rows, columns = logprobs.shape
+        require_shape("token_mask", data["token_mask"], (rows, columns + 1), self)
+        require_shape("sample_mask", data["sample_mask"], (rows,), self)
+
+    def refuse_nonfinite(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> None:
+        if logprobs.is_cuda:
+            return
+        if where := locate_nonfinite(logprobs.detach(), token_mask_of(data, logprobs)):
+            row, position = where
+            raise ValueError(
+                f"{type(self).__name__}: log-probability of row {row}, position {position} is "
+                f"{logprobs[row, position - 1].item()}"
+            )
+
+
+class Configured(LossFunction):
+    """A loss with `options`, which are attributes of the loss too: ported code reads them, and may set them."""
+
+    options: LossOptions
+
+    def configure(self, options: Any) -> None:
+        """Take these options, and whatever follows from them."""
+        object.__setattr__(self, "options", options)
+
+    def __getattr__(self, name: str) -> Any:
+        if (option := self._option(name)) is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.options, option)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (option := self._option(name)) is not None:
+            self.configure(replace(self.options, **{option: value}))
+        else:
+            object.__setattr__(self, name, value)
+
+    def _option(self, name: str) -> str | None:
+        """The option that is meant by `name`, which may be another version's; None if there is none."""
+        options = vars(self).get("options")  # not there before `configure`, nor while a copy is unpickled
+        if options is None:
+            return None
+        name = options.aliases.get(name, name)
+        return name if name in options.__dataclass_fields__ else None
+
+
+def takes_logprobs(loss_fn: Any) -> bool:
+    """True where calling `loss_fn` with logits is the same as calling its `from_logprobs`.
+
+    Not of a subclass that has its own `__call__` or its own way to log-probabilities: that must run.
+    """
+    kind = type(loss_fn)
+    return (
+        isinstance(loss_fn, LogprobLoss)
+        and kind.__call__ is LogprobLoss.__call__
+        and kind.next_token_logprobs is LogprobLoss.next_token_logprobs
+        and "next_token_logprobs" not in vars(loss_fn)
+    )
+
+
+def takes_hidden_states(loss_fn: Any) -> bool:
+    """True where the class of `loss_fn` has a `from_hidden_states` that is the same as calling it with logits.
+
+    Not of a subclass that has its own `__call__`: that must run.
+    """
+    owner = next(
+        kind for kind in type(loss_fn).__mro__ if "__call__" in vars(kind) or "from_hidden_states" in vars(kind)
+    )
+    return {"__call__", "from_hidden_states"} <= vars(owner).keys()
+
+
+def reads_counted_tokens_only(loss_fn: Any) -> bool:
+    """True where the class of `loss_fn` says so itself: a subclass may look at more than the class it extends."""
+    return bool(vars(type(loss_fn)).get("reads_counted_tokens_only", False))
+
+
+def rows_layout(logits: Tensor, data: Mapping[str, Any], context_parallel_group: ProcessGroup | None) -> PackLayout:
+    """The layout of unpacked logits [B, S' / CP, Vp] beside whole rows `input_ids` [B, S], S ≤ S'.
+
+    Raises:
+        ContractError: shapes that do not fit each other.
+    """
+    rows, width = data["input_ids"].shape
+    cp_size = group_size(context_parallel_group)
+    if logits.ndim != 3 or logits.shape[0] != rows or logits.shape[1] * cp_size < width:
+        raise ContractError(
+            f"next_token_logits {tuple(logits.shape)} must be [B, S / CP, V / TP] for input_ids [{rows}, {width}] "
+            f"and context parallel size {cp_size}"
+        )
+    padded = logits.shape[1] * cp_size
+    return PackLayout((width,) * rows, (padded,) * rows, rows * padded, cp_size)

@@ -1,0 +1,230 @@
+"""Distillation: forward, reverse or mixed KL, or Jensen–Shannon, from a teacher's top k or whole distribution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.collectives import group_rank
+from mcore_rl.distributed.context_parallel import gather_context_parallel, slice_context_parallel
+from mcore_rl.distributed.final_hidden_states import LastStates
+from mcore_rl.distributed.linear_divergences import Divergences, LinearLogits
+from mcore_rl.distributed.parallel_logprobs import vocab_parallel_logprobs
+from mcore_rl.errors import ContractError
+from mcore_rl.losses.common import (
+    Configured,
+    masked_mean,
+    require_count,
+    require_keys,
+    require_shape,
+    rows_layout,
+    sample_mask_of,
+    token_mask_of,
+)
+from mcore_rl.losses.interfaces import LossType
+from mcore_rl.losses.options import DistillationOptions, typed_dict
+
+if TYPE_CHECKING:
+    DistillationLossConfig = Mapping[str, Any]
+else:
+    DistillationLossConfig = typed_dict("DistillationLossConfig", DistillationOptions)
+
+# Nats: the log-probability of a token of probability 0, so that divergences stay finite.
+LOG_ZERO = -100.0
+
+
+class DistillationLossDataDict(TypedDict):
+    """`teacher_topk_logits`, `teacher_topk_indices` [B, S, k]: the teacher's at each *input* position."""
+
+    input_ids: Tensor
+    token_mask: Tensor
+    sample_mask: Tensor
+    teacher_topk_logits: Tensor
+    teacher_topk_indices: Tensor
+
+
+class _Distillation(Configured):
+    """What both kinds have in common: from divergences of tokens to the loss."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    required_keys: tuple[str, ...] = ("input_ids", "token_mask", "sample_mask")
+    options: DistillationOptions
+
+    def __init__(self, cfg: DistillationLossConfig | DistillationOptions) -> None:
+        self.configure(DistillationOptions.from_config(cfg, type(self).__name__))
+
+    @property
+    def _beta(self) -> float | None:
+        return self.options.js_beta if self.options.kl_type == "js" else None
+
+    def _loss(
+        self, divergences: Divergences, data: BatchedDataDict[Any], global_valid_toks: Tensor | None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Means over the counted tokens of divergences [B, S − 1]."""
+        mask = token_mask_of(data, divergences.forward_kl)
+        tokens = require_count("global_valid_toks", global_valid_toks, self)
+        means = {
+            name: masked_mean(values, mask, global_normalization_factor=tokens)
+            for name, values in divergences._asdict().items()
+            if values is not None
+        }
+        kind, share = self.options.kl_type, self.options.mixed_kl_weight
+        if kind == "mixed":
+            loss = share * means["forward_kl"] + (1 - share) * means["reverse_kl"]
+        else:
+            loss = means[{"forward": "forward_kl", "reverse": "reverse_kl", "js": "js"}[kind]]
+        return loss, {
+            "loss": loss.detach(),
+            **{name: mean.detach() for name, mean in means.items()},
+            "num_unmasked_tokens": mask.sum(),
+            "num_valid_samples": sample_mask_of(data, mask).sum(),
+        }
+
+
+class DistillationLossFn(_Distillation):
+    """Divergence between teacher and student over the teacher's k tokens, both renormalised over them. Token level.
+
+    Called with logits, whose vocabulary is not gathered; a policy calls `from_hidden_states`, and the logits never
+    exist. See `DistillationOptions`: with `zero_outside_topk` the student keeps its probabilities over the whole
+    vocabulary, and the teacher's outside the k tokens are e⁻¹⁰⁰.
+    """
+
+    required_keys = tuple(DistillationLossDataDict.__annotations__)
+
+    def __call__(
+        self,
+        next_token_logits: Tensor,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor | None,
+        global_valid_toks: Tensor | None,
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: ProcessGroup | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        self._check(data)
+        layout, indices = rows_layout(next_token_logits, data, context_parallel_group), data["teacher_topk_indices"]
+        packed = indices.new_zeros(layout.total, indices.shape[2])
+        packed[layout.position_ids < indices.shape[1]] = indices.flatten(0, 1)
+        local = slice_context_parallel(packed, layout, group_rank(context_parallel_group))
+        student, entropy = vocab_parallel_logprobs(
+            next_token_logits.flatten(0, 1),
+            local,
+            vocab_parallel_group,
+            vocab_parallel_rank,
+            temperature=self.options.loss_temperature,
+            with_entropy=self.options.zero_outside_topk,
+        )
+        columns = student if entropy is None else torch.cat((student, entropy[:, None]), dim=1)
+        rows = gather_context_parallel(columns, layout, context_parallel_group).unflatten(0, (len(indices), -1))
+        rows, k = rows[:, : indices.shape[1] - 1], indices.shape[2]
+        return self._from_topk(rows[..., :k], None if entropy is None else rows[..., k], data, global_valid_toks)
+
+    def from_hidden_states(
+        self,
+        states: LastStates,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor | None,
+        global_valid_toks: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The same from hidden states and the LM head."""
+        self._check(data)
+        student, entropy = states.logprobs_of(
+            data["teacher_topk_indices"], self.options.loss_temperature, self.options.zero_outside_topk
+        )
+        return self._from_topk(student, entropy, data, global_valid_toks)
+
+    def _check(self, data: BatchedDataDict[Any]) -> None:
+        require_keys(data, self.required_keys, self)
+        indices = data["teacher_topk_indices"]
+        require_shape("teacher_topk_logits", data["teacher_topk_logits"], tuple(indices.shape), self)
+        if indices.ndim != 3 or indices.shape[2] == 0:
+            raise ContractError(f"DistillationLossFn: teacher_topk_indices must be [B, S, k > 0], got {indices.shape}")
+
+    def _from_topk(
+        self,
+        student_logprobs: Float[Tensor, "batch predicted k"],
+        entropy: Float[Tensor, "batch predicted"] | None,
+        data: BatchedDataDict[Any],
+        global_valid_toks: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """`student_logprobs` and `entropy` (if needed) are of the whole vocabulary."""
+        teacher = data["teacher_topk_logits"][:, :-1].to(student_logprobs) / self.options.loss_temperature
+        return self._loss(self._divergences(student_logprobs, entropy, teacher), data, global_valid_toks)
+
+    def _divergences(
+        self,
+        student_logprobs: Float[Tensor, "batch predicted k"],
+        entropy: Float[Tensor, "batch predicted"] | None,
+        teacher_logits: Float[Tensor, "batch predicted k"],
+    ) -> Divergences:
+        teacher = torch.log_softmax(teacher_logits, dim=-1)
+        student = torch.log_softmax(student_logprobs, dim=-1) if entropy is None else student_logprobs
+        teacher, student = teacher.clamp(min=LOG_ZERO), student.clamp(min=LOG_ZERO)  # 0 · (−inf) is NaN
+        forward = (teacher.exp() * (teacher - student)).sum(-1)
+        reverse = (student.exp() * (student - teacher)).sum(-1)
+        js, beta = None, self._beta
+        outside = None if entropy is None else 1 - student.exp().sum(-1)  # the student's probability of other tokens
+        if beta is not None:
+            mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+            to_mixture = (student.exp() * (student - mixture)).sum(-1)
+            if outside is not None:  # there the mixture is (1 − β) · student
+                to_mixture = to_mixture - math.log1p(-beta) * outside
+            js = beta * (teacher.exp() * (teacher - mixture)).sum(-1) + (1 - beta) * to_mixture
+        if outside is not None and entropy is not None:
+            # Σ p·(log p − LOG_ZERO) over the other tokens, from the sums over all and over the k
+            rest = -entropy - (student.exp() * student).sum(-1)
+            reverse = reverse + rest - LOG_ZERO * outside
+        return Divergences(forward, reverse, js)
+
+
+@runtime_checkable
+class Teacher(Protocol):
+    """A model whose distributions a student learns."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def counted_logits(self, microbatches: Sequence[Any]) -> Mapping[Hashable, LinearLogits]:
+        """Of the positions of each microbatch that predict counted tokens, where this rank has the model's end."""
+        ...
+
+
+class WholeVocabularyDistillationLossFn(_Distillation):
+    """Divergence between teacher and student over the whole vocabulary, from the hidden states of both. Token level.
+
+    For a policy, which tells of its microbatches before they go through it, and whose layout the teacher must have.
+    Tokens that the smaller of the two vocabularies lacks (rows of the larger LM head) are left out.
+    """
+
+    def __init__(self, cfg: DistillationLossConfig | DistillationOptions, teacher: Teacher) -> None:
+        super().__init__(cfg)
+        self.teacher_model = teacher
+        self.of_teacher: Mapping[Hashable, LinearLogits] = {}
+
+    def prepare(self, microbatches: Sequence[Any]) -> None:
+        """Let the teacher see the microbatches that follow; keeps [counted tokens, its hidden size] of this rank."""
+        self.of_teacher = self.teacher_model.counted_logits(microbatches)
+
+    def __call__(self, *arguments: Any, **named: Any) -> tuple[Tensor, dict[str, Any]]:
+        raise ContractError(f"{type(self).__name__} takes no logits: give it to a policy, which has hidden states")
+
+    def from_hidden_states(
+        self,
+        states: LastStates,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor | None,
+        global_valid_toks: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        require_keys(data, self.required_keys, self)
+        tokens = min(self.teacher_model.vocab_size, states.vocab_size)
+        teacher = self.of_teacher[states.microbatch]
+        return self._loss(
+            states.divergences(teacher, tokens, self.options.loss_temperature, self._beta), data, global_valid_toks
+        )

@@ -1,0 +1,279 @@
+"""Clipped policy-gradient losses: PPO, GRPO, DAPO, GSPO, CISPO, Dr.GRPO, REINFORCE/RLOO."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.errors import ContractError
+from mcore_rl.losses.common import (
+    Configured,
+    LogprobLoss,
+    masked_mean,
+    require_count,
+    require_shape,
+    sample_mask_of,
+    token_mask_of,
+)
+from mcore_rl.losses.importance import (
+    bounded_ratio,
+    finite_exp,
+    importance_weights,
+    truncate_importance_weights,
+)
+from mcore_rl.losses.interfaces import LossType, Reduction
+from mcore_rl.losses.kl import calculate_kl, kl_weights
+from mcore_rl.losses.options import ClippedPGOptions, typed_dict
+
+if TYPE_CHECKING:
+    ClippedPGLossConfig = Mapping[str, Any]
+else:
+    ClippedPGLossConfig = typed_dict("ClippedPGLossConfig", ClippedPGOptions)
+
+
+class ClippedPGLossDataDict(TypedDict):
+    """What `ClippedPGLossFn` reads; all [B, S] aligned with `input_ids`, `sample_mask` [B].
+
+    `reference_policy_logprobs` is needed only with a KL term, `prev_logprobs` only without
+    `force_on_policy_ratio`. With `positive_example_nll_weight` also `rewards` [B] and `num_positive_tokens` [B],
+    the tokens of all samples with a positive reward in the global batch (the same number in each row).
+    """
+
+    input_ids: Tensor
+    advantages: Tensor
+    prev_logprobs: Tensor
+    generation_logprobs: Tensor
+    reference_policy_logprobs: Tensor
+    token_mask: Tensor
+    sample_mask: Tensor
+
+
+Mean = Callable[[Tensor], Tensor]
+"""From values [B, S − 1] to a number that adds up over microbatches."""
+
+
+class ClippedPGLossFn(Configured, LogprobLoss):
+    """E[max(−A·r, −A·clamp(r, 1 − ε_min, 1 + ε_max))] + β·KL(π ‖ π_ref), r = π / π_prev.
+
+    PPO (arXiv:1707.06347), GRPO (arXiv:2402.03300) and their kin: see `ClippedPGOptions`, whose values are also
+    attributes of the loss. KL and entropy are reduced as the loss is. Log-ratios are held within ±20 nats.
+    """
+
+    reads_counted_tokens_only = True
+    metric_reductions: ClassVar[Mapping[str, Reduction]] = {
+        "probs_ratio_min": "min",
+        "probs_ratio_max": "max",
+        "probs_ratio_clamped_min": "min",
+        "probs_ratio_clamped_max": "max",
+    }
+
+    options: ClippedPGOptions
+
+    def __init__(self, cfg: ClippedPGLossConfig | ClippedPGOptions) -> None:
+        self.configure(ClippedPGOptions.from_config(cfg, type(self).__name__))
+
+    def configure(self, options: ClippedPGOptions) -> None:
+        super().configure(options)
+        self.loss_type = LossType.TOKEN_LEVEL if options.token_level_loss else LossType.SEQUENCE_LEVEL
+        self.needs_entropy = options.entropy_bonus > 0
+        left_out = set() if options.kl_in_loss else {"reference_policy_logprobs"}
+        left_out |= {"prev_logprobs"} if options.force_on_policy_ratio else set()
+        self.required_keys = tuple(key for key in ClippedPGLossDataDict.__annotations__ if key not in left_out)
+        if options.positive_example_nll_weight:
+            self.required_keys += ("rewards", "num_positive_tokens")
+
+    @property
+    def use_cispo(self) -> bool:
+        """`clip_type`, under the name that other versions of the reference have for it."""
+        return self.options.clip_type == "cispo"
+
+    @use_cispo.setter
+    def use_cispo(self, value: bool) -> None:
+        self.clip_type = "cispo" if value else "ppo"
+
+    def from_logprobs(
+        self,
+        next_token_logprobs: Float[Tensor, "batch predicted"],
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor | None,
+        global_valid_toks: Tensor | None,
+        entropy: Float[Tensor, "batch predicted"] | None = None,
+    ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
+        self.check(next_token_logprobs, data)
+        options, batch = self.options, _Batch.of(next_token_logprobs, data, self)
+        mean, token_mean, sample_mean = self._means(batch, global_valid_seqs, global_valid_toks)
+
+        ratio, clipped_ratio = self._ratios(batch)
+        per_token = self._clipped_loss(ratio, clipped_ratio, batch)
+        weights, inside = self._importance_weights(batch)
+        loss = mean(weights * per_token if options.use_importance_sampling_correction else per_token)
+
+        kl = torch.zeros_like(loss)
+        if options.kl_in_loss:
+            assert batch.reference is not None
+            generation = batch.generation if options.use_on_policy_kl_approximation else None
+            estimate = calculate_kl(
+                batch.current, batch.reference, options.kl_estimator, options.kl_clamp, options.kl_output_clamp
+            )
+            kl = mean(kl_weights(batch.current, generation, options.kl_gradient) * estimate)
+            loss = loss + options.reference_policy_kl_penalty * kl
+        if options.entropy_bonus:
+            if entropy is None:
+                raise ContractError("ClippedPGLossFn: entropy_bonus needs logits, or the entropies [B, S - 1]")
+            loss = loss - options.entropy_bonus * mean(entropy)
+        nll = torch.zeros_like(loss)
+        if options.positive_example_nll_weight:
+            nll = self._positive_example_nll(batch, data)
+            loss = loss + options.positive_example_nll_weight * nll
+
+        metrics = {
+            "loss": loss,
+            "kl_penalty": kl,
+            "probs_ratio": token_mean(ratio),
+            "probs_ratio_clamped": token_mean(clipped_ratio),
+            "clip_fraction_low": token_mean((ratio < clipped_ratio).to(ratio)),
+            "clip_fraction_high": token_mean((ratio > clipped_ratio).to(ratio)),
+            **_extremes("probs_ratio", ratio, batch.token_mask),
+            **_extremes("probs_ratio_clamped", clipped_ratio, batch.token_mask),
+            "sampling_importance_ratio": (sample_mean if options.weighs_sequences else token_mean)(weights),
+            "approx_entropy": token_mean(-finite_exp(batch.current - batch.generation) * batch.current),
+            **{name: token_mean(values) for name, values in self._mismatch(batch).items()},
+            "num_valid_samples": batch.sample_mask.sum(),
+        }
+        if inside is not None:
+            outside_mean = token_mean if inside.shape == ratio.shape else sample_mean
+            metrics["is_oob_ratio"] = outside_mean((~inside).to(ratio))
+        if options.positive_example_nll_weight:
+            metrics["positive_nll_loss"] = nll
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+    def _means(self, batch: _Batch, seqs: Tensor | None, toks: Tensor | None) -> tuple[Mean, Mean, Mean]:
+        """How the loss is reduced; a mean over tokens; a mean over samples of [B, 1]."""
+        tokens = require_count("global_valid_toks", toks, self)
+
+        def token_mean(values: Tensor) -> Tensor:
+            return masked_mean(values, batch.token_mask, global_normalization_factor=tokens)
+
+        def sample_mean(values: Tensor) -> Tensor:
+            sequences = require_count("global_valid_seqs", seqs, self)
+            return masked_mean(values[:, 0], batch.sample_mask, global_normalization_factor=sequences)
+
+        def mean_of_sequences(values: Tensor) -> Tensor:
+            length = self.options.dr_grpo_max_tokens
+            per_row = masked_mean(values, batch.token_mask, dim=-1, global_normalization_factor=length)
+            return sample_mean(per_row[:, None])
+
+        return (token_mean if self.options.token_level_loss else mean_of_sequences), token_mean, sample_mean
+
+    def _ratios(self, batch: _Batch) -> tuple[Tensor, Tensor]:
+        """The probability ratio and its clipped value, [B, S − 1] each."""
+        options = self.options
+        if options.disable_ppo_ratio:
+            return batch.current, batch.current
+        log_ratio = batch.current - batch.prev
+        if options.sequence_level_importance_ratios:
+            log_ratio = masked_mean(log_ratio, batch.token_mask, dim=-1)[:, None].expand_as(log_ratio)
+        ratio = bounded_ratio(log_ratio)
+        return ratio, ratio.clamp(1 - options.ratio_clip_min, 1 + options.ratio_clip_max)
+
+    def _clipped_loss(self, ratio: Tensor, clipped_ratio: Tensor, batch: _Batch) -> Tensor:
+        """−A·r with its clips, [B, S − 1]."""
+        advantages = batch.advantages
+        if self.options.clip_type == "cispo":
+            return -advantages * clipped_ratio.detach() * batch.current
+        loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
+        if self.options.ratio_clip_c is None:
+            return loss
+        bounded = torch.minimum(loss, -advantages * self.options.ratio_clip_c)
+        return torch.where(advantages < 0, bounded, loss)
+
+    def _importance_weights(self, batch: _Batch) -> tuple[Tensor, Tensor | None]:
+        """Weights [B, S − 1] or [B, 1], and where they were inside their bounds, if there are bounds."""
+        options = self.options
+        weights = importance_weights(batch.prev, batch.generation, batch.token_mask, options.weighs_sequences)
+        if options.truncated_importance_sampling_ratio is None:
+            return weights, None
+        return truncate_importance_weights(
+            weights,
+            batch.prev - batch.generation,
+            batch.token_mask,
+            options.truncated_importance_sampling_type or "tis",
+            options.truncated_importance_sampling_ratio_min or 0.0,
+            options.truncated_importance_sampling_ratio,
+        )
+
+    def _positive_example_nll(self, batch: _Batch, data: BatchedDataDict[Any]) -> Tensor:
+        """Mean −log π over the tokens of all samples of the global batch with a positive reward (eq. 10)."""
+        positive = (data["rewards"].to(batch.current) > 0).to(batch.current)[:, None] * batch.token_mask
+        total = data["num_positive_tokens"].to(batch.current).amax()
+        return masked_mean(-batch.current, positive, global_normalization_factor=total)
+
+    def _mismatch(self, batch: _Batch) -> dict[str, Tensor]:
+        """How far the sampler's log-probabilities are from the trainer's, [B, S − 1] each, in nats but the first.
+
+        KL(generation ‖ prev), KL(prev ‖ generation), and the Jensen–Shannon divergence, whose KLs to the mixture
+        are estimated by k3.
+        """
+        prev, generation, kind = batch.prev.detach(), batch.generation, self.options.kl_estimator
+        mixture = torch.logaddexp(prev, generation) - math.log(2)
+        prev_to_mixture, generation_to_mixture = (calculate_kl(x, mixture) for x in (prev, generation))
+        return {
+            "token_mult_prob_error": bounded_ratio((generation - prev).abs()),
+            "gen_kl_error": calculate_kl(generation, prev, kind),
+            "policy_kl_error": calculate_kl(prev, generation, kind),
+            "js_divergence_error": (prev_to_mixture + generation_to_mixture) / 2,
+        }
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The data of a microbatch at the predicted tokens: [B, S − 1] each, `sample_mask` [B].
+
+    0 where nothing counts, whatever was there: −inf or NaN would come back as NaN gradients.
+    """
+
+    current: Tensor
+    token_mask: Tensor
+    sample_mask: Tensor
+    advantages: Tensor
+    prev: Tensor
+    generation: Tensor
+    reference: Tensor | None
+
+    @classmethod
+    def of(cls, current: Tensor, data: BatchedDataDict[Any], loss: ClippedPGLossFn) -> _Batch:
+        mask = token_mask_of(data, current)
+
+        def counted(values: Tensor) -> Tensor:
+            return torch.where(mask > 0, values, 0)
+
+        def predicted(key: str) -> Tensor:
+            require_shape(key, data[key], tuple(data["token_mask"].shape), loss)
+            return counted(data[key][:, 1:].to(current))
+
+        current = counted(current)
+        return cls(
+            current=current,
+            token_mask=mask,
+            sample_mask=sample_mask_of(data, current),
+            advantages=predicted("advantages"),
+            prev=current.detach() if loss.options.force_on_policy_ratio else predicted("prev_logprobs"),
+            generation=predicted("generation_logprobs"),
+            reference=predicted("reference_policy_logprobs") if loss.options.kl_in_loss else None,
+        )
+
+
+def _extremes(name: str, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Smallest and largest value that counts; ±inf where none does."""
+    low, high = (
+        F.pad(torch.where(mask > 0, values, bound).flatten(), (0, 1), value=bound) for bound in (math.inf, -math.inf)
+    )
+    return {f"{name}_min": low.amin(), f"{name}_max": high.amax()}

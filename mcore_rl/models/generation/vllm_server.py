@@ -1,0 +1,163 @@
+"""vLLM's servers as processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from mcore_rl import platform
+from mcore_rl.config import RLConfig
+from mcore_rl.errors import UserError
+from mcore_rl.models.generation.vllm_server_reaper import end_groups
+
+MODEL_NAME = "policy"
+
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # without it there is no route by which weights come
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+# What torchrun and a virtual environment say is not meant for the servers.
+STRANGE = ("TORCHELASTIC", "PYTHONPATH", "VIRTUAL_ENV", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_", "MASTER_")
+CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def server_command(config: RLConfig, port: int) -> list[str]:
+    """The command line of one server."""
+    vllm, longest = config.generation.vllm, config.data.max_sequence_length
+    command = [
+        str(vllm.python.absolute()), "-m", "vllm.entrypoints.openai.api_server",
+        "--model", str(config.model.path.absolute()), "--served-model-name", MODEL_NAME,
+        "--host", vllm.host, "--port", str(port),
+        "--dtype", config.model.dtype, "--max-model-len", str(longest),
+        "--tensor-parallel-size", str(vllm.tensor_parallel_size),
+        "--max-num-seqs", str(config.rollouts.generation_batch_size), "--seed", str(config.seed),
+        "--generation-config", "vllm",  # the model directory's would change the sampling in silence
+        "--logprobs-mode", "processed_logprobs",  # of the distribution that is sampled from
+        "--disable-uvicorn-access-log", "--enable-scale-out",
+        "--weight-transfer-config", json.dumps({"backend": "mcore_rl"}),
+    ]  # fmt: skip
+    if config.model.trust_remote_code:
+        command.append("--trust-remote-code")
+    if config.model.moe_router_replay:
+        command.append("--enable-return-routed-experts")
+    if config.generation.offload and platform.has_gpu():  # on the CPU vLLM refuses it; calls free nothing there
+        command.append("--enable-sleep-mode")
+    if not platform.has_gpu():
+        # A prompt in chunks takes back random numbers, which the CPU's generators cannot: seeded requests would end
+        # the server.
+        batch = max(longest, 4096)
+        command += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(batch)]
+    return [*command, *vllm.arguments]
+
+
+class VLLMService:
+    """The servers that a configuration describes. They end with this object, and with this process however it ends.
+
+    Args:
+        logs: a directory for what the servers print.
+
+    Raises:
+        UserError: a port is taken.
+    """
+
+    def __init__(self, config: RLConfig, logs: Path) -> None:
+        vllm = config.generation.vllm
+        for index in range(vllm.num_servers):
+            _check_port(vllm.host, vllm.port + index)
+        logs.mkdir(parents=True, exist_ok=True)
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-m", "mcore_rl.models.generation.vllm_server_reaper"],
+            stdin=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._logs: dict[str, Path] = {}
+        self._log_starts: dict[str, int] = {}
+        for index in range(vllm.num_servers):
+            port = vllm.port + index
+            url = f"http://{vllm.host}:{port}"
+            self._logs[url] = logs / f"vllm_{port}.log"
+            self._processes[url] = self._start(server_command(config, port), self._environment(config, index), url)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(self._processes)
+
+    def why_ended(self, url: str, seconds: float = 0.0) -> str | None:
+        """What became of a server that ends within `seconds`, or has ended; None of any other."""
+        process = self._processes.get(url)
+        if process is None:
+            return None
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        printed = self._logs[url].read_bytes()[self._log_starts[url] :].decode(errors="replace")
+        return f"it ended with status {process.returncode}: {_last_error(printed)} ({self._logs[url]})"
+
+    def end(self, *urls: str) -> None:
+        """End these servers, if they are there, once: their numbers may be others' afterwards."""
+        ending = [self._processes.pop(url) for url in urls if url in self._processes]
+        processes = {process.pid: process for process in ending}
+        end_groups(processes, has_ended=lambda pid: processes[pid].poll() is not None)
+        for process in ending:
+            process.wait()
+            self._tell_keeper(-process.pid)
+
+    def close(self) -> None:
+        """End all."""
+        self.end(*self.urls)
+        assert self._keeper.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._keeper.stdin.close()
+        self._keeper.wait()
+
+    def _start(self, command: list[str], environment: dict[str, str], url: str) -> subprocess.Popen[bytes]:
+        with open(self._logs[url], "ab") as log:
+            self._log_starts[url] = log.tell()
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+        self._tell_keeper(process.pid)
+        return process
+
+    def _tell_keeper(self, group: int) -> None:
+        assert self._keeper.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # somebody has ended it
+            self._keeper.stdin.write(f"{group}\n")
+            self._keeper.stdin.flush()
+
+    @staticmethod
+    def _environment(config: RLConfig, index: int) -> dict[str, str]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(STRANGE)}
+        environment |= ENVIRONMENT
+        if config.model.moe_router_replay:
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older one does not tell experts
+        if not platform.has_gpu():
+            environment = {**CPU_ENVIRONMENT, **environment}
+        vllm = config.generation.vllm
+        if vllm.devices:
+            size = vllm.tensor_parallel_size
+            devices = vllm.devices[index * size : (index + 1) * size]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        return environment
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raises UserError if nothing can listen there; what does already would be taken for the new server."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise UserError(f"generation.vllm.port: {host}:{port} cannot be listened on ({error.strerror})") from None
+
+
+def _last_error(printed: str) -> str:
+    """The line that says most of why a process ended."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error: " in line and "WARNING" not in line]
+    return (errors[:1] or lines[-1:] or ["it printed nothing"])[0][-300:]

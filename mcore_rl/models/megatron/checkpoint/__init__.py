@@ -1,0 +1,1 @@
+"""Checkpoints in Megatron's distributed format: what they hold, saving, loading, conversion."""

@@ -1,0 +1,210 @@
+"""Hugging Face directories ⇄ weights-only Megatron checkpoints, one tensor at a time.
+
+The model is built without memory (on torch's meta device), and Megatron describes how its checkpoint
+holds each parameter. Tensors are then read, rearranged and written one after the other, in one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
+
+from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig, read_yaml
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.build import BuiltModel, build_model
+from mcore_rl.models.megatron.checkpoint.checkpoint import load_weights, write_common
+from mcore_rl.models.megatron.checkpoint.optimizer_shards import parts_of
+from mcore_rl.models.megatron.checkpoint.region_reader import RegionReader
+from mcore_rl.models.megatron.checkpoint.trained_part import METADATA, model_state
+from mcore_rl.models.megatron.checkpoint.trust import check_trusted
+from mcore_rl.models.megatron.checkpoint.writer import PlannedShards
+from mcore_rl.models.megatron.families import family_of
+from mcore_rl.models.megatron.hf_checkpoint import MAX_SHARD_BYTES, SafetensorsDirectory, write_hf_directory
+from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+from mcore_rl.models.megatron.lora import lora_of
+from mcore_rl.models.megatron.lora_layers import add_adapters, export_adapters
+from mcore_rl.models.megatron.parallel_state import destroy_parallel, initialize_parallel, process_groups
+from mcore_rl.models.megatron.peft_directory import write_peft_directory
+from mcore_rl.models.megatron.weight_mapping import Mapping, Shape, Vocabulary
+from mcore_rl.models.megatron.weights import FLOAT32_BUFFER, check_hf_tensors, chunk_mappings, read_shard
+from mcore_rl.run.identity import architecture_changes, architecture_of, architecture_of_checkpoint
+from mcore_rl.utils.checkpoint_store import CheckpointStore, digests_of
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
+
+# Wraps an iterable of a known length in a progress bar.
+Progress = Callable[[Iterable[Any], int], Iterable[Any]]
+
+
+def hf_to_megatron(source: Path, destination: Path, progress: Progress) -> Path:
+    """Write the weights of a Hugging Face directory as iteration 0 below `destination`; returns it.
+
+    Training begins from it with `checkpoint.resume=DESTINATION checkpoint.allow_partial=true`.
+
+    Raises:
+        UserError: not a model that is supported, or weights of mixed precision.
+    """
+    tensors = SafetensorsDirectory(source)
+    hf_config = load_hf_config(source)
+    check_model_fits(hf_config, ParallelConfig(), max_sequence_length=1)
+    check_hf_tensors(hf_config, tensors)
+    store = CheckpointStore(destination)
+    if store.iterations():
+        raise UserError(f"{destination} holds checkpoints already")
+    dtype = _dtype_of(tensors, hf_config)
+    with _memoryless_model(hf_config, source, dtype) as model:
+        shards, common = save_preprocess({**model_state(model), "content_metadata": METADATA})
+        partial = store.begin(0)
+        planned = PlannedShards.of(shards, (), partial, process_groups().dp_cp)
+        items = planned.storage.tensors
+        results = planned.storage.write(_read_parts(progress(items, len(items)), tensors, model))
+        config = {
+            "model": {"path": str(source), "dtype": _name(dtype)},
+            "architecture": architecture_of(hf_config),
+        }
+        write_common(common, yaml.safe_dump(config), partial)
+        planned.storage.finish(planned.metadata, [results])
+        return store.commit(0, partial, digests_of(partial, sorted(path.name for path in partial.iterdir())))
+
+
+def megatron_to_hf(
+    iteration: Path,
+    source: Path,
+    destination: Path,
+    progress: Progress,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    chat_template: str | None = None,
+) -> None:
+    """Write the weights of a checkpoint as a Hugging Face directory; of adapters, as a PEFT directory.
+
+    Args:
+        source: a Hugging Face directory of the same architecture, for config and tokenizer.
+        max_shard_bytes: size of the files written, of which one is held in memory.
+        chat_template: in place of the source's.
+
+    Raises:
+        UserError: a checkpoint of another architecture, or one that names code to run.
+    """
+    index = check_trusted(iteration)
+    hf_config = load_hf_config(source)
+    check_model_fits(hf_config, ParallelConfig(), max_sequence_length=1)
+    for key, was, now in architecture_changes(architecture_of_checkpoint(iteration), architecture_of(hf_config)):
+        raise UserError(f"{source} is another architecture than {iteration}: {key} {was} → {now}")
+    if adapters := (read_yaml(iteration / "config.yaml").get("model") or {}).get("lora"):
+        lora = LoRAConfig.model_validate(adapters)
+        return _adapters_to_peft(iteration, lora, source, destination, hf_config, chat_template)
+    stored = index.state_dict_metadata
+    weights = [
+        entry
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+        and not name.startswith("optimizer.")
+        and not name.endswith(FLOAT32_BUFFER)
+    ]
+    dtypes = {entry.properties.dtype for entry in weights}
+    if len(dtypes) != 1:
+        raise UserError(f"{iteration}: holds weights of {len(dtypes)} precisions")
+    with _memoryless_model(hf_config, source, dtypes.pop()) as model:
+        tensors = _load_all(iteration, index, model, progress)
+        write_hf_directory(tensors, destination, source, hf_config, True, max_shard_bytes, chat_template)
+
+
+def _adapters_to_peft(
+    iteration: Path, config: LoRAConfig, source: Path, destination: Path, hf_config: Any, chat_template: str | None
+) -> None:
+    with _memoryless_model(hf_config, source, torch.float32) as model:
+        own = config if config.rank is None else config.model_copy(update={"path": None})
+        lora = lora_of(own, model.family)
+        model = add_adapters(model, lora)
+        load_weights(iteration, model)
+        write_peft_directory(export_adapters(model), destination, source, lora.settings, True, chat_template)
+
+
+@contextmanager
+def _memoryless_model(hf_config: Any, path: Path, dtype: torch.dtype) -> Iterator[BuiltModel]:
+    parallel = ParallelConfig()
+    topology = initialize_parallel(parallel)
+    try:
+        model = ModelConfig.model_validate({"path": path, "dtype": _name(dtype)})
+        yield build_model(hf_config, model, parallel, topology, memory=False)
+    finally:
+        destroy_parallel()
+
+
+def _dtype_of(tensors: SafetensorsDirectory, hf_config: Any) -> torch.dtype:
+    family = family_of(hf_config)
+    dtypes = {tensors.dtype(name) for name in family.shapes() if name not in family.float32_tensors()}
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
+        found = ", ".join(sorted(map(_name, dtypes)))
+        raise UserError(f"{tensors.path}: weights must be all float32 or all bfloat16, found {found}")
+    return dtypes.pop()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """Where a checkpoint holds numbers of a parameter: from number `first` on, with the shape of `place.data`."""
+
+    mapping: Mapping
+    place: ShardedTensor
+    first: int
+
+    @property
+    def shape(self) -> Shape:
+        """Without the dimensions that the checkpoint stacks layers and experts on."""
+        return tuple(self.place.data.shape)
+
+
+def _stored_parts(model: BuiltModel) -> Iterator[tuple[Mapping, list[StoredPart]]]:
+    """Each parameter of a whole model, and the parts it is stored in, in the order of its numbers."""
+    (chunk,) = model.chunks
+    described = model_state(model)["model"]
+    for name, mapping, tensor in chunk_mappings(model, chunk):
+        parts = [
+            StoredPart(mapping, place, place.data.storage_offset() - tensor.storage_offset())
+            for place in parts_of(described[name])
+        ]
+        yield mapping, sorted(parts, key=lambda part: part.first)
+
+
+def _read_parts(
+    items: Iterable[tuple[WriteItem, Tensor]], source: SafetensorsDirectory, model: BuiltModel
+) -> Iterator[tuple[WriteItem, Tensor]]:
+    """The tensors of a plan, each read when it is asked for."""
+    places = {
+        (part.place.key, tuple(part.place.global_offset)): part for _, parts in _stored_parts(model) for part in parts
+    }
+    for item, _ in items:
+        assert item.tensor_data is not None, "a plan's tensors have a place"
+        part = places[item.index.fqn, tuple(item.tensor_data.chunk.offsets)]
+        numbers = read_shard(part.mapping, source, model.topology).flatten()
+        end = part.first + math.prod(part.shape)
+        yield item, numbers[part.first : end].clone().view(item.tensor_data.chunk.sizes)
+
+
+def _load_all(iteration: Path, index: Metadata, model: BuiltModel, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+    """Every Hugging Face tensor of a checkpoint, each read when it is asked for."""
+    reader, stored = RegionReader(iteration, index), list(_stored_parts(model))
+    for mapping, parts in progress(stored, len(stored)):
+        pieces = []
+        for part in parts:
+            shape = part.shape
+            if isinstance(mapping.kind, Vocabulary):  # padded differently by every layout
+                shape = (model.vocab_size, *shape[1:])
+            ones = (1,) * part.place.prepend_axis_num
+            pieces.append(reader.tensor(part.place.key, tuple(part.place.global_offset), (*ones, *shape)).view(shape))
+        yield from mapping.split(torch.cat(pieces)[None])

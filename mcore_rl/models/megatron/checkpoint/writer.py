@@ -1,0 +1,266 @@
+"""Writing the shards of a checkpoint in a process of its own, while training goes on.
+
+The process is forked, so it sees the tensors as they were at that moment, whatever training does to
+them afterwards. Tensors of a GPU are first copied to the host, while the host goes on; the process is forked when the
+copies are there. It can fail or die without taking the run
+with it: whoever waits looks at the process too, not only for its message.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from mcore_rl.distributed.collectives import broadcast_object, gather_objects
+from mcore_rl.models.megatron.checkpoint.host_staging import HostStaging
+from mcore_rl.models.megatron.checkpoint.internals import shards_by_key
+from mcore_rl.utils.checkpoint_store import FileDigests, digests_of
+
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict  # isort: skip
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # isort: skip
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # isort: skip
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan  # isort: skip
+from megatron.core.dist_checkpointing.strategies.torch import (  # isort: skip
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    mcore_to_pyt_state_dict,
+)
+
+
+POLL_SECONDS = 0.05
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; raised on every rank. Earlier checkpoints are untouched."""
+
+
+@dataclass(frozen=True)
+class PlannedShards:
+    """What each rank is to write, as Megatron planned it; `metadata` is there on rank 0 alone."""
+
+    storage: OneFileWriter
+    metadata: Any
+
+    @classmethod
+    def of(
+        cls,
+        state: ShardedStateDict,
+        own: Iterable[tuple[WriteItem, torch.Tensor]],
+        directory: Path,
+        group: ProcessGroup,
+    ) -> PlannedShards:
+        """Collective.
+
+        Args:
+            state: shards that all ranks of `group` hold alike; they are shared out over them.
+            own: parts that this rank alone holds.
+        """
+        strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+        FullyParallelSaveStrategyWrapper(strategy, group).apply_saving_parallelization(state)
+        planned, *_ = save_state_dict_async_plan(
+            mcore_to_pyt_state_dict(shards_by_key(state, strategy), False),
+            OneFileWriter(directory),
+            None,
+            coordinator_rank=0,
+            planner=_Planner(own),
+        )
+        storage, metadata, _ = planned
+        return cls(storage, metadata)
+
+
+class _Planner(MCoreSavePlanner):
+    """Megatron's planner, with parts that are planned already. Torch checks that all fit together."""
+
+    def __init__(self, own: Iterable[tuple[WriteItem, torch.Tensor]]) -> None:
+        super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self.own = {item.index: (item, tensor) for item, tensor in own}
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[*plan.items, *(item for item, _ in self.own.values())])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if write_item.index in self.own:
+            return self.own[write_item.index][1]
+        return super().resolve_data(write_item)
+
+
+class OneFileWriter(FileSystemWriterAsync):
+    """A rank's tensors and objects, in one file."""
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self.file_name = f"{plan.storage_data.prefix}0.distcp"
+        resolved: list[tuple[WriteItem, Any]] = [(item, planner.resolve_data(item)) for item in plan.items]
+        self.objects = [(item, data) for item, data in resolved if item.type == WriteItemType.BYTE_IO]
+        self.tensors = [(item, data.detach()) for item, data in resolved if item.type != WriteItemType.BYTE_IO]
+
+    def stage(self, staging: HostStaging) -> None:
+        """Copy to the host what is on a GPU, and whatever else could change before the copies are there."""
+        items, tensors = [item for item, _ in self.tensors], [tensor for _, tensor in self.tensors]
+        if any(tensor.device.type != "cpu" for tensor in tensors):
+            self.tensors = list(zip(items, staging.copy(tensors), strict=True))
+
+    def write(self, tensors: Iterable[tuple[WriteItem, torch.Tensor]] | None = None) -> list[Any]:
+        """Write and flush the file; returns what the index needs to know.
+
+        Args:
+            tensors: the values of `self.tensors`, in their order, if they come from elsewhere.
+        """
+        if not self.objects and not self.tensors:
+            return []
+        outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        unfinished: queue.Queue[int] = queue.Queue()
+        unfinished.put(0)
+        own = ((item, _own_storage(tensor)) for item, tensor in tensors or self.tensors)
+        bucket = (str(Path(self.checkpoint_dir) / self.file_name), self.file_name, (self.objects, own))
+        transforms = [self.transforms] if hasattr(self, "transforms") else []  # depends on torch's version
+        self.write_preloaded_data(transforms, 0, bucket, outcomes, unfinished, True)
+        _, outcome = outcomes.get()
+        if isinstance(outcome, Exception):
+            raise outcome
+        results: list[Any] = outcome
+        return results
+
+
+def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A view is written with all of the storage behind it; a copy is not."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
+
+
+class ShardWriter:
+    """One rank's shards on their way to disk.
+
+    Args:
+        planned: what to write.
+        timeout: seconds after which the process is given up.
+        staging: memory for what is on a GPU; nobody else may use it before the file is written.
+    """
+
+    def __init__(self, planned: PlannedShards, timeout: float, staging: HostStaging) -> None:
+        self.storage, self.metadata, self.staging = planned.storage, planned.metadata, staging
+        self._deadline = time.monotonic() + timeout
+        self._report: _Report | None = None
+        context = multiprocessing.get_context("fork")
+        self._receiver, self._sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_write, args=(self._sender, self.storage, os.getpid()), daemon=True)
+        self.storage.stage(staging)
+        self._start_if_staged()
+
+    def _start_if_staged(self) -> bool:
+        """Whether the process has been started."""
+        if self._process.pid is None and self.staging.is_done:
+            self._process.start()
+            self._sender.close()
+        return self._process.pid is not None
+
+    def poll(self) -> _Report | None:
+        """None while writing."""
+        if self._report is None:
+            self._report = self._look()
+        return self._report
+
+    def _look(self) -> _Report | None:
+        try:
+            if not self._start_if_staged():
+                return self._given_up()
+        except Exception as error:  # the device's, or that no process can be started; other ranks must hear of it
+            return _Report(error=f"{type(error).__name__}: {error}")
+        if self._receiver in wait([self._receiver, self._process.sentinel], timeout=0) or self._receiver.poll():
+            try:
+                report: _Report = self._receiver.recv()
+            except (EOFError, OSError):
+                return self._died()
+            self._process.join()
+            return report
+        if not self._process.is_alive():
+            return self._died()
+        return self._given_up()
+
+    def _given_up(self) -> _Report | None:
+        """None while there is time left."""
+        if time.monotonic() <= self._deadline:
+            return None
+        self.abandon()
+        return _Report(error="writing took longer than checkpoint.timeout_seconds")
+
+    def _died(self) -> _Report:
+        self._process.join(1)
+        return _Report(error=f"the process that wrote died (exit status {self._process.exitcode})")
+
+    def abandon(self) -> None:
+        """Stop writing."""
+        if self._process.pid is None:
+            self._sender.close()
+            return
+        self._process.kill()
+        self._process.join()
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a writing process achieved: Megatron's results, the files' digests, or what went wrong."""
+
+    results: list[Any] = field(default_factory=list)
+    digests: FileDigests = field(default_factory=dict)
+    error: str | None = None
+
+
+def _write(sender: Connection, storage: OneFileWriter, parent: int) -> None:
+    """The forked process: write and flush the file, read it back for its digest, report."""
+    _live_and_die_with(parent)
+    torch.set_num_threads(1)  # the parent's OpenMP threads do not exist here
+    try:
+        results = storage.write()
+        report = _Report(results, digests_of(Path(storage.checkpoint_dir), [storage.file_name] if results else []))
+    except Exception as error:
+        report = _Report(error=f"{type(error).__name__}: {error}")
+    sender.send(report)
+    sender.close()
+
+
+def _live_and_die_with(parent: int) -> None:
+    """Let signals to stop be the parent's to answer, end when it ends, and leave it the processor."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+    ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.nice(5)
+
+
+def on_every_rank(action: Callable[[], Any]) -> Any:
+    """`action()`; if it fails on any rank, SaveError on all of them."""
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as failure:  # whatever it was, the other ranks must hear of it
+        error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:500]}"
+    raise_together(error)
+    return result
+
+
+def on_first_rank(action: Callable[[], Any]) -> Any:
+    """`action()` on rank 0; its result, or SaveError, on all ranks."""
+    return broadcast_object(on_every_rank(action if torch.distributed.get_rank() == 0 else lambda: None))
+
+
+def raise_together(error: str | None) -> None:
+    """SaveError on every rank if any has an error."""
+    errors = gather_objects(error)
+    if any(errors):
+        raise SaveError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text))

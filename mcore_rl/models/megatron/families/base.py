@@ -1,0 +1,287 @@
+"""What a model family is to the rest of the package: one object made from its Hugging Face configuration.
+
+The base class is a Llama-like decoder; a family's own file says in which way it is another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.rope import rope_frequencies, rope_parameters
+from mcore_rl.models.megatron.weight_mapping import (
+    Columns,
+    GateUp,
+    Mapping,
+    Part,
+    QueryKeyValue,
+    Replicated,
+    Rows,
+    Shape,
+    Vocabulary,
+)
+
+REWARD_ARCHITECTURE = "ForSequenceClassification"
+REWARD_HEAD = "score.weight"
+"""In place of the vocabulary's projection; named as transformers' sequence classifiers name it."""
+
+
+def has_reward_head(hf: Any) -> bool:
+    """Whether the model gives one number a sequence in place of the vocabulary's logits."""
+    return any(REWARD_ARCHITECTURE in name for name in hf.architectures or ())
+
+
+class Family:
+    """A configuration's architecture: dimensions, Megatron's fields, and every tensor.
+
+    model_type: as `config.json` names it.
+    needs_torch_layers: it has what Megatron's layers on Transformer Engine do not.
+    norms_before, norms_after: whether attention and MLP have a norm before them, and after them.
+    norm_names: the Hugging Face names of a layer's norms: before and after attention, before and after the MLP.
+    """
+
+    model_type: ClassVar[str]
+    needs_torch_layers: ClassVar[bool] = False
+    norms_before: ClassVar[bool] = True
+    norms_after: ClassVar[bool] = False
+    norm_names: ClassVar[tuple[str, str, str, str]] = ("input_layernorm", "", "post_attention_layernorm", "")
+    activations: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {"silu": F.silu, "swish": F.silu}
+    embedding_scale = 1.0
+    has_windows = True
+    """Whether `sliding_window` means something; where transformers passes over it, so does this."""
+    rotates_partly = False
+    """Whether a part of each head may be left without rotation."""
+
+    def __init__(self, hf: Any) -> None:
+        self.hf = hf
+        self.vocab_size = int(hf.vocab_size)
+        self.hidden_size = int(hf.hidden_size)
+        self.num_layers = int(hf.num_hidden_layers)
+        self.num_attention_heads = int(hf.num_attention_heads)
+        self.num_query_groups = int(hf.num_key_value_heads)
+        self.head_dim = int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+        self.ties_embeddings = bool(hf.tie_word_embeddings)
+        self.has_reward_head = has_reward_head(hf)
+
+    # ------------------------------------------------------------ what differs between families
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Biases on the query, key and value projections."""
+        return False
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """An RMS norm of each query and key head."""
+        return False
+
+    @property
+    def has_wide_qk_norm(self) -> bool:
+        """An RMS norm of all query heads together, and one of all key heads."""
+        return False
+
+    @property
+    def activation(self) -> str:
+        """Of the MLP's gate, as transformers names it."""
+        return str(self.hf.hidden_act)
+
+    @property
+    def softmax_scale(self) -> float:
+        """What products of queries and keys are multiplied with."""
+        return float(self.head_dim**-0.5)
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a token sees at most in this layer, itself included; None for all before it."""
+        window = getattr(self.hf, "sliding_window", None) if self.has_windows else None
+        if not window or not getattr(self.hf, "use_sliding_window", True):
+            return None
+        types = getattr(self.hf, "layer_types", None)
+        return int(window) if types is None or types[layer] == "sliding_attention" else None
+
+    def ropes(self) -> list[Tensor]:
+        """Inverse frequencies of each kind of layer."""
+        return [self._rope_frequencies()[0]]
+
+    def rope_factor(self) -> float:
+        """On cos and sin (YaRN; else 1)."""
+        return self._rope_frequencies()[1]
+
+    def _rope_frequencies(self) -> tuple[Tensor, float]:
+        part = rope_parameters(self.hf)["partial_rotary_factor"]
+        if part != 1 and not self.rotates_partly:
+            raise UserError(f"model.path: partial_rotary_factor={part}: {self.model_type} rotates whole heads")
+        return rope_frequencies(self.hf)
+
+    def rope_kind(self, layer: int) -> int:
+        """Which of `ropes` the layer rotates with."""
+        return 0
+
+    def check(self, max_sequence_length: int) -> None:
+        """Refuse what this family's code does not compute.
+
+        Raises:
+            UserError: naming the field of `config.json`.
+        """
+        hf = self.hf
+        if self.activation not in self.activations:
+            known = ", ".join(self.activations)
+            raise UserError(
+                f"model.path: activation {self.activation!r} is not supported; {self.model_type} has {known}"
+            )
+        if getattr(hf, "attention_bias", False) and not self.has_qkv_bias:
+            raise UserError("model.path: attention_bias=true (a bias on the output projection) is not supported")
+        if getattr(hf, "mlp_bias", False):
+            raise UserError("model.path: mlp_bias=true is not supported")
+        if getattr(hf, "attention_dropout", 0.0):
+            raise UserError("model.path: attention_dropout other than 0 is not supported")
+        self.ropes()
+
+    def megatron_fields(self) -> dict[str, Any]:
+        """The architecture's fields of Megatron's TransformerConfig."""
+        return {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "ffn_hidden_size": self.hf.intermediate_size,
+            "num_attention_heads": self.num_attention_heads,
+            "num_query_groups": self.num_query_groups,
+            "kv_channels": self.head_dim,
+            "normalization": "RMSNorm",
+            "layernorm_epsilon": self.hf.rms_norm_eps,
+            "qk_layernorm": self.has_qk_norm or self.has_wide_qk_norm,
+            "gated_linear_unit": True,
+            "activation_func": self.activations[self.activation],
+            "softmax_scale": self.softmax_scale,
+            "add_bias_linear": False,
+            "add_qkv_bias": self.has_qkv_bias,
+        }
+
+    def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
+        """Make the configuration that of a small model of the same architecture, fit for layouts up to these sizes."""
+        hf = self.hf
+        ratio = hf.num_attention_heads // hf.num_key_value_heads
+        hf.num_key_value_heads = max(2, tensor_parallel)
+        hf.num_attention_heads = hf.num_key_value_heads * min(ratio, 4)
+        hf.head_dim = 16
+        hf.hidden_size = hf.head_dim * hf.num_attention_heads
+        hf.intermediate_size = 32 * max(2, tensor_parallel)
+        hf.num_hidden_layers = layers
+        if getattr(hf, "layer_types", None):
+            kinds = list(dict.fromkeys(hf.layer_types))
+            hf.layer_types = [kinds[layer % len(kinds)] for layer in range(layers)]
+
+    def divisible_by_tensor_parallel(self) -> dict[str, int]:
+        """Names and sizes of what tensor-parallel ranks must share evenly."""
+        return {"attention heads": self.num_attention_heads, "intermediate size": self.hf.intermediate_size}
+
+    # ------------------------------------------------------------ tensors
+
+    @cached_property
+    def table(self) -> dict[str, Mapping]:
+        """Every parameter of the model by its Megatron name, in the model's order."""
+        return {mapping.megatron: mapping for mapping in self._mappings()}
+
+    def shapes(self) -> dict[str, Shape]:
+        """Names and shapes of the Hugging Face tensors, in the model's order."""
+        shapes: dict[str, Shape] = {}
+        for mapping in self.table.values():
+            for part in mapping.parts:
+                rows, *rest = part.shape
+                shapes[part.name] = (max(part.first + rows, shapes.get(part.name, (0,))[0]), *rest)
+        return shapes
+
+    def float32_tensors(self) -> set[str]:
+        """Names of the Hugging Face tensors that have this precision whatever that of the model."""
+        return {name for mapping in self.table.values() if mapping.is_float32 for name in mapping.hf_names}
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor of the directory is left out knowingly: computed, or a copy of another."""
+        headless = self.ties_embeddings or self.has_reward_head
+        return name.endswith("rotary_emb.inv_freq") or (headless and name == "lm_head.weight")
+
+    def num_parameters(self) -> int:
+        """Of the whole model, as Hugging Face counts them."""
+        return sum(math.prod(shape) for shape in self.shapes().values())
+
+    def active_parameters(self) -> int:
+        """Parameters that multiply each token: all but an input embedding of its own."""
+        embedding = 0 if self.ties_embeddings else self.vocab_size * self.hidden_size
+        return self.num_parameters() - embedding
+
+    def _mappings(self) -> Iterator[Mapping]:
+        vocabulary, hidden = Vocabulary(self.vocab_size), self.hidden_size
+        embedding = Part("model.embed_tokens.weight", (self.vocab_size, hidden))
+        yield Mapping("embedding.word_embeddings.weight", (embedding,), vocabulary)
+        for layer in range(self.num_layers):
+            yield from self._layer(layer, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+        yield norm("decoder.final_layernorm", "model.norm", hidden)
+        if self.has_reward_head:
+            yield Mapping("output_layer.weight", (Part(REWARD_HEAD, (1, hidden)),), Replicated())
+        elif not self.ties_embeddings:
+            yield Mapping("output_layer.weight", (Part("lm_head.weight", (self.vocab_size, hidden)),), vocabulary)
+
+    def _layer(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
+        """The mappings of one layer, whose names begin with `ours` and `theirs`."""
+        hidden, (before, after, before_mlp, after_mlp) = self.hidden_size, self.norm_names
+        if self.norms_before:
+            yield norm(f"{ours}input_layernorm", theirs + before, hidden)
+        yield from self._attention(f"{ours}self_attention.", f"{theirs}self_attn.")
+        if self.norms_after:
+            yield norm(f"{ours}self_attention.linear_proj.post_norm", theirs + after, hidden)
+        if self.norms_before:
+            yield norm(f"{ours}pre_mlp_layernorm", theirs + before_mlp, hidden)
+        yield from self._mlp(layer, f"{ours}mlp.", f"{theirs}mlp.")
+        if self.norms_after:
+            yield norm(f"{ours}mlp.linear_fc2.post_norm", theirs + after_mlp, hidden)
+
+    def _attention(self, ours: str, theirs: str) -> Iterator[Mapping]:
+        hidden, head_dim, groups = self.hidden_size, self.head_dim, self.num_query_groups
+        heads = self.num_attention_heads
+        qkv = QueryKeyValue(groups, heads // groups, head_dim)
+        rows = {"q": heads * head_dim, "k": groups * head_dim, "v": groups * head_dim}
+        yield Mapping(f"{ours}linear_qkv.weight", self._qkv_parts(theirs, rows), qkv)
+        if self.has_qkv_bias:
+            biases = tuple(Part(f"{theirs}{name}_proj.bias", (n,)) for name, n in rows.items())
+            yield Mapping(f"{ours}linear_qkv.bias", biases, qkv)
+        if self.has_qk_norm:
+            for name in "qk":
+                yield norm(f"{ours}{name}_layernorm", f"{theirs}{name}_norm", head_dim)
+        if self.has_wide_qk_norm:
+            for name in "qk":
+                wide = Part(f"{theirs}{name}_norm.weight", (rows[name],))
+                yield Mapping(f"{ours}{name}_layernorm.weight", (wide,), Rows())
+        yield Mapping(
+            f"{ours}linear_proj.weight", (Part(f"{theirs}o_proj.weight", (hidden, heads * head_dim)),), Columns()
+        )
+
+    def _qkv_parts(self, theirs: str, rows: dict[str, int]) -> tuple[Part, ...]:
+        """The query, key and value projections, of so many rows each."""
+        return tuple(Part(f"{theirs}{name}_proj.weight", (n, self.hidden_size)) for name, n in rows.items())
+
+    def _mlp(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
+        yield from gated_mlp(ours, theirs, self.hidden_size, self.hf.intermediate_size)
+
+
+def norm(ours: str, theirs: str, size: int) -> Mapping:
+    """A norm's weight."""
+    return Mapping(f"{ours}.weight", (Part(f"{theirs}.weight", (size,)),), Replicated())
+
+
+def gated_mlp(
+    ours: str,
+    theirs: str,
+    hidden: int,
+    width: int,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    is_expert: bool = False,
+) -> Iterator[Mapping]:
+    """Gate, up and down projections; `names` are the Hugging Face ones."""
+    gate, up, down = (f"{theirs}{name}.weight" for name in names)
+    parts = (Part(gate, (width, hidden)), Part(up, (width, hidden)))
+    yield Mapping(f"{ours}linear_fc1.weight", parts, GateUp(), is_expert)
+    yield Mapping(f"{ours}linear_fc2.weight", (Part(down, (hidden, width)),), Columns(), is_expert)

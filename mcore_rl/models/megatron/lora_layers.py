@@ -1,0 +1,221 @@
+"""Adapters on Megatron's linear layers, under tensor and sequence parallelism.
+
+What crosses ranks is A · x, [T, rank] for each projection. In a column-parallel layer A is the same on every
+tensor-parallel rank and B is cut by rows; in a row-parallel one A is cut by columns and B is the same. With sequence
+parallelism the matrix that is the same sees a rank's own tokens alone, and Megatron sums its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mcore_rl import platform
+from mcore_rl.distributed.collectives import copy_forward_all_reduce_backward
+from mcore_rl.models.megatron.build import BuiltModel, HiddenStateGPTModel
+from mcore_rl.models.megatron.expert_adapters import stack_experts
+from mcore_rl.models.megatron.linear import Adapted, ColumnLinear
+from mcore_rl.models.megatron.lora import NOWHERE, LoRA, Owners
+from mcore_rl.models.megatron.parallel_state import process_groups
+from mcore_rl.models.megatron.weight_mapping import GateUp, Mapping
+from mcore_rl.models.megatron.weights import (
+    ADAPTER,
+    chunk_mappings,
+    first_layer,
+    name_in_model,
+    read_shard,
+)
+from mcore_rl.models.megatron.whole_tensors import gather_tensors
+
+from megatron.core.tensor_parallel import (  # isort: skip
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory  # isort: skip
+from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint  # isort: skip
+
+
+class Adapter(torch.nn.Module):
+    """scale · B · A · x in fp32, beside a linear layer's own output.
+
+    Args:
+        a: [n · rank, columns], of the layer's n adapted projections one above the other.
+        b: [rows, rank], of the layer's rows, whatever projections they belong to.
+        owners: [rows] which of the n each row belongs to; −1 for none.
+        sequence_parallel: whether the layer's whole side is cut by tokens.
+        fork: whether tensor-parallel ranks see different inputs, hence drop out others.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor, owners: Tensor, lora: LoRA, sequence_parallel: bool, fork: bool) -> None:
+        super().__init__()
+        self.lora_A, self.lora_B = torch.nn.Parameter(a), torch.nn.Parameter(b)
+        self.scale, self.dropout, self.enabled = lora.scale, lora.dropout, True
+        self.sequence_parallel, self.fork, self.group = sequence_parallel, fork, process_groups().tp
+        owned = owners[:, None] == torch.arange(a.shape[0] // b.shape[1], device=owners.device)
+        self.register_buffer("owned", owned.to(b)[..., None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's part of a layer's input → what is added to its part of the output."""
+        if self.dropout and self.training:
+            with get_cuda_rng_tracker().fork() if self.fork else nullcontext():
+                x = F.dropout(x, self.dropout)
+        low = self._exchange(F.linear(x.to(self.lora_A.dtype), self.lora_A))
+        return self.scale * F.linear(low, self.spread())
+
+    def spread(self) -> Tensor:
+        """[rows, n · rank]: B, each row in the columns of its own projection, zeros elsewhere."""
+        owned: Any = self.owned
+        return (self.lora_B[:, None] * owned).flatten(1)
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """A layer's weight with the adapter on it."""
+        return (weight.float() + self.scale * (self.spread() @ self.lora_A)).to(weight.dtype)
+
+    def _exchange(self, low: Tensor) -> Tensor:
+        """A · x, as B on this rank needs it."""
+        raise NotImplementedError
+
+
+class ColumnAdapter(Adapter):
+    """Each rank has all of A and its rows of B."""
+
+    def _exchange(self, low: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            whole: Tensor = gather_from_sequence_parallel_region(low, group=self.group)
+            return whole
+        copied: Tensor = copy_to_tensor_model_parallel_region(low, group=self.group)
+        return copied
+
+
+class RowAdapter(Adapter):
+    """Each rank has its columns of A and all of B."""
+
+    def _exchange(self, low: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            own: Tensor = reduce_scatter_to_sequence_parallel_region(low, group=self.group)
+            return own
+        total: Tensor = reduce_from_tensor_model_parallel_region(low, group=self.group)
+        return total
+
+
+class ExpertAdapter(Adapter):
+    """Of a routed expert's layer, between Megatron's exchanges of tokens, which also sum what ranks have parts of.
+
+    Every rank of the expert's tensor-parallel group sees all its tokens; outputs and gradients of inputs may be parts.
+    Only the gradient of the matrix that is whole on every rank (`whole`: A or B) is summed here.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor, owners: Tensor, lora: LoRA, whole: str) -> None:
+        super().__init__(a, b, owners, lora, sequence_parallel=False, fork=False)
+        self.whole, self.group = whole, process_groups().expt_tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = (
+            copy_forward_all_reduce_backward(matrix, self.group) if self.whole == name else matrix
+            for name, matrix in (("A", self.lora_A), ("B", self.lora_B))
+        )
+        return self.scale * F.linear(F.linear(x.to(a.dtype), a), b)
+
+
+def add_adapters(model: BuiltModel, lora: LoRA) -> BuiltModel:
+    """`model` with its adapters in place; they alone have gradients from now on."""
+    model = replace(model, lora=lora)
+    for chunk in model.chunks:
+        chunk.requires_grad_(False)
+        for name, mapping, _ in list(chunk_mappings(model, chunk)):
+            path = mapping.megatron.removesuffix("weight")
+            if f"{path}adapter.lora_A" in lora.table:
+                layer: Any = chunk.get_submodule(name.removesuffix(".weight"))
+                layer.adapter = _adapter(layer, path, lora, model)
+        if chunk.pre_process and chunk.config.recompute_granularity:
+            # Recomputation passes gradients on only if one of its inputs has them, which a frozen embedding lacks.
+            chunk.embedding.register_forward_hook(lambda module, inputs, embedded: _with_gradient(embedded))
+    return model
+
+
+def _with_gradient(embedded: Tensor) -> Tensor:
+    return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
+
+
+def _adapter(layer: Adapted, path: str, lora: LoRA, model: BuiltModel) -> Adapter:
+    a, b = (lora.table[f"{path}adapter.lora_{matrix}"] for matrix in "AB")
+    names = tuple(dict.fromkeys(part.name for part in b.parts if part.name != NOWHERE))
+    owners = read_shard(replace(b, parts=tuple(replace(p, shape=(p.shape[0], 1)) for p in b.parts)), Owners(names),
+                        model.topology)  # fmt: skip
+    first, second = (read_shard(mapping, lora.source, model.topology).to(platform.device()) for mapping in (a, b))
+    is_column, parallel = isinstance(layer, ColumnLinear), model.topology.sequence_parallel
+    adapter: Adapter
+    if a.is_expert:
+        adapter = ExpertAdapter(
+            first, second, owners[:, 0].to(platform.device()), lora, whole="A" if is_column else "B"
+        )
+    else:
+        kind = ColumnAdapter if is_column else RowAdapter
+        fork = model.topology.tensor.size > 1 and (parallel or not is_column)
+        adapter = kind(first, second, owners[:, 0].to(platform.device()), lora, parallel, fork)
+    for mapping, parameter in ((a, adapter.lora_A), (b, adapter.lora_B)):
+        parameter.allreduce = getattr(layer.weight, "allreduce", True)  # type: ignore[attr-defined]
+        if mapping.kind.partition_dim is not None:
+            set_tensor_model_parallel_attributes(parameter, True, mapping.kind.partition_dim, 1)
+        elif not mapping.is_expert:
+            parameter.sequence_parallel = parallel  # type: ignore[attr-defined]
+        elif model.topology.expert_tensor.rank == 0:  # others of this rank's experts: the gradient's norm has them too
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+    return adapter
+
+
+def adapter_mappings(model: BuiltModel, chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Mapping, Tensor]]:
+    """A chunk's A and B: the names that they have there, their mappings, themselves."""
+    assert model.lora is not None, "the model has no adapters"
+    for name, parameter in chunk.named_parameters():
+        if ADAPTER in name:
+            yield name, model.lora.table[name_in_model(name, first_layer(chunk), model.first_expert)], parameter
+
+
+def adapters_in(model: BuiltModel) -> list[Tensor]:
+    """Every A and B of this rank."""
+    return [parameter for chunk in model.chunks for _, _, parameter in adapter_mappings(model, chunk)]
+
+
+def export_adapters(
+    model: BuiltModel, value_of: Callable[[Tensor], Tensor] = torch.Tensor.detach, first_only: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of PEFT's format, whole, on every rank. Collective over all of them.
+
+    Args:
+        value_of: what is exported of a parameter, for example its gradient.
+        first_only: on the first rank alone; data-parallel replicas other than its own then gather nothing.
+    """
+    assert model.lora is not None, "the model has no adapters"
+    own = {m.megatron: value_of(p) for chunk in model.chunks for _, m, p in adapter_mappings(model, chunk)}
+    tensors = gather_tensors(model.lora.table, own, model, first_only=first_only)
+    yield from stack_experts((name, tensor) for name, tensor in tensors if name != NOWHERE)
+
+
+def adapter_state(model: BuiltModel, chunk: HiddenStateGPTModel) -> dict[str, Any]:
+    """Megatron's description of a chunk's adapters for a checkpoint, each named by its layer's number."""
+    ours = process_groups()
+    described = {}
+    for name, mapping, parameter in adapter_mappings(model, chunk):
+        groups: dict[str, Any] = {"tp_group": ours.tp, "dp_cp_group": ours.dp_cp}
+        if mapping.is_expert:
+            groups = {"tp_group": ours.expt_tp, "dp_cp_group": ours.expt_dp}
+        if mapping.kind.partition_dim is None:
+            described[name] = make_sharded_tensor_for_checkpoint(parameter, mapping.megatron, **groups)
+            continue
+        dimension = mapping.kind.partition_dim
+        described[name] = make_tp_sharded_tensor_for_checkpoint(parameter, mapping.megatron, dimension, **groups)
+        if isinstance(mapping.kind, GateUp):  # gate and up stand one above the other on each rank
+            described[name] = apply_swiglu_sharded_factory(described[name], ())
+    return described

@@ -1,0 +1,1 @@
+"""Rollouts: conversations of the policy with an environment, collected, judged and recorded."""

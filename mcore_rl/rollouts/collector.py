@@ -1,0 +1,214 @@
+"""A step's rollouts: which prompts are answered for it, which groups are kept, and what is written about them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from mcore_rl.algorithms.advantages import has_signal
+from mcore_rl.config import RLConfig
+from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.distributed.replicas import gather_on_first
+from mcore_rl.models.megatron.weights import own_weights
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+from mcore_rl.rollouts.outcomes import Outcome
+from mcore_rl.rollouts.recordings import REPLAYED_OPTIONS, hash_of_weights, recorded_by, recorded_step
+from mcore_rl.rollouts.samples import Rollout, Rollouts
+from mcore_rl.rollouts.worker import Asked, Begun, RolloutWorker
+from mcore_rl.run.setup import Inputs
+from mcore_rl.run.step_log import StepLog
+from mcore_rl.utils.progress import Say
+
+SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", *REPLAYED_OPTIONS}
+
+
+class RolloutCollector:
+    """Gives each step its groups, new ones or recorded ones. Every call is collective.
+
+    With `max_staleness` those of so many further steps are begun when a step's are asked for, and go on beside its
+    training. A step always gets the same prompts, whatever is ready first. So its oldest token is of weights that are
+    so many versions old at most, those that its prompts were begun with; and no more is begun than that.
+
+    Args:
+        steps: of the run.
+        recording: keeps every step's rollouts.
+        recorded: of each step, to train on instead of generating.
+    """
+
+    def __init__(
+        self,
+        config: RLConfig,
+        inputs: Inputs[PromptDataset],
+        policy: MegatronPolicy,
+        worker: RolloutWorker,
+        say: Say,
+        steps: int,
+        recording: StepLog | None = None,
+        recorded: dict[int, list[Rollout]] | None = None,
+    ) -> None:
+        self.config, self.inputs, self.policy, self.worker, self.say = config, inputs, policy, worker, say
+        self.recording, self.recorded, self.steps = recording, recorded, steps
+        self._ahead: dict[int, Begun] = {}
+        """What is being answered, by the position of its first prompt."""
+        self.samples = StepLog(config.output_dir / "samples.jsonl")
+
+    def collect(self, step: int, position: int) -> tuple[Rollouts, int]:
+        """The step's groups, those without signal replaced if so configured; and how many prompts that took.
+
+        Args:
+            position: of the step's first prompt in the order of the run.
+        """
+        options = self.config.rollouts
+        if self.recorded is not None:
+            of_all = Rollouts.known_to_all(self.recorded[step], self.policy.topology.data)
+            return of_all, options.num_prompts_per_step
+        if options.max_staleness:
+            self._begin_ahead(step, position)
+        kept = Rollouts()
+        asked, size = 0, options.num_generations_per_prompt
+        for round_ in range(options.dynamic_sampling_rounds):
+            wanted = options.num_prompts_per_step - len(kept) // size
+            new = self._generate(position + asked, wanted)
+            asked += wanted
+            signal = has_signal(torch.tensor([o.reward for o in new.outcomes]).view(-1, size)).tolist()
+            last = round_ == options.dynamic_sampling_rounds - 1
+            everything = options.dynamic_sampling_rounds == 1 or (last and not kept and not any(signal))
+            kept += new.select([place for place in range(len(new)) if signal[place // size] or everything])
+            if len(kept) == options.num_prompts_per_step * size:
+                break
+        if errors := [outcome.error for outcome in kept.outcomes if outcome.error is not None]:
+            self.say(f"step {step}: {len(errors)} samples could not be judged and count as failed; first: {errors[0]}")
+        return kept, asked
+
+    def _begin_ahead(self, step: int, position: int) -> None:
+        """Begin what is not begun yet of this step's prompts and of those of `max_staleness` further steps."""
+        options = self.config.rollouts
+        for ahead in range(min(options.max_staleness, self.steps - step) + 1):
+            first = position + ahead * options.num_prompts_per_step
+            if first not in self._ahead:
+                self._ahead[first] = self.worker.begin(*self._prompts(first, options.num_prompts_per_step))
+
+    def _generate(self, position: int, num_prompts: int) -> Rollouts:
+        """All responses to the prompts from `position` on."""
+        if (begun := self._ahead.pop(position, None)) is not None:
+            return self.worker.collect(begun)
+        return self.worker.run(*self._prompts(position, num_prompts))
+
+    def _prompts(self, position: int, count: int) -> tuple[Asked, range]:
+        """Each prompt with its index, once for each response, and the responses' sample ids."""
+        size = self.config.rollouts.num_generations_per_prompt
+        indices = self.inputs.train.order(self.config.seed).indices(position, count)
+        prompts = [(i, self.inputs.train.prompts[i]) for i in indices for _ in range(size)]
+        return prompts, range(position * size, (position + count) * size)
+
+    def write(self, step: int, rollouts: Rollouts) -> None:
+        """Into the recording, and some into samples.jsonl; the policy must have its weights."""
+        if self.recorded is not None:
+            return
+        topology, everything = self.policy.topology, range(len(rollouts))
+        if self.recording:
+            self.policy.settle_weights()
+            if recorded := gather_on_first(rollouts.own, everything, topology):
+                weights = hash_of_weights(own_weights(self.policy.model))
+                sampling = self.config.rollouts.model_dump(include=SAMPLING_OPTIONS)
+                sampling |= recorded_by(self.config, self.inputs.train.fingerprint)
+                self.recording.append(step, recorded_step(weights, sampling, recorded))
+        count = min(self.config.rollouts.num_logged_samples, len(rollouts))
+        places = [i * len(rollouts) // count for i in range(count)]  # of as many prompts as there are
+        # Objects, unlike what is trained on: these few are texts, for people to read.
+        logged = gather_on_first(rollouts.own, places, topology)
+        if self.policy.is_writer:
+            self.samples.append(step, *map(_logged, logged))
+
+
+def _logged(rollout: Rollout) -> dict[str, Any]:
+    """What samples.jsonl says of a sample."""
+    return {
+        "reward": rollout.reward,
+        "messages": rollout.message_log,
+        "error": rollout.error,
+        "weight_version": rollout.outcome.weight_version,
+        **({"weight_versions": rollout.weight_versions} if len(rollout.weight_versions) > rollout.turns else {}),
+        **({"rewards": rollout.rewards} if rollout.rewards else {}),
+    }
+
+
+def staleness_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, float]:
+    """How many versions older than `version` the weights of each sample's oldest token are; and the share of samples
+    whose tokens are of several versions."""
+    ages = [version - outcome.weight_version for outcome in outcomes]
+    mixed = sum(len({version for version, _ in outcome.weight_versions}) > 1 for outcome in outcomes)
+    return {
+        "staleness_mean": sum(ages) / len(ages),
+        "staleness_max": float(max(ages)),
+        "mixed_versions_fraction": mixed / len(outcomes),
+    }
+
+
+def _nearest(number: Fraction) -> float:
+    """A float; infinite where there is none so large."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
+class RolloutSums:
+    """What rewards and responses look like, added up exactly: the metrics are the same in whatever parts they come."""
+
+    def __init__(self) -> None:
+        self._totals, self._longest = Counter[str](), 0
+        self._rewards, self._squares = Fraction(), Fraction()
+        self._named: dict[str, tuple[Fraction, int]] = {}
+        """Of each of several rewards the sum, and of how many samples."""
+
+    def add(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            reward = Fraction(outcome.reward)
+            self._rewards, self._squares = self._rewards + reward, self._squares + reward * reward
+            for name, one in outcome.rewards.items():
+                total, count = self._named.get(name, (Fraction(), 0))
+                self._named[name] = (total + Fraction(one), count + 1)
+        self._longest = max([self._longest, *(o.response_length for o in outcomes)])
+        self._totals.update(
+            samples=len(outcomes),
+            positive=sum(o.reward > 0 for o in outcomes),
+            tokens=sum(o.response_length for o in outcomes),
+            truncated=sum(o.truncated for o in outcomes),
+            turns=sum(o.turns for o in outcomes),
+            failed=sum(o.error is not None for o in outcomes),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Accuracy is the share of samples with a positive reward.
+
+        The mean of each of several rewards is over the samples that it applies to.
+        """
+        totals, count = self._totals, self._totals["samples"]
+        mean = self._rewards / count
+        return {
+            **{
+                f"reward_{name}_mean": _nearest(total / number) for name, (total, number) in sorted(self._named.items())
+            },
+            "reward_mean": _nearest(mean),
+            "reward_std": math.sqrt(_nearest(self._squares / count - mean * mean)),
+            "accuracy": totals["positive"] / count,
+            "response_length_mean": totals["tokens"] / count,
+            "response_length_max": float(self._longest),
+            "truncated_fraction": totals["truncated"] / count,
+            "turns_mean": totals["turns"] / count,
+            "failed_fraction": totals["failed"] / count,
+            "num_samples": float(count),
+        }
+
+
+def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """`RolloutSums.metrics` of these."""
+    sums = RolloutSums()
+    sums.add(outcomes)
+    return sums.metrics()

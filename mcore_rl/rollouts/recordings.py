@@ -1,0 +1,104 @@
+"""Files that keep every step's rollouts, to train on them again without generating."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.config import TrainingConfig
+from mcore_rl.errors import UserError
+from mcore_rl.rollouts.samples import Rollout
+from mcore_rl.run.step_log import read_step_log
+
+REPLAYED_OPTIONS = {"temperature", "num_generations_per_prompt", "num_prompts_per_step"}
+"""Of the algorithm's own section: what a replay must share with its recording."""
+
+
+def recorded_by(config: TrainingConfig, data: str) -> dict[str, Any]:
+    """What tells a recording's run from others; `data` is the fingerprint of its prompts."""
+    return {"output_dir": str(config.output_dir.resolve()), "seed": config.seed, "data": data}
+
+
+def check_record(path: Path, run: dict[str, Any], goes_on: bool) -> None:
+    """Refuse to record over a file, unless it is the recording of the run that goes on.
+
+    Args:
+        run: `recorded_by` it.
+
+    Raises:
+        UserError: what is wrong with the path.
+    """
+    if not path.parent.is_dir():
+        raise UserError(f"--record {path}: there is no directory {path.parent}")
+    if path.exists() and not goes_on:
+        raise UserError(f"--record {path}: exists already, and is not written over; name another file")
+    if path.exists():
+        try:
+            found = [entry["sampling"] for entry in read_step_log(path)]
+            others = [name for name in run if any(sampling.get(name) != run[name] for sampling in found)]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"--record {path}: is not a recording, and is not written over") from None
+        if others:
+            raise UserError(f"--record {path}: is of another run (other {', '.join(others)}), and is not written over")
+
+
+def recorded_step(weights: str, sampling: dict[str, Any], rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """A recording's entry: a step's rollouts, the options they were sampled with, and a hash that tells the weights of
+    one step from another's."""
+    return {"weights": weights, "sampling": sampling, "rollouts": [asdict(r) for r in rollouts]}
+
+
+def read_recording(
+    path: Path, steps: int, required: dict[str, Any], replays_experts: bool = False, section: str = "grpo"
+) -> dict[int, list[Rollout]]:
+    """The rollouts of each recorded step.
+
+    Args:
+        replays_experts: whether tokens are sent to the experts that they went to while sampling.
+        required: sampling options that training on them depends on.
+        section: of the configuration, where these stand.
+
+    Raises:
+        UserError: no such file, not a recording, one of fewer than `steps` steps, or sampled otherwise.
+    """
+    try:
+        entries = {int(entry["step"]): entry for entry in read_step_log(path)}
+        recorded = {step: [Rollout(**r) for r in entry["rollouts"]] for step, entry in entries.items()}
+        found = {name: entry["sampling"][name] for entry in entries.values() for name in sorted(required)}
+    except OSError as error:
+        raise UserError(f"--replay {path}: cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--replay {path}: is not a recording of rollouts: {error}") from None
+    if missing := [step for step in range(1, steps + 1) if step not in recorded]:
+        raise UserError(f"--replay {path}: has no step {missing[0]} of the {steps} that are asked for")
+    with_experts = {r.routed_experts is not None for rollouts in recorded.values() for r in rollouts}
+    if with_experts - {replays_experts}:
+        has = "without" if replays_experts else "with"
+        raise UserError(f"--replay {path}: was recorded {has} experts; here model.moe_router_replay={replays_experts}")
+    for name, value in sorted(required.items()):
+        if found[name] != value:
+            if name == "data":
+                raise UserError(f"--replay {path}: was recorded on other prompts than those of data.train")
+            raise UserError(f"--replay {path}: was sampled with {section}.{name}={found[name]}; here it is {value}")
+    return recorded
+
+
+SAMPLES_PER_TENSOR = 64
+
+
+def hash_of_weights(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over the names of tensors and a few evenly spaced numbers of each: it tells an update's weights from
+    those of another without reading the model."""
+    digest, samples = hashlib.sha256(), []
+    for name, tensor in tensors:
+        digest.update(name.encode())
+        numbers = tensor.detach().flatten()
+        samples.append(numbers[:: max(1, len(numbers) // SAMPLES_PER_TENSOR)].double())
+    digest.update(torch.cat(samples).cpu().numpy().tobytes())  # one copy from the device for all of them
+    return digest.hexdigest()

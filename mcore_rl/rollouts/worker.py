@@ -1,0 +1,257 @@
+"""Conversations under way: the policy answers prompts in an environment, each replica leads its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from mcore_rl.data.chat import tokens_between
+from mcore_rl.data.prompts import Prompt
+from mcore_rl.distributed.collectives import settle
+from mcore_rl.distributed.own_rows import OwnRows, Share
+from mcore_rl.distributed.replicas import share_numbers
+from mcore_rl.distributed.topology import Topology
+from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment, Sample, Step
+from mcore_rl.models.generation.interfaces import (
+    GenerationDatumSpec,
+    GenerationInterface,
+    Response,
+    StreamingGeneration,
+    prompts_to_answer,
+)
+from mcore_rl.rollouts.outcomes import Telling
+from mcore_rl.rollouts.samples import Rollout, Rollouts
+
+CLOSE_SECONDS = 10.0
+
+Asked = Sequence[tuple[int, Prompt]]
+"""Prompts with their indices in the dataset, once for each response."""
+
+
+@dataclass
+class Conversation:
+    """A rollout on its way, and what is needed to go on with it."""
+
+    rollout: Rollout
+    prompt: Prompt
+
+    @property
+    def sample(self) -> Sample:
+        """For whoever judges its last response."""
+        log, start = self.prompt.message_log, len(self.prompt.input_ids)
+        is_text, rollout = isinstance(self.prompt.content, str), self.rollout
+        size = rollout.response_lengths[-1] if rollout.response_lengths else 0
+        return Sample(rollout.message_log, self.prompt.record, len(log), is_text, rollout.input_ids[start:], size)
+
+    def respond(self, response: Response, tokenizer: Any) -> None:
+        rollout = self.rollout
+        rollout.add_response(response.token_ids, response.logprobs)
+        rollout.weight_versions = [*rollout.weight_versions, *response.weight_versions]
+        rollout.truncated, rollout.turns = not response.ended, rollout.turns + 1
+        if response.routed_experts is not None:  # of the whole conversation so far
+            rollout.routed_experts = response.routed_experts.tolist()
+        text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
+        rollout.message_log = [*rollout.message_log, {"role": "assistant", "content": text}]
+
+    def observe(self, step: Step, tokenizer: Any, max_turns: int, max_sequence_length: int) -> list[int] | None:
+        """Take the reward; the tokens of an observation, if there is one, and room, for another turn."""
+        rollout = self.rollout
+        rollout.earn(step)
+        rollout.rewards = rollout.rewards | {
+            name: rollout.rewards.get(name, 0.0) + reward for name, reward in step.rewards.items()
+        }
+        rollout.error = rollout.error or step.error
+        if step.done or rollout.error or step.observation is None or rollout.turns >= max_turns:
+            return None
+        observed = self._observed(step.observation, tokenizer)
+        if len(rollout.input_ids) + len(observed) >= max_sequence_length:
+            return None
+        rollout.add_observation(observed)
+        rollout.message_log = [*rollout.message_log, {"role": "user", "content": step.observation}]
+        return observed
+
+    def _observed(self, observation: str, tokenizer: Any) -> list[int]:
+        """Tokens between the last response and the next: a plain text goes on as plain text."""
+        if isinstance(self.prompt.content, str):
+            return list(tokenizer(observation, add_special_tokens=False)["input_ids"])
+        return tokens_between(tokenizer, self.rollout.message_log[:-1], observation, self.rollout.input_ids)
+
+
+class RolloutWorker:
+    """Lets the policy answer prompts in an environment. All but `begin` and `close` is collective.
+
+    Each replica leads the conversations of its own prompts. Where a generation engine gives responses one by one, its
+    first rank leads each as far as it has come, beside whatever else the rank does. Otherwise its ranks generate all
+    responses of a turn together, which then are judged.
+
+    Args:
+        environment: of the first rank of each replica, or a collective one of every rank.
+        meeting_seconds: how often ranks meet while some judge: well below the timeout of collectives.
+    """
+
+    def __init__(
+        self,
+        generation: GenerationInterface,
+        environment: Environment | CollectiveEnvironment | None,
+        tokenizer: Any,
+        max_turns: int,
+        meeting_seconds: float = 5.0,
+        topology: Topology = Topology(),  # noqa: B008 (frozen)
+    ) -> None:
+        self.generation, self.tokenizer, self.topology = generation, tokenizer, topology
+        self.max_turns, self.meeting_seconds = max_turns, meeting_seconds
+        self.judges_together = hasattr(environment, "step")
+        self.environment: Any = environment
+        self.weight_version = 0
+        self._telling = Telling(topology)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="conversations", daemon=True).start()
+
+    def prepare(self, weight_version: int) -> None:
+        """Let the weights of the policy, whose number this is, answer from now on."""
+        self.generation.prepare_for_generation(weight_version=weight_version)
+        self.weight_version = weight_version
+
+    def finish(self) -> None:
+        """Nothing is asked until `prepare`."""
+        self.generation.finish_generation()
+
+    def close(self) -> None:
+        """Nothing is asked or judged any more."""
+        wait([asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)], CLOSE_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    # ------------------------------------------------------------ conversations
+
+    def run(self, prompts: Asked, sample_ids: Sequence[int], greedy: bool = False) -> Rollouts:
+        """One conversation for each (index, prompt); `sample_ids` tell them apart."""
+        if self.streams:
+            return self.collect(self.begin(prompts, sample_ids, greedy))
+        places = self.topology.data.part_of(range(len(prompts)))  # equal prompts go through the model once
+        conversations = _conversations(prompts, sample_ids, places)
+        self._in_lockstep(conversations, greedy)
+        led = zip(places, conversations, strict=True) if self.topology.leads_replica else ()
+        return self._of_all({place: conversation.rollout for place, conversation in led}, len(prompts))
+
+    @property
+    def streams(self) -> bool:
+        """Whether conversations can be begun now and collected later."""
+        return isinstance(self.generation, StreamingGeneration) and not self.judges_together
+
+    def begin(self, prompts: Asked, sample_ids: Sequence[int], greedy: bool = False) -> Begun:
+        """As `run`, of which `collect` is the end: the conversations of this rank's replica go on meanwhile.
+
+        Those of a prompt are of one replica, the prompts in turn of one and the other.
+        """
+        if not self.topology.leads_replica:
+            return Begun((), None, len(prompts))
+        replica, replicas = self.topology.data.rank, self.topology.data.size
+        groups = groupby(range(len(prompts)), key=lambda place: prompts[place][0])
+        places = [p for number, (_, group) in enumerate(groups) if number % replicas == replica for p in group]
+        own = _conversations(prompts, sample_ids, places)
+        return Begun(places, asyncio.run_coroutine_threadsafe(self._lead_all(own, greedy), self._loop), len(prompts))
+
+    def collect(self, begun: Begun) -> Rollouts:
+        """The rollouts of what was begun, of all replicas, in the order of their prompts.
+
+        The ranks meet often enough for no collective to time out; of exceptions the first is raised, on all of them.
+        """
+        led = settle(begun.work, self.meeting_seconds) or []
+        return self._of_all(dict(zip(begun.places, led, strict=True)), begun.total)
+
+    def _of_all(self, own: Mapping[int, Rollout], total: int) -> Rollouts:
+        """All replicas' conversations, of which these are this rank's, by their places."""
+        outcomes = {place: rollout.outcome for place, rollout in own.items()}
+        return Rollouts(self._telling.everyones(outcomes, total), own)
+
+    async def _lead_all(self, conversations: Sequence[Conversation], greedy: bool) -> list[Rollout]:
+        return await asyncio.gather(*(self._lead(conversation, greedy) for conversation in conversations))
+
+    async def _lead(self, conversation: Conversation, greedy: bool) -> Rollout:
+        """One conversation from its prompt to its end."""
+        assert isinstance(self.generation, StreamingGeneration)
+        while True:
+            rollout, group = conversation.rollout, conversation.prompt.input_ids
+            asked = self.generation.submit(tuple(rollout.input_ids), rollout.sample_id, group, greedy)
+            conversation.respond(await asyncio.wrap_future(asked), self.tokenizer)
+            step = await asyncio.wrap_future(self.environment.submit(conversation.sample))
+            if self._observe(conversation, step) is None:
+                return rollout
+
+    def _in_lockstep(self, conversations: Sequence[Conversation], greedy: bool) -> None:
+        """The replica's own turn by turn, for as many turns as any replica has."""
+        going = list(conversations)
+        while (share := Share.appended(len(going), self.topology.data)).total:
+            self._respond(going, share, greedy)
+            going = self._judge(going)
+
+    def _respond(self, conversations: Sequence[Conversation], share: Share, greedy: bool) -> None:
+        rollouts = [conversation.rollout for conversation in conversations]
+        asked = prompts_to_answer([r.input_ids for r in rollouts], [r.sample_id for r in rollouts])
+        data: OwnRows[GenerationDatumSpec] = OwnRows(asked, share)
+        out, lengths = self.generation.generate(data, greedy), asked["input_lengths"].tolist()
+        ends, truncated = out["unpadded_sequence_lengths"].tolist(), out["truncated"].tolist()
+        for row, conversation in enumerate(conversations):
+            response = slice(lengths[row], ends[row])
+            tokens, logprobs = out["output_ids"][row, response].tolist(), out["logprobs"][row, response].tolist()
+            versions = [(self.weight_version, len(tokens))]
+            experts = out["routed_experts"][row, : ends[row]] if "routed_experts" in out else None
+            conversation.respond(Response(tokens, logprobs, not truncated[row], versions, experts), self.tokenizer)
+
+    def _judge(self, conversations: Sequence[Conversation]) -> list[Conversation]:
+        """Those that go on, with what was observed.
+
+        Each replica judges its own beside, however long it takes; or all ranks judge together.
+        """
+        if self.judges_together:
+            steps = self.environment.step([conversation.sample for conversation in conversations])
+            return [c for c, step in zip(conversations, steps, strict=True) if self._observe(c, step) is not None]
+        judging = None
+        if self.topology.leads_replica:
+            judging = asyncio.run_coroutine_threadsafe(self._judge_all(conversations), self._loop)
+        observed = settle(judging, self.meeting_seconds) or []
+        goes_on = [place for place, tokens in enumerate(observed) if tokens is not None]
+        known = [goes_on, *(tokens or [] for tokens in observed)]
+        # The other ranks need tokens alone: texts and rewards stay where conversations are led.
+        goes_on, *tokens_of = share_numbers(known, 1 + len(conversations), self.topology)
+        if not self.topology.leads_replica:
+            for place in goes_on:
+                conversations[place].rollout.add_observation(tokens_of[place])
+        return [conversations[place] for place in goes_on]
+
+    async def _judge_all(self, conversations: Sequence[Conversation]) -> list[list[int] | None]:
+        """What each goes on with; here, since what fails on this rank alone is told to all by `settle`."""
+        judging = [asyncio.wrap_future(self.environment.submit(c.sample)) for c in conversations]
+        return [self._observe(c, step) for c, step in zip(conversations, await asyncio.gather(*judging), strict=True)]
+
+    def _observe(self, conversation: Conversation, step: Step) -> list[int] | None:
+        return conversation.observe(step, self.tokenizer, self.max_turns, self.generation.max_sequence_length)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Conversations that go on beside.
+
+    places: of those of this rank's replica among all. work: theirs, if this rank leads them. total: of all.
+    """
+
+    places: Sequence[int]
+    work: Future[list[Rollout]] | None
+    total: int
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _conversations(prompts: Asked, sample_ids: Sequence[int], places: Sequence[int]) -> list[Conversation]:
+    """With the prompts at these places."""
+    return [Conversation(Rollout.begin(prompts[p][0], sample_ids[p], prompts[p][1]), prompts[p][1]) for p in places]

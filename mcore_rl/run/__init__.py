@@ -1,0 +1,1 @@
+"""A run: its directory, its inputs, its loop, its checkpoints, its metrics."""

@@ -1,0 +1,124 @@
+"""A run's checkpoints: which to resume from, when to save, and what to say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config import TrainingConfig
+from mcore_rl.distributed.collectives import broadcast_object
+from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.models.megatron.checkpoint.checkpoint import SaveError
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+from mcore_rl.run.identity import RunIdentity, architecture_changes, architecture_of_checkpoint, identity_of
+from mcore_rl.utils.checkpoint_store import CheckpointStore, remove_listed
+from mcore_rl.utils.progress import Say
+
+
+def check_identity(identity: RunIdentity, candidates: list[Path]) -> list[str]:
+    """Refuse to go on with another run's checkpoint; returns what has changed since the best, for the user.
+
+    Raises:
+        UserError: naming the key that makes it another run.
+    """
+    for iteration in candidates:
+        if earlier := identity_of(iteration):
+            identity.require_same(earlier, iteration)
+            changes = identity.changes(earlier)
+            return [f"changed since {iteration.name}: {', '.join(changes)}"] if changes else []
+    for iteration in candidates[:1]:
+        for key, was, now in architecture_changes(architecture_of_checkpoint(iteration), identity.architecture):
+            raise UserError(f"model.path: {iteration} is of another architecture ({key} {was} → {now})")
+    return [f"{path.name} does not say of which run it is; nothing could be compared" for path in candidates[:1]]
+
+
+class RunCheckpoints:
+    """Saves and restores one run; every method is collective.
+
+    Args:
+        candidates: what to resume from, the best first, and what is to be told (`preflight.find_checkpoints`).
+        identity: of the run (JSON), kept with each checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        policy: MegatronPolicy,
+        say: Say,
+        candidates: tuple[list[Path], list[str]],
+        identity: str,
+    ) -> None:
+        self.config, self.policy, self.say, self.identity = config, policy, say, identity
+        self.resume_from, self.notes = candidates
+        self.store = CheckpointStore(config.output_dir / "checkpoints")
+        self._passing: list[Path] = []
+
+    def resume(self) -> dict[str, Any]:
+        """Restore the best sound checkpoint; returns the loop's state, `step` 0 for a fresh start.
+
+        Raises:
+            UserError: none is sound, or the best does not fit this run.
+        """
+        for note in self.notes:
+            self.say(note)
+        self.resume_from = broadcast_object(self.resume_from)  # what goes on after a restart, only its node may know
+        for iteration in self.resume_from:
+            if problems := self.policy.verify_checkpoint(iteration):
+                self.say(f"damaged checkpoint: {iteration}: {'; '.join(problems)}")
+                continue
+            restored = self.policy.load_checkpoint(iteration, self.config.checkpoint.allow_partial)
+            state = {"step": 0, "consumed_samples": 0, **restored.state}
+            position = f"data position ({state['consumed_samples']:,} samples)"
+            self.say(f"resumed from {iteration}: {', '.join([*restored.pieces, position])}")
+            if self.policy.reference is None and restored.has_reference:
+                self.say("its reference, which has followed the policy, is not used; later checkpoints are without it")
+            if restored.missing:
+                self.say(f"not in it, begun anew: {', '.join(restored.missing)}")
+            return state
+        if self.resume_from:
+            raise UserError(f"no checkpoint in {self.resume_from[0].parent} is sound")
+        return {"step": 0, "consumed_samples": 0}
+
+    def save(self, step: int, state: dict[str, Any], wait: bool, passing: bool = False) -> None:
+        """Begin to write iteration `step`, and wait for it if asked to, or if saving is not asynchronous.
+
+        A `passing` one, which the clock asked for, goes when a later one is there: it is no interval's.
+        """
+        wait = wait or not self.config.checkpoint.asynchronous
+        state = {**state, "identity": self.identity}
+        self.poll(step, wait=True)
+        if passing:
+            self._passing.append(self.store.iteration(step))
+        self._or_fail(step, lambda: self.policy.save_checkpoint(self.store.directory, step, state, wait))
+
+    def poll(self, step: int, wait: bool = False) -> None:
+        """Between two steps: commit what has been written meanwhile, notice what went wrong."""
+        self._or_fail(step, lambda: self.policy.finish_saving(wait))
+
+    def has(self, step: int) -> bool:
+        """Whether iteration `step` is on disk, as the first rank sees it."""
+        return bool(broadcast_object(self.store.iteration(step).is_dir()))
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint on disk."""
+        return next(reversed(self.store.iterations()), None)
+
+    def _or_fail(self, step: int, action: Callable[[], Path | None]) -> None:
+        try:
+            if path := action():
+                self.say(f"checkpoint: {path}")
+                self._remove_passing(path)
+        except SaveError as error:
+            message = f"step {step}: the checkpoint could not be written: {error}"
+            if self.config.checkpoint.on_failure == "stop":
+                raise TrainingError(message) from None
+            self.say(message)
+
+    def _remove_passing(self, newest: Path) -> None:
+        """Those before `newest` that only the clock asked for, unless retention has its own say about them."""
+        earlier = [path for path in self._passing if path != newest]
+        self._passing = [path for path in self._passing if path == newest]
+        if self.policy.is_writer and self.config.checkpoint.keep_last is None:
+            for path in earlier:
+                remove_listed(path)

@@ -1,0 +1,246 @@
+"""The directory of a run: whose it is, who is writing to it, and what may be replaced in it.
+
+OUTPUT/run.json      marks the directory as a run's, and says which; without it nothing that is there is touched
+OUTPUT/run.lock      exists while a run goes on, with the pid and host of its first process
+OUTPUT/…             what the run writes (`WRITTEN`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from mcore_rl.errors import UserError
+from mcore_rl.run.identity import RunIdentity
+from mcore_rl.utils.checkpoint_store import CheckpointStore, foreign_files, remove_listed
+
+MARKER, LOCK = "run.json", "run.lock"
+STEP_LOGS, JUDGE_LOG, SERVER_LOGS = ("metrics.jsonl", "samples.jsonl"), "judge.log", "vllm"
+LOGS = (*STEP_LOGS, JUDGE_LOG)
+WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "critic", "stacks", "tensorboard")
+"""What a run replaces or removes; judge.log and vllm/ only grow; precomputed references are named by content."""
+REPORT, REPORT_MARK = "report.html", '<meta name="generator" content="mcore_rl report">'
+"""Written by `mcore-rl report`, with this mark in it; another file of that name is not touched."""
+OWN = (*WRITTEN, JUDGE_LOG, SERVER_LOGS, REPORT, MARKER, LOCK)
+
+
+class RunDirectory:
+    """`output_dir` of a configuration. Checks write nothing; `claim` is the first that does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = CheckpointStore(path / "checkpoints")
+        self.export, self.adapter, self.critic = path / "hf", path / "adapter", path / "critic"
+        self._lock = -1
+        self._made: list[Path] = []
+
+    @property
+    def exports(self) -> tuple[Path, ...]:
+        """Directories of models and adapters."""
+        return self.export, self.adapter, self.critic
+
+    @property
+    def identity(self) -> RunIdentity | None:
+        """Of the run that the directory is marked as; None if it is no run's."""
+        try:
+            return RunIdentity.from_json((self.path / MARKER).read_text())
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def writes(self, path: Path, exports: bool = True) -> bool:
+        """Whether a path is, or lies in, what a run writes here; `exports`: whether models and adapters are."""
+        own, path = self.path.resolve(), path.resolve()
+        kept = set() if exports else {exported.name for exported in self.exports}
+        return path.is_relative_to(own) and path.relative_to(own).parts[:1] in {(name,) for name in {*OWN} - kept}
+
+    def check(self, export: bool, overwrite: bool = False) -> None:
+        """Refuse a directory that cannot be written, or holds something that a run would destroy.
+
+        Args:
+            export: whether the run will write models or adapters.
+            overwrite: whether the user wants an earlier run's files gone.
+
+        Raises:
+            UserError: naming what is in the way.
+        """
+        existing = next(p for p in (self.path, *self.path.absolute().parents) if p.exists() or p.is_symlink())
+        if not existing.is_dir():
+            raise UserError(f"output_dir: {existing} is not a directory")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise UserError(f"output_dir: {self.path} cannot be written ({existing} is not writable)")
+        foreign = [] if self.identity else [name for name in (*WRITTEN, MARKER) if _exists(self.path / name)]
+        lock = self.path / LOCK
+        if lock.is_file() and (text := lock.read_bytes()) and not _holder(text):
+            foreign.append(LOCK)
+        if foreign:
+            raise UserError(
+                f"output_dir: {self.path} holds {', '.join(foreign)}, which no run wrote; choose another directory"
+            )
+        for exported in self.exports if export else ():
+            if foreign := foreign_files(exported):
+                raise UserError(
+                    f"output_dir: {exported} holds {', '.join(foreign[:3])}, not as a run exported it; "
+                    "move it away, or set checkpoint.export_hf=false"
+                )
+        if overwrite:
+            for iteration in self.checkpoints.iterations():
+                if foreign := foreign_files(iteration):
+                    raise UserError(f"output_dir: {iteration} holds {foreign[0]}, not as a run saved it; move it away")
+
+    def holds_results(self) -> bool:
+        """Whether a run has left anything here that another run would mix with."""
+        logs = any((self.path / name).is_file() and (self.path / name).stat().st_size for name in LOGS)
+        return bool(self.checkpoints.iterations()) or any(map(_exists, self.exports)) or logs
+
+    def lock_state(self) -> Literal["free", "held", "left"]:
+        """Whether a run goes on here, as far as its lock tells without touching it; `left`: it was killed."""
+        try:
+            holder = _holder((self.path / LOCK).read_bytes())
+        except OSError:
+            return "free"
+        return "held" if _may_live(holder) else "left"
+
+    def comes_to_hold(self, lock: str, seconds: float) -> bool:
+        """Whether the lock that another process has taken (its `own_lock`) is, within `seconds`, in this directory too.
+
+        Not for the process that holds it: closing the file, however it was opened, would give up a record lock.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(OSError):
+                if (self.path / LOCK).read_text() == lock:
+                    return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+
+    def claim(self) -> str | None:
+        """Make the directory and lock it until `release`, or until this process ends however it ends.
+
+        Returns:
+            a line about a lock that nobody holds any more, if there was one.
+
+        Raises:
+            UserError: another run holds it, or the directory cannot be made.
+        """
+        missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._made = missing
+            return self._take_lock()
+        except OSError as error:
+            raise UserError(f"output_dir: {self.path} cannot be written ({error.strerror})") from None
+
+    def _take_lock(self) -> str | None:
+        path = self.path / LOCK
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            holder = _holder(os.read(descriptor, 4096))
+            # A record lock: unlike flock's it is not handed on to the processes that write checkpoints.
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held = False
+            except OSError as error:
+                held = error.errno in (errno.EACCES, errno.EAGAIN) or _may_live(holder)
+            if held:
+                os.close(descriptor)
+                raise UserError(f"output_dir: {self.path} is being written by another run ({_name(holder)})")
+            if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
+                break
+            os.close(descriptor)  # its holder has just removed it
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, own_lock().encode(), 0)
+        self._lock = descriptor
+        global _claimed
+        _claimed = self
+        return f"the run that held {self.path} ({_name(holder)}) is gone; going on" if holder else None
+
+    def release(self) -> None:
+        """Give up the lock; a directory made for it and not used disappears again."""
+        if self._lock < 0:
+            return
+        (self.path / LOCK).unlink(missing_ok=True)
+        os.close(self._lock)
+        self._lock = -1
+        for made in self._made:
+            with contextlib.suppress(OSError):
+                made.rmdir()
+
+    def clear(self) -> None:
+        """Remove what an earlier run wrote, and nothing else; precomputed references stay, whose names say of what."""
+        if not self.identity:  # a judge.log may be the user's
+            return
+        for iteration in self.checkpoints.iterations():
+            remove_listed(iteration)
+        for exported in self.exports:
+            remove_listed(exported)
+        self.checkpoints.forget()
+        events = (self.path / "tensorboard").glob("events.out.tfevents.*")
+        for file in (*(self.path / name for name in (*STEP_LOGS, "config.yaml", MARKER)), *events):
+            file.unlink(missing_ok=True)
+        if is_report(self.path / REPORT):
+            (self.path / REPORT).unlink()
+        if (self.path / JUDGE_LOG).exists():  # judges may have it open already
+            os.truncate(self.path / JUDGE_LOG, 0)
+
+    def mark(self, identity: str, config: str) -> None:
+        """From now on the directory is this run's: its identity (JSON) and its resolved configuration (YAML)."""
+        for name, text in ((MARKER, identity), ("config.yaml", config)):
+            temporary = self.path / f".{name}.partial"
+            temporary.write_text(text)
+            temporary.replace(self.path / name)
+
+
+def is_report(path: Path) -> bool:
+    """Whether the file is there and `mcore-rl report` has written it."""
+    try:
+        with open(path, "rb") as file:
+            return REPORT_MARK.encode() in file.read(1000)
+    except OSError:
+        return False
+
+
+def own_lock() -> str:
+    """The content of a lock that this process takes."""
+    return json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n"
+
+
+_claimed: RunDirectory | None = None
+
+
+def release() -> None:
+    """Give up what this process has claimed, if anything."""
+    if _claimed is not None:
+        _claimed.release()
+
+
+def _exists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+def _holder(text: bytes) -> dict[str, object]:
+    try:
+        holder = json.loads(text)
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) and set(holder) == {"pid", "host"} else {}
+
+
+def _name(holder: dict[str, object]) -> str:
+    return f"pid {holder.get('pid', 'unknown')} on {holder.get('host', 'an unknown host')}"
+
+
+def _may_live(holder: dict[str, object]) -> bool:
+    """Without locks on this file system: whether the process that the file names could still be there."""
+    if not holder:
+        return False
+    return holder.get("host") != socket.gethostname() or psutil.pid_exists(int(str(holder.get("pid", 0))))

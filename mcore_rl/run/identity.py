@@ -1,0 +1,257 @@
+"""What makes a run this run and no other: algorithm, model, data, seed. Kept with every checkpoint.
+
+A checkpoint is resumed only by the same run. Everything else of its configuration (learning rate, steps,
+layout, …) may change on the way, and is told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config import TrainingConfig, read_yaml
+from mcore_rl.config.second_models import CRITIC, JUDGE, REFERENCE, TEACHER
+from mcore_rl.errors import UserError
+from mcore_rl.utils.torchrun import launch_id
+
+# Of a config.json: where it came from and how it is used, not what the model computes.
+NOT_ARCHITECTURE = {
+    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "auto_map",
+    "pad_token_id", "bos_token_id", "eos_token_id", "problem_type", "id2label", "label2id", "return_dict",
+    "output_attentions", "output_hidden_states", "initializer_range", "_attn_implementation",
+}  # fmt: skip
+IDENTIFYING_KEYS = (
+    "model.head",
+    "model.dtype",
+    "dpo.preference_loss",
+    "environment.name",
+    "environment.function",
+    "seed",
+)
+"""Keys of a configuration whose change makes another run."""
+ADAPTER_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
+"""The same, and without adapters there are none of these."""
+NO_ADAPTER = "no adapter"
+BESIDE_THE_MODEL = ("model.lora.path", REFERENCE, TEACHER, JUDGE, CRITIC)
+"""Keys of what a run reads weights from, beside the model that it trains."""
+INSIGNIFICANT = (
+    *("output_dir", "dry_run", "checkpoint.", "logging."),
+    *("model.path", *BESIDE_THE_MODEL, "data.train"),
+)
+"""Keys whose change is nobody's concern, or is checked by content."""
+
+OF_A_NODE = (
+    *("output_dir", "model.path", *BESIDE_THE_MODEL),
+    *("data.train*", "data.validation*", "data.columns*", "data.chat_template", "data.cache_dir"),
+    *("environment.url", "environment.rewards.*.url", "generation.vllm.*"),
+)
+"""Patterns of the keys whose values may be a node's own: places, and servers. What is read there is compared instead;
+of vLLM's servers all processes take what the first one is told."""
+NOT_GIVEN = "(not given)"
+
+WHOLE_FILE_BYTES, WHOLE_TENSOR_BYTES = 64 << 20, 1 << 20
+BLOCKS, BLOCK_BYTES = 16, 16 << 10
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """
+    architecture: of the model's config.json.
+    base_weights: digest of the model's weights that training begins from (and a reference keeps).
+    data: fingerprint of the tokenized training data, hence of tokenizer and chat template.
+    config: every value of the configuration.
+    launch: `launch_id` of what wrote this; "" where nothing restarts it.
+    other_weights: digests of what else the run reads weights from (adapter, reference, teacher, reward model, critic),
+        by key.
+    chat_day: the day that the chat template was told, in ISO 8601; "" if it asks for none.
+    """
+
+    algorithm: str
+    architecture: dict[str, Any]
+    base_weights: str
+    data: str
+    config: dict[str, Any]
+    launch: str = ""
+    other_weights: dict[str, str] = field(default_factory=dict)
+    chat_day: str = ""
+
+    @classmethod
+    def of(cls, config: TrainingConfig, hf_config: Any, data: str, chat_day: str = "") -> RunIdentity:
+        return cls(
+            config.algorithm,
+            architecture_of(hf_config),
+            digest_of_weights(config.model.path),
+            data,
+            config.model_dump(mode="json"),
+            launch_id(),
+            {key: digest_of_weights(path) for key, path in models_of(config).items() if key in BESIDE_THE_MODEL},
+            chat_day,
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RunIdentity:
+        """Raises ValueError or TypeError if it is something else."""
+        return cls(**json.loads(text))
+
+    def require_same(self, earlier: RunIdentity, where: Path) -> None:
+        """Refuse to go on from a checkpoint of another run.
+
+        Raises:
+            UserError: naming the key that differs.
+        """
+        for key, was, now in self._identifying(earlier):
+            change = f" ({was} → {now})" if was else ""
+            remedy = "convert it (scripts/convert_checkpoint.py) and train from the model"
+            if Path(self.config["output_dir"]).resolve() in where.resolve().parents:
+                remedy = (
+                    "choose another output_dir, or start afresh with checkpoint.resume=none checkpoint.overwrite=true, "
+                    "which removes that run"
+                )
+            raise UserError(f"{key}: {where} is of another run{change}; {remedy}")
+
+    def _identifying(self, earlier: RunIdentity) -> Iterator[tuple[str, str, str]]:
+        """(key, earlier value, value now) of what makes the runs different."""
+        if earlier.algorithm != self.algorithm:
+            yield "the algorithm", earlier.algorithm, self.algorithm
+        before, now = flattened(earlier.config), flattened(self.config)
+        for key in IDENTIFYING_KEYS:
+            if key in before and key in now and before[key] != now[key]:
+                yield key, str(before[key]), str(now[key])
+        for key in ADAPTER_KEYS:
+            if _in_any_order(before.get(key, NO_ADAPTER)) != _in_any_order(now.get(key, NO_ADAPTER)):
+                yield key, str(before.get(key, NO_ADAPTER)), str(now.get(key, NO_ADAPTER))
+        for key, was, value in architecture_changes(earlier.architecture, self.architecture):
+            yield "model.path", f"{key} {was}", str(value)
+        if earlier.base_weights.partition(" ")[0] != self.base_weights:  # once an adapter's digest followed
+            yield "model.path: other weights", "", ""
+        for key in BESIDE_THE_MODEL:
+            path, digest = now.get(key), self.other_weights.get(key, "")
+            if (before.get(key) is None) != (path is None):
+                yield key, str(before.get(key)), str(path)
+            elif earlier.other_weights.get(key, digest) != digest:  # an earlier version kept none
+                yield f"{key}: other weights in {path}", "", ""
+        if earlier.data != self.data:
+            yield f"data.train: {self.config['data']['train']} is other data", "", ""
+
+    def differences(self, first: RunIdentity) -> list[str]:
+        """What this process of a run was given otherwise than its first one, what is likely the cause before what
+        follows from it: a line each, which begins with the key."""
+        day = [f"the date {first.chat_day} → {self.chat_day}"] if first.chat_day != self.chat_day else []
+        firsts, own = flattened(first.config), flattened(self.config)
+        values = {key: (firsts.get(key, NOT_GIVEN), own.get(key, NOT_GIVEN)) for key in {**firsts, **own}}
+        compared = {key: pair for key, pair in values.items() if not any(fnmatchcase(key, one) for one in OF_A_NODE)}
+        configured = [f"{key} {was} → {now}" for key, (was, now) in compared.items() if was != now]
+        contents = [f"{key} {was} → {now}" if was else key for key, was, now in self._identifying(first)]
+        return day + configured + contents
+
+    def changes(self, earlier: RunIdentity) -> list[str]:
+        """What else is configured otherwise than it was, as `key old → new`."""
+        before, now = flattened(earlier.config), flattened(self.config)
+        common = [key for key in now if key in before and not key.startswith(INSIGNIFICANT)]
+        return [f"{key} {before[key]} → {now[key]}" for key in common if before[key] != now[key]]
+
+
+def _in_any_order(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value
+
+
+def models_of(config: TrainingConfig) -> dict[str, Path]:
+    """Every directory that a run reads weights from, by the key that names it."""
+    values = flattened(config.model_dump(mode="json"))
+    keys = ("model.path", *BESIDE_THE_MODEL)
+    return {key: Path(values[key]) for key in keys if values.get(key) is not None}
+
+
+def inputs_of(config: TrainingConfig) -> dict[str, Path]:
+    """Every file and directory that a run reads, by the key that names it."""
+    data, template = config.data, config.data.chat_template
+    files = {_named("data.train", i): Path(source) for i, source in enumerate(data.train_sources)}
+    files |= {_named("data.validation", i): Path(source) for i, source in enumerate(data.validation_sets.values())}
+    if template is not None and "{" not in template:  # the template itself
+        files["data.chat_template"] = Path(template)
+    return {**models_of(config), **files}
+
+
+def _named(key: str, number: int) -> str:
+    return f"{key}[{number}]" if number else key
+
+
+def architecture_of(hf_config: Any) -> dict[str, Any]:
+    """What of a transformers configuration decides on a model's tensors and on what it computes."""
+    values: dict[str, Any] = json.loads(json.dumps(hf_config.to_dict(), default=str))
+    return {key: value for key, value in values.items() if key not in NOT_ARCHITECTURE}
+
+
+def identity_of(iteration: Path) -> RunIdentity | None:
+    """Of the run that wrote a checkpoint; None where it says nothing of it (converted weights), or is damaged."""
+    import torch
+
+    try:
+        state = torch.load(iteration / "common.pt", map_location="cpu", weights_only=True)["state"]
+        return RunIdentity.from_json(state["identity"])
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
+        return None
+
+
+def architecture_of_checkpoint(iteration: Path) -> dict[str, Any]:
+    """`architecture_of` the model whose weights a checkpoint holds; {} where it does not say."""
+    if identity := identity_of(iteration):
+        return identity.architecture
+    architecture = read_yaml(iteration / "config.yaml").get("architecture", {})
+    return architecture if isinstance(architecture, dict) else {}
+
+
+def architecture_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, earlier value, value now) of what differs, the model's type first."""
+    keys = sorted(set(earlier) & set(now), key=lambda key: (key != "model_type", key))
+    return [(key, earlier[key], now[key]) for key in keys if earlier[key] != now[key]]
+
+
+def digest_of_weights(path: Path) -> str:
+    """Hash of the safetensors files of a model's or an adapter's directory, whatever they are called.
+
+    Reading all of a large model takes minutes. So of files of more than 64 MiB the header is read, tensors of up
+    to 1 MiB whole, and of each larger one 16 evenly spaced blocks of 16 KiB, its first and last among them. What
+    changes nothing in these is not seen, such as a few rows in the middle of an embedding.
+    """
+    files = [*path.glob("*.safetensors"), *path.glob("adapter_config.json")]  # which says an adapter's scale
+    digests = [_digest_of_file(file) for file in files]
+    return hashlib.sha256(b"".join(sorted(digests))).hexdigest()
+
+
+def _digest_of_file(file: Path) -> bytes:
+    with open(file, "rb") as stream:
+        if file.stat().st_size <= WHOLE_FILE_BYTES:
+            return hashlib.file_digest(stream, "sha256").digest()
+        header = stream.read(int.from_bytes(stream.read(8), "little"))
+        data, digest = stream.tell(), hashlib.sha256(header)
+        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        for begin, end in sorted(entry["data_offsets"] for entry in tensors):
+            for offset, size in _blocks(begin, end - begin):
+                stream.seek(data + offset)
+                digest.update(stream.read(size))
+    return digest.digest()
+
+
+def _blocks(begin: int, size: int) -> list[tuple[int, int]]:
+    """(offset, size) of what is read of a tensor."""
+    if size <= WHOLE_TENSOR_BYTES:
+        return [(begin, size)]
+    return [(begin + index * (size - BLOCK_BYTES) // (BLOCKS - 1), BLOCK_BYTES) for index in range(BLOCKS)]
+
+
+def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} → {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat.update(flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat

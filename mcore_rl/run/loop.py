@@ -1,0 +1,217 @@
+"""What all loops share: steps, validation, checkpoints, signals, the end."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic
+
+from mcore_rl.config import TrainingConfig, resolved_yaml
+from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+from mcore_rl.run import directory as run_directory
+from mcore_rl.run import watchdog
+from mcore_rl.run.best import BestValidation
+from mcore_rl.run.checkpoints import RunCheckpoints
+from mcore_rl.run.directory import RunDirectory
+from mcore_rl.run.interruption import Interruption
+from mcore_rl.run.metrics import SHOWN, Reporter, speaker
+from mcore_rl.run.preflight import is_restart
+from mcore_rl.run.setup import DatasetT, Inputs, tell_what_never_comes
+
+
+def _divides(interval: int | None, step: int) -> bool:
+    """Whether something that happens every `interval` steps (never, for None) happens now."""
+    return interval is not None and step % interval == 0
+
+
+@dataclass
+class TrainingRun(ABC, Generic[DatasetT]):
+    """A run from its start, or the checkpoint it resumes from, to its end. Every method is collective."""
+
+    config: TrainingConfig
+    inputs: Inputs[DatasetT]
+    policy: MegatronPolicy
+    consumed_samples = 0
+    """Position in the order of the dataset, across epochs."""
+
+    @property
+    def total_steps(self) -> int:
+        """From the run's very start to its end."""
+        return self.config.total_steps(len(self.inputs.train))
+
+    @property
+    def updates_per_step(self) -> int:
+        """Of the optimizer."""
+        return 1
+
+    @property
+    def max_record_length(self) -> int:
+        """In tokens."""
+        return self.config.data.max_sequence_length
+
+    @abstractmethod
+    def step(self, step: int) -> dict[str, Any]:
+        """Train once; returns metrics, among them `tokens_per_second` and `tflops_per_second`.
+
+        Raises:
+            FloatingPointError: training cannot go on; weights are as before.
+        """
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Metrics of the validation sets, each named `validation_…`, of several `validation_SET/…`; {} without one."""
+        watchdog.enter(f"step {step}: validation")
+        metrics = {}
+        for name, dataset in self.inputs.validation.items():
+            of_set = self.validate_on(name, dataset, step)
+            shown = "  ".join(f"{key} {of_set[key]:.4g}" for key in SHOWN if key in of_set)
+            self.say(f"step {step}  validation{f' {name}' if name else ''}: {shown}")
+            metrics.update({f"validation_{f'{name}/' if name else ''}{key}": value for key, value in of_set.items()})
+        return metrics
+
+    @abstractmethod
+    def validate_on(self, name: str, dataset: DatasetT, step: int) -> dict[str, float]:
+        """Metrics of one validation set."""
+
+    def throughput(self, num_tokens: float, flops: float, seconds: float) -> dict[str, float]:
+        """Metrics of a step on so many tokens, by so many operations."""
+        return {
+            "num_tokens": int(num_tokens),
+            "tokens_per_second": num_tokens / seconds,
+            "tflops_per_second": flops / seconds / 1e12,
+            "step_seconds": seconds,
+        }
+
+    def say(self, message: str) -> None:
+        """A line for the user, once."""
+        speaker(self.policy.is_writer)(message)
+
+    def run(self) -> Path | None:
+        """All steps, then the export, whose directory is returned; None without one."""
+        config, policy = self.config, self.policy
+        steps = self.total_steps
+        checkpoints = RunCheckpoints(config, policy, self.say, self.inputs.checkpoints, self.inputs.identity)
+        minutes = config.checkpoint.save_minutes
+        interruption = Interruption(None if minutes is None else minutes * 60)
+        state = checkpoints.resume()
+        self._begin()
+        done, self.consumed_samples = state["step"], state["consumed_samples"]
+        validated_on = " ".join(f"{name}:{data.fingerprint}" for name, data in self.inputs.validation.items())
+        best = BestValidation.of(config, state, validated_on, self.say)
+        if best is not None and best.step and not checkpoints.has(best.step):  # it began from another run's checkpoint
+            best.forget()
+        reporter = Reporter(config, policy.is_writer, done + 1, steps)
+        self._introduce(done, steps)
+        signal = None
+        with contextlib.closing(reporter), reporter.live():
+            if done == 0 and config.trainer.validate_at_start and (metrics := self.validate(0)):
+                reporter.record(0, metrics)
+                if best is not None:
+                    best.is_bettered(0, metrics)
+            while done < steps and signal is None and not (best and best.is_exhausted):
+                done += 1
+                metrics = self._step_or_stop(done, checkpoints)
+                self._move_reference(done)
+                if validates := self._validates_after(done):
+                    metrics.update(self.validate(done))
+                reporter.record(done, metrics)
+                try:
+                    bettered = best is not None and validates and best.is_bettered(done, metrics)
+                except UserError:  # a metric that there is not: what was trained so far is kept
+                    checkpoints.save(done, {"consumed_samples": self.consumed_samples}, wait=True)
+                    raise
+                if _divides(config.trainer.log_interval, done) or done in (1, steps):
+                    reporter.progress(done, metrics)
+                reporter.advance(done)
+                signal = interruption.requested()
+                last = done == steps or signal is not None or bool(best and best.is_exhausted)
+                watchdog.enter(f"step {done}: checkpoint")
+                checkpoints.poll(done)
+                by_interval = last or bettered or _divides(config.checkpoint.save_interval, done)
+                if by_interval or interruption.save_is_due:
+                    state = {"consumed_samples": self.consumed_samples, **({"best": best.state()} if best else {})}
+                    checkpoints.save(done, state, last, passing=not by_interval)
+                    interruption.saved()
+        for line in reporter.summary(done):
+            self.say(line)
+        if best is not None:
+            self.say(f"  {best}" + (f": {checkpoints.store.iteration(best.step)}" if best.step else ""))
+        exported = None
+        if signal and done < steps:
+            self.say(f"stopped by {signal} after step {done}; the same command goes on from here")
+        else:
+            if done < steps and best is not None:
+                self.say(f"step {done}: {best.waited} validations without a better {best.metric}; training ends here")
+            if config.checkpoint.export_best and best is not None and best.step != done:
+                self._take_weights_of(best, checkpoints)
+            exported = self._export()
+        watchdog.stop()
+        run_directory.release()
+        return exported
+
+    def _step_or_stop(self, step: int, checkpoints: RunCheckpoints) -> dict[str, Any]:
+        """`step`'s metrics; what makes it impossible to go on ends the run once the last checkpoint is written."""
+        try:
+            return self.step(step)
+        except FloatingPointError as error:
+            checkpoints.poll(step, wait=True)
+            newest = checkpoints.newest() or "none"
+            raise TrainingError(f"step {step}: {error}; the last checkpoint is {newest}") from None
+
+    def _take_weights_of(self, best: BestValidation, checkpoints: RunCheckpoints) -> None:
+        if best.step and checkpoints.has(best.step):
+            self.policy.load_weights(checkpoints.store.iteration(best.step))
+        else:
+            self.say("export_best: no checkpoint is of the best validation; the last weights are exported")
+
+    def _move_reference(self, step: int) -> None:
+        sync = self.config.reference_sync_of
+        if sync is not None and _divides(sync.interval, step):
+            self.policy.move_reference(sync.alpha)
+            self.reference_moved()
+
+    def reference_moved(self) -> None:
+        """What was computed by the reference is no longer true."""
+
+    def _validates_after(self, step: int) -> bool:
+        trainer = self.config.trainer
+        return _divides(trainer.validation_interval, step) or (trainer.validate_at_end and step == self.total_steps)
+
+    def _begin(self) -> None:
+        """From now on the output directory is this run's, which is watched over."""
+        if self.policy.is_writer:
+            directory = RunDirectory(self.config.output_dir)
+            if self.config.checkpoint.overwrite and not is_restart(self.config.output_dir):
+                directory.clear()
+            directory.mark(self.inputs.identity, resolved_yaml(self.config))
+        watchdog.start(self.config.output_dir / "stacks", self.policy.rank)
+
+    def _introduce(self, done: int, steps: int) -> None:
+        """Say what is trained on what."""
+        policy = self.policy
+        self.say(f"model: {policy.describe()}, {policy.describe_layout()}")
+        if lora := policy.model.lora:
+            self.say(f"LoRA: {lora}")
+        if policy.reference is not None:
+            self.say(f"reference: {policy.reference.describe()}")
+        self.say(self.inputs.train.describe("train", self.max_record_length))
+        for name, dataset in self.inputs.validation.items():
+            self.say(dataset.describe(f"validation {name}".rstrip(), self.max_record_length))
+        tell_what_never_comes(self.config, steps, self.say, self.updates_per_step)
+        if done >= steps:
+            self.say(f"nothing left to train: the checkpoint is at step {done} of {steps}")
+
+    def _export(self) -> Path | None:
+        """The trained model as Hugging Face has it, and its adapters as PEFT does, if the configuration asks for it."""
+        if not self.config.checkpoint.export_hf:
+            return None
+        watchdog.enter("export")
+        directory = RunDirectory(self.config.output_dir)
+        if self.config.model.lora is not None:
+            self.policy.export_adapters(directory.adapter)
+            self.say(f"PEFT adapter: {directory.adapter}")
+        self.policy.export_hf(directory.export)
+        self.say(f"Hugging Face model: {directory.export}")
+        return directory.export

@@ -1,0 +1,180 @@
+"""What can be told wrong in a second: layout, paths and directories, before PyTorch and Megatron are imported."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from mcore_rl.config import RLConfig, RMConfig, TrainingConfig
+from mcore_rl.data.readers import check_file
+from mcore_rl.errors import UserError
+from mcore_rl.run.directory import RunDirectory
+from mcore_rl.run.identity import inputs_of, models_of
+from mcore_rl.utils.checkpoint_store import CheckpointStore, quick_problems
+from mcore_rl.utils.torchrun import has_name, launch_id, node, restarts
+
+
+def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path | None]) -> None:
+    """Check what needs no tensor; nothing is written.
+
+    Args:
+        world_size: processes of the run.
+        files: options that name files, by option.
+
+    Raises:
+        UserError: naming the key or option, what was found, what would be right.
+    """
+    check_layout(config, world_size)
+    check_sources(config)
+    _check_files(files, RunDirectory(config.output_dir))
+    if isinstance(config, RLConfig) and not (files.get("replay") and config.data.validation is None):
+        check_vllm(config)
+    check_output(config)
+    find_checkpoints(config)
+
+
+def check_layout(config: TrainingConfig, world_size: int) -> None:
+    """Check what needs no data: models are there, processes and packs can be divided, steps train something.
+
+    Raises:
+        UserError: naming the key, what was found, what would be right.
+    """
+    if config.model.head == "reward" and not isinstance(config, RMConfig):
+        raise UserError("model.head: head=reward is trained by train_rm.py alone")
+    config.parallel.data_parallel_size(world_size)
+    config.pack_width(config.rows_per_unit)
+    if config.trainer.max_steps is not None:
+        config.check_steps(config.trainer.max_steps)
+    for key, path in models_of(config).items():
+        if key != "model.lora.path":
+            check_model_directory(path, key)
+
+
+def check_sources(config: TrainingConfig) -> None:
+    """Raises UserError if a file of records is not there, or none."""
+    for source in (*config.data.train_sources, *config.data.validation_sets.values()):
+        check_file(source)
+
+
+def check_model_directory(path: Path, key: str = "model.path") -> None:
+    """Raises UserError if a path is no Hugging Face model directory, saying what it is instead."""
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        instead = "give its base model, and it as model.lora.path" if key == "model.path" else "merge it into its base"
+        raise UserError(f"{key}: {path} is an adapter (LoRA), not a model; {instead}")
+    if not (path / "config.json").is_file():
+        raise UserError(f"{key}: {path} must be a Hugging Face model directory with a config.json")
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: {path / 'config.json'} is not JSON ({error})") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise UserError(f"{key}: {path / 'config.json'} names no model_type")
+
+
+def check_vllm(config: RLConfig) -> None:
+    """Raises UserError if servers are to be started, and nothing can run them, or they could not tell experts."""
+    generation = config.generation
+    if generation.backend != "vllm" or generation.vllm.urls:
+        return
+    if not os.access(generation.vllm.python, os.X_OK):
+        raise UserError(
+            f"generation.vllm.python: there is no {generation.vllm.python}; `make install-vllm` makes it, or give "
+            "generation.vllm.urls of servers that run already"
+        )
+    if config.model.moe_router_replay:
+        from mcore_rl import platform  # with PyTorch
+
+        if not platform.has_gpu():
+            raise UserError(
+                "model.moe_router_replay: vLLM's build for the CPU cannot return experts; give generation.vllm.urls of "
+                "servers on GPUs, or use generation.backend=megatron"
+            )
+
+
+def _check_files(files: Mapping[str, Path | None], directory: RunDirectory) -> None:
+    record, replay = files.get("record"), files.get("replay")
+    if record and replay:
+        raise UserError("--record and --replay exclude each other: a replay generates nothing that could be recorded")
+    if record and not record.parent.is_dir():
+        raise UserError(f"--record {record}: there is no directory {record.parent}")
+    for option, file in files.items():
+        if file and directory.writes(file):
+            raise UserError(f"--{option} {file}: is a file that this run writes; name another")
+    if record and record.is_dir():
+        raise UserError(f"--record {record}: is a directory")
+    if replay:
+        try:
+            replay.open("rb").close()
+        except OSError as error:
+            raise UserError(f"--replay {replay}: cannot be read ({error.strerror})") from None
+
+
+def is_restart(output_dir: Path) -> bool:
+    """Whether torchrun started this process in place of one that failed, which had begun the run in `output_dir`."""
+    if restarts() == 0:
+        return False
+    if not has_name() and node() > 0:
+        return True  # another node's torchrun began it; there the first rank decides
+    identity = RunDirectory(output_dir).identity
+    return identity is not None and identity.launch == launch_id()
+
+
+def check_output(config: TrainingConfig) -> None:
+    """Refuse to write over what is in `output_dir`, or what the run reads.
+
+    Raises:
+        UserError: naming the key, and what is in the way.
+    """
+    directory, checkpoint = RunDirectory(config.output_dir), config.checkpoint
+    afresh = checkpoint.resume == "none" and not is_restart(config.output_dir)
+    overwrite = checkpoint.overwrite and afresh
+    directory.check(checkpoint.export_hf, overwrite)
+    for key, path in inputs_of(config).items():
+        if _is_written(key, path, directory, checkpoint.export_hf or overwrite):
+            remedy = "choose another output_dir"
+            if not overwrite and not _is_written(key, path, directory, exports=False):
+                remedy += ", or set checkpoint.export_hf=false"
+            raise UserError(f"{key}: {path} is what this run writes{' or removes' if overwrite else ''}; {remedy}")
+    if afresh and not checkpoint.overwrite and directory.holds_results():
+        raise UserError(
+            f"checkpoint.resume: {config.output_dir} holds a run, which would be mixed with a new one; choose another "
+            "output_dir, or set checkpoint.overwrite=true to remove it"
+        )
+
+
+def _is_written(key: str, path: Path, directory: RunDirectory, exports: bool) -> bool:
+    """Whether a run writes to one of its inputs, or to what links in it lead to."""
+    if path.resolve() == directory.path.resolve():
+        return key.startswith("data.")  # logs have the suffix of records; nothing is called like a model's files
+    return any(directory.writes(part, exports) for part in (path, *path.glob("*")))
+
+
+def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
+    """What `checkpoint.resume` asks for: checkpoints to try, the best first, and what to say of others.
+
+    Raises:
+        UserError: nothing there, or everything damaged.
+    """
+    wanted = config.checkpoint.resume
+    if wanted == "none" and not is_restart(config.output_dir):
+        return [], []
+    own = CheckpointStore(config.output_dir / "checkpoints")
+    if wanted in ("auto", "none"):
+        return own.candidates()
+    path = Path(wanted)
+    if not path.is_dir():
+        raise UserError(f"checkpoint.resume: {path} is not a directory (nor auto, nor none)")
+    is_own = own.directory.resolve() in (path.resolve(), path.resolve().parent)
+    if own.iterations() and not is_own:  # it began there and has gone further since
+        found, notes = own.candidates()
+        return found, [*notes, f"checkpoint.resume: {path} is not read: the run has checkpoints of its own"]
+    if path.name.startswith("iter_"):
+        if problems := quick_problems(path):
+            raise UserError(f"checkpoint.resume: {path} is not whole: {'; '.join(problems)}")
+        return [path], []
+    found, notes = CheckpointStore(path).candidates()
+    if not found:
+        raise UserError(f"checkpoint.resume: {path} holds no checkpoint")
+    return found, notes

@@ -1,0 +1,282 @@
+"""Is a parallel run right? The same step under many layouts, compared with one process.
+
+Everything that a layout could change is looked at: loss, metrics, scores (log-probabilities, or a reward
+model's rewards), the gradient of every parameter in its Hugging Face shape, the gradient norm, and the
+weights after some steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.build_loss import loss_of
+from mcore_rl.config import (
+    DistillationConfig,
+    DPOConfig,
+    KTOConfig,
+    LoRAConfig,
+    ModelConfig,
+    RLConfig,
+    RMConfig,
+    TrainingConfig,
+)
+from mcore_rl.config.layouts import Layout
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.errors import UserError
+from mcore_rl.testing.processes import run_processes
+
+if TYPE_CHECKING:
+    from mcore_rl.models.policy.teacher import TeacherModel
+
+ROUNDING = 1e-12
+
+
+@dataclass
+class Outcome:
+    """What one layout computed.
+
+    metrics: of the first step, `grad_norm` included. scores: log-probabilities [B, S] or rewards [B, 1].
+    gradients: of the first step, of adapters alone where there are some. weights: after the last.
+    """
+
+    metrics: dict[str, float]
+    scores: Tensor
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: TrainingConfig) -> None:
+    """What the loss compares the policy with, where the batch lacks it: its own log-probabilities with some noise.
+
+    Without noise margins and KL would be 0 but for rounding, accuracies a matter of chance, and their terms untested.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def nearly_the_same() -> Tensor:
+        return torch.where(logprobs != 0, logprobs + 0.1 * torch.randn(logprobs.shape, generator=generator), 0)
+
+    if isinstance(config, DPOConfig):
+        data.setdefault("reference_policy_logprobs", nearly_the_same().roll(-1, dims=1))
+    if isinstance(config, KTOConfig):
+        data["reference_policy_logprobs"] = nearly_the_same().roll(-1, dims=1)
+        data["kl_reference_point"] = torch.full((data.size,), 0.3)
+    if isinstance(config, DistillationConfig) and config.distillation.topk is not None:
+        shape, k = data["input_ids"].shape, config.distillation.topk
+        tokens = max(k, int(data["input_ids"].max()) + 1)
+        data["teacher_topk_logits"] = torch.randn(*shape, k, generator=generator)
+        data["teacher_topk_indices"] = torch.rand(*shape, tokens, generator=generator).topk(k).indices
+    if isinstance(config, RLConfig):
+        for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
+            data[name] = nearly_the_same()
+
+
+def invented_teacher(config: DistillationConfig) -> TeacherModel | None:
+    """Where its whole distributions are learned: the policy's initial weights, a quarter larger."""
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.policy.teacher import TeacherModel
+
+    if config.distillation.topk is not None:
+        return None
+    model = ModelConfig(
+        path=config.model.path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code
+    )
+    hf = load_hf_config(model.path, model.trust_remote_code)
+    teacher = TeacherModel(config.model_copy(update={"model": model}), hf.vocab_size)
+    with torch.no_grad():
+        for weight in teacher.parameters():
+            weight.mul_(1.25)
+    return teacher
+
+
+def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: int) -> Outcome | None:
+    """`steps` optimizer steps on one global batch; runs on every rank, rank 0 returns the outcome.
+
+    Every rank has the batch and scores it; it learns from its replica's own rows, as in training.
+    """
+    from mcore_rl.models.megatron.lora_layers import export_adapters
+    from mcore_rl.models.megatron.optimizer import gather_gradients
+    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    pairs = isinstance(config, DPOConfig | RMConfig)
+    policy = MegatronPolicy(config, total_steps=1000, rows_per_unit=2 if pairs else 1)
+    teacher = invented_teacher(config) if isinstance(config, DistillationConfig) else None
+    loss_fn = loss_of(config, teacher)
+    if config.model.head == "reward":
+        scores = policy.get_rewards(data)["rewards"]
+    else:
+        scores = policy.get_logprobs(data)["logprobs"]
+        add_earlier_logprobs(data, scores, config)
+    own = policy.own_rows(data)
+    policy.compute_gradients(own, loss_fn)
+    gather_gradients(policy.chunks)
+    export = export_adapters if policy.model.lora else export_hf_weights
+    gradients = {name: g.cpu() for name, g in export(policy.model, _main_grad)}
+    metrics, *_ = [policy.train(own, loss_fn) for _ in range(steps)]
+    metrics.pop("all_mb_metrics")
+    policy.settle_weights()
+    weights = {name: w.cpu() for name, w in export_hf_weights(policy.model)}
+    is_writer = policy.is_writer
+    for model in (policy, teacher):
+        if model is not None:
+            model.shutdown()
+    return Outcome(metrics, scores, gradients, weights) if is_writer else None
+
+
+def _main_grad(parameter: Tensor) -> Tensor:
+    """A router's bias is trained by no gradient."""
+    gradient: Tensor | None = getattr(parameter, "main_grad", None)
+    return torch.zeros_like(parameter) if gradient is None else gradient.float()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Relative differences of a layout's outcome from another's; the worst of each kind, and where."""
+
+    loss: float
+    metrics: float
+    scores: float
+    gradients: float
+    worst_gradient: str
+    grad_norm: float
+    weights: float
+
+    def within(self, loss: float = 1e-5, gradients: float = 1e-4) -> bool:
+        return (
+            max(self.loss, self.metrics, self.scores) <= loss
+            and max(self.gradients, self.grad_norm, self.weights) <= gradients
+        )
+
+
+def compare(outcome: Outcome, reference: Outcome) -> Difference:
+    """How far `outcome` is from `reference`.
+
+    Numbers relative to the larger of the reference's value and 1; tensors by the norm of the difference,
+    relative to the reference's norm or, where it is small, to a thousandth of the whole gradient's.
+    """
+    metrics = {
+        name: _relative(outcome.metrics[name], value) for name, value in reference.metrics.items() if name != "lr"
+    }
+    whole = math.sqrt(sum(float(g.double().square().sum()) for g in reference.gradients.values()))
+    gradients = {
+        name: _distance(outcome.gradients[name], g, floor=whole * 1e-3) for name, g in reference.gradients.items()
+    }
+    worst = max(gradients, key=lambda name: gradients[name])
+    weights = (_distance(outcome.weights[name], w) for name, w in reference.weights.items())
+    return Difference(
+        loss=metrics["loss"],
+        metrics=max(value for name, value in metrics.items() if name not in ("loss", "grad_norm")),
+        scores=_distance(outcome.scores, reference.scores),
+        gradients=gradients[worst],
+        worst_gradient=worst,
+        grad_norm=abs(outcome.metrics["grad_norm"] / reference.metrics["grad_norm"] - 1),
+        weights=max(weights),
+    )
+
+
+def _relative(value: float, expected: float) -> float:
+    return abs(value - expected) / max(abs(expected), 1.0)
+
+
+def _distance(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    difference = (value.double() - expected.double()).norm()
+    return float(difference / max(float(expected.double().norm()), floor, ROUNDING))
+
+
+def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Layout]) -> None:
+    """A model of the same architecture with few small layers and random fp32 weights, and its tokenizer."""
+    import shutil
+
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from mcore_rl.models.megatron.families import family_of, has_reward_head
+    from mcore_rl.models.megatron.hf_checkpoint import companions
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+
+    config = load_hf_config(source.path, source.trust_remote_code, source.head)
+    tp, pp, ep, vpp = (max(getattr(layout, name) for layout in layouts) for name in ("tp", "pp", "ep", "vpp"))
+    family_of(config).shrink(2 * pp * vpp, tp, ep)
+    torch.manual_seed(0)
+    model_class = AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM
+    model = model_class.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        biases = (buffer for name, buffer in model.named_buffers() if name.endswith("bias"))
+        for parameter in (*model.parameters(), *biases):  # norms and biases away from their special values
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(destination)
+    for file in companions(source.path):
+        shutil.copy2(file, destination / file.name)
+
+
+def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:
+    """`model` with random adapters of the configured shapes to begin from, none of them zero, and without dropout.
+
+    Of a B of zeros no A has a gradient that could be wrong.
+    """
+    from mcore_rl.models.megatron.families import family_of
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.lora import lora_of, shapes_of
+    from mcore_rl.models.megatron.peft_directory import PEFTDirectory, write_peft_directory
+
+    assert model.lora is not None, "there is nothing to invent"
+    config, family = model.lora, family_of(load_hf_config(model.path, model.trust_remote_code, model.head))
+    if config.path is not None:  # of another size
+        given = PEFTDirectory(config.path)
+        config = LoRAConfig(rank=given.rank, alpha=given.alpha, target_modules=given.target_modules)
+    lora = lora_of(config, family)
+    generator = torch.Generator().manual_seed(0)
+    tensors = ((name, torch.randn(shape, generator=generator) * 0.1) for name, shape in shapes_of(lora.table).items())
+    write_peft_directory(tensors, destination, model.path, lora.settings, is_writer=True)
+    return model.model_copy(update={"lora": LoRAConfig(path=destination)})
+
+
+def fitting(layouts: Iterable[Layout], config: TrainingConfig) -> tuple[list[Layout], list[tuple[Layout, UserError]]]:
+    """The layouts that a configuration's model allows, and why it does not allow the others."""
+    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+
+    fits, refused = [], []
+    hf = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
+    for layout in layouts:
+        try:
+            parallel = layout.apply(config).parallel
+            check_model_fits(hf, parallel, config.data.max_sequence_length, config.model)
+            fits.append(layout)
+        except UserError as error:
+            refused.append((layout, error))
+    return fits, refused
+
+
+def check_layouts(
+    config: TrainingConfig, data: BatchedDataDict[Any], layouts: Sequence[Layout], steps: int = 3
+) -> Iterable[tuple[Layout, Difference]]:
+    """Each layout's difference from one process, as it is computed."""
+    reference = run_processes(compute_outcome, Layout().apply(config), data, steps, world_size=1, timeout=300)[0]
+    for layout in layouts:
+        outcome = run_processes(
+            compute_outcome, layout.apply(config), data, steps, world_size=layout.world_size, timeout=300
+        )[0]
+        yield layout, compare(outcome, reference)
+
+
+TABLE_HEADER = (
+    f"{'layout':<28}{'loss':>10}{'metrics':>10}{'scores':>10}{'gradients':>11}{'grad norm':>11}{'weights':>10}"
+)
+
+
+def table_row(layout: Layout, difference: Difference) -> str:
+    """One line of the table of relative differences."""
+    numbers = (difference.loss, difference.metrics, difference.scores)
+    verdict = "" if difference.within() else f"  WRONG ({difference.worst_gradient})"
+    return (
+        f"{layout!s:<28}"
+        + "".join(f"{number:>10.1e}" for number in numbers)
+        + f"{difference.gradients:>11.1e}{difference.grad_norm:>11.1e}{difference.weights:>10.1e}"
+        + verdict
+    )

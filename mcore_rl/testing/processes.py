@@ -1,0 +1,144 @@
+"""Ordinary functions on a few gloo processes of this machine.
+
+    results = run_processes(function, *arguments, world_size=2)     # one result a rank
+
+The processes are forked from a server that has imported torch and Megatron once, so that they start in
+no time and leave nothing behind: gloo's threads of a destroyed group would otherwise stay, and spin.
+CPU only: a process forked after CUDA has started cannot use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from mcore_rl.errors import WorkerError
+from mcore_rl.platform import initialize_platform
+
+MEETINGS = 3
+"""How often processes are started anew when they do not find each other, as happens on a loaded machine."""
+
+_PRELOAD = ["mcore_rl.testing.preload"]
+
+
+def serve_processes(also_preload: Sequence[str] = ()) -> None:
+    """Start the server now, with further modules imported in it first; otherwise the first run starts it."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*also_preload, *_PRELOAD])
+    forkserver.ensure_running()
+
+
+def run_processes(function: Callable[..., Any], *args: Any, world_size: int, timeout: float = 120) -> list[Any]:
+    """`function(*args)` on ranks 0 … world_size − 1, a process group around them; their results in rank order.
+
+    `function` must be importable by name, its results picklable.
+
+    Raises:
+        WorkerError: a rank failed, died, or took longer than `timeout` seconds. All are then killed.
+    """
+    for _ in range(MEETINGS - 1):
+        with contextlib.suppress(MeetingError):
+            return _run_once(function, args, world_size, timeout)
+    return _run_once(function, args, world_size, timeout)
+
+
+class MeetingError(WorkerError):
+    """The processes could not make their group; `function` was called on none of them."""
+
+
+def _run_once(function: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float) -> list[Any]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)  # of no effect if the server runs
+    workers: dict[Connection, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        store = os.path.join(directory, "store")
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_work, args=(theirs, function, args, rank, world_size, store, timeout))
+                process.start()
+                theirs.close()
+                workers[ours] = process
+            return _collect(list(workers), timeout)
+        finally:
+            for connection, process in workers.items():
+                process.kill()
+                connection.close()
+            for process in workers.values():
+                process.join(10)
+
+
+def _collect(connections: list[Connection], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: list[str] = []
+    pending = dict(zip(connections, range(len(connections)), strict=True))
+    deadline = time.monotonic() + timeout
+    while pending:
+        # Once a rank has failed the others only get a moment to tell their part.
+        remaining = min(deadline - time.monotonic(), 2.0 if failures else timeout)
+        ready = wait(list(pending), timeout=max(remaining, 0))
+        if not ready:
+            break
+        for connection in [c for c in pending if c in ready]:
+            rank = pending.pop(connection)
+            try:
+                failure, results[rank] = connection.recv()
+            except EOFError:
+                failure, results[rank] = WorkerError, "the process died"
+            if failure is MeetingError:  # others may wait for it as long as they wait for anything
+                raise MeetingError(f"rank {rank}: {results[rank]}")
+            if failure is not None:
+                failures.append(f"rank {rank}: {results[rank]}")
+    if failures or pending:
+        raise WorkerError("\n".join(failures) or f"ranks {sorted(pending.values())} took longer than {timeout} s")
+    return [results[rank] for rank in range(len(connections))]
+
+
+def _work(
+    connection: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    store: str,
+    timeout: float,
+) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    # A collective that autograd cannot see gives wrong gradients: never only a warning.
+    warnings.filterwarnings("error", message=".*autograd kernel was not registered.*")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    initialize_platform()  # done already where the server has imported Megatron
+    try:
+        _meet(rank, world_size, store, timedelta(seconds=timeout))
+    except BaseException:
+        connection.send((MeetingError, traceback.format_exc()))
+    else:
+        try:
+            connection.send((None, function(*args)))
+        except BaseException:
+            connection.send((WorkerError, traceback.format_exc()))
+    connection.close()
+    # Peers may still be reading from this process; the caller ends it.
+    time.sleep(timeout)
+
+
+def _meet(rank: int, world_size: int, path: str, timeout: timedelta) -> None:
+    """Make the process group, and wait for all: a rank that is done before others have met, and closes its
+    connections, would break the meeting for them."""
+    store = torch.distributed.FileStore(path, world_size)
+    store.set_timeout(timeout)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    store.set(f"met/{rank}", "")
+    store.wait([f"met/{other}" for other in range(world_size)])

@@ -1,0 +1,10 @@
+"""What processes of the tests import sooner or later, imported in the server that they are forked from."""
+
+import accelerate  # noqa: F401  # transformers imports it with the first model that it loads
+import shape_checks  # noqa: F401  # before anything of the package
+from small_models import FAMILIES
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+for model_type in {model_type for model_type, _ in FAMILIES.values()}:
+    MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(model_type))]  # imports the family's module

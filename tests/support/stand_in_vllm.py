@@ -1,0 +1,244 @@
+"""Answers as vLLM's server does, by transformers: `python tests/support/stand_in_vllm.py MODEL PORT LOG …`.
+
+Every token is drawn from all that is before it by the weights of the moment, in fp32. LOG gets a line for each call.
+"""
+
+import argparse
+import base64
+import io
+import json
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from subprocess import PIPE, Popen
+from sys import executable
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import requests
+import torch
+from ports import free_port
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mcore_rl.models.policy.refit import RefitReceiver, decode_refit_info
+
+
+class Engine:
+    """The model, what it is asked, and what comes of its weights."""
+
+    def __init__(self, options):
+        self.options, self.config = options, AutoConfig.from_pretrained(options.model)
+        self.running, self.lock, self.version = threading.Event(), threading.Lock(), None
+        self.running.set()
+        self.counts, self.asleep, self.receiver, self.received = {}, False, None, {}
+
+    def count(self, path):
+        """Note a call; die where that was asked for."""
+        with self.lock:
+            self.counts[path] = self.counts.get(path, 0) + 1
+            with open(self.options.log, "a") as log:
+                log.write(json.dumps([time.time(), path]) + "\n")
+            number = self.counts[path]
+        for where, at, marker in self.options.die:
+            if (where, int(at)) == (path, number):
+                with suppress(FileExistsError):
+                    Path(marker).touch(exist_ok=False)
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    # ------------------------------------------------------------ answers
+
+    def generate(self, body):
+        sampling, prompt = body["sampling_params"], body["token_ids"]
+        assert (sampling["top_k"], sampling["top_p"], sampling["min_p"]) == (0, 1.0, 0.0)
+        generator = torch.Generator().manual_seed(sampling["seed"])
+        ids, logprobs, spans, reason = list(prompt), [], [], "length"
+        for index in range(sampling["max_tokens"]):
+            time.sleep(self.options.seconds)
+            self.running.wait()
+            with self.lock:
+                assert not self.asleep, "asked in its sleep"
+                token, logprob, version = *self.draw(ids, sampling["temperature"], generator), self.version
+            ids.append(token)
+            logprobs.append(logprob)
+            if spans and spans[-1]["version"] == version:
+                spans[-1]["end"] = index + 1
+            else:
+                spans.append({"version": version, "start": index, "end": index + 1})
+            if token in sampling["stop_token_ids"]:
+                reason = "stop"
+                break
+        choice = {
+            "token_ids": ids[len(prompt) :], "finish_reason": reason, "weight_versions": spans,
+            "logprobs": {"content": [{"logprob": logprob} for logprob in logprobs]},
+        }  # fmt: skip
+        if self.options.experts:
+            choice["routed_experts"] = encode(told_experts(self.config, len(ids) - 1))
+        return {"choices": [choice]}
+
+    @torch.no_grad()
+    def draw(self, ids, temperature, generator):
+        logits = self.model(torch.tensor([ids])).logits[0, -1].double()
+        scores = (logits / (temperature or 1.0)).log_softmax(-1)
+        token = int(torch.multinomial(scores.exp(), 1, generator=generator)) if temperature else int(scores.argmax())
+        return token, float(scores[token])
+
+    # ------------------------------------------------------------ weights
+
+    def init(self, info):
+        self.receiver = RefitReceiver(self.received.update, decode_refit_info(info["tensors"]))
+        self.receiver.init_collective(info["ip"], info["port"], info["first_rank"], info["world_size"], info["timeout"])
+
+    def load(self, version):
+        """Through a file, as transformers reads what it is published as."""
+        with TemporaryDirectory() as directory:
+            self.config.save_pretrained(directory)
+            tensors = {name: tensor.contiguous() for name, tensor in self.received.items()}
+            save_file(tensors, f"{directory}/model.safetensors", metadata={"format": "pt"})
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        if self.options.experts:
+            send_to_told_experts(model)
+        with self.lock:
+            self.model, self.version = model, version
+
+    def answer(self, path, body):
+        if path == "/inference/v1/generate":
+            return self.generate(body)
+        if path == "/init_weight_transfer_engine":
+            self.init(body["init_info"])
+        elif path.startswith("/pause"):
+            self.running.clear()
+        elif path == "/update_weights":
+            assert not self.asleep, "weights for one that sleeps"
+            self.receiver.update_weights_from_collective()
+        elif path == "/finish_weight_update":
+            self.load(body["weight_version"])
+        elif path == "/resume":
+            self.running.set()
+        elif path.startswith("/sleep"):
+            self.asleep = True
+        elif path == "/wake_up":
+            self.asleep = False
+        elif path == "/is_sleeping":
+            return {"is_sleeping": self.asleep}
+        elif path == "/v1/models":
+            return {"data": [{"max_model_len": self.options.length}]}
+        elif path == "/get_world_size":
+            return {"world_size": 1}
+        return {}
+
+
+def told_experts(config, num_tokens):
+    """[tokens, layers, topk] experts that no router would choose, each once; of a dense layer nothing but zeros."""
+    place = np.arange(num_tokens)[:, None, None] + 3 * np.arange(config.num_hidden_layers)[None, :, None]
+    experts = (place + np.arange(config.num_experts_per_tok)) % config.num_experts
+    experts[:, config.mlp_only_layers] = 0
+    return experts.astype(np.uint8)
+
+
+def encode(array):
+    """As vLLM writes it: base64 of a .npy file."""
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def send_to_told_experts(model):
+    def hook_of(layer):
+        def hook(module, inputs, outputs):
+            logits = outputs[0]
+            chosen = torch.tensor(told_experts(model.config, len(logits))[:, layer]).long()
+            weights = logits.softmax(-1).gather(1, chosen)
+            return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+        return hook
+
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.gate"):
+            module.register_forward_hook(hook_of(int(name.split(".")[2])))
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.reply(None)
+
+    def do_POST(self):
+        self.reply(json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null"))
+
+    def reply(self, body):
+        engine = self.server.engine
+        if self.path == "/sleep?level=1" and not engine.options.sleeps:
+            return self.send_error(404)
+        engine.count(self.path)
+        content = json.dumps(engine.answer(self.path, body)).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        with suppress(BrokenPipeError):
+            self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("port", type=int)
+    parser.add_argument("log", type=Path)
+    parser.add_argument("--length", type=int, default=100, help="tokens of a sequence")
+    parser.add_argument("--seconds", type=float, default=0.0, help="before each token")
+    parser.add_argument("--experts", action="store_true", help="send tokens to experts of its own, and tell them")
+    parser.add_argument("--sleeps", action="store_true", help="has the routes for it")
+    parser.add_argument(
+        "--die", nargs=3, action="append", default=[], help="path, at which of its calls, a file of the one that does"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+    server.daemon_threads, server.engine = True, Engine(options)
+    server.serve_forever()
+
+
+@contextmanager
+def serving(model, directory, *options):
+    """Stand-ins, one for each list of options: their URLs as an override, their processes, and their calls' files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    ports = [free_port() for _ in options]
+    logs = [directory / f"{port}.jsonl" for port in ports]
+    processes = [
+        Popen([executable, __file__, model, str(port), log, *map(str, more)], stderr=PIPE, text=True)
+        for port, log, more in zip(ports, logs, options, strict=True)
+    ]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    try:
+        for url in urls:
+            wait_for(url)
+        yield f"generation.vllm={{urls: [{','.join(urls)}]}}", processes, logs
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def wait_for(url):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        with suppress(requests.ConnectionError):
+            requests.get(f"{url}/health", timeout=5)
+            return
+        time.sleep(0.1)
+    raise TimeoutError(url)
+
+
+def calls(log):
+    """(time, path) of each."""
+    return [tuple(json.loads(line)) for line in log.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""A checkpoint of any layout goes on under any other: weights, optimizer state, schedule."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import and_long
+from test_layout_check import make_config, make_data
+
+from mcore_rl.algorithms.build_loss import loss_of
+from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.processes import run_processes
+
+
+def run_steps(config, directory, load, steps):
+    """Metrics and whole weights after `steps` more steps, then a checkpoint."""
+    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    done = policy.load_checkpoint(load).state["step"] if load else 0
+    loss_fn = loss_of(config)
+    metrics = [policy.train(make_data(), loss_fn) for _ in range(steps)]
+    saved = policy.save_checkpoint(directory, done + steps, {})
+    weights = dict(export_hf_weights(policy.model))
+    policy.shutdown()
+    return metrics, weights, saved
+
+
+def continued(family, first, second, model_of, tmp_path):
+    config = make_config(model_of(family), schedule="cosine")
+    load = None
+    for layout, steps in ((first, 2), (second, 2)):
+        arguments = (layout.apply(config), tmp_path, load, steps)
+        metrics, weights, load = run_processes(run_steps, *arguments, world_size=layout.world_size)[0]
+    return metrics, weights
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model_of, tmp_path_factory):
+    made = {}
+
+    def get(family):
+        if family not in made:
+            directory = tmp_path_factory.mktemp(f"uninterrupted_{family}")
+            config = make_config(model_of(family), schedule="cosine")
+            made[family] = run_processes(run_steps, config, directory, None, 4, world_size=1)[0]
+        metrics, weights, _ = made[family]
+        return metrics[2:], weights
+
+    return get
+
+
+PAIRS = and_long(
+    [(Layout(tp=2, dp=2, sp=True), Layout(pp=2))],
+    [(Layout(dp=3), Layout(cp=2)), (Layout(pp=2, cp=2), Layout())],
+)
+ELSEWHERE = and_long(
+    [],
+    [
+        ("mixtral", Layout(dp=2, ep=2), Layout(tp=2, ep=2, etp=1, sp=True)),
+        ("deep", Layout(pp=2, vpp=3), Layout(pp=2, first=1)),
+        ("glm4_moe", Layout(), Layout(pp=2, dp=2, ep=2)),
+        ("deep", Layout(pp=2, vpp=3, stages="E|tt|t|t|tt|L"), Layout(pp=3, stages="Et|t*5|L")),
+        ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True), Layout()),
+        ("olmo2", Layout(tp=2, sp=True), Layout()),
+        ("gemma3", Layout(), Layout(tp=2, sp=True)),
+    ],
+)
+MORE = [
+    (Layout(), Layout(tp=4)),
+    (Layout(), Layout(dp=4)),
+    (Layout(tp=2, pp=2), Layout(tp=2, cp=2, sp=True)),
+    (Layout(tp=2, pp=2, dp=2), Layout(dp=2)),
+    (Layout(cp=2, dp=2), Layout(tp=2, pp=2, dp=2)),
+]
+
+
+def check(family, first, second, model_of, uninterrupted, tmp_path):
+    metrics, weights = continued(family, first, second, model_of, tmp_path)
+    expected, expected_weights = uninterrupted(family)
+    for ours, theirs in zip(metrics, expected, strict=True):
+        for name in ("loss", "grad_norm", "preference_loss", "lr"):
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-5 if name == "grad_norm" else 1e-6), name
+    for name, tensor in expected_weights.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS, ids=str)
+def test_going_on_under_another_layout(first, second, model_of, uninterrupted, tmp_path):
+    check("qwen2", first, second, model_of, uninterrupted, tmp_path)
+
+
+@pytest.mark.parametrize(("family", "first", "second"), ELSEWHERE, ids=str)
+def test_going_on_with_experts_and_layers_elsewhere(family, first, second, model_of, uninterrupted, tmp_path):
+    check(family, first, second, model_of, uninterrupted, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(("first", "second"), MORE, ids=str)
+def test_going_on_under_more_layouts(family, first, second, model_of, uninterrupted, tmp_path):
+    check(family, first, second, model_of, uninterrupted, tmp_path)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_rectangles_cover_a_range_once(shape, data):
+    from mcore_rl.models.megatron.checkpoint.optimizer_shards import rectangles
+
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    start = data.draw(st.integers(0, numbers.numel() - 1))
+    end = data.draw(st.integers(start + 1, numbers.numel()))
+    covered = []
+    for offsets, sizes, begin, stop in rectangles(start, end, tuple(shape)):
+        cut = numbers[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+        assert cut.flatten().tolist() == list(range(begin, stop))
+        covered += range(begin, stop)
+    assert covered == list(range(start, end))

@@ -1,0 +1,226 @@
+"""Configuration: every file in configs/ loads, and every mistake is one line that names the key."""
+
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config import (
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    ParallelConfig,
+    PPOConfig,
+    RMConfig,
+    SFTConfig,
+    load_config,
+    resolved_yaml,
+)
+from mcore_rl.errors import UserError
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+MINIMAL = """
+output_dir: out
+model: {path: model}
+data: {train: train.jsonl, max_sequence_length: 64}
+batch: {global_batch_size: 8}
+optimizer: {lr: 1e-5}
+trainer: {max_steps: 3}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "config.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configurations_load(path):
+    kinds = {"dpo": DPOConfig, "sft": SFTConfig, "grpo": GRPOConfig, "rm": RMConfig, "kto": KTOConfig, "ppo": PPOConfig}
+    config = load_config(kinds[path.name.split("_")[0]], path)
+    assert config.optimizer.lr > 0
+
+
+def test_overrides_and_types(write):
+    config = load_config(DPOConfig, write(MINIMAL), ["optimizer.lr=3e-4", "dpo.reference=precompute"])
+    assert config.optimizer.lr == 3e-4  # YAML itself reads 3e-4 as a string
+    assert config.dpo.reference == "precompute"
+
+
+def test_resolved_configuration_reads_back(write, tmp_path):
+    config = load_config(DPOConfig, write(MINIMAL))
+    assert load_config(DPOConfig, write(resolved_yaml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optimizer.learning_rate=1"], "unknown key optimizer.learning_rate; known here are lr, min_lr"),
+        (["optimizer.weigth_decay=1"], r"unknown key optimizer.weigth_decay; did you mean optimizer\.weight_decay\?"),
+        (["paralel.x=1"], "unknown key paralel; did you mean parallel?"),
+        (["batch.global_batch_size=true"], "batch.global_batch_size: must be a number"),
+        (["batch.global_batch_size=0"], "batch.global_batch_size: .*got 0"),
+        (["data.overlong=cut"], "data.overlong: .*'drop' or 'truncate'.*got 'cut'"),
+        (["seed.x=1"], "seed is a value, not a section"),
+        (["seed"], "write it as section.key=value"),
+        (["optimizer={lr: 1e-3, lr: 0.5}"], "is not a YAML value: the key lr stands in line 1 and again in line 1"),
+        (["optimizer.warmup_steps=3", "optimizer.warmup_ratio=0.1"], "optimizer.warmup_ratio: give it or warmup_steps"),
+        (["optimizer.decay_ratio=0.2"], "optimizer.decay_ratio: goes with schedule=wsd alone, not with cosine"),
+        (["optimizer.lr=${NOT_SET_ANYWHERE}"], "the environment variable NOT_SET_ANYWHERE is not set"),
+        (["optimizer.lr=${a b}"], r"names no environment variable; \$\${ is a plain"),
+        (["optimizer.min_lr=1"], "min_lr: must be at most lr"),
+        (["parallel.sequence_parallel=true"], "needs tensor_model_parallel_size > 1"),
+        (["parallel.expert_tensor_parallel_size=2"], "needs expert_model_parallel_size > 1"),
+        (["parallel.virtual_pipeline_model_parallel_size=2"], "needs pipeline_model_parallel_size > 1"),
+    ],
+)
+def test_mistakes(write, overrides, message):
+    import re
+
+    with pytest.raises(UserError) as error:
+        load_config(DPOConfig, write("seed: 1" + MINIMAL), overrides)
+    assert re.search(message, str(error.value)), str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said_by"),
+    [
+        (["batch.global_batch_size=0"], "command line: batch.global_batch_size: "),
+        (["batch={global_batch_size: 0}"], "command line: batch.global_batch_size: "),
+        (["optimizer.lr=2"], "{file}: batch.global_batch_size: "),
+        (["batch.global_batch_size=8", "nonsense=1"], "command line: unknown key nonsense; "),
+        (["optimizer.lr=x"], "{file}: "),  # both are wrong
+        (["batch.global_batch=8"], "{file}: "),  # a key that begins the other's name
+    ],
+)
+def test_who_said_what_is_wrong(write, overrides, said_by):
+    file = write(MINIMAL.replace("global_batch_size: 8", "global_batch_size: 0"))
+    with pytest.raises(UserError) as error:
+        load_config(DPOConfig, file, overrides)
+    assert str(error.value).startswith(said_by.format(file=file))
+
+
+def test_a_stop_string_is_not_empty(write):
+    grpo = "grpo: {num_prompts_per_step: 2, num_generations_per_prompt: 4, max_new_tokens: 8, stop_strings: ['']}"
+    with pytest.raises(UserError, match=r"grpo\.stop_strings\.0: .* at least 1 character"):
+        load_config(GRPOConfig, write(MINIMAL + grpo))
+
+
+def test_files_that_are_no_configuration(write, tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        load_config(DPOConfig, tmp_path / "missing.yaml")
+    with pytest.raises(UserError, match="not valid YAML"):
+        load_config(DPOConfig, write("a: [1"))
+    with pytest.raises(UserError, match="must hold sections"):
+        load_config(DPOConfig, write("- a"))
+    with pytest.raises(UserError, match="output_dir is required; model is required"):
+        load_config(DPOConfig, write("data: {train: x}"))
+
+
+def test_world_size():
+    parallel = ParallelConfig(tensor_model_parallel_size=2, context_parallel_size=2)
+    assert parallel.data_parallel_size(8) == 2
+    with pytest.raises(UserError, match=r"= 4 must divide the number of processes \(6\)"):
+        parallel.data_parallel_size(6)
+
+
+def test_what_need_not_be_said(write):
+    """Model, data and output directory are all that a file must have."""
+    text = "output_dir: out\nmodel: {path: model}\ndata: {train: x.jsonl}"
+    for kind in (SFTConfig, DPOConfig, RMConfig, KTOConfig, PPOConfig, GRPOConfig):
+        config = load_config(kind, write(text))
+        assert load_config(kind, write(resolved_yaml(config))) == config
+        assert (config.trainer.max_steps, config.trainer.max_epochs) == (None, 1)
+        assert (config.model.head == "reward") == (kind is RMConfig)
+    assert config.batch.global_batch_size == 16 * 8
+    assert not load_config(GRPOConfig, write(text), ["trainer.validate_at_start=false"]).trainer.validate_at_start
+    assert load_config(DPOConfig, write(text)).optimizer.lr == 1e-6
+    assert load_config(SFTConfig, write(text), ["optimizer.min_lr=1e-6"]).optimizer.lr == 2e-5
+    assert load_config(SFTConfig, write(text), ["trainer.max_steps=4"]).trainer.max_epochs is None
+    with pytest.raises(UserError, match=r"model\.head: a reward model is trained with head=reward"):
+        load_config(RMConfig, write(text), ["model.head=lm"])
+
+
+def test_a_file_builds_on_another(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "grand.yaml").write_text(MINIMAL)
+    (tmp_path / "deep" / "base.yaml").write_text(
+        "base: grand.yaml\noptimizer: {warmup_steps: 2}\ndata: {columns: {a: b}}"
+    )
+    child = tmp_path / "child.yaml"
+    child.write_text("base: deep/base.yaml\noptimizer: {lr: 2e-5}\ndata: {columns: {c: d}}")
+    config = load_config(SFTConfig, child, ["optimizer.min_lr=1e-6"])
+    assert (config.optimizer.lr, config.optimizer.warmup_steps, config.optimizer.min_lr) == (2e-5, 2, 1e-6)
+    assert config.data.columns == {"a": "b", "c": "d"}
+    assert config.data.max_sequence_length == 64
+    for text, message in [
+        ("base: child.yaml", "base: child.yaml builds on this file itself"),
+        ("base: missing.yaml", r"missing.yaml: cannot be read \(No such file or directory\) \(base of .*child.yaml\)"),
+        ("base: [a]", r"base: must be the path of a file, got \['a'\]"),
+        ("base:", "base: must be the path of a file, got None"),
+    ]:
+        child.write_text(text)
+        with pytest.raises(UserError, match=message):
+            load_config(SFTConfig, child)
+    (tmp_path / "deep" / "grand.yaml").write_text("base: ../child.yaml")
+    child.write_text("base: deep/base.yaml")
+    with pytest.raises(UserError, match="builds on this file itself"):
+        load_config(SFTConfig, child)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [("{sigmoid: 1}", r"\(got keys\)"), ("[sigmoid, sft]", r"\(got 'sft'\)"), ("other", r"\(got 'other'\)")],
+)
+def test_of_several_forms_the_nearest_one_is_told(write, given, told):
+    with pytest.raises(UserError, match=rf"command line: dpo\.preference_loss(\.1)?: Input should be [^;]*{told}$"):
+        load_config(DPOConfig, write(MINIMAL), [f"dpo.preference_loss={given}"])
+
+
+def test_a_file_of_another_algorithm_is_told_as_what_it_was_read(write):
+    from mcore_rl.cli.train import load_for
+
+    batch, grpo = "batch: {global_batch_size: 8}", "grpo: {num_prompts_per_step: 4, max_new_tokens: 9}"
+    grpo = write(MINIMAL.replace(batch, grpo))
+    assert load_for("grpo", grpo, []).grpo.num_prompts_per_step == 4
+    with pytest.raises(UserError, match=r"unknown key grpo; .* \(taken for a configuration of --algorithm dpo\)"):
+        load_for("dpo", grpo, [])
+
+
+def test_variables_of_the_environment(write, monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    monkeypatch.setenv("RATE", "3e-4")
+    config = load_config(
+        SFTConfig,
+        write(MINIMAL.replace("output_dir: out", "output_dir: ${SCRATCH}/${NAME_NOT_SET:-run}")),
+        ["optimizer.lr=${RATE}", "data.chat_template='{{ $${x} }}${'"],
+    )
+    assert str(config.output_dir) == "/scratch/me/run"
+    assert config.optimizer.lr == 3e-4
+    assert config.data.chat_template == "{{ ${x} }}${"
+    assert load_config(SFTConfig, write(resolved_yaml(config))) == config
+    for odd in ("${HOME:?x}", "${RATE:1}", "${}", "${:-x}"):
+        with pytest.raises(UserError, match="names no environment variable"):
+            load_config(SFTConfig, write(MINIMAL), [f"data.train='{odd}'"])
+    assert load_config(SFTConfig, write(MINIMAL), ["data.train=${NOT_SET:-}x"]).data.train == "x"
+    with pytest.raises(UserError, match=r"config\.yaml: model\.path: the environment variable UNSET_HERE is not set"):
+        load_config(SFTConfig, write(MINIMAL.replace("{path: model}", "{path: '${UNSET_HERE}/m'}")))
+
+
+def test_what_is_laid_over_need_not_be_set(write, tmp_path):
+    unset = write(MINIMAL.replace("{path: model}", "{path: '${UNSET_HERE}/m'}"))
+    assert str(load_config(SFTConfig, unset, ["model.path=own"]).model.path) == "own"
+    child = tmp_path / "child.yaml"
+    child.write_text(f"base: {unset.name}\nmodel: {{path: own}}\n")
+    assert str(load_config(SFTConfig, child).model.path) == "own"
+    child.write_text(f"base: {unset.name}\nseed: 1\n")
+    with pytest.raises(UserError, match=rf"{unset.name}: model\.path: the environment variable UNSET_HERE is not set"):
+        load_config(SFTConfig, child)
+    child.write_text("base: ${UNSET_HERE}.yaml\n")
+    with pytest.raises(UserError, match=r"child\.yaml: base: the environment variable UNSET_HERE is not set"):
+        load_config(SFTConfig, child)

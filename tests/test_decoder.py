@@ -1,0 +1,198 @@
+"""Decode steps: blocks of the cache, looks that come late, and what is away meanwhile."""
+
+import pytest
+import torch
+from small_models import and_long, make_tokenizer, models_below
+from test_layout_check import make_data
+from test_megatron_generation import LIMIT, NEW_TOKENS, config_of, generate, make_prompts, sequences
+
+from mcore_rl import platform
+from mcore_rl.config import GRPOConfig
+from mcore_rl.config.layouts import Layout
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.models.generation.kv_cache import Blocks
+from mcore_rl.models.generation.sampling import SamplingParams
+from mcore_rl.testing.processes import run_processes
+
+BLOCK = 4
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return models_below(tmp_path_factory.mktemp, initializer_range=0.1)
+
+
+def use_small_blocks(lag=0):
+    """Blocks of a few tokens, few of them gathered at a time; looks that come late, as on a GPU."""
+    from mcore_rl.distributed import parallel_logprobs
+    from mcore_rl.models.generation import continuous_batching, kv_cache
+
+    kv_cache.BLOCK_SIZE = continuous_batching.BLOCK_SIZE = BLOCK
+    continuous_batching.LOOK_AHEAD = BLOCK // 2
+    parallel_logprobs.CHUNK_BYTES["cpu"] = 2**16
+    platform.is_asynchronous = lambda: bool(lag)
+
+
+def groups_of(count, rows=5):
+    prompts = {name: values[:rows].repeat_interleave(count, 0) for name, values in make_prompts().items()}
+    return BatchedDataDict(prompts)
+
+
+def in_small_blocks(config, params, lag, slots, prompts):
+    use_small_blocks(lag)
+    return generate(config, params, slots=slots, prompts=prompts)
+
+
+SAMPLED = SamplingParams(NEW_TOKENS, 0.9, top_p=0.95, seed=3, stop_token_ids=tuple(range(1, 8)))
+CASES = and_long(
+    [("gemma3", Layout(tp=2, sp=True), 1, 4), ("llama", Layout(), 1, 64)],
+    [
+        ("llama", Layout(pp=2), 1, 4),
+        ("llama", Layout(), 0, 4),
+        ("mistral", Layout(cp=2), 3, 64),
+        ("mixtral", Layout(dp=2, ep=2), 1, 3),
+        ("deep", Layout(pp=3, stages="E|t*6|L"), 1, 5),
+    ],
+)
+
+
+@pytest.mark.parametrize(("family", "layout", "lag", "slots"), CASES, ids=str)
+def test_small_blocks_and_late_looks_change_nothing(family, layout, lag, slots, model_path):
+    config, prompts = config_of(model_path(family)), groups_of(3)
+    (expected, _), *_ = run_processes(generate, config, SAMPLED, False, 64, prompts, world_size=1)
+    (out, difference), *_ = run_processes(
+        in_small_blocks, layout.apply(config), SAMPLED, lag, slots, prompts, world_size=layout.world_size
+    )
+    assert sequences(out) == sequences(expected)
+    assert torch.equal(out["truncated"], expected["truncated"])
+    assert 0 < out["truncated"].sum() < len(out["truncated"])
+    assert difference < 1e-5
+
+
+def stop_late(config, params, lag):
+    use_small_blocks(lag)
+    return generate(config, params)[0]
+
+
+def test_a_late_look_at_stop_strings_changes_nothing(model_path):
+    config = config_of(model_path("llama"))
+    (free, _), *_ = run_processes(generate, config, SamplingParams(NEW_TOKENS, seed=1), world_size=1)
+    text = make_tokenizer().decode(sequences(free)[0][int(make_prompts()["input_lengths"][0]) :][3:5])
+    params = SamplingParams(NEW_TOKENS, seed=1, stop_strings=(text,), stop_token_ids=(9,))
+    at_once, late = (run_processes(stop_late, config, params, lag, world_size=1)[0] for lag in (0, 1))
+    assert sequences(at_once) == sequences(late) != sequences(free)
+    assert torch.equal(at_once["truncated"], late["truncated"])
+
+
+# ------------------------------------------------------------------ memory
+
+
+def tokens_held(config, prompts, limits, slots):
+    """Tokens that the cache had room for at most, and that sequences had at most; blocks that are left in use."""
+    from mcore_rl.models.generation import continuous_batching
+
+    use_small_blocks()
+    caches, held, needed = [], [], []
+
+    class Watched(continuous_batching.KeyValueCache):
+        def step(self, tokens, positions):
+            if self not in caches:
+                caches.append(self)
+            one_layer = self.storage[0][0].nbytes // BLOCK
+            assert {storage.nbytes for storage in self.storage} == {self.storage[0].nbytes}
+            held.append(self.storage[0].nbytes // one_layer)
+            needed.append(sum(self.lengths))
+            return super().step(tokens, positions)
+
+    continuous_batching.KeyValueCache = Watched
+    generate(config, SamplingParams(NEW_TOKENS, seed=1), slots=slots, prompts=prompts, limits=limits)
+    return max(held), max(needed), [sum(cache.blocks.users) for cache in caches]
+
+
+def test_the_cache_holds_what_lengths_need(model_path):
+    config, rows = config_of(model_path("llama")), 24
+    prompts = BatchedDataDict(
+        input_ids=torch.randint(6, 80, (rows, 4), generator=torch.Generator().manual_seed(1)),
+        input_lengths=torch.tensor([4, 3, 2, 1] * (rows // 4)),
+    )
+    limits = [90] + [6] * (rows - 1)
+    held, needed, left = run_processes(tokens_held, config, prompts, limits, rows, world_size=1)[0]
+    # A block that is not full and one ahead for each sequence, and what growing takes at a time.
+    assert held <= 1.25 * (needed + 2 * BLOCK * rows)
+    assert held < rows * (4 + 90) / 5, "not as many rows of the longest"
+    assert left == [0]
+
+
+def test_the_samples_of_a_group_share_their_prompt(model_path):
+    config, group = config_of(model_path("llama")), 16
+    prompts = BatchedDataDict(
+        input_ids=torch.randint(6, 80, (1, 70)).expand(group, -1), input_lengths=torch.tensor([70] * group)
+    )
+    held, needed, left = run_processes(tokens_held, config, prompts, [8] * group, 64, world_size=1)[0]
+    assert needed == group * 77
+    assert held <= 1.25 * (70 + group * (8 + 3 * BLOCK)) < needed / 2
+    assert left == [0]
+
+
+def test_blocks_are_free_when_nobody_has_them():
+    blocks = Blocks()
+    first = blocks.take(3)
+    second = blocks.share(first[:2]) + blocks.take(1)
+    assert len({*first, *second}) == 4
+    blocks.give_back(first)
+    assert set(blocks.take(1)) == {first[2]}
+    assert not {*blocks.take(2)} & {*second}
+    blocks.give_back(second)
+    assert {*blocks.take(3)} >= {*second}
+
+
+# ------------------------------------------------------------------ what is away meanwhile
+
+
+def generate_beside_training(path, offload):
+    """Responses before and after a step, the step's metrics, and what the device held as they were generated."""
+    from mcore_rl.algorithms.loss_functions import NLLLoss
+    from mcore_rl.models.generation.backends import generation_of
+    from mcore_rl.models.megatron.offload import gradient_buffers, optimizer_tensors
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    values = {
+        "output_dir": "unused",
+        "model": {"path": str(path)},
+        "data": {"train": "unused.jsonl", "max_sequence_length": LIMIT},
+        "optimizer": {"lr": 1e-3},
+        "trainer": {"max_steps": 2},
+        "grpo": {"max_new_tokens": 8, "num_prompts_per_step": 4, "num_generations_per_prompt": 2},
+        "generation": {"offload": offload},
+    }
+    config = GRPOConfig.model_validate(values)
+    policy = MegatronPolicy(config, total_steps=2)
+    generation, results, held = generation_of(config, policy, make_tokenizer()), [], set()
+    forward = generation.decoder.forward
+
+    def watched(*arguments):
+        held.add(tuple(sum(t.untyped_storage().nbytes() for t in kind) > 0 for kind in kinds))
+        return forward(*arguments)
+
+    generation.decoder.forward = watched
+    for step in range(2):
+        policy.train(make_data(), NLLLoss())
+        weights = list(policy.parameters())
+        kinds = weights, optimizer_tensors(policy.optimizer, weights), gradient_buffers(policy.chunks)
+        generation.prepare_for_generation(weight_version=step)
+        out = generation.generate(make_prompts())
+        generation.finish_generation()
+        metrics = policy.train(make_data(), NLLLoss())
+        results.append((sequences(out), out["logprobs"].tolist(), metrics["loss"], metrics["grad_norm"]))
+    policy.shutdown()
+    return results, held
+
+
+def test_gradients_and_optimizer_are_away_while_generating(model_path):
+    (there, held_there), (away, held_away) = (
+        run_processes(generate_beside_training, model_path("llama"), offload, world_size=1)[0]
+        for offload in (False, True)
+    )
+    assert held_there == {(True, True, True)}
+    assert held_away == {(True, False, False)}
+    assert away == there

@@ -1,0 +1,96 @@
+"""What the host waits for while sequences are generated: counted on a simulated device, which has no values."""
+
+import traceback
+from collections import Counter
+
+import torch
+from small_models import make_tokenizer
+from test_simulated_step import config_of, in_processes
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.simulation.process import simulated_process
+
+
+def where():
+    """The line of this package that runs, and the one that called it."""
+    frames = [f for f in traceback.extract_stack() if "mcore_rl" in f.filename]
+    return [f"{frame.filename}:{frame.lineno}" for frame in frames[-2:]]
+
+
+class Transfers(TorchDispatchMode):
+    """What goes from the host's memory to a simulated device: for what of it the host would wait, and for what not."""
+
+    def __init__(self):
+        super().__init__()
+        self.waited_for, self.others = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu" and out.is_meta:
+            (self.others if kwargs.get("non_blocking") else self.waited_for).append(where())
+        if func is torch.ops.aten.copy_.default and args[0].is_meta and not args[1].is_meta:
+            self.waited_for.append(where())
+        return out
+
+
+def waits_of_decoding(path, new_tokens):
+    """(file → how often the host waits for the device, passes of the model, draws at each of its reads) on a simulated
+    device. What draws end is not known there: none does."""
+    config = config_of(path)
+    with simulated_process(config, 0, 1) as seen:
+        from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+        policy = MegatronPolicy(config)
+    reads = seen.reads
+    from mcore_rl import platform
+    from mcore_rl.models.generation import megatron_generation
+    from mcore_rl.models.generation.sampling import SamplingParams
+
+    passes, begun, late = [], {}, []
+
+    class Watched(platform.HostCopy):
+        def __init__(self, of):
+            begun[self] = len(passes)
+            super().__init__(of)
+
+        def read(self):
+            late.append(len(passes) - begun[self])
+            return super().read()
+
+    platform.HostCopy = Watched
+    params = SamplingParams(new_tokens, 0.8, top_k=20, top_p=0.9, min_p=0.01, stop_token_ids=(1,), seed=1)
+    generation = megatron_generation.MegatronGeneration(policy.model, params, 384, make_tokenizer(), 64)
+    forward = generation.decoder.forward
+
+    def counted(*arguments):
+        passes.append(len(arguments[0]))
+        return forward(*arguments)
+
+    generation.decoder.forward = counted
+    ids = torch.randint(6, 80, (4, 70), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    prompts = BatchedDataDict(input_ids=ids[[0, 0, 1, 2]], input_lengths=torch.tensor([70, 70, 3, 66]))
+    generation.generate(prompts)  # tables of angles come to the device once
+    reads.places.clear()
+    passes.clear(), late.clear()
+    with Transfers() as transfers:
+        generation.generate(prompts)
+    assert not transfers.waited_for, transfers.waited_for
+    places = Counter()
+    for (_, place), count in reads.places.items():
+        places[place.partition(":")[0]] += count
+    return places, len(passes), late
+
+
+def test_the_host_waits_for_the_responses_alone(model_of):
+    """Of a token it is told when the next ones are being computed; for two times as many it waits no more often."""
+    seen = []
+    for tokens, run in zip(
+        (20, 40), in_processes(waits_of_decoding, (model_of("llama"), 20), (model_of("llama"), 40)), strict=True
+    ):
+        places, passes, late = run
+        assert passes == tokens, "prompts, and all tokens but the last"
+        assert len(late) == tokens and set(late[:-1]) == {1}
+        seen.append(places)
+    assert seen[0] == seen[1] == {"continuous_batch.py": 2}  # tokens, log-probabilities

@@ -1,0 +1,336 @@
+"""Logits equal Hugging Face's, and exports equal the input, for each family and layout."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_models import ARCHITECTURES, FAMILIES, make_config, make_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.families import family_of
+from mcore_rl.testing.processes import run_processes
+
+LENGTHS = (520, 8, 33, 1)
+
+
+def token_rows():
+    rows = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.long)
+    for row, length in enumerate(LENGTHS):
+        rows[row, :length] = torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(length))
+    return rows
+
+
+def megatron_logits(path, export_to, **sizes):
+    """[N, S, V] logits of the rows as one pack, from rank 0 of the last stage; exports the model too."""
+    from mcore_rl.data.batching import Microbatch
+    from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+    from mcore_rl.distributed.collectives import all_gather
+    from mcore_rl.distributed.context_parallel import gather_context_parallel
+    from mcore_rl.distributed.pack_layout import PackLayout
+    from mcore_rl.models.megatron.build import build_model
+    from mcore_rl.models.megatron.forward_step import run_microbatches, vocab_parallel_logits
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, write_hf_directory
+    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+    from mcore_rl.models.megatron.parallel_state import destroy_parallel, initialize_parallel
+    from mcore_rl.models.megatron.random_states import seed_everything
+    from mcore_rl.models.megatron.weights import export_hf_weights, load_hf_weights
+
+    parallel = ParallelConfig(**sizes)
+    topology = initialize_parallel(parallel)
+    seed_everything(0)
+    hf = load_hf_config(path)
+    check_model_fits(hf, parallel, max(LENGTHS))
+    model = build_model(hf, ModelConfig(path=path), parallel, topology)
+    load_hf_weights(model, SafetensorsDirectory(path))
+    layout = PackLayout.pack(LENGTHS, topology.context.size, parallel.sequence_multiple)
+
+    def head(hidden, microbatch):
+        shards = all_gather(vocab_parallel_logits(hidden, model), topology.tensor.group)
+        logits = torch.cat(tuple(shards), dim=-1)[:, : model.vocab_size]
+        return logits.sum(), {"logits": gather_context_parallel(logits, layout, topology.context.group)}
+
+    microbatch = Microbatch([0], BatchedDataDict(input_ids=token_rows()), layout)
+    with torch.no_grad():
+        outputs = run_microbatches(model, model.chunks, [microbatch], head, train=False)
+    rank = torch.distributed.get_rank()
+    write_hf_directory(export_hf_weights(model), export_to, path, hf, is_writer=rank == 0, max_shard_bytes=100_000)
+    destroy_parallel()
+    if not outputs:
+        return None
+    return [outputs[0]["logits"][start : start + n] for start, n in zip(layout.starts.tolist(), LENGTHS, strict=True)]
+
+
+def check_family(family, sizes, model_of, tmp_path):
+    path = model_of(family)
+    world_size = 1
+    for name, size in sizes.items():
+        world_size *= 1 if name.startswith(("sequence", "expert")) else size
+    results = run_processes(_with_sizes, path, tmp_path / "hf", sizes, world_size=world_size)
+    logits = next(result for result in results if result is not None)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for row, length, ours in zip(token_rows(), LENGTHS, logits, strict=True):
+            expected = model(row[None, :length]).logits[0]
+            assert (ours - expected).norm() <= 2e-6 * expected.norm()
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * expected.abs().max())
+    check_export(path, tmp_path / "hf", model)
+
+
+def _with_sizes(path, export_to, sizes):
+    return megatron_logits(path, export_to, **sizes)
+
+
+def check_export(path, exported, model):
+    original = load_file(path / "model.safetensors")
+    files = sorted(exported.glob("model-*-of-*.safetensors"))
+    assert len(files) > 1, "the export must be sharded at this shard size"
+    written = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    original.pop("lm_head.weight", None) if model.config.tie_word_embeddings else None
+    assert set(written) == set(original)
+    for name, tensor in original.items():
+        assert torch.equal(written[name], tensor), name
+    again = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(path).chat_template
+
+
+SIZES = {
+    "one process": {},
+    "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+}
+EXPERT_SIZES = {
+    "one process": {},
+    "tp2 sp ep2": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
+}
+IN_ALL_SIZES = ("llama", "qwen2", "qwen3", "gemma3")
+CASES = [
+    pytest.param(
+        family,
+        sizes,
+        id=f"{family}-{name}",
+        marks=() if family == "llama" or name.startswith("tp2 sp") else pytest.mark.long,
+    )
+    for family in ARCHITECTURES
+    for name, sizes in (EXPERT_SIZES if "num_experts_per_tok" in FAMILIES[family][1] else SIZES).items()
+    if name not in ("pp2", "cp2") or family in IN_ALL_SIZES
+]
+
+
+@pytest.mark.parametrize(("family", "sizes"), CASES)
+def test_logits_and_export(family, sizes, model_of, tmp_path):
+    check_family(family, sizes, model_of, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2", "glm4_moe"])
+def test_a_window_that_transformers_passes_over(family, tmp_path):
+    make_model(family, tmp_path / "model", sliding_window=8)
+    check_family(family, {"tensor_model_parallel_size": 1}, lambda _: tmp_path / "model", tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_part_of_heads_that_the_family_does_not_leave_out(family, tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    config = make_config(family, rope_parameters=rope)
+    with pytest.raises(UserError, match=rf"partial_rotary_factor=0.5: {family} rotates whole heads"):
+        family_of(config).check(16)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor_model_parallel_size": 4},  # more ranks than key-value heads
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+    ],
+    ids=["tp4", "tp2 pp2 cp2"],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_logits_and_export_larger_layouts(family, sizes, model_of, tmp_path):
+    check_family(family, sizes, model_of, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias"),
+    ],
+)
+def test_unsupported_architectures_are_refused(changes, message):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    with pytest.raises(UserError, match=message):
+        check_model_fits(make_config("llama", **changes), ParallelConfig(), 64)
+
+
+def test_what_transformer_engine_lacks_is_refused_there(monkeypatch):
+    from mcore_rl.models.megatron import hf_config
+
+    monkeypatch.setattr(hf_config, "uses_transformer_engine", lambda: True)
+    hf_config.check_model_fits(make_config("windows"), ParallelConfig(), 13)
+    for family in ("windows", "gemma3", "olmo2"):
+        with pytest.raises(UserError, match="where Transformer Engine is installed"):
+            hf_config.check_model_fits(make_config(family), ParallelConfig(), 14)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "message"),
+    [
+        ("llama", {"expert_model_parallel_size": 2}, "llama has no experts"),
+        ("mixtral", {"expert_model_parallel_size": 4}, "6 experts"),
+        ("mixtral", {"tensor_model_parallel_size": 2}, "sequence_parallel: must be true"),
+        (
+            "qwen3_moe",
+            {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 5},
+            r"width of an expert \(48\)",
+        ),
+    ],
+)
+def test_layouts_that_do_not_fit_the_experts(family, sizes, message):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    with pytest.raises(UserError, match=message):
+        check_model_fits(make_config(family), ParallelConfig(**sizes), 64)
+
+
+def test_expert_layouts_that_megatron_would_get_wrong():
+    with pytest.raises(ValueError, match="expert_tensor_parallel_size: other than tensor_model_parallel_size"):
+        ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1)
+    with pytest.raises(UserError, match=r"expert 2 x expert tensor 2 x pipeline 1 = 4 must divide .* \(2\)"):
+        ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2).data_parallel_size(2)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mixtral", {"num_experts_per_tok": 7}, "7 experts a token"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ("glm4_moe", {"n_group": 3}, "3 groups"),
+        ("gemma3", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop"),
+    ],
+)
+def test_what_a_family_does_not_cover(family, changes, message):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    with pytest.raises(UserError, match=message):
+        check_model_fits(make_config(family, **changes), ParallelConfig(), 64)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"pipeline_model_parallel_size": 4}, "2 layers"),
+        ({"tensor_model_parallel_size": 3}, "attention heads"),
+        ({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 2}, "beside the 2 of the first or"),
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, r"every stage \(1, 1\)"),
+    ],
+)
+def test_layouts_that_do_not_fit_the_model(sizes, message):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    with pytest.raises(UserError, match=message):
+        check_model_fits(make_config("llama"), ParallelConfig(**sizes), 64)
+
+
+@pytest.mark.parametrize(
+    ("family", "option", "message"),
+    [
+        ("llama", {"moe_aux_loss_coeff": 0.1}, "llama has no experts"),
+        ("qwen2", {"moe_grouped_gemm": True}, "moe_grouped_gemm: qwen2 has no experts"),
+        ("mixtral", {"moe_router_bias_update_rate": 0.1}, "mixtral has no biases"),
+    ],
+)
+def test_options_that_the_family_has_no_use_for(family, option, message):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    with pytest.raises(UserError, match=message):
+        check_model_fits(make_config(family), ParallelConfig(), 64, ModelConfig(path="unused", **option))
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "etp", "message"),
+    [
+        ({"intermediate_size": 90}, "float32", 1, r"float32 the model's width of an expert \(90\) .* multiple of 4;"),
+        ({"hidden_size": 100}, "bfloat16", 1, r"the model's hidden size \(100\) must be a multiple of 8;"),
+        ({"hidden_size": 100, "intermediate_size": 92}, "float32", 1, None),
+        ({"intermediate_size": 48}, "bfloat16", 2, None),
+        ({"intermediate_size": 24}, "bfloat16", 2, r"expert on each of 2 processes \(12\) must be a multiple of 8"),
+        ({"intermediate_size": 24}, "float32", 2, None),
+    ],
+)
+def test_widths_that_a_grouped_product_takes(changes, dtype, etp, message):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    hf, model = make_config("mixtral", **changes), ModelConfig(path="unused", dtype=dtype, moe_grouped_gemm=True)
+    parallel = ParallelConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=etp)
+    if message is None:
+        check_model_fits(hf, parallel, 64, model)
+    else:
+        with pytest.raises(UserError, match=f"model.moe_grouped_gemm: .*{message}"):
+            check_model_fits(hf, parallel, 64, model)
+
+
+def test_weights_must_be_safetensors_and_complete(tmp_path):
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+    from mcore_rl.models.megatron.weights import check_hf_tensors
+
+    path = make_model("llama", tmp_path / "model")
+    source = SafetensorsDirectory(path)
+    with pytest.raises(UserError, match=r"lacks tensors: .*layers\.2"):
+        check_hf_tensors(make_config("llama", num_hidden_layers=3), source)
+    with pytest.raises(UserError, match="unknown"):
+        check_hf_tensors(make_config("llama", num_hidden_layers=1), source)
+    with pytest.raises(UserError, match=r"config\.json says"):
+        check_hf_tensors(make_config("llama", vocab_size=251), source)
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pickle files"):
+        SafetensorsDirectory(path)
+
+
+def test_an_index_cannot_leave_its_folder(tmp_path):
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../secret.safetensors"}}')
+    with pytest.raises(UserError, match="not a file name in this directory"):
+        SafetensorsDirectory(tmp_path)
+
+
+def test_families_that_are_not_there():
+    from transformers import AutoConfig
+
+    from mcore_rl.models.megatron.families import family_of
+
+    with pytest.raises(UserError, match="'deepseek_v3' is not supported: its latent attention"):
+        family_of(AutoConfig.for_model("deepseek_v3"))
+    with pytest.raises(UserError, match=r"'gpt2' is not supported; supported are llama, .*, gemma3_text"):
+        family_of(AutoConfig.for_model("gpt2"))
+
+
+def test_layers_that_predict_further_tokens_are_left_out(model_of, tmp_path):
+    """GLM-4.5's files hold one behind the last layer."""
+    from safetensors.torch import save_file
+
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.weights import check_hf_tensors
+
+    path = model_of("glm4_moe")
+    tensors, hf = load_file(path / "model.safetensors"), load_hf_config(path)
+    save_file({**tensors, "model.layers.4.eh_proj.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    check_hf_tensors(hf, SafetensorsDirectory(tmp_path))
+    save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"unknown tensors: model\.layers\.3\.eh_proj"):
+        check_hf_tensors(hf, SafetensorsDirectory(tmp_path))

@@ -1,0 +1,211 @@
+"""Whole runs on servers that answer as vLLM's do, by transformers: without vLLM, and with what its CPU build lacks."""
+
+import json
+import math
+import os
+import re
+import signal
+
+import pytest
+import yaml
+from small_models import make_model
+from stand_in_vllm import calls, serving
+from test_training_programs import metrics_of, run
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Two models, prompts, a judge of two turns and a configuration."""
+    root = tmp_path_factory.mktemp("vllm_runs")
+    make_model("qwen2", root / "dense", initializer_range=0.1)
+    make_model("qwen3_moe", root / "mixture", initializer_range=0.1)
+    prompts = [{"prompt": f"say {letter}", "answer": letter} for letter in "abcdefghij"]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    (root / "judging.py").write_text(
+        "from mcore_rl.environments.interfaces import Step\n"
+        "def twice(log, record):\n"
+        "    last = len(log) >= 4\n"
+        "    reward = (sum(map(ord, log[-1]['content'])) % 7) / 4\n"
+        "    return Step(reward, done=last, observation=None if last else ' more ')\n"
+    )
+    config = {
+        "output_dir": str(root / "out"),
+        "model": {"path": str(root / "dense")},
+        "parallel": {"timeout_seconds": 60},
+        "data": {"train": str(root / "prompts.jsonl"), "max_sequence_length": 60},
+        "optimizer": {"lr": 3e-3, "schedule": "constant"},
+        "trainer": {"max_steps": 3},
+        "checkpoint": {"export_hf": False},
+        "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_new_tokens": 6},
+        "environment": {"name": "function", "function": "judging:twice", "max_turns": 2, "num_workers": 1},
+        "generation": {"backend": "vllm"},
+    }
+    (root / "grpo.yaml").write_text(yaml.safe_dump(config))
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)  # for the judge
+        yield root
+
+
+def train(root, name, *options, processes=1, check=True):
+    """The finished run, and its metrics."""
+    arguments = (root / "grpo.yaml", f"output_dir={root / name}", *options)
+    process = run("train_grpo.py", *arguments, processes=processes, check=check)
+    return process, metrics_of(root / name) if (root / name / "metrics.jsonl").exists() else []
+
+
+LAYOUTS = [
+    ((), 1),
+    (("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"), 2),
+]
+
+
+@pytest.mark.parametrize(("layout", "processes"), LAYOUTS, ids=["one process", "TP2"])
+def test_experts_are_those_that_the_server_told(layout, processes, root, tmp_path):
+    """It sends tokens where no router would: the log-probabilities agree only if training sends them there too."""
+    recording = tmp_path / "recording.jsonl"
+    options = (f"model.path={root / 'mixture'}", "trainer.max_steps=2", *layout)
+    replay = "model.moe_router_replay=true"
+    with serving(root / "mixture", tmp_path, ["--experts"]) as (urls, _, _):
+        _, metrics = train(root, tmp_path.name, *options, urls, replay, "--record", recording, processes=processes)
+        wrong, _ = train(root, f"{tmp_path.name}_wrong", *options, urls, processes=processes, check=False)
+    for step in metrics:
+        assert step["token_mult_prob_error"] == pytest.approx(1, abs=1e-4)
+        assert step["skipped_update"] == 0
+    assert wrong.returncode and "token_mult_prob_error must be 1" in wrong.stderr_text
+    check_recording(recording)
+    _, again = train(root, f"{tmp_path.name}_again", *options, urls, replay, "--replay", recording, processes=processes)
+    for ours, theirs in zip(again, metrics, strict=True):
+        assert {name: ours[name] for name in ("loss", "grad_norm")} == {
+            name: theirs[name] for name in ("loss", "grad_norm")
+        }
+
+
+def check_recording(path):
+    """Of the three sparse layers of four, at all tokens but the last of each conversation."""
+    turns = set()
+    for line in path.read_text().splitlines():
+        for rollout in json.loads(line)["rollouts"]:
+            turns.add(rollout["turns"])
+            *rows, last = rollout["routed_experts"]
+            assert last == [[-1] * 3] * 3 and len(rows) + 1 == len(rollout["input_ids"])
+            for position, row in enumerate(rows):
+                assert row == [[(position + 3 * layer + k) % 8 for k in range(3)] for layer in (0, 2, 3)]
+    assert turns == {2}
+
+
+def test_a_server_that_tells_no_experts_is_named(root, tmp_path):
+    options = (f"model.path={root / 'mixture'}", "model.moe_router_replay=true")
+    with serving(root / "mixture", tmp_path, []) as (urls, _, _):
+        process, _ = train(root, tmp_path.name, *options, urls, check=False)
+    assert process.returncode == 3 and process.stderr_text.count("\n") == 1
+    assert "it tells no routed_experts (it must run with --enable-return-routed-experts)" in process.stderr_text
+
+
+# ------------------------------------------------------------------ sleep
+
+
+def test_servers_sleep_while_the_policy_has_the_device(root, tmp_path):
+    """Bit for bit the run without, recordings' hashes of the weights included."""
+    options = ("trainer.validation_interval=2", f"data.validation={root / 'prompts.jsonl'}")
+    runs = []
+    for name, more in (("awake", []), ("asleep", ["generation.offload=true"])):
+        recording = tmp_path / f"{name}.jsonl"
+        with serving(root / "dense", tmp_path / name, ["--sleeps"], ["--sleeps"]) as (urls, _, logs):
+            _, metrics = train(root, f"{tmp_path.name}_{name}", *options, urls, *more, "--record", recording)
+            runs.append((comparable(metrics), weights_of(recording), [changes(log) for log in logs]))
+    (awake, weights, of_awake), (asleep, same_weights, of_asleep) = runs
+    assert awake == asleep and [step["step"] for step in awake] == [0, 1, 2, 3]
+    assert weights == same_weights and len(set(weights)) == 3
+    update = ["/pause?mode=keep", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+    refitted, woken = ["/wake_up", *update, "/sleep?level=1"], ["/wake_up", "/sleep?level=1"]
+    # Validation at the start, with whose weights step 1 samples; step 2; validation after it, and step 3.
+    assert of_asleep == [[*refitted, *woken, *refitted, *refitted, *woken]] * 2
+    assert of_awake == [update * 3] * 2
+
+
+def comparable(metrics):
+    return [{k: v for k, v in step.items() if not k.endswith(("seconds", "per_second"))} for step in metrics]
+
+
+def weights_of(recording):
+    return [json.loads(line)["weights"] for line in recording.read_text().splitlines()]
+
+
+ASKS = {"/health", "/v1/models", "/get_world_size", "/init_weight_transfer_engine", "/inference/v1/generate"}
+
+
+def changes(log):
+    """The calls that change a server, from the first weights on; it says itself if it is asked in its sleep."""
+    return [path for _, path in calls(log) if path not in ASKS]
+
+
+# ------------------------------------------------------------------ what dies
+
+
+def ahead(root, name, urls, check=True):
+    """Four steps, the answers for each asked for before the one before it is trained."""
+    options = ("grpo.max_staleness=1", "trainer.max_steps=4", "loss.use_importance_sampling_correction=true")
+    limit = "loss.truncated_importance_sampling_ratio=2"
+    recording = root / f"{name}.jsonl"
+    process, metrics = train(root, name, *options, limit, urls, "--record", recording, check=check)
+    return process, metrics, recording
+
+
+def check_complete(metrics, recording):
+    """Every step has the samples that it is to have, once, whole, with the versions that are allowed."""
+    assert [step["step"] for step in metrics] == [1, 2, 3, 4]
+    for step in metrics:
+        assert step["num_samples"] == 8 and step["failed_fraction"] == 0 and step["skipped_update"] == 0
+        assert step["staleness_max"] <= 1 and math.isfinite(step["grad_norm"])
+    entries = [json.loads(line) for line in recording.read_text().splitlines()]
+    for number, entry in enumerate(entries):
+        ids = [rollout["sample_id"] for rollout in entry["rollouts"]]
+        assert ids == list(range(8 * number, 8 * (number + 1)))
+        for rollout in entry["rollouts"]:
+            assert rollout["turns"] == 2 and rollout["error"] is None
+            assert sum(count for _, count in rollout["weight_versions"]) == sum(rollout["token_mask"])
+            assert {version for version, _ in rollout["weight_versions"]} <= {number - 1, number}
+
+
+LEFT = re.compile(r"a vLLM server is dropped: http://127.0.0.1:\d+[^\n]+")
+
+
+def test_servers_that_die_ahead_of_training_lose_no_sample(root, tmp_path):
+    """One as it answers for a later step, one as it gets weights; the third goes on alone."""
+    with serving(root / "dense", tmp_path, *[deadly(tmp_path)] * 3) as (urls, processes, logs):
+        process, metrics, recording = ahead(root, tmp_path.name, urls)
+        ended = {
+            calls(log)[-1][1]: server.wait(5) for server, log in zip(processes, logs, strict=True) if is_dead(server)
+        }
+        assert ended == {"/inference/v1/generate": -signal.SIGKILL, "/update_weights": -signal.SIGKILL}
+        assert len(LEFT.findall(process.stdout_text + process.stderr_text)) == 2
+    check_complete(metrics, recording)
+
+
+def deadly(directory):
+    """Options by which the first server that comes to its ninth answer dies, and of the others the first to be sent
+    weights for the third time.
+
+    Sixteen answers for each of two steps are asked for at first: of three servers or two one comes to its ninth, and
+    before all have answered.
+    """
+    answering = ["--die", "/inference/v1/generate", "9", directory / "answering"]
+    return ["--seconds", "0.02", *answering, "--die", "/update_weights", "3", directory / "updating"]
+
+
+def is_dead(server):
+    return server.poll() is not None
+
+
+def test_the_last_server_ahead_of_training_ends_the_run(root, tmp_path):
+    """With one line and status 3; what was trained before is kept."""
+    with serving(root / "dense", tmp_path, *[deadly(tmp_path)] * 2) as (urls, processes, _):
+        process, metrics, _ = ahead(root, tmp_path.name, urls, check=False)
+        assert [server.wait(5) for server in processes] == [-signal.SIGKILL] * 2
+    assert process.returncode == 3
+    errors = [line for line in process.stderr_text.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "no vLLM server is left; the last one's failure: http://127.0.0.1:" in errors[0]
+    assert [step["step"] for step in metrics] == [1, 2]

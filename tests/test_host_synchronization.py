@@ -1,0 +1,127 @@
+"""What a step sends to the device is few copies, and the host waits for none: counted on a simulated device."""
+
+import pytest
+import torch
+from small_models import and_long
+from test_decoder_synchronization import Transfers
+from test_simulated_step import LENGTHS, SEQUENCES, config_of, in_processes
+
+from mcore_rl import platform
+from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, RMConfig, SFTConfig
+from mcore_rl.simulation.process import simulated_process
+from mcore_rl.simulation.step import Sequences, invented_batch
+from mcore_rl.testing.layout_check import Layout
+
+GRPO = {
+    "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_new_tokens": 8},
+    "loss": {"reference_policy_kl_penalty": 0.1, "force_on_policy_ratio": False},
+    "batch": {"tokens_per_pack": 768},
+}
+STEPS = {
+    "train": lambda policy, data, loss_fn: policy.train(data, loss_fn),
+    "evaluate": lambda policy, data, loss_fn: policy.evaluate(data, loss_fn),
+}
+
+
+def copies_of(config, step):
+    """Where they are, those that the host waits for and others; how many microbatches there were; and the files that
+    read values of the device."""
+    with simulated_process(config, 0, 8) as seen:
+        from mcore_rl.algorithms.build_loss import loss_of
+        from mcore_rl.models.policy import megatron_policy, scoring
+        from mcore_rl.models.policy.microbatch_results import MicrobatchResult
+        from mcore_rl.simulation.rank import replaced
+
+        policy = megatron_policy.MegatronPolicy(config, 2, rows_per_unit=config.rows_per_unit)
+        sequences = Sequences(2 * LENGTHS, 2 * SEQUENCES.responses)
+        data = policy.own_rows(invented_batch(config, sequences))
+        told, counts = MicrobatchResult(1.0, len(sequences.lengths), float(len(sequences.lengths)), {}), []
+        plain = scoring.run_microbatches
+
+        def run(model, wrapped, microbatches, head, train):
+            counts.append(len(microbatches))
+            return plain(model, wrapped, microbatches, head, train)
+
+        with (
+            replaced(megatron_policy, "collect_results", lambda *_: [told]),
+            replaced(scoring, "run_microbatches", run),
+            Transfers() as transfers,
+        ):
+            STEPS[step](policy, data, loss_of(config))
+        reads = {place.partition(":")[0] for _, place in seen.reads.places}
+        return transfers.waited_for, transfers.others, sum(counts), reads
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sections", "step"),
+    and_long(
+        [(DPOConfig, {"dpo": {"reference": "swap"}}, "train")],
+        [
+            (SFTConfig, {}, "train"),
+            (KTOConfig, {}, "train"),
+            (RMConfig, {}, "train"),
+            (GRPOConfig, GRPO, "train"),
+            (DPOConfig, {}, "evaluate"),
+            (GRPOConfig, GRPO, "evaluate"),
+        ],
+    ),
+)
+def test_the_host_waits_for_no_copy_of_a_microbatch(algorithm, sections, step, model_of):
+    model = {"path": str(model_of("llama")), "head": "reward"} if algorithm is RMConfig else None
+    sections = {**sections, "model": model} if model else sections
+    layout = Layout(tp=2, cp=2, dp=2, sp=True, tokens_per_pack=768)
+    config = layout.apply(config_of(model_of("llama"), algorithm, **sections))
+    ((waited_for, others, microbatches, reads),) = in_processes(copies_of, (config, step))
+    assert microbatches > 1
+    if step == "evaluate":
+        assert reads <= {"own_rows.py", "step_results.py"}, "what ranks agree on before, and the results after"
+    of_batch = [places for places in waited_for if any("own_rows.py" in place for place in places)]  # before the first
+    assert len(of_batch) <= 2
+    assert not [places for places in waited_for if places not in of_batch]
+    # The model's inputs, the loss's columns, the counted positions; two counts and the tables of angles once.
+    a_microbatch = 4 if algorithm is RMConfig else 3  # the order of gathered states instead, and the last tokens
+    assert len(others) <= a_microbatch * microbatches + 3, others
+
+
+def waits_of_export(config):
+    """Bytes gathered by a rank that writes a model, and where the host waits for the device on the way."""
+    with simulated_process(config, 0, 4) as seen:
+        from mcore_rl.models.megatron.weights import export_hf_weights
+        from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+        policy = MegatronPolicy(config, 2)
+        seen.reads.places.clear()
+        tensors = dict(export_hf_weights(policy.model))
+        return sum(tensor.nbytes for tensor in tensors.values()), dict(seen.reads.places)
+
+
+@pytest.mark.long
+def test_the_host_does_not_wait_for_weights_on_their_way_out(model_of):
+    config = Layout(tp=2, dp=2).apply(config_of(model_of("llama")))
+    ((size, reads),) = in_processes(waits_of_export, (config,))
+    assert size > 0 and reads == {}
+
+
+def test_together(monkeypatch):
+    """Every value comes back from one block, of whatever dtype and size its neighbours are."""
+    blocks = []
+    monkeypatch.setattr(platform, "sent", lambda block, device: (blocks.append(block), block.clone())[1])
+    tensors = [
+        torch.tensor([True, False, True]),
+        torch.tensor([[1.1, -2.7]], dtype=torch.float64),
+        torch.tensor([], dtype=torch.int64),
+        torch.tensor(3, dtype=torch.int32),
+        torch.arange(6, dtype=torch.bfloat16).view(2, 3).T,  # not contiguous
+        torch.tensor([2**62 + 1]),
+    ]
+    there = platform.sent_together(tensors, torch.device("meta"))
+    assert len(blocks) == 1
+    for tensor, moved in zip(tensors, there, strict=True):
+        assert moved.dtype == tensor.dtype
+        assert torch.equal(moved, tensor)
+    assert platform.sent_together([], torch.device("meta")) == []
+
+
+def test_on_the_cpu_nothing_is_copied():
+    tensor = torch.ones(2)
+    assert platform.sent_together([tensor], torch.device("cpu"))[0] is tensor

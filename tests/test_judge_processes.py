@@ -1,0 +1,243 @@
+"""Environments: judges, and what happens to a sample whose judge raises, hangs or dies."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
+from types import SimpleNamespace
+
+import pytest
+
+from mcore_rl.config import EnvironmentConfig
+from mcore_rl.environments.interfaces import Sample, Step
+from mcore_rl.environments.judge_processes import JudgedEnvironment, probe
+from mcore_rl.environments.judges import ExactMatch, MathVerify, TryAgain
+from mcore_rl.errors import UserError, WorkerError
+
+
+def log(*contents):
+    return [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(contents)]
+
+
+def misbehave(message_log, record):
+    """A user's function: the response says what to do."""
+    response = message_log[-1]["content"]
+    if response == "raise":
+        raise ValueError("no such answer")
+    if response == "hang":
+        time.sleep(1000)
+    if response == "die":
+        os._exit(3)
+    if response == "nan":
+        return float("nan")
+    if response == "observe":
+        return Step(done=False, observation=5)
+    if response == "half":
+        return Step(done=False, observation="\ud83d")
+    if response == "done":
+        return Step(done="no")
+    if response == "print":
+        print("noise that is no answer")
+        os.system("echo noise of a process; echo and its errors >&2")
+    return len(response) / record["scale"]
+
+
+def judged(environment, samples):
+    return [future.result(60) for future in [environment.submit(sample) for sample in samples]]
+
+
+def prompts_of(*records):
+    return [Sample(log("say"), record) for record in records]
+
+
+@pytest.fixture
+def environment_of(tmp_path):
+    made = []
+
+    def make(**config):
+        made.append(JudgedEnvironment(EnvironmentConfig(**config), tmp_path / "judge.log"))
+        return made[-1]
+
+    yield make
+    for environment in made:
+        environment.close()
+
+
+def test_a_sample_that_fails_stops_nothing(environment_of, monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.path.join(os.path.dirname(__file__), "support")])
+    )
+    environment = environment_of(name="function", function="test_judge_processes:misbehave", time_limit_seconds=1)
+    responses = ["ab", "raise", "abc", "hang", "die", "print", "nan", "abcd", "hang", "x"]
+    started = time.monotonic()
+    steps = judged(environment, [Sample(log("say", response), {"scale": 2}) for response in responses])
+    assert time.monotonic() - started < 30
+    rewards = [step.reward for step in steps]
+    assert rewards == [1.0, 0.0, 1.5, 0.0, 0.0, 2.5, 0.0, 2.0, 0.0, 0.5]
+    errors = {response: step.error for response, step in zip(responses, steps, strict=True)}
+    assert errors["raise"] == "ValueError: no such answer"
+    assert errors["hang"] == "no answer within environment.time_limit_seconds=1"
+    assert errors["die"] == "the process that judged it died"
+    assert errors["nan"] == "ValueError: the reward is nan"
+    assert errors["ab"] is None
+    wrong = judged(environment, [Sample(log("say", response), {}) for response in ("observe", "half", "done")])
+    assert wrong[0].error == "TypeError: the observation must be a text, got 5"
+    assert "UnicodeEncodeError" in wrong[1].error
+    assert wrong[2].error == "TypeError: done must be true or false, got 'no'"
+    dated = {"scale": 4, "asked": datetime(2024, 2, 29)}  # as Parquet has it
+    again = judged(environment, [Sample(log("say", "abcd"), dated)])
+    assert again == [Step(reward=1.0)]
+    printed = (tmp_path / "judge.log").read_text()
+    assert "noise that is no answer" in printed and "noise of a process" in printed and "and its errors" in printed
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_judge_is_tried_on_real_records_first(monkeypatch):
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.path.join(os.path.dirname(__file__), "support")])
+    )
+    config = EnvironmentConfig(name="function", function="test_judge_processes:misbehave", time_limit_seconds=0.5)
+    probe(config, prompts_of({"scale": 0}, {"scale": 3, "answer": "x"}))
+    message = r"function: an answer to a record of data.train cannot be judged: ZeroDivisionError: .* has answer, scale"
+    with pytest.raises(UserError, match=message):
+        probe(config, prompts_of(*[{"scale": 0, "answer": 1}] * 2))
+    with pytest.raises(UserError, match=r"KeyError: 'answer' \(the record has no field beside prompt\)"):
+        probe(EnvironmentConfig(), prompts_of({}, {}))
+    with pytest.raises(UserError, match=r"no answer within environment\.time_limit_seconds=0\.5"):
+        probe(config, prompts_of(*[{"scale": 1, "answer": "hang"}] * 2))
+
+
+def test_the_trial_of_a_judge_ends_with_the_first_success_and_in_time(monkeypatch):
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.path.join(os.path.dirname(__file__), "support")])
+    )
+    config = EnvironmentConfig(name="function", function="test_judge_processes:misbehave", time_limit_seconds=100)
+    hang, good = {"scale": 1, "answer": "hang"}, {"scale": 1, "answer": "x"}
+    started = time.monotonic()
+    probe(config, prompts_of(hang, good, hang, hang))
+    with pytest.raises(
+        UserError, match=r"time_limit_seconds=0\.5 .*; shortened for this trial, while other ranks wait"
+    ):
+        probe(config, prompts_of(*[hang] * 4), seconds=1)
+    assert time.monotonic() - started < 50
+
+
+class Slow:
+    """An environment in which a sample takes longer than the ranks' collectives may."""
+
+    def __init__(self):
+        self.threads = ThreadPoolExecutor(4)
+
+    def submit(self, sample):
+        return self.threads.submit(self.judge, sample.record["number"])
+
+    def judge(self, number):
+        import torch.distributed as dist
+
+        if number == "fails":
+            raise UserError("the judge is gone")
+        time.sleep(2 * dist.get_rank())
+        goes_on = number >= 3
+        return Step(number + 0.1 * dist.get_rank(), not goes_on, "x" * (number - 3) if goes_on else None)
+
+
+def judge_slowly(store, numbers):
+    """With collectives that may take 3 s; ranks 0 and 2 lead a replica each."""
+    import torch.distributed as dist
+    from topologies import grid
+
+    from mcore_rl.data.prompts import Prompt
+    from mcore_rl.models.generation.interfaces import Response
+    from mcore_rl.rollouts.samples import Rollout
+    from mcore_rl.rollouts.worker import Conversation, RolloutWorker
+
+    class Tokenizer:
+        """As many tokens as letters."""
+
+        def decode(self, tokens, **kwargs):
+            return "!"
+
+        def __call__(self, text, **kwargs):
+            return {"input_ids": [7] * len(text)}
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=3)
+    )
+    topology = grid(width=2)
+    tokenizer, limit = Tokenizer(), SimpleNamespace(max_sequence_length=9)
+    worker = RolloutWorker(limit, Slow() if topology.leads_replica else None, tokenizer, 2, 0.3, topology)
+    going = []
+    for number in numbers[topology.data.rank :: 2]:
+        prompt = Prompt((5,), "?", {"number": number})
+        going.append(Conversation(Rollout.begin(0, 0, prompt), prompt))
+        going[-1].respond(Response([6], [-1.0], True), tokenizer)
+    left = worker._judge(going)
+    rewards = [conversation.rollout.reward for conversation in going]
+    return rewards, [going.index(one) for one in left], [one.rollout.input_ids for one in left]
+
+
+@pytest.mark.long
+def test_each_replica_judges_its_own_for_longer_than_a_collective_may_take(tmp_path):
+    from mcore_rl.testing.processes import run_processes  # not above: the judges' processes import this file
+
+    judged = run_processes(judge_slowly, tmp_path / "a", list(range(5)), world_size=4, timeout=40)
+    going = [[2], [1]], [[[5, 6, 7]], [[5, 6]]]
+    for rank, (rewards, places, tokens) in enumerate(judged):
+        leads, replica = rank % 2 == 0, rank // 2
+        assert rewards == ([[0.0, 2.0, 4.0], [1.2, 3.2]][replica] if leads else [0.0] * len(rewards))
+        assert (places, tokens) == (going[0][replica], going[1][replica]), "4 and 3 go on, an observation is empty"
+    with pytest.raises(WorkerError) as error:
+        run_processes(judge_slowly, tmp_path / "b", [0, "fails"], world_size=4, timeout=40)
+    assert str(error.value).count("UserError: the judge is gone") == 4
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("nowhere:f", "No module named 'nowhere'"),
+        ("math:nothing", "no attribute 'nothing'"),
+    ],
+)
+def test_a_function_that_cannot_be_imported(function, message, environment_of):
+    with pytest.raises(UserError, match=message):
+        environment_of(name="function", function=function)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "response", "reward"),
+    [
+        (None, " 42\n", 1),
+        (None, "the answer is 42", 0),
+        (r"answer is (\d+)", "the answer is 41, no, the answer is 42", 1),
+        (r"answer is (\d+)", "42", 0),
+        (r"\d+", "6 times 7 is 42", 1),
+    ],
+)
+def test_exact_match(pattern, response, reward):
+    assert ExactMatch(pattern)(log("6*7=", response), {"answer": 42}) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "reward"),
+    [
+        ("1/2", r"So it is \boxed{\frac{1}{2}}.", 1),
+        ("0.5", r"$\frac{2}{4}$", 1),
+        (r"\boxed{x+1}", "$1 + x$", 1),
+        ("7", "The answer is $8$.", 0),
+        ("7", "no idea", 0),
+    ],
+)
+def test_math(answer, response, reward):
+    pytest.importorskip("math_verify")
+    assert MathVerify()(log("?", response), {"answer": answer}) == reward
+
+
+def test_try_again():
+    judge = TryAgain()
+    assert judge(log("6*7=", "42"), {"answer": 42}) == Step(reward=1.0)
+    wrong = judge(log("6*7=", "43"), {"answer": 42})
+    assert not wrong.done
+    assert wrong.observation
+    assert judge(log("6*7=", "43", wrong.observation, "42"), {"answer": 42}) == Step(reward=0.5)

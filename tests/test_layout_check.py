@@ -1,0 +1,462 @@
+"""The table: one DPO step sequence under every layout equals one process, and plain PyTorch."""
+
+import copy
+import tempfile
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from small_models import ARCHITECTURES, and_long, make_model
+from transformers import AutoModelForCausalLM
+
+from mcore_rl.algorithms.interfaces import LossFunction, LossType
+from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
+from mcore_rl.config import DPOConfig
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.errors import UserError
+from mcore_rl.testing.layout_check import (
+    Layout,
+    Outcome,
+    compare,
+    compute_outcome,
+    fitting,
+    shrink_model,
+    table_row,
+)
+from mcore_rl.testing.processes import run_processes
+
+STEPS = 3
+FAST = [
+    Layout(tp=2, sp=True),
+    Layout(pp=2),
+    Layout(cp=2),
+    Layout(dp=2),
+    Layout(packing=False),
+    Layout(tokens_per_pack=128),
+]
+SLOW = [
+    Layout(tp=2),
+    Layout(tp=4),
+    Layout(pp=2, packing=False),
+    Layout(cp=2, packing=False),
+    Layout(cp=2, tokens_per_pack=128),
+    Layout(dp=2, tokens_per_pack=128),
+    Layout(dp=4, packing=False),
+    Layout(tp=2, cp=2, sp=True),
+    Layout(pp=2, dp=2, tokens_per_pack=128),
+    Layout(tp=2, pp=2),
+    Layout(tp=2, pp=2, cp=2, sp=True),
+    Layout(tp=2, cp=2, dp=2),
+    Layout(pp=2, cp=2, dp=2, tokens_per_pack=128),
+]
+PIPELINES = and_long(
+    [("qwen3_moe", Layout(pp=2, vpp=2, dp=2, ep=2))],
+    [
+        ("deep", Layout(pp=2, vpp=2, stages="E|t*3|tt|tL")),
+        ("deep", Layout(pp=3, first=4, packing=False)),
+        ("deep", Layout(pp=3, stages="E|t*6|L")),
+        ("qwen3_moe", Layout(pp=2, dp=2, ep=2, stages="Et*3|tL")),
+        ("glm4_moe", Layout(pp=2, first=1)),
+        ("qwen3_moe", Layout(pp=2, vpp=2, tokens_per_pack=128)),
+        ("deep", Layout(pp=2, vpp=2, tp=2, sp=True, first=2)),
+        ("deep", Layout(pp=2, vpp=2, first=4, last=2)),
+        ("deep", Layout(pp=3, first=3, last=1)),
+    ],
+)
+MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe"]
+EXPERT_LAYOUTS = and_long(
+    [
+        ("mixtral", Layout(tp=2, ep=2, etp=1, sp=True)),
+    ],
+    [
+        ("glm4_moe", Layout(pp=2, dp=2, ep=2)),
+        ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True)),
+        ("mixtral", Layout(dp=2, ep=2)),
+        ("qwen3_moe", Layout(cp=2, ep=2)),
+        ("qwen2_moe", Layout(tp=2, sp=True)),
+    ],
+)
+MORE_EXPERT_LAYOUTS = [
+    Layout(dp=2),
+    Layout(cp=2),
+    Layout(pp=2, tokens_per_pack=128),
+    Layout(dp=2, ep=2, packing=False),
+    Layout(tp=2, dp=2, ep=2, etp=1, sp=True),
+    Layout(tp=2, cp=2, dp=2, ep=2, sp=True, tokens_per_pack=128),
+    Layout(tp=2, pp=2, dp=2, ep=2, etp=1, sp=True),
+]
+
+
+def make_data() -> BatchedDataDict:
+    """Ragged pairs with random masks; one row of one counted token, one pair that does not count."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(3, 60, (12,), generator=generator)
+    lengths[3] = 2
+    input_ids, token_mask = torch.zeros(12, 60, dtype=torch.long), torch.zeros(12, 60)
+    for row, length in enumerate(lengths.tolist()):
+        input_ids[row, :length] = torch.randint(0, 250, (length,), generator=generator)
+        token_mask[row, :length] = (torch.rand(length, generator=generator) < 0.6).float()
+        token_mask[row, length - 1] = 1
+    sample_mask = torch.ones(12)
+    sample_mask[6:8] = 0
+    reference = torch.randn(12, 60, generator=generator) - 5  # any numbers will do, and hide no zero margin
+    return BatchedDataDict(
+        input_ids=input_ids,
+        token_mask=token_mask,
+        input_lengths=lengths,
+        sample_mask=sample_mask,
+        reference_policy_logprobs=reference,
+    )
+
+
+def make_config(path, **optimizer) -> DPOConfig:
+    return DPOConfig.model_validate(
+        {
+            "output_dir": "unused",
+            "model": {"path": path},
+            "data": {"train": "unused", "max_sequence_length": 60},
+            "batch": {"global_batch_size": 6, "tokens_per_pack": 256},
+            # A large epsilon: Adam would blow rounding in near-zero gradients up to a whole step.
+            "optimizer": {"lr": 1e-3, "schedule": "constant", "clip_grad": 1.0, "adam_eps": 1e-4, **optimizer},
+            "trainer": {"max_steps": STEPS},
+            "dpo": {"reference_policy_kl_penalty": 0.05, "sft_loss_weight": 0.5, "sft_average_log_probs": True},
+        }
+    )
+
+
+def plain_logprobs(model, data):
+    """[B, S] in float32 from transformers alone, a row at a time."""
+    rows = []
+    for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True):
+        logits = model(ids[None, :length]).logits[0, :-1].double()
+        chosen = F.log_softmax(logits, dim=-1).gather(1, ids[1:length, None])[:, 0]
+        rows.append(F.pad(chosen, (1, data["input_ids"].shape[1] - length)))
+    return torch.stack(rows)
+
+
+def plain_dpo(logprobs, data, dpo):
+    """Loss and metrics written from the formulas."""
+    mask, counts = data["token_mask"].double(), data["sample_mask"].double()
+    reference = torch.zeros_like(logprobs)
+    reference[:, 1:] = data["reference_policy_logprobs"][:, :-1]
+    rewards = ((logprobs - reference) * mask)[:, 1:].sum(1)
+    pairs, chosen, rejected = counts[::2], rewards[::2], rewards[1::2]
+    total = pairs.sum()
+    preference = -(F.logsigmoid(dpo.reference_policy_kl_penalty * (chosen - rejected)) * pairs).sum() / total
+    means = (logprobs * mask)[::2, 1:].sum(1) / mask[::2, 1:].sum(1)
+    sft = -(means * pairs).sum() / total
+    loss = preference + dpo.sft_loss_weight * sft
+    return loss, {
+        "loss": loss.item(),
+        "preference_loss": preference.item(),
+        "sft_loss": sft.item(),
+        "accuracy": (((chosen > rejected).double() * pairs).sum() / total).item(),
+        "rewards_chosen_mean": ((chosen * pairs).sum() / total).item(),
+        "rewards_rejected_mean": ((rejected * pairs).sum() / total).item(),
+        "num_valid_samples": pairs.sum().item(),
+    }
+
+
+def plain_router_losses(model, data):
+    """DeepSeek-V3's balance loss of each sequence (its eq. 17 to 20) and ST-MoE's z-loss, summed over layers."""
+    balance = z = 0.0
+    rows = [row for row, mask in enumerate(data["sample_mask"].tolist()) if mask]
+    tokens = sum(data["input_lengths"][rows].tolist())
+    for row in rows:
+        length = int(data["input_lengths"][row])
+        for logits in model(data["input_ids"][row, :length][None], output_router_logits=True).router_logits:
+            logits = logits.double()
+            probabilities, (count, topk) = logits.softmax(-1), (logits.shape[1], model.config.num_experts_per_tok)
+            chosen = torch.zeros_like(logits).scatter(1, probabilities.topk(topk).indices, 1.0)
+            frequency = chosen.sum(0) * count / (topk * length)
+            balance = balance + (frequency * probabilities.mean(0)).sum() / len(rows)
+            z = z + logits.logsumexp(-1).square().sum() / tokens
+    return balance, z
+
+
+def as_saved(model, value_of):
+    """Values of a model's parameters and buffers, by the names and in the shapes in which transformers saves them."""
+    copied = copy.deepcopy(model)
+    with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
+        for tensor, own in zip(copied.state_dict().values(), model.state_dict(keep_vars=True).values(), strict=True):
+            tensor.copy_(value_of(own))
+        copied.save_pretrained(directory)
+        return load_file(f"{directory}/model.safetensors")
+
+
+def gradient_of(tensor):
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def plain_outcome(config, data, prepare=lambda model: None) -> Outcome:
+    """The same steps with transformers and torch.optim, nothing of this package."""
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    prepare(model)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.optimizer.lr, betas=(0.9, 0.999), eps=config.optimizer.adam_eps, weight_decay=0
+    )
+    first = None
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        logprobs = plain_logprobs(model, data)
+        loss, metrics = plain_dpo(logprobs, data, config.dpo)
+        if config.model.moe_aux_loss_coeff:
+            balance, z = plain_router_losses(model, data)
+            metrics |= {"moe_aux_loss": balance.item(), "moe_z_loss": z.item()}
+            loss = loss + config.model.moe_aux_loss_coeff * balance + config.model.moe_z_loss_coeff * z
+        loss.backward()
+        gradients = as_saved(model, gradient_of)
+        metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad).item()
+        optimizer.step()
+        first = first or (metrics, logprobs.detach(), gradients)
+    return Outcome(*first, as_saved(model, lambda tensor: tensor))
+
+
+@pytest.fixture(scope="module")
+def outcomes(model_of):
+    """A family's outcome by plain PyTorch and by one process, computed once."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            config, data = make_config(model_of(family)), make_data()
+            one = run_processes(compute_outcome, config, copy.deepcopy(data), STEPS, world_size=1)[0]
+            made[family] = plain_outcome(config, data), one
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    "family",
+    and_long(
+        ["llama", "mixtral"],
+        ["qwen2", "gemma3", "glm4_moe", "qwen3", "phi3", "olmo2", "windows", "qwen2_moe", "qwen3_moe"],
+    ),
+)
+def test_one_process_equals_plain_pytorch(family, outcomes):
+    plain, one = outcomes(family)
+    difference = compare(one, plain)
+    assert difference.within(), table_row(Layout(), difference)
+
+
+def check_layout(family, layout, outcomes, model_of):
+    plain, one = outcomes(family)
+    config = layout.apply(make_config(model_of(family)))
+    outcome = run_processes(compute_outcome, config, make_data(), STEPS, world_size=layout.world_size)[0]
+    for reference in (one, plain):
+        difference = compare(outcome, reference)
+        print(table_row(layout, difference))
+        assert difference.within(), table_row(layout, difference)
+
+
+@pytest.mark.parametrize("layout", FAST, ids=str)
+def test_layouts(layout, outcomes, model_of):
+    check_layout("llama", layout, outcomes, model_of)
+
+
+OTHERS = and_long(
+    [],
+    [
+        ("gemma3", Layout(tp=2, pp=2, sp=True)),
+        ("qwen2", Layout(tp=2, sp=True)),
+        ("qwen3", Layout(pp=2)),
+        ("olmo2", Layout(tp=2, cp=2, sp=True)),
+        ("qwen2", Layout(pp=2)),
+        ("qwen3", Layout(tp=2, sp=True)),
+        ("phi3", Layout(tp=2)),
+        ("gemma3", Layout(cp=2, tokens_per_pack=128)),
+        ("windows", Layout(cp=2)),
+    ],
+)
+
+
+@pytest.mark.parametrize(("family", "layout"), OTHERS, ids=str)
+def test_layouts_of_other_families(family, layout, outcomes, model_of):
+    """Tied embeddings with biases, norms of heads, fused tensors, norms behind blocks, sliding windows."""
+    check_layout(family, layout, outcomes, model_of)
+
+
+@pytest.mark.parametrize(("family", "layout"), EXPERT_LAYOUTS, ids=str)
+def test_layouts_of_mixtures(family, layout, outcomes, model_of):
+    check_layout(family, layout, outcomes, model_of)
+
+
+@pytest.mark.parametrize(("family", "layout"), PIPELINES, ids=str)
+def test_uneven_and_interleaved_pipelines(family, layout, outcomes, model_of):
+    check_layout(family, layout, outcomes, model_of)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", MORE_EXPERT_LAYOUTS, ids=str)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_more_layouts_of_mixtures(family, layout, outcomes, model_of):
+    check_layout(family, layout, outcomes, model_of)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", SLOW, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_more_layouts(family, layout, outcomes, model_of):
+    check_layout(family, layout, outcomes, model_of)
+
+
+class NLLOfLogits(LossFunction):
+    """A loss that wants logits: the policy has to build them, and to call it a sequence at a time."""
+
+    loss_type = LossType.TOKEN_LEVEL
+
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks, **groups):
+        return NLLLoss()(next_token_logits, data, global_valid_seqs, global_valid_toks, **groups)
+
+
+POLICY_GRADIENTS = {
+    "ppo with entropy bonus": {"token_level_loss": True, "entropy_bonus": 0.1},
+    "gspo": {"token_level_loss": False, "sequence_level_importance_ratios": True},
+}
+
+
+def policy_gradient_loss(changes):
+    return ClippedPGLossFn(
+        {
+            "reference_policy_kl_penalty": 0.1,
+            "ratio_clip_min": 0.2,
+            "ratio_clip_max": 0.2,
+            "ratio_clip_c": 3.0,
+            "use_on_policy_kl_approximation": False,
+            "use_importance_sampling_correction": True,
+            **changes,
+        }
+    )
+
+
+def gradients_of(config, loss_fn):
+    from mcore_rl.models.megatron.optimizer import gather_gradients
+    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+    from mcore_rl.testing.layout_check import _main_grad
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    data = make_data()
+    generator = torch.Generator().manual_seed(9)
+    noise = 0.2 * torch.randn(2, *data["input_ids"].shape, generator=generator)
+    data["advantages"] = torch.randn(len(data["input_ids"]), 1, generator=generator).expand(-1, noise.shape[2])
+    data["prev_logprobs"] = policy.get_logprobs(data)["logprobs"] + noise[0]
+    data["generation_logprobs"] = data["prev_logprobs"] + noise[1]
+    metrics = policy.compute_gradients(data, loss_fn)
+    gather_gradients(policy.chunks)
+    gradients = dict(export_hf_weights(policy.model, _main_grad))
+    policy.shutdown()
+    return metrics, gradients
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    and_long(
+        [("qwen2", Layout(tp=2, sp=True))],
+        [
+            ("llama", Layout(cp=2)),
+            ("qwen2", Layout(pp=2)),
+            ("llama", Layout()),
+            ("qwen2", Layout()),
+            ("llama", Layout(tp=2, sp=True)),
+            ("qwen2", Layout(cp=2)),
+            ("llama", Layout(pp=2)),
+        ],
+    ),
+    ids=str,
+)
+def test_losses_of_logits_equal_losses_of_logprobs(family, layout, model_of):
+    config = layout.apply(make_config(model_of(family)))
+    ours, theirs = (
+        run_processes(gradients_of, config, loss_fn, world_size=layout.world_size)[0]
+        for loss_fn in (NLLOfLogits(), NLLLoss())
+    )
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+    for name, gradient in theirs[1].items():
+        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    and_long(
+        [("gspo", Layout(cp=2))],
+        [
+            ("ppo with entropy bonus", Layout(tp=2, sp=True)),
+            ("ppo with entropy bonus", Layout(cp=2)),
+            ("gspo", Layout(tp=2, sp=True)),
+            *((kind, layout) for kind in POLICY_GRADIENTS for layout in (Layout(pp=2), Layout(dp=2))),
+        ],
+    ),
+    ids=str,
+)
+def test_policy_gradients(kind, layout, model_of):
+    loss_fn, config = policy_gradient_loss(POLICY_GRADIENTS[kind]), make_config(model_of("llama"))
+    ours, theirs = (
+        run_processes(gradients_of, x.apply(config), loss_fn, world_size=x.world_size)[0] for x in (layout, Layout())
+    )
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-4, abs=1e-5)
+    for name, gradient in theirs[1].items():
+        scale = gradient.abs().max()
+        torch.testing.assert_close(ours[1][name] / scale, gradient / scale, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_wrong_gradient_is_seen(outcomes):
+    """The comparison itself: a scaled gradient of one small parameter must not pass."""
+    plain, one = outcomes("llama")
+    wrong = copy.deepcopy(one)
+    wrong.gradients["model.layers.1.mlp.up_proj.weight"] *= 1.01
+    assert not compare(wrong, plain).within()
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_shrunken_models_are_whole_and_fit(family, model_of, tmp_path):
+    """What `verify_layouts` runs on: a small model of the same architecture, for the largest of the layouts."""
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.weights import check_hf_tensors
+
+    config = make_config(model_of(family))
+    layouts = [Layout(), Layout(tp=4, sp=True), Layout(pp=2, vpp=2), Layout(tp=4), Layout(dp=2, ep=2)]
+    shrink_model(config.model, tmp_path / "small", layouts)
+    hf = load_hf_config(tmp_path / "small")
+    check_hf_tensors(hf, SafetensorsDirectory(tmp_path / "small"))
+    assert hf.num_hidden_layers == 8
+    small = config.model_copy(update={"model": config.model.model_copy(update={"path": tmp_path / "small"})})
+    fits, refused = fitting(layouts, small)
+    not_allowed = Layout(tp=4) if family in MIXTURES else Layout(dp=2, ep=2)
+    assert [layout for layout, _ in refused] == [not_allowed]
+    assert fits == [layout for layout in layouts if layout != not_allowed]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen2_moe", {"decoder_sparse_step": 4}), ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3, 4, 5, 6]})],
+)
+def test_a_shrunken_mixture_has_experts(family, changes, tmp_path):
+    from mcore_rl.models.megatron.families import family_of
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+
+    make_model(family, tmp_path / "large", num_hidden_layers=8, **changes)
+    shrink_model(make_config(tmp_path / "large").model, tmp_path / "small", [Layout(dp=2, ep=2)])
+    sparse = family_of(load_hf_config(tmp_path / "small")).experts.sparse_layers
+    assert not sparse[0] and all(sparse[1:])
+
+
+def test_uneven_pipelines_can_be_asked_for(model_of):
+    from mcore_rl.config.layouts import own_split, parse_layouts
+
+    assert parse_layouts(["pp=1,2", "first=1"]) == [Layout(pp=2, first=1)]
+    assert parse_layouts(["pp=2", "vpp=1,2", "stages=E|t*4L,Et|t|t|tL"]) == [
+        Layout(pp=2, stages="E|t*4L"),
+        Layout(pp=2, vpp=2, stages="Et|t|t|tL"),
+    ]
+    with pytest.raises(UserError, match=r"--layouts 'stages=E\|x': pipeline_model_parallel_layout: cannot be read"):
+        parse_layouts(["pp=2", "stages=E|x"])
+    config = make_config(model_of("llama"))
+    assert own_split(config, 4) is None
+    assert own_split(Layout(pp=2, last=1).apply(config), 4) == Layout(pp=2, stages="Ettt|tL")
+    with pytest.raises(UserError, match="has 3 layers; the model has 4"):
+        own_split(Layout(pp=2, stages="Et|ttL").apply(config), 4)

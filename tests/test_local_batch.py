@@ -1,0 +1,580 @@
+"""Replicas that have their own rows of a batch alone: the same numbers as with all rows on every rank."""
+
+import copy
+import math
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from small_models import and_long
+from test_layout_check import make_config, make_data
+from test_shared_prefixes import dpo_config, grpo_config, make_groups, make_pairs
+from topologies import grid
+
+from mcore_rl.algorithms import supervised
+from mcore_rl.algorithms.build_loss import loss_of
+from mcore_rl.data.batches import collate, valid_counts
+from mcore_rl.data.batching import Batching
+from mcore_rl.data.token_store import TokenizedChunk, collect
+from mcore_rl.data.tokenize import TokenSequence
+from mcore_rl.distributed import collectives, replicas
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.own_rows import OwnRows, Share, share_of
+from mcore_rl.distributed.replicas import gather_from_replicas, gather_on_first, share_in_replica, share_numbers
+from mcore_rl.distributed.topology import Topology
+from mcore_rl.errors import ContractError
+from mcore_rl.models.megatron.families.mixtral import Mixtral
+from mcore_rl.models.megatron.families.mixture import Experts
+from mcore_rl.rollouts.outcomes import Outcome, Telling
+from mcore_rl.rollouts.samples import Rollout, Rollouts
+from mcore_rl.rollouts.token_rows import TokenColumn, packed, rows_of_replica, unpacked
+from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.processes import WorkerError, run_processes
+
+# ------------------------------------------------------------------ what replicas tell each other
+
+
+def shares():
+    """Five rows: of replica 0 the rows 4 and 1, of replica 1 none, of replica 2 the others."""
+    replicas = grid().data
+    indices = [[4, 1], [], [0, 3, 2]][replicas.rank]
+    share = Share(indices, 5, replicas)
+    values = torch.tensor([index / 7 for index in indices], dtype=torch.float64)
+    appended = Share.appended([2, 0, 3][replicas.rank], replicas)
+    return (
+        share.sum(float(values.sum()), 2**53 / 3), share.max(max(indices, default=-1), -replicas.rank),
+        share.everyone(values).tolist(), (list(appended.indices), appended.total),
+    )  # fmt: skip
+
+
+def test_shares_add_up():
+    results = run_processes(shares, world_size=3)
+    for rank, (sums, largest, everyone, appended) in enumerate(results):
+        assert sums == [pytest.approx(10 / 7, rel=1e-15), 2**53]
+        assert largest == [4, 0]
+        assert everyone == [index / 7 for index in range(5)]
+        assert appended == ([[0, 1], [], [2, 3, 4]][rank], 5)
+
+
+def test_all_rows_are_a_share_too():
+    share = share_of(BatchedDataDict(a=torch.arange(3)))
+    assert (list(share.indices), share.total, share.sum(0.7), share.max(-0.3)) == ([0, 1, 2], 3, [0.7], [-0.3])
+    assert share.everyone(torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)).tolist() == [0.1, 0.2, 0.3]
+    with pytest.raises(ContractError, match="3 rows for a share of 2"):
+        OwnRows({"a": torch.arange(3)}, Share([0, 1], 2))
+
+
+def exchanged():
+    """Two replicas of two ranks; each leads four of seven items or three, and wants others."""
+    topology = grid(width=2)
+    own = {n: ["item", n, "x" * n] for n in range(7) if n % 2 == topology.data.rank} if topology.leads_replica else {}
+    lists = [[7, 2**60], [], [-topology.data.rank]] if topology.leads_replica else []
+    return (
+        share_in_replica(list(own.values()), topology), gather_on_first(own, [3, 0, 2], topology),
+        gather_from_replicas(topology.data.rank + 0.5, topology), share_numbers(lists, 3, topology),
+    )  # fmt: skip
+
+
+def test_items_go_to_those_who_want_them():
+    for rank, (shared, first, told, numbers) in enumerate(run_processes(exchanged, world_size=4)):
+        assert shared == [["item", n, "x" * n] for n in range(7) if n % 2 == rank // 2]
+        assert first == ([["item", n, "x" * n] for n in (3, 0, 2)] if rank == 0 else [])
+        assert told == [0.5, 1.5]
+        assert numbers == [[7, 2**60], [], [-(rank // 2)]]
+
+
+COLUMNS = [
+    TokenColumn("ids", torch.long, padding=9),
+    TokenColumn("logprobs", torch.float32),
+    TokenColumn("experts", torch.int16, (3, 1), padding=-1),
+]
+LENGTHS = [3, 1, 5, 2, 4, 1, 2]
+
+
+def token_rows(rows):
+    """Right-padded, whatever stands in the padding."""
+    width = max((LENGTHS[row] for row in rows), default=1) + 2
+    generators = [torch.Generator().manual_seed(row) for row in rows]
+    return {
+        "ids": torch.stack([torch.randint(2**40, (width,), generator=g) for g in generators]),
+        "logprobs": torch.stack([torch.randn(width, generator=g) for g in generators]),
+        "experts": torch.stack([torch.randint(128, (width, 3, 1), generator=g).short() for g in generators]),
+    } if rows else {}  # fmt: skip
+
+
+def given_away(held_by, wanted):
+    topology = grid(width=2)
+    held = held_by[topology.data.rank] if topology.leads_replica else []
+    return rows_of_replica(token_rows(held), held, wanted, LENGTHS, COLUMNS, topology)
+
+
+@pytest.mark.parametrize(
+    ("held_by", "wanted"),
+    [
+        ([[6, 0, 3], [1, 2, 4, 5]], [[5, 0, 6], [1, 4]]),
+        ([[], [0, 1, 2, 3, 4, 5, 6]], [[2, 4, 6], [0, 1, 3, 5]]),
+        ([[0, 1, 2], [3, 4, 5, 6]], [[], [0, 1, 2, 3, 4, 5, 6]]),
+        ([[0], [5]], [[5], [0]]),
+        ([[1], []], [[], [1]]),
+    ],
+)
+def test_tokens_go_to_those_who_want_their_rows(held_by, wanted):
+    for rank, got in enumerate(run_processes(given_away, held_by, wanted, world_size=4)):
+        rows = wanted[rank // 2]
+        expected = {name: [] for name in got}
+        for held in held_by:
+            for name, values in token_rows(held).items():
+                expected[name] += [(row, values[i, : LENGTHS[row]]) for i, row in enumerate(held)]
+        assert list(got) == [column.name for column in COLUMNS]
+        for column in COLUMNS:
+            values, of_row = got[column.name], dict(expected[column.name])
+            assert values.dtype == column.dtype
+            assert values.shape == (len(rows), max((LENGTHS[row] for row in rows), default=1), *column.shape)
+            for row, value in zip(rows, values, strict=True):
+                assert torch.equal(value[: LENGTHS[row]], of_row[row])
+                assert bool((value[LENGTHS[row] :] == column.padding).all())
+
+
+def test_columns_are_what_they_say():
+    with pytest.raises(ContractError, match=r"experts.*is torch.int16 of shape"):
+        packed(token_rows([0]), [3], [replace(COLUMNS[2], shape=(1, 3))])
+    assert unpacked(torch.zeros(0, 18, dtype=torch.uint8), [], COLUMNS)["experts"].shape == (0, 1, 3, 1)
+
+
+class Unsendable(Exception):
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
+
+
+def settled(kind):
+    """Rank 1's work fails in this way; rank 0's comes to something, rank 2 has none."""
+    rank, work = torch.distributed.get_rank(), Future()
+    if rank == 0:
+        work.set_result("done")
+    elif kind == "cancelled":
+        work.cancel()
+        work.set_running_or_notify_cancel()
+    else:
+        work.set_exception(Unsendable("this", "that") if kind == "unsendable" else ValueError("no"))
+    try:
+        return collectives.settle(work if rank < 2 else None, 0.1)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("failed", "ValueError: no"),
+        ("cancelled", "CancelledError: "),
+        ("unsendable", "RuntimeError: Unsendable: this and that"),
+    ],
+)
+def test_all_ranks_hear_of_what_fails(kind, told):
+    assert run_processes(settled, kind, world_size=3) == [told] * 3
+
+
+OUTCOMES = [
+    Outcome(
+        prompt=2**50 + place, sample_id=2**51 + place, reward=reward, rewards=rewards, error=error,
+        truncated=place == 1, turns=place, num_tokens=7 * place, response_length=3, longest_response=2,
+        weight_versions=versions,
+    )
+    for place, (reward, rewards, error, versions) in enumerate([
+        (0.1, {"a": 0.1}, None, [(3, 2), (4, 1)]),
+        (-math.inf, {}, None, []),
+        (2 / 3, {"b": -0.0, "c": 1e-300}, None, [(5, 3)]),
+        (1.5, {"a": 1.5}, "the judge's\nown words: é", [(0, 1), (1, 1), (2, 1)]),
+    ])
+]  # fmt: skip
+
+
+def told(wells, places_of):
+    """Of steps in turn; whether texts were sent."""
+    topology, sent = grid(width=2), []
+    telling = Telling(topology)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (collectives, replicas):
+            original = getattr(module, "gather_objects", None) or module.gather_along
+            name = original.__name__
+            patch.setattr(module, name, lambda *a, original=original: (sent.append(1), original(*a))[1])
+        results = []
+        for well in wells:
+            chosen = [place for place in range(4) if not (well and OUTCOMES[place].error)]
+            own = [place for place in places_of[topology.data.rank] if place in chosen]
+            sent.clear()
+            own = {chosen.index(place): OUTCOMES[place] for place in own}
+            results.append((telling.everyones(own, len(chosen)), bool(sent)))
+    return results
+
+
+@pytest.mark.parametrize("places_of", [[[2, 0], [1, 3]], [[], [3, 2, 1, 0]]])
+def test_every_rank_knows_what_came_of_all(places_of):
+    """Texts travel with the first step, whose names of rewards are new, and with errors."""
+    well = [outcome for outcome in OUTCOMES if not outcome.error]
+    for rank, results in enumerate(run_processes(told, [True, True, False, True], places_of, world_size=4)):
+        assert [outcomes for outcomes, _ in results] == [well, well, OUTCOMES, well]
+        first, again, with_error, last = (sent for _, sent in results)
+        assert first and not again and not last
+        assert with_error or rank % 2  # which hears of texts from the first rank of its replica
+
+
+# ------------------------------------------------------------------ division
+
+
+def divided(lengths, ids, batching, known):
+    from mcore_rl.data.division import divide
+
+    replicas = grid().data
+    own = None if known is None else known[replicas.rank]
+    asked = []
+
+    def tokens_of(rows):
+        asked.extend(rows)
+        return ids[list(rows)]
+
+    return divide(batching, lengths, tokens_of, replicas, own), asked
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_rows_are_divided_as_a_batch_that_every_rank_has(sharing):
+    data = make_groups()
+    lengths, ids = data["input_lengths"].tolist(), data["input_ids"]
+    batching = Batching(True, 96, 1, 1, dp_size=3, rows_per_group=4 if sharing else 0, min_shared=8)
+    expected = [sorted(row for box in boxes for row in box) for boxes in batching.plan(lengths, ids)]
+    for known in (None, [[0, 1, 2, 3], [8, 9, 10, 11, 12, 13, 14, 15], [4, 5, 6, 7]], [[], list(range(16)), []]):
+        results = run_processes(divided, lengths, ids, batching, known, world_size=3)
+        assert [rows for rows, _ in results] == [expected] * 3
+        told = [asked for _, asked in results]
+        assert sorted(row for asked in told for row in asked) == (list(range(16)) if sharing else [])
+        if known is not None and sharing:
+            assert told == known
+
+
+# ------------------------------------------------------------------ learning and scoring
+
+
+def scored_and_trained(config, data, division):
+    """Of own rows and of whole batches: scores (with their rows), metrics of a step and the gradients' norm."""
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2 if config.algorithm == "dpo" else 1)
+    replicas = policy.topology.data
+    share = Share(division[replicas.rank], data.size, replicas)
+    own = OwnRows(data.select_indices(share.indices), share)
+    loss_fn = loss_of(config)
+    whole_scores, own_scores = (policy.get_logprobs(rows)["logprobs"] for rows in (data, own))
+    if config.algorithm == "grpo":
+        for rows, scores in ((data, whole_scores), (own, own_scores)):
+            for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
+                rows[name] = scores * 0.98
+    whole, evaluated = policy.evaluate(data, loss_fn), policy.evaluate(own, loss_fn)
+    flops = policy.flops_of(data), policy.flops_of(own)
+    halves = [data.slice(0, 4), data.slice(4, data.size)]
+    in_parts = policy.evaluate_parts(iter(halves), valid_counts(data), loss_fn)
+    assert in_parts == pytest.approx(whole, rel=1e-6, abs=1e-7)
+    trained = policy.train(own, loss_fn)
+    parts = trained.pop("all_mb_metrics")
+    with pytest.raises(ContractError, match="own rows are of one global batch"):
+        policy.train(own, loss_fn, gbs=2)
+    policy.shutdown()
+    return whole_scores, (list(share.indices), own_scores), whole, evaluated, trained, parts, flops
+
+
+def check_own_rows(config, data, layout, division, splits_groups=False):
+    config = layout.apply(config)
+    results = run_processes(scored_and_trained, config, copy.deepcopy(data), division, world_size=layout.world_size)
+    for whole_scores, (indices, own_scores), whole, evaluated, trained, parts, flops in results:
+        width = own_scores.shape[1]
+        torch.testing.assert_close(own_scores, whole_scores[indices][:, :width], rtol=1e-5, atol=1e-5)
+        for name, value in whole.items():
+            assert evaluated[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+            assert trained[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        assert sum(parts["num_valid_samples"]) == whole["num_valid_samples"]
+        assert flops[1] == pytest.approx(flops[0]) or (splits_groups and flops[1] > flops[0])
+    assert all(result[2:] == results[0][2:] for result in results), "the same on all ranks"
+
+
+UNEVEN = [[2, 3, 8, 9, 0, 1, 10, 11, 4, 5], [6, 7]]
+"""The second replica's rows do not count."""
+NONE = [list(range(12)), []]
+LAYOUTS = and_long(
+    [
+        ("llama", Layout(dp=2, tokens_per_pack=128), UNEVEN),
+        ("llama", Layout(dp=2, pp=2, tokens_per_pack=128), NONE),
+        ("mixtral", Layout(dp=2, ep=2), NONE),
+    ],
+    [
+        ("llama", Layout(dp=2, packing=False), UNEVEN),
+        ("llama", Layout(dp=2, packing=False), NONE),
+        ("llama", Layout(dp=2, cp=2, tp=2, sp=True, tokens_per_pack=128), NONE),
+        ("llama", Layout(dp=4), [[0, 1], [4, 5, 2, 3, 6, 7], [], [8, 9, 10, 11]]),
+        ("deep", Layout(dp=2, pp=2, vpp=2, first=4, last=2, tokens_per_pack=128), NONE),
+        ("qwen3_moe", Layout(dp=2, pp=2, ep=2), UNEVEN),
+    ],
+)
+
+
+@pytest.mark.parametrize(("family", "layout", "division"), LAYOUTS, ids=str)
+def test_own_rows_are_learned_from_as_whole_batches(family, layout, division, model_of):
+    check_own_rows(make_config(model_of(family)), make_data(), layout, division)
+
+
+SPLIT = [[0, 1, 5, 6, 7, 12, 13, 14, 15], [2, 3, 4, 8, 9, 10, 11]]
+"""Of four groups of four rows two are on both replicas."""
+
+
+@pytest.mark.parametrize(
+    ("config_of", "make", "division"),
+    and_long(
+        [(grpo_config, make_groups, SPLIT)],
+        [
+            (grpo_config, make_groups, [[], list(range(16))]),
+            (dpo_config, make_pairs, [[4, 5, 0, 1], [2, 3, *range(6, 14)]]),
+        ],
+    ),
+)
+def test_own_rows_share_their_beginnings(config_of, make, division, model_of):
+    layout = Layout(prefix=True, dp=2, tokens_per_pack=128)
+    check_own_rows(config_of(model_of("llama")), make(), layout, division, splits_groups=division is SPLIT)
+
+
+def empty_batches(config):
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    data = make_data().select_indices([])
+    policy.train(OwnRows(data, Share([], 0, policy.topology.data)), loss_of(config))
+
+
+def missing_embeddings(config):
+    """The second replica alone has a token behind the vocabulary, in a row that the first does not see."""
+    from mcore_rl.models.policy.scoring import ScoringModel
+
+    model = ScoringModel(config)
+    replicas, tokens = model.topology.data, torch.tensor([[1, 2, model.hf_config.vocab_size]])
+    model.check_tokens(OwnRows({"input_ids": tokens[:, :2]}, Share([replicas.rank], 2, replicas)), "critic.path")
+    own = tokens if replicas.rank == 1 else tokens[:0]
+    model.check_tokens(OwnRows({"input_ids": own}, Share([0][: len(own)], 1, replicas)), "critic.path")
+
+
+def test_a_token_without_an_embedding_is_told_on_all_ranks(model_of):
+    config = Layout(dp=2).apply(make_config(model_of("llama")))
+    with pytest.raises(WorkerError) as error:
+        run_processes(missing_embeddings, config, world_size=2)
+    assert str(error.value).count("TrainingError: critic.path: ") == 2 and "none for token" in str(error.value)
+
+
+def test_no_rows_at_all_are_refused(model_of):
+    config = Layout(dp=2).apply(make_config(model_of("llama")))
+    with pytest.raises(WorkerError, match="ContractError: train: the batch has no rows"):
+        run_processes(empty_batches, config, world_size=2)
+
+
+def losses_of_a_token_that_is_not_finite(config, data, division):
+    """What is said of the loss on all rows, and on this replica's own."""
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    with torch.no_grad():
+        policy.model.chunks[0].embedding.word_embeddings.weight[249] = torch.nan
+    replicas = policy.topology.data
+    share = Share(division[replicas.rank], data.size, replicas)
+    said = []
+    for rows in (data, OwnRows(data.select_indices(share.indices), share)):
+        with pytest.raises(FloatingPointError) as told:
+            policy.train(rows, loss_of(config))
+        said.append(str(told.value))
+    policy.shutdown()
+    return said
+
+
+def test_a_bad_row_is_named_by_its_number_in_the_global_batch(model_of):
+    data = make_data()
+    data["input_ids"][data["input_ids"] == 249] = 248
+    data["input_ids"][10, 12], data["token_mask"][10, 13] = 249, 1
+    config = Layout(dp=2, packing=False).apply(make_config(model_of("llama")))
+    division = [list(range(8)), [8, 9, 10, 11]]
+    for said in run_processes(losses_of_a_token_that_is_not_finite, config, data, division, world_size=2):
+        assert all(": row 10 of the global batch, position" in told for told in said), said
+
+
+# ------------------------------------------------------------------ the loops
+
+
+class Units:
+    """Pairs of a store, which notes what is read."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(4)
+        chunk = TokenizedChunk()
+        for n in torch.randint(1, 30, (9,), generator=generator).tolist():
+            prompt = tuple(range(2, 2 + 40 * (n % 2) + 2))
+            chunk.add(tuple(TokenSequence((*prompt, *[side] * m), (False,) * len(prompt) + (True,) * m)
+                            for side, m in ((7, n), (8, 30 - n))))  # fmt: skip
+        self.store, self.read = collect([chunk], 2), []
+
+    def lengths_of(self, index):
+        return self.store.lengths_of(index)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return self.store[index]
+
+
+def batch_of_records(rows_per_group):
+    from mcore_rl.algorithms.supervised import SupervisedRun
+    from mcore_rl.data.division import divide
+
+    replicas, run = grid().data, object.__new__(SupervisedRun)
+    batching = Batching(True, 256, 1, 2, dp_size=replicas.size, rows_per_group=rows_per_group)
+    run.inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
+    run.policy = SimpleNamespace(
+        topology=SimpleNamespace(data=replicas), divide=lambda lengths, rows: divide(batching, lengths, rows, replicas)
+    )
+    units = Units()
+    data, own = run._own_rows(SimpleNamespace(units=units), [5, 3, 8, 0, 1, 7], first_sample=12)
+    return dict(data), list(data.share.indices), own, units.read
+
+
+@pytest.mark.parametrize("rows_per_group", [0, 2])
+def test_a_rank_reads_and_builds_its_own_records_alone(rows_per_group):
+    whole = collate([Units().store[i] for i in (5, 3, 8, 0, 1, 7)], 0)
+    results = run_processes(batch_of_records, rows_per_group, world_size=3)
+    assert sorted(row for _, indices, _, _ in results for row in indices) == list(range(12))
+    for rank, (data, indices, own, read) in enumerate(results):
+        assert own == [(5, 3, 8, 0, 1, 7)[row // 2] for row in indices[::2]]
+        described = [(5, 3, 8, 0, 1, 7)[unit] for unit in range(rank, 6, 3)] if rows_per_group else []
+        assert read == [*described, *own], "and what it tells the others the sizes of"
+        width = data["input_ids"].shape[1]
+        assert width == int(data["input_lengths"].max())
+        for name, values in data.items():
+            expected = whole[name][indices]
+            assert torch.equal(values, expected[:, :width] if expected.ndim > 1 else expected), name
+
+
+class Evaluating:
+    """A policy that keeps what it is to evaluate."""
+
+    def __init__(self):
+        self.topology, self.seen = Topology(), []
+
+    def divide(self, lengths, tokens_of):
+        return [list(range(len(lengths)))]
+
+    def evaluate_parts(self, parts, counts, loss_fn):
+        self.seen.append(([dict(part) for part in parts], [float(count) for count in counts]))
+        return {}
+
+
+def test_a_validation_set_is_never_there_all_at_once(monkeypatch):
+    monkeypatch.setattr(supervised, "VALIDATION_RECORDS", 4)
+    added, current, units = [], [], Units()
+
+    def add(data, dataset, indices):
+        added.append(list(indices))
+        data["reference"] = data["input_ids"] / 3
+
+    inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
+    run = supervised.SupervisedRun(
+        None,
+        inputs,
+        Evaluating(),
+        None,
+        add,
+        add_current_columns=lambda data, dataset, indices: current.append(indices),
+    )
+    whole = collate([units.store[i] for i in range(9)], 0)
+    for _ in range(2):
+        run.validate_on("", Nine(units), 1)
+    for parts, counts in run.policy.seen:
+        assert [len(part["input_ids"]) for part in parts] == [8, 8, 2]
+        assert counts == [float(count) for count in valid_counts(whole)]
+        for part, start in zip(parts, (0, 8, 16), strict=True):
+            width = part["input_ids"].shape[1]
+            assert torch.equal(part["input_ids"], whole["input_ids"][start : start + 8, :width])
+            assert torch.equal(part["reference"], part["input_ids"] / 3)
+    assert added == [[0, 1, 2, 3], [4, 5, 6, 7], [8]], "once"
+    assert current == added * 2
+    run.reference_moved()
+    run.validate_on("", Nine(units), 2)
+    assert len(added) == 6
+
+
+class Nine:
+    def __init__(self, units):
+        self.units = units
+
+    def __len__(self):
+        return 9
+
+
+def shared_out(rows_per_group, with_experts, led):
+    """The first rollouts, of which each of two replicas has led some."""
+    from mcore_rl.algorithms.grpo import GRPORun
+    from mcore_rl.data.division import divide
+
+    topology, run = grid(width=2), object.__new__(GRPORun)
+    batching = Batching(True, 256, 1, 1, dp_size=2, rows_per_group=rows_per_group, min_shared=4)
+    family = object.__new__(Mixtral)
+    family.__dict__["experts"] = Experts(count=8, topk=2, width=1, sparse_layers=(True, False, True, True))
+    run.inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=3))
+    run.config = SimpleNamespace(model=SimpleNamespace(moe_router_replay=with_experts))
+    run.policy = SimpleNamespace(
+        topology=topology,
+        model=SimpleNamespace(family=family),
+        divide=lambda lengths, rows, known: divide(batching, lengths, rows, topology.data, known),
+    )
+    known = make_rollouts(with_experts)[: sum(map(len, led))]
+    own = {place: known[place] for place in led[topology.data.rank]} if topology.leads_replica else {}
+    data = run._share_out(Rollouts([rollout.outcome for rollout in known], own))
+    return dict(data), list(data.share.indices), data.share.total
+
+
+def make_rollouts(with_experts):
+    """Of which no experts are known at the last token, which was not fed to the model."""
+    rollouts = []
+    for n in range(10):
+        prompt = [20 + n // 2] * 9
+        tokens = [*prompt, *[n] * (1 + 7 * (n % 3))]
+        mask = [False] * 9 + [True] * (len(tokens) - 9)
+        texts = [{"role": "user", "content": "?"}]
+        logprobs = [-m / 3 for m in mask]
+        experts = [[[n, t % 8]] * 3 for t in range(len(tokens) - 1)] if with_experts else None
+        made = Rollout(n // 2, n, tokens, mask, logprobs, reward=n / 7, message_log=texts, routed_experts=experts)
+        rollouts.append(made)
+    return rollouts
+
+
+LED = [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("rows_per_group", "with_experts", "led"),
+    [(0, True, LED), (2, False, LED), (0, True, [[], list(range(10))]), (0, True, [[], [0]])],
+)
+def test_samples_go_to_the_replica_that_trains_them(rows_per_group, with_experts, led):
+    results = run_processes(shared_out, rows_per_group, with_experts, led, world_size=4)
+    count = sum(map(len, led))
+    for name, values in results[0][0].items():
+        assert torch.equal(values, results[1][0][name]), "a replica's ranks have the same"
+    assert results[0][1] == results[1][1] and results[2][1] == results[3][1]
+    assert sorted(results[0][1] + results[2][1]) == list(range(count))
+    assert min(len(indices) for _, indices, _ in results) > 0 or count == 1
+    known = make_rollouts(with_experts)
+    for data, indices, total in results:
+        assert total == count and ("routed_experts" in data) == (with_experts and len(indices) > 0)
+        width = max((len(known[place].input_ids) for place in indices), default=1)
+        assert data["input_ids"].shape == (len(indices), width)
+        for row, place in enumerate(indices):
+            rollout = known[place]
+            behind = width - len(rollout.input_ids)
+            assert data["input_ids"][row].tolist() == [*rollout.input_ids, *[3] * behind]
+            assert data["token_mask"][row].tolist() == [*rollout.token_mask, *[False] * behind]
+            assert data["generation_logprobs"][row].equal(torch.tensor([*rollout.logprobs, *[0.0] * behind]))
+            assert (int(data["input_lengths"][row]), float(data["sample_mask"][row])) == (len(rollout.input_ids), 1)
+            if with_experts:
+                unknown = [[[-1, -1]] * 3] * (behind + 1)
+                assert data["routed_experts"][row].tolist() == [*rollout.routed_experts, *unknown]

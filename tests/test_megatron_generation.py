@@ -1,0 +1,368 @@
+"""Generation: transformers' greedy tokens, the trainer's log-probabilities, the same samples under every layout."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import ARCHITECTURES, and_long, make_tokenizer, models_below
+from test_layout_check import make_config
+from transformers import AutoModelForCausalLM
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.errors import WorkerError
+from mcore_rl.models.generation.sampling import (
+    SamplingParams,
+    _filtered,
+    _nucleus_threshold,
+    random_states,
+    sample,
+    uniforms,
+)
+from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.processes import run_processes
+
+ROWS, NEW_TOKENS, LIMIT = 13, 30, 100
+
+
+def make_prompts():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 40, (ROWS,), generator=generator)
+    return BatchedDataDict(input_ids=torch.randint(6, 80, (ROWS, 40), generator=generator), input_lengths=lengths)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    """By family; logits of an ordinary size, so that 1e-5 means something."""
+    return models_below(tmp_path_factory.mktemp, initializer_range=0.1)
+
+
+def config_of(path, layout=Layout()):  # noqa: B008 (frozen)
+    config = make_config(path)
+    data = config.data.model_copy(update={"max_sequence_length": LIMIT})
+    return layout.apply(config.model_copy(update={"data": data}))
+
+
+def generate(config, params, greedy=False, slots=64, prompts=None, limits=None):
+    """Output, and the largest difference from the trainer's log-probabilities."""
+    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy, prompts = MegatronPolicy(config), prompts or make_prompts()
+    generation = MegatronGeneration(policy.model, params, LIMIT, make_tokenizer(), slots, prefill_tokens=100)
+    out = generation.generate(prompts, greedy, limits)
+    ids, lengths = out["output_ids"], out["unpadded_sequence_lengths"]
+    data = BatchedDataDict(input_ids=ids, input_lengths=lengths, sample_mask=torch.ones(len(ids)))
+    logprobs = drawn_logprobs(policy, data, params, greedy)
+    column = torch.arange(ids.shape[1])[None]
+    response = (column >= prompts["input_lengths"][:, None]) & (column < lengths[:, None])
+    assert torch.equal(out["logprobs"] != 0, response & (out["logprobs"] != 0))
+    difference = float(((logprobs - out["logprobs"]) * response).abs().max())
+    policy.shutdown()
+    return out.data, difference
+
+
+def drawn_logprobs(policy, data, params, greedy):
+    """[B, S] of the trainer's, in the distribution that transformers draws from."""
+    if greedy or not params.filters:
+        return policy.get_logprobs(data, temperature=1.0 if greedy else params.temperature)["logprobs"]
+    best = policy.get_topk_logits(data, policy.hf_config.vocab_size)
+    logits = torch.empty_like(best["topk_logits"]).scatter_(2, best["topk_indices"], best["topk_logits"])
+    rows = logits[:, :-1].flatten(0, 1) / params.temperature
+    filters = [(TopKLogitsWarper, params.top_k), (TopPLogitsWarper, params.top_p), (MinPLogitsWarper, params.min_p)]
+    for warper, value in filters:
+        if value:
+            rows = warper(value)(None, rows)
+    chosen = rows.log_softmax(-1).gather(1, data["input_ids"][:, 1:].flatten()[:, None])
+    return F.pad(chosen.view(len(logits), -1), (1, 0)).nan_to_num(neginf=0.0)  # the prompts' tokens may be anything
+
+
+def run(config, layout, *args, **kwargs):
+    return run_processes(generate, config, *args, world_size=layout.world_size)[0]
+
+
+def sequences(out):
+    return [row[:n].tolist() for row, n in zip(out["output_ids"], out["unpadded_sequence_lengths"], strict=True)]
+
+
+QUICK = ("llama", "mixtral")
+
+
+@pytest.mark.parametrize("family", and_long(QUICK, [family for family in ARCHITECTURES if family not in QUICK]))
+def test_greedy_equals_transformers(family, model_path):
+    model = AutoModelForCausalLM.from_pretrained(model_path(family), dtype=torch.float32)
+    prompts, expected = make_prompts(), []
+    for ids, length in zip(prompts["input_ids"], prompts["input_lengths"].tolist(), strict=True):
+        ids = ids[None, :length]
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+        expected.append(out[0].tolist())
+    out, difference = run(
+        config_of(model_path(family)), Layout(), SamplingParams(NEW_TOKENS, stop_token_ids=(1,)), True
+    )
+    assert sequences(out) == expected
+    assert difference < 1e-5
+
+
+LAYOUTS = and_long([(Layout(tp=2, sp=True), 64), (Layout(dp=2), 3)], [(Layout(pp=2), 4), (Layout(cp=2), 64)])
+MORE = [(Layout(), 1), (Layout(tp=2, pp=2), 3), (Layout(tp=2, dp=2), 64), (Layout(cp=2, pp=2), 64)]
+PARAMS = SamplingParams(NEW_TOKENS, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, stop_token_ids=(1,), seed=5)
+
+
+def check_layout(layout, slots, family, model_path, one_process):
+    out, difference = run(config_of(model_path(family), layout), layout, PARAMS, False, slots)
+    assert difference < 1e-5
+    assert sequences(out) == one_process(family)
+
+
+@pytest.fixture(scope="module")
+def one_process(model_path):
+    made = {}
+
+    def get(family):
+        if family not in made:
+            out, difference = run(config_of(model_path(family)), Layout(), PARAMS)
+            assert difference < 1e-5
+            made[family] = sequences(out)
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize(("layout", "slots"), LAYOUTS, ids=str)
+def test_the_same_samples_under_every_layout(layout, slots, model_path, one_process):
+    check_layout(layout, slots, "qwen2", model_path, one_process)
+
+
+ELSEWHERE = and_long(
+    [
+        ("deep", Layout(pp=2, vpp=2, first=2), 64),
+    ],
+    [
+        ("qwen3_moe", Layout(tp=2, dp=2, ep=4, etp=1, sp=True), 64),
+        ("mixtral", Layout(dp=2, ep=2), 3),
+        ("deep", Layout(pp=3, stages="E|t*6|L"), 64),
+        ("glm4_moe", Layout(cp=2, pp=2, ep=2), 4),
+    ],
+)
+
+
+@pytest.mark.parametrize(("family", "layout", "slots"), ELSEWHERE, ids=str)
+def test_the_same_samples_wherever_experts_and_layers_are(family, layout, slots, model_path, one_process):
+    check_layout(layout, slots, family, model_path, one_process)
+
+
+def test_a_replica_without_prompts_serves_the_experts_of_others(model_path):
+    config = config_of(model_path("mixtral"))
+    lone = BatchedDataDict({name: values[:1] for name, values in make_prompts().items()})
+    expected, _ = run(config, Layout(), SamplingParams(5), False, 4, lone)
+    layout = Layout(dp=2, ep=2)
+    out, difference = run(layout.apply(config), layout, SamplingParams(5), False, 4, lone)
+    assert sequences(out) == sequences(expected)
+    assert difference < 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("layout", "slots"), MORE, ids=str)
+def test_the_same_samples_under_more_layouts(layout, slots, model_path, one_process):
+    check_layout(layout, slots, "llama", model_path, one_process)
+
+
+def test_ends(model_path):
+    """Stop strings end a response behind them; limits of rows' own are kept, and told."""
+    config, limits = config_of(model_path("llama")), [1 + row % 5 for row in range(ROWS)]
+    free, _ = run(config, Layout(), SamplingParams(NEW_TOKENS, seed=1))
+    tokenizer = make_tokenizer()
+    responses = [row[n:] for row, n in zip(sequences(free), make_prompts()["input_lengths"].tolist(), strict=True)]
+    stop = tokenizer.decode(responses[0][3:5])
+    stopped, _ = run(config, Layout(), SamplingParams(NEW_TOKENS, seed=1, stop_strings=(stop,)))
+    assert stopped["generation_lengths"][0] <= 5
+    assert not stopped["truncated"][0]
+    assert stop in tokenizer.decode(sequences(stopped)[0])
+    limited, _ = run(config, Layout(), SamplingParams(NEW_TOKENS, seed=1), False, 4, None, limits)
+    assert limited["generation_lengths"].tolist() == limits
+    assert limited["truncated"].all()
+    assert [row[n:] for row, n in zip(sequences(limited), make_prompts()["input_lengths"].tolist(), strict=True)] == [
+        response[:limit] for response, limit in zip(responses, limits, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("length", "message"), [(0, "prompt 0 has 0 tokens"), (LIMIT, f"prompt 0 has {LIMIT} tokens")])
+def test_prompts_that_do_not_fit(length, message, model_path):
+    prompts = BatchedDataDict(input_ids=torch.ones(1, LIMIT, dtype=torch.long), input_lengths=torch.tensor([length]))
+    with pytest.raises(WorkerError, match=message):
+        run(config_of(model_path("llama")), Layout(), SamplingParams(5), False, 4, prompts)
+
+
+@pytest.mark.long
+def test_ranks_that_share_a_key_value_head(model_path, one_process):
+    check_layout(Layout(tp=4), 64, "qwen3", model_path, one_process)
+
+
+def generate_groups(config, slots, repeats):
+    """Groups of equal prompts; sequences, and how many prompts went through the model."""
+    from mcore_rl.models.generation import continuous_batching
+
+    ran = []
+
+    class CountingCache(continuous_batching.KeyValueCache):
+        def prefill(self, prompts, held):
+            ran.extend(prompts)
+            return super().prefill(prompts, held)
+
+    continuous_batching.KeyValueCache = CountingCache
+    prompts = BatchedDataDict({name: values.repeat_interleave(repeats, 0) for name, values in make_prompts().items()})
+    out, difference = generate(
+        config, SamplingParams(NEW_TOKENS, seed=2, stop_token_ids=(1,)), slots=slots, prompts=prompts
+    )
+    assert difference < 1e-5
+    return sequences(out), len(ran)
+
+
+@pytest.mark.long
+def test_equal_prompts_go_through_the_model_once(model_path):
+    config, repeats = config_of(model_path("llama")), 4
+    (alone, ran_alone), (shared, ran), (refilled, ran_refilled) = (
+        run_processes(generate_groups, config, slots, repeats, world_size=1)[0] for slots in (1, 64, 5)
+    )
+    assert shared == refilled == alone
+    assert len(set(map(tuple, shared))) > 2 * ROWS, "the samples of a group differ"
+    assert (ran_alone, ran) == (ROWS * repeats, ROWS)
+    assert ran_refilled < ROWS * repeats / 2
+
+
+# ------------------------------------------------------------------ sampling
+
+
+WARPERS = {
+    "top_k": (dict(top_k=7), [TopKLogitsWarper(7)]),
+    "top_p": (dict(top_p=0.6), [TopPLogitsWarper(0.6)]),
+    "tiny top_p": (dict(top_p=1e-6), [TopPLogitsWarper(1e-6)]),
+    "min_p": (dict(min_p=0.1), [MinPLogitsWarper(0.1)]),
+    "all": (
+        dict(top_k=20, top_p=0.8, min_p=0.05),
+        [TopKLogitsWarper(20), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "warpers"), WARPERS.values(), ids=WARPERS)
+def test_filters_keep_what_transformers_keeps(options, warpers):
+    logits = torch.randn(50, 100, generator=torch.Generator().manual_seed(0)) * 2
+    theirs = logits
+    for warper in warpers:
+        theirs = warper(None, theirs)
+    ours = _filtered(logits.log_softmax(-1), SamplingParams(1, **options), None)
+    assert torch.equal(ours > -torch.inf, theirs > -torch.inf)
+
+
+def test_samples_follow_the_distribution():
+    probabilities = torch.tensor([0.5, 0.0, 0.2, 0.05, 0.25])
+    draws = 200_000
+    u = uniforms(random_states(3, torch.arange(draws)), torch.full((draws,), 7))
+    tokens, logprobs = sample(probabilities.log().expand(draws, -1), u, SamplingParams(1), None)
+    counts = torch.bincount(tokens, minlength=5) / draws
+    torch.testing.assert_close(counts, probabilities, atol=4e-3, rtol=0)
+    torch.testing.assert_close(logprobs, probabilities.log()[tokens])
+    assert counts[1] == 0
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**40), st.lists(st.integers(0, 2**31), min_size=2, max_size=20, unique=True))
+def test_uniform_numbers_depend_on_seed_sample_and_position(seed, samples):
+    ids, position = torch.tensor(samples), torch.tensor(4)
+    u = uniforms(random_states(seed, ids), position)
+    assert ((u >= 0) & (u < 1)).all()
+    assert len(set(u.tolist())) == len(samples)
+    assert uniforms(random_states(seed, ids[:1]), position) == u[0]
+    assert uniforms(random_states(seed, ids[:1]), position + 1) != u[0]
+    assert uniforms(random_states(seed + 1, ids[:1]), position) != u[0]
+
+
+def hashed(*numbers):
+    """SplitMix64, a number after the other, in Python's integers: the algorithm as published."""
+    state = numbers[0] % 2**64
+    for number in numbers[1:]:
+        state = (state + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+        state ^= state >> 31
+    return (state >> 11) * 2.0**-53
+
+
+@settings(deadline=None)
+@given(st.integers(-(2**40), 2**64), st.lists(st.integers(0, 2**62), min_size=1, max_size=20), st.integers(0, 2**31))
+def test_uniform_numbers_bit_for_bit(seed, samples, position):
+    u = uniforms(random_states(seed, torch.tensor(samples)), torch.full((len(samples),), position))
+    assert u.tolist() == [hashed(seed, sample, position) for sample in samples]
+
+
+def bisected(logprobs, top_p):
+    """The nucleus' threshold by halving the range of float32's bits, with a sum over the vocabulary each time."""
+    bits = logprobs.numpy().view("int32").astype("int64")
+    keys = np.where(bits >= 0, bits, -(2**31) - bits)
+    masses = np.exp(logprobs.numpy().astype("float64"))
+    thresholds = []
+    for row, mass in zip(keys, masses, strict=True):
+        low, high = -(2**31), 2**31 - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if mass[row >= middle].sum() >= top_p * mass.sum() else (low, middle - 1)
+        thresholds.append(low if low >= 0 else -(2**31) - low)
+    return torch.from_numpy(np.array(thresholds, dtype="int32").view("float32"))
+
+
+def nucleus_cases():
+    generator = torch.Generator().manual_seed(0)
+    for scale in (0.01, 1.0, 30.0):
+        logits = torch.randn(8, 120, generator=generator) * scale
+        logits[2:, 111:] = -torch.inf
+        logits[4:] = logits[4:].round()  # equally likely ones
+        yield logits.log_softmax(-1)
+
+
+def thresholds(top_p):
+    from mcore_rl.models.generation.sampling import _nucleus_threshold
+
+    group = torch.distributed.group.WORLD
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return [_nucleus_threshold(x.chunk(size, 1)[rank].contiguous(), top_p, group) for x in nucleus_cases()]
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 1 - 1e-9])
+def test_the_threshold_of_a_nucleus_bit_for_bit(top_p):
+    expected = [bisected(x, top_p) for x in nucleus_cases()]
+    assert all(map(torch.equal, (_nucleus_threshold(x, top_p, None) for x in nucleus_cases()), expected))
+    if top_p == 0.9:
+        for of_rank in run_processes(thresholds, top_p, world_size=2):
+            assert all(map(torch.equal, of_rank, expected))
+
+
+def sample_shards(logits, u, params):
+    group = torch.distributed.group.WORLD
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return sample(logits.chunk(size, dim=1)[rank].contiguous(), u, params, group)
+
+
+@pytest.mark.parametrize(
+    "params",
+    and_long([SamplingParams(1, 0.7, 20, 0.8, 0.05)], [SamplingParams(1, 0.0), SamplingParams(1)]),
+)
+def test_vocabulary_shards_give_the_same(params):
+    logits = torch.randn(64, 120, generator=torch.Generator().manual_seed(1)) * 3
+    logits[:, 111:] = -torch.inf  # the vocabulary's padding
+    u = uniforms(random_states(0, torch.arange(64)), torch.tensor(1))
+    tokens, logprobs = sample(logits, u, params, None)
+    assert tokens.max() < 111
+    for size in (2, 4):
+        for ours, ours_logprobs in run_processes(sample_shards, logits, u, params, world_size=size):
+            assert torch.equal(ours, tokens)
+            torch.testing.assert_close(ours_logprobs, logprobs)

@@ -1,0 +1,78 @@
+"""All experts of a layer in one product: the numbers of one after the other, also where some get no tokens."""
+
+import itertools
+
+import pytest
+import torch
+from test_layout_check import make_config, make_data, outcomes  # noqa: F401
+from test_megatron_generation import PARAMS, config_of, model_path, run, sequences  # noqa: F401
+
+from mcore_rl.testing.layout_check import Layout, compare, compute_outcome, table_row
+from mcore_rl.testing.processes import run_processes
+
+LAYOUTS = [
+    ("mixtral", Layout(tp=2, ep=2, etp=1, sp=True), False),
+    ("mixtral", Layout(tp=2, sp=True), False),
+    ("glm4_moe", Layout(pp=2, dp=2, ep=2), False),
+    ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True, tokens_per_pack=128), True),
+]
+
+
+def grouped(config, **changes):
+    model = config.model.model_copy(update={"moe_grouped_gemm": True, **changes})
+    return config.model_copy(update={"model": model})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "layout", "recompute"), LAYOUTS, ids=str)
+def test_three_steps_equal_plain_pytorch_and_one_after_the_other(family, layout, recompute, outcomes, model_of):  # noqa: F811
+    config = layout.apply(grouped(make_config(model_of(family)), recompute_activations=recompute))
+    outcome = run_processes(compute_outcome, config, make_data(), 3, world_size=layout.world_size)[0]
+    for reference in outcomes(family):
+        difference = compare(outcome, reference)
+        assert difference.within(), table_row(layout, difference)
+
+
+@pytest.mark.long
+def test_samples_have_the_log_probabilities_of_training(model_path):  # noqa: F811
+    out, difference = run(grouped(config_of(model_path("mixtral"))), Layout(), PARAMS)
+    assert difference < 1e-5
+    assert len(sequences(out)) == len(sequences(run(config_of(model_path("mixtral")), Layout(), PARAMS)[0]))
+
+
+COUNTS = [[5, 0, 1, 9, 0, 2], [0, 0, 0, 0, 0, 7], [0] * 6, [3, 1, 1, 1, 1, 0]]
+
+
+def both_ways(config):
+    """For each of `COUNTS`, output and gradients of inputs, of the outputs' weights and of every parameter, grouped and
+    one after the other."""
+    from mcore_rl.models.megatron.experts import GroupedExperts, SequentialMLP
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config)
+    experts = next(m for chunk in policy.model.chunks for m in chunk.modules() if isinstance(m, GroupedExperts))
+    results = []
+    for counts, kind in itertools.product(COUNTS, (GroupedExperts, SequentialMLP)):
+        tokens, generator = sum(counts), torch.Generator().manual_seed(0)
+        hidden = torch.randn(tokens, 64, generator=generator).to(getattr(torch, config.model.dtype)).requires_grad_()
+        probs = torch.rand(tokens, generator=generator).requires_grad_()
+        output, bias = kind.forward(experts, hidden, torch.tensor(counts), probs)
+        assert bias is None
+        output.backward(torch.randn(output.shape, generator=generator).to(output.dtype))
+        results.append([output, hidden.grad, probs.grad, *(p.grad for p in experts.parameters())])
+        experts.zero_grad(set_to_none=True)
+    policy.shutdown()
+    results = [[tensor.detach() for tensor in result] for result in results]
+    return list(zip(results[::2], results[1::2], strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_with_few_tokens_or_none(dtype, model_of):
+    results = run_processes(both_ways, grouped(make_config(model_of("mixtral")), dtype=dtype), world_size=1)[0]
+    rounding = 1e-6 if dtype == "float32" else 0.01
+    for counts, (ours, theirs) in zip(COUNTS, results, strict=True):
+        assert len(ours) == 3 + 2 * 6
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.dtype == other.dtype
+            largest = float(other.abs().max()) if other.numel() else 0.0
+            torch.testing.assert_close(one, other, rtol=rounding, atol=rounding * largest, msg=str(counts))

@@ -1,0 +1,95 @@
+"""Parameters with learning rates of their own: Adam's first step is proportional to the rate."""
+
+import pytest
+import torch
+from small_models import and_long
+from test_checkpoint_resharding import run_steps
+from test_layout_check import make_config, make_data
+from test_lora import lora_config
+
+from mcore_rl.algorithms.build_loss import loss_of
+from mcore_rl.config import SFTConfig, build_config
+from mcore_rl.errors import UserError
+from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.processes import run_processes
+
+
+def first_step(config):
+    """What the first step changes: weights, or adapters where there are some."""
+    from mcore_rl.models.megatron.lora_layers import export_adapters
+    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    export = export_adapters if config.model.lora else export_hf_weights
+    before = {name: tensor.double() for name, tensor in export(policy.model)}
+    policy.train(make_data(), loss_of(config))
+    changes = {name: tensor.double() - before[name] for name, tensor in export(policy.model)}
+    policy.shutdown()
+    return changes
+
+
+def compare(ours, plain, ratio_of):
+    assert set(ours) == set(plain)
+    for name, change in ours.items():
+        torch.testing.assert_close(change, plain[name] * ratio_of(name), rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    and_long(
+        [("qwen2", Layout(pp=2))],
+        [
+            ("llama", Layout(tp=2, sp=True)),
+            ("llama", Layout(pp=2, dp=2)),
+            ("gemma3", Layout()),
+            ("mixtral", Layout(dp=2, ep=2)),
+        ],
+    ),
+    ids=str,
+)
+def test_embeddings(family, layout, model_of):
+    """Tied ones on two pipeline stages, and those with a projection of their own."""
+    configs = [make_config(model_of(family), **rates) for rates in ({}, {"embedding_lr": 4e-3})]
+    plain, ours = (
+        run_processes(first_step, layout.apply(config), world_size=layout.world_size)[0] for config in configs
+    )
+    of_embeddings = ("model.embed_tokens.weight", "lm_head.weight")
+    assert any(name in of_embeddings for name in ours)
+    compare(ours, plain, lambda name: 4 if name in of_embeddings else 1)
+
+
+@pytest.mark.parametrize("layout", and_long([Layout(tp=2)], [Layout(), Layout(pp=2)]), ids=str)
+def test_matrices_b_of_adapters(layout, model_of):
+    """Those begin as zeros, so that the first step changes them alone."""
+    plain, ours = (
+        run_processes(first_step, layout.apply(lora_config(model_of("llama"), **lora)), world_size=layout.world_size)[0]
+        for lora in ({"rank": 4}, {"rank": 4, "lr_ratio": 16})
+    )
+    assert all(bool(change.any()) == (".lora_B." in name) for name, change in ours.items())
+    compare(ours, plain, lambda name: 16)
+
+
+@pytest.mark.long
+def test_a_checkpoint_goes_on_elsewhere(model_of, tmp_path):
+    config = make_config(model_of("qwen2"), schedule="cosine", embedding_lr=4e-3, min_lr=1e-4)
+    whole, weights, _ = run_processes(run_steps, config, tmp_path / "whole", None, 4, world_size=1)[0]
+    layout = Layout(tp=2, pp=2)
+    _, _, saved = run_processes(run_steps, config, tmp_path / "parts", None, 2, world_size=1)[0]
+    rest, ours, _ = run_processes(run_steps, layout.apply(config), tmp_path / "parts", saved, 2, world_size=4)[0]
+    assert [m["loss"] for m in rest] == pytest.approx([m["loss"] for m in whole[2:]], rel=1e-6)
+    assert [m["lr"] for m in rest] == pytest.approx([m["lr"] for m in whole[2:]], rel=1e-9)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=2e-6, msg=name)
+
+
+def test_embeddings_alone(model_of):
+    (changes,) = run_processes(first_step, make_config(model_of("llama"), lr=0, embedding_lr=4e-3), world_size=1)
+    changed = {name for name, change in changes.items() if change.any()}
+    assert changed == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+def test_adapters_train_no_embeddings():
+    values = {"output_dir": "o", "model": {"path": "m", "lora": {"rank": 2}}, "data": {"train": "x"}}
+    with pytest.raises(UserError, match=r"optimizer\.embedding_lr: adapters alone are trained"):
+        build_config(SFTConfig, values, ["optimizer.embedding_lr=1e-4"], "")

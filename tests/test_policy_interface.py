@@ -1,0 +1,226 @@
+"""What a controller written for the reference asks of a policy, and losses that are not ours."""
+
+import pytest
+import torch
+from small_models import and_long
+from test_layout_check import make_config, make_data
+
+from mcore_rl.algorithms.interfaces import LossFunction, LossType
+from mcore_rl.algorithms.loss_functions import DPOLossFn, NLLLoss
+from mcore_rl.losses.options import DPOOptions
+from mcore_rl.models.generation.sampling import SamplingParams
+from mcore_rl.testing.layout_check import Layout, _main_grad
+from mcore_rl.testing.processes import run_processes
+
+DPO = DPOOptions(sft_loss_weight=0.3)
+
+
+class TwiceDPO(DPOLossFn):
+    def __call__(self, *args, **kwargs):
+        loss, metrics = super().__call__(*args, **kwargs)
+        return 2 * loss, metrics
+
+
+class WholeMicrobatch(LossFunction):
+    """A loss that is no sum over rows: it needs all of its microbatch. No `loss` among its metrics."""
+
+    loss_type = LossType.SEQUENCE_LEVEL
+    metric_reductions = {"rows": "max", "length": "mean"}  # noqa: RUF012
+
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks):
+        assert next_token_logits.shape[:2] == data["input_ids"].shape
+        counted = data["token_mask"][..., None] * data["sample_mask"][:, None, None]
+        means = (next_token_logits[..., :9] * counted).sum((1, 2))
+        return (means.sum() ** 2).sqrt() / global_valid_seqs, {
+            "rows": len(means),
+            "length": data["token_mask"].sum(1).mean(),
+            "calls": 1,
+        }
+
+
+class EveryToken(NLLLoss):
+    """Reads what the masks leave out: every real token of every row, prompts and masked samples too."""
+
+    def from_logprobs(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks, entropy=None):
+        loss = -next_token_logprobs.sum() / global_valid_toks
+        return loss, {"loss": loss.detach(), "num_valid_samples": data["sample_mask"].sum()}
+
+
+class EveryTokenOfLogits(EveryToken):
+    """The same, by way of logits."""
+
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs)
+
+
+class Vector(WholeMicrobatch):
+    def __call__(self, *args):
+        loss, metrics = super().__call__(*args)
+        return loss, {**metrics, "of_each_row": torch.ones(3)}
+
+
+def policy_of(config, **options):
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    return MegatronPolicy(config, **{"total_steps": 10, "rows_per_unit": 2, **options})
+
+
+def gradients_of(config, loss_fn, rows=12):
+    from mcore_rl.models.megatron.optimizer import gather_gradients
+    from mcore_rl.models.megatron.weights import export_hf_weights
+
+    policy = policy_of(config)
+    metrics = policy.compute_gradients(make_data().slice(0, rows), loss_fn)
+    gather_gradients(policy.chunks)
+    gradients = dict(export_hf_weights(policy.model, _main_grad))
+    policy.shutdown()
+    return metrics, gradients
+
+
+@pytest.mark.parametrize("layout", and_long([Layout(cp=2)], [Layout(), Layout(packing=False)]), ids=str)
+def test_a_subclasss_call_runs_in_the_policy(layout, model_of):
+    """Twice the loss gives twice every gradient; the pairs of a pack stay together."""
+    config = layout.apply(make_config(model_of("llama")))
+    (once, gradients), (twice, doubled) = (
+        run_processes(gradients_of, config, loss_fn, world_size=layout.world_size)[0]
+        for loss_fn in (DPOLossFn(DPO), TwiceDPO(DPO))
+    )
+    assert twice["loss"] == pytest.approx(2 * once["loss"], rel=1e-6)
+    assert twice["num_valid_samples"] == once["num_valid_samples"] == 5
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(doubled[name], 2 * gradient, rtol=1e-4, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("rows", and_long([], [2, 12]))
+def test_a_subclass_may_read_every_token(rows, model_of):
+    """Also with a filler, where one pair is there for two ranks: it trains nothing, whatever the loss makes of it."""
+    plain = make_config(model_of("llama"))
+    expected, gradients = run_processes(gradients_of, plain, EveryTokenOfLogits(), rows, world_size=1)[0]
+    for loss_fn in (EveryToken(), EveryTokenOfLogits()):
+        found, same = run_processes(gradients_of, Layout(dp=2).apply(plain), loss_fn, rows, world_size=2)[0]
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(same[name], gradient, rtol=1e-4, atol=2e-5, msg=name)
+
+
+def loss_of_pairs(config, rows_per_unit):
+    policy = policy_of(config, rows_per_unit=rows_per_unit)
+    metrics = policy.evaluate(make_data(), DPOLossFn(DPO))
+    policy.shutdown()
+    return metrics
+
+
+@pytest.mark.parametrize("layout", and_long([Layout()], [Layout(packing=False)]), ids=str)
+def test_a_policy_that_was_not_made_for_pairs_keeps_a_losss_pairs_together(layout, model_of):
+    config = layout.apply(make_config(model_of("llama")))
+    made_for_pairs, not_made = (run_processes(loss_of_pairs, config, unit, world_size=1)[0] for unit in (2, 1))
+    assert not_made == pytest.approx(made_for_pairs, rel=1e-5)
+
+
+def metrics_of_a_loss_of_ones_own(config):
+    policy, data = policy_of(config), make_data()
+    metrics = policy.evaluate(data, WholeMicrobatch())
+    with pytest.raises(ValueError, match=r"Vector: metric 'of_each_row' is a tensor \[3\]; return numbers"):
+        policy.evaluate(data, Vector())
+    policy.shutdown()
+    return metrics
+
+
+@pytest.mark.parametrize(
+    "layout", and_long([Layout(packing=False, dp=2)], [Layout(packing=False), Layout(dp=2)]), ids=str
+)
+def test_metrics_of_any_loss(layout, model_of):
+    """Rows of a microbatch come together without packing, one at a time in a pack; reductions are as declared."""
+    config = layout.apply(make_config(model_of("llama")))
+    config = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_batch_size": 3})})
+    data = make_data()
+    for metrics in run_processes(metrics_of_a_loss_of_ones_own, config, world_size=layout.world_size):
+        assert set(metrics) == {"loss", "rows", "length", "calls"}
+        assert metrics["rows"] == (1 if layout.packing else 6)
+        assert metrics["calls"] == (12 if layout.packing else 2)
+        if layout.packing:  # each call one row, weighted by whether it counts
+            counted = data["token_mask"].sum(1)[data["sample_mask"] > 0]
+            assert metrics["length"] == pytest.approx(float(counted.mean()), rel=1e-6)
+
+
+def ported_controller(config):
+    """eval_mode, gbs, mbs, micro_batch_size, all_mb_metrics: as the reference's loops use them."""
+    from mcore_rl.models.megatron.weights import export_hf_weights
+
+    policy, data, loss_fn = policy_of(config, keep_reference=True), make_data(), DPOLossFn(DPO)
+    policy.prepare_for_lp_inference()
+    scores = policy.get_logprobs(data)["logprobs"]
+    for size in (2, 4):
+        again = policy.get_logprobs(data, micro_batch_size=size)["logprobs"]
+        torch.testing.assert_close(again, scores, rtol=1e-5, atol=1e-5)
+        reference = policy.get_reference_policy_logprobs(data, size)["reference_logprobs"]
+        torch.testing.assert_close(reference, scores, rtol=1e-5, atol=1e-5)
+    with pytest.raises(AssertionError, match="positive multiple of 2, got 3"):
+        policy.get_logprobs(data, micro_batch_size=3)
+    policy.prepare_for_training()
+    before = {name: w.clone() for name, w in export_hf_weights(policy.model)}
+    evaluated = policy.train(data, loss_fn, eval_mode=True, gbs=12, mbs=2)
+    assert all(torch.equal(w, before[name]) for name, w in export_hf_weights(policy.model))
+    assert "grad_norm" not in evaluated
+    with pytest.raises(AssertionError, match="12 rows do not make whole global batches of gbs=5"):
+        policy.train(data, loss_fn, gbs=5)
+    with pytest.raises(AssertionError, match="global batches of gbs=0"):
+        policy.train(data, loss_fn, gbs=0)
+    with pytest.raises(AssertionError, match="no rows"):
+        policy.train(data.slice(0, 0), loss_fn)
+    two = policy.train(data, loss_fn, False, 6, 2)
+    policy.shutdown()
+    return evaluated, two
+
+
+def one_step_at_a_time(config):
+    policy, data = policy_of(config), make_data()
+    steps = [policy.train(data.slice(i, i + 6), DPOLossFn(DPO)) for i in (0, 6)]
+    policy.shutdown()
+    return steps
+
+
+@pytest.mark.parametrize(
+    "layout", and_long([Layout(packing=False, dp=2)], [Layout(packing=False), Layout(pp=2)]), ids=str
+)
+def test_a_ported_controller(layout, model_of):
+    config = layout.apply(make_config(model_of("llama")))
+    results = run_processes(ported_controller, config, world_size=layout.world_size)
+    assert all(result == results[0] for result in results), "the same on every rank"
+    evaluated, two = results[0]
+    one_by_one = run_processes(one_step_at_a_time, config, world_size=layout.world_size)[0]
+    of_microbatches = evaluated["all_mb_metrics"]
+    assert sum(of_microbatches["loss"]) == pytest.approx(evaluated["loss"], rel=1e-6)
+    assert len(of_microbatches["loss"]) == (6 if not layout.packing else len(of_microbatches["accuracy"]))
+    assert sum(of_microbatches["num_valid_samples"]) == evaluated["num_valid_samples"] == 5
+    for name in ("loss", "grad_norm", "lr", "accuracy", "rewards_chosen_mean"):
+        expected = sum(step[name] for step in one_by_one) / 2
+        assert two[name] == pytest.approx(expected, rel=1e-5, abs=1e-7), name
+
+
+def answers(config):
+    from mcore_rl.data.tokenize import load_tokenizer
+    from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+    from mcore_rl.models.generation.megatron_generation import MegatronGeneration
+
+    policy = policy_of(config)
+    prompts = BatchedDataDict(input_ids=torch.tensor([[7, 8, 9], [11, 12, 0]]), input_lengths=torch.tensor([3, 2]))
+    with pytest.raises(ValueError, match="give SamplingParams; the configuration is not GRPO's"):
+        policy.generate(prompts)
+    params = SamplingParams(max_new_tokens=5, seed=3, stop_token_ids=(1,))
+    assert policy.prepare_for_generation(params)
+    ours = policy.generate(prompts, greedy=True)
+    tokenizer = load_tokenizer(config.model.path, False)
+    theirs = MegatronGeneration(policy.model, params, 60, tokenizer).generate(prompts, greedy=True)
+    assert policy.finish_generation()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    policy.train(make_data(), NLLLoss())
+    assert policy.prepare_for_generation()
+    changed = policy.generate(prompts, greedy=True)["logprobs"]
+    policy.shutdown()
+    return not torch.equal(changed, ours["logprobs"])
+
+
+def test_the_policy_generates_with_its_current_weights(model_of):
+    layout = Layout(tp=2)
+    assert run_processes(answers, layout.apply(make_config(model_of("llama"))), world_size=2) == [True, True]

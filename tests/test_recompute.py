@@ -1,0 +1,155 @@
+"""What is computed again in the backward pass takes no memory until then, and changes no number."""
+
+from collections import Counter
+
+import pytest
+import torch
+from small_models import make_config as hf_config_of
+from small_models import make_model
+from test_layout_check import make_config, make_data
+
+from mcore_rl.config import ModelConfig, PPOConfig
+from mcore_rl.config.layouts import Layout
+from mcore_rl.config.loading import build_config
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.hf_config import check_model_fits
+from mcore_rl.simulation.hardware import Hardware
+from mcore_rl.simulation.run import layouts_to_try, simulate
+from mcore_rl.simulation.step import Sequences
+from mcore_rl.testing.processes import run_processes
+
+# A layer with experts calls itself once, and within what is computed again its experts twice.
+CALLED = {"mlp": "linear_fc1", "moe": "router", "shared_experts": "shared_experts"}
+MODULES = {
+    "llama": ["mlp"],
+    "qwen3_moe": ["mlp", "moe"],
+    "glm4_moe": ["mlp", "shared_experts"],
+}
+ONE = Layout()
+CASES = [
+    pytest.param("llama", ONE),
+    pytest.param("llama", Layout(tp=2, cp=2, sp=True), marks=pytest.mark.long),
+    pytest.param("llama", Layout(pp=2), marks=pytest.mark.long),
+    pytest.param("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True), marks=pytest.mark.long),
+    pytest.param("glm4_moe", Layout(dp=2, ep=2), marks=pytest.mark.long),
+]
+
+
+def recomputing(config, modules):
+    return config.model_copy(update={"model": config.model.model_copy(update={"recompute_modules": tuple(modules)})})
+
+
+def gradients_and_calls(config):
+    """Of one step: every gradient of the rank, how often each part was called, and the peak of live bytes."""
+    from mcore_rl.algorithms.loss_functions import DPOLossFn
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+    from mcore_rl.simulation.memory import LiveBytes
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    calls = Counter()
+    for chunk in policy.chunks:
+        for name, module in chunk.named_modules():
+            part = name.rpartition(".")[2]
+            if part in CALLED.values() and "experts." not in name:
+                module.register_forward_hook(lambda *_, part=part: calls.update([part]))
+    with LiveBytes("cpu") as live:
+        metrics = policy.compute_gradients(make_data(), DPOLossFn(config.dpo))
+    gradients = {n: p.main_grad.clone() for c in policy.chunks for n, p in c.named_parameters() if p.requires_grad}
+    policy.shutdown()
+    return metrics, gradients, calls, max(live.peaks.values())
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES, ids=str)
+def test_numbers_stay_and_modules_run_twice(family, layout, model_of, tmp_path):
+    # Several layers a stage: while one is computed again, the others' are what is spared.
+    path = make_model(family, tmp_path, num_hidden_layers=6) if family == "llama" else model_of(family)
+    config = layout.apply(make_config(path))
+    modules = MODULES[family]
+    plain = run_processes(gradients_and_calls, config, world_size=layout.world_size)
+    again = run_processes(gradients_and_calls, recomputing(config, modules), world_size=layout.world_size)
+    twice = {CALLED[module] for module in modules}
+    for (metrics, gradients, calls, peak), (their_metrics, theirs, more, less) in zip(plain, again, strict=True):
+        assert their_metrics == metrics
+        for name, gradient in gradients.items():
+            assert torch.equal(theirs[name], gradient), name
+        assert more == {part: count * (2 if part in twice else 1) for part, count in calls.items()}
+        assert less < peak
+
+
+def test_adapters_in_a_part_whose_input_has_no_gradient_learn(model_of):
+    config = make_config(model_of("llama"))
+    model = ModelConfig.model_validate(
+        {"path": model_of("llama"), "lora": {"target_modules": ["up_proj", "down_proj", "q_proj"]}}
+    )
+    config = config.model_copy(update={"model": model})
+    ((_, plain, *_),) = run_processes(gradients_and_calls, config, world_size=1)
+    ((_, again, *_),) = run_processes(gradients_and_calls, recomputing(config, ["mlp"]), world_size=1)
+    assert plain and plain.keys() == again.keys()
+    assert all(torch.equal(again[name], gradient) for name, gradient in plain.items())
+    assert any(gradient.any() for gradient in plain.values())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"recompute_modules": ["mlp"], "recompute_activations": True}, "computes whole layers again; choose one"),
+        ({"recompute_modules": ["mlp", "mlp"]}, "names a module twice"),
+        ({"recompute_modules": ["moe", "shared_experts"]}, "shared_experts are a part of moe"),
+        ({"recompute_modules": ["core_attn"]}, "shared_experts"),
+    ],
+)
+def test_what_contradicts_is_refused(values, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.model_validate({"path": tmp_path, **values})
+
+
+@pytest.mark.parametrize(
+    ("family", "module"),
+    [("llama", "moe"), ("llama", "shared_experts"), ("mixtral", "mlp"), ("mixtral", "shared_experts")],
+)
+def test_a_module_that_no_layer_has_is_refused(family, module, tmp_path):
+    config = make_config(tmp_path)
+    model = recomputing(config, [module]).model
+    with pytest.raises(UserError, match=rf"model.recompute_modules: no layer of {family} has {module}; leave it out"):
+        check_model_fits(hf_config_of(family), config.parallel, 60, model)
+
+
+def test_a_search_tries_whole_layers_beside_the_configurations_parts(tmp_path):
+    config = recomputing(make_config(tmp_path), ["mlp"])
+    tried = [
+        build_config(type(config), values, (), "layout")
+        for _, values in layouts_to_try(config, 1, Hardware.load("h100"))
+    ]
+    models = [(one.model.recompute_activations, one.model.recompute_modules) for one in tried]
+    assert models == [(False, ("mlp",)), (True, ())]
+
+
+def test_a_critic_of_another_directory_has_its_own_modules(tmp_path):
+    values = {
+        "output_dir": "unused",
+        "model": {"path": tmp_path / "mixture", "recompute_modules": ["moe"]},
+        "data": {"train": "unused", "max_sequence_length": 60},
+        "trainer": {"max_steps": 1},
+        "ppo": {"num_prompts_per_step": 1, "max_new_tokens": 8},
+        "environment": {"name": "exact_match"},
+    }
+    assert PPOConfig.model_validate(values).critic_model.recompute_modules == ("moe",)
+    dense = PPOConfig.model_validate({**values, "critic": {"path": tmp_path / "dense"}})
+    assert dense.critic_model.recompute_modules == ()
+
+
+@pytest.mark.exhaustive
+def test_a_simulation_sees_what_it_saves(tmp_path):
+    """What is computed again is kept no longer than its own backward pass."""
+    model = make_model(
+        "llama", tmp_path, hidden_size=256, intermediate_size=640, num_attention_heads=8, head_dim=32,
+        num_hidden_layers=4,
+    )  # fmt: skip
+    config = make_config(model).model_copy(update={"parallel": Layout(cp=2).apply(make_config(model)).parallel})
+    whole = config.model_copy(update={"model": config.model.model_copy(update={"recompute_activations": True})})
+    sequences = Sequences((60, 48, 33, 60, 21, 60) * 4, (30, 20, 10, 40, 10, 30) * 4)
+    reports = [simulate(config, 2, [0], sequences)[0] for config in (config, recomputing(config, ["mlp"]), whole)]
+    nothing, mlp, layers = (report.memory["activations, workspace"] for report in reports)
+    assert layers < mlp < 0.75 * nothing
+    products = [report.products["training"] for report in reports]
+    assert products[0] < products[1] < products[2]

@@ -1,0 +1,131 @@
+"""A reward model judges: transformers' rewards of the same conversations, under every layout, and in a run."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from small_models import and_long, make_config, make_tokenizer
+from test_training_programs import metrics_of, run
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from mcore_rl.config import GRPOConfig
+from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.processes import run_processes
+
+LIMIT = 70
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    """A sequence classifier of another family and size than any policy here."""
+    directory = tmp_path_factory.mktemp("judge")
+    torch.manual_seed(5)
+    config = make_config("qwen2", num_hidden_layers=4, hidden_size=32, num_labels=1, tie_word_embeddings=False)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def grpo_config(policy, judge, **environment):
+    return GRPOConfig.model_validate(
+        {
+            "output_dir": "unused",
+            "model": {"path": policy},
+            "data": {"train": "unused", "max_sequence_length": 32},
+            "batch": {"tokens_per_pack": 96},
+            "optimizer": {"lr": 1e-3},
+            "trainer": {"max_steps": 1},
+            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_new_tokens": 8},
+            "environment": {"name": "reward_model", "path": judge, "max_sequence_length": LIMIT, **environment},
+        }
+    )
+
+
+def conversation(index):
+    user = {"role": "user", "content": "what is " * (index % 4) + str(index)}
+    system = [{"role": "system", "content": "be brief"}] * (index % 3 == 2)
+    return [*system, user, {"role": "assistant", "content": "so " * (index % 7) + "?"}]
+
+
+CONVERSATIONS = [conversation(index) for index in range(11)]
+TOO_LONG = [{"role": "user", "content": "a" * 60}, {"role": "assistant", "content": "b" * 30}]
+
+
+def judged(config, logs):
+    from mcore_rl.environments.interfaces import Sample
+    from mcore_rl.environments.reward_model import RewardModelEnvironment
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=3)
+    environment = RewardModelEnvironment(config)
+    steps = environment.step([Sample(log, {}) for log in logs]), environment.step([Sample(TOO_LONG, {})])
+    environment.close()
+    policy.shutdown()
+    return steps
+
+
+@torch.no_grad()
+def plain_rewards(judge, texts):
+    """Of conversations, or of texts, by transformers."""
+    model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    texts = [t if isinstance(t, str) else tokenizer.apply_chat_template(t, tokenize=False) for t in texts]
+    ids = [tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"] for text in texts]
+    return [model(row).logits.item() for row in ids]
+
+
+LAYOUTS = and_long([Layout(tp=2)], [Layout(tp=2, dp=2, sp=True), Layout(pp=2, packing=False), Layout(cp=2)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_rewards_are_transformers_own(layout, judge, model_of):
+    config = layout.apply(grpo_config(model_of("llama"), judge))
+    logs = [*CONVERSATIONS[:5], TOO_LONG, *CONVERSATIONS[5:]]
+    every_rank = run_processes(judged, config, logs, world_size=layout.world_size)
+    steps, none_fits = every_rank[0]
+    assert all(of_rank[0] == steps for of_rank in every_rank)
+    assert none_fits[0].error == steps[5].error
+    assert "tokens are more than environment.max_sequence_length=70" in steps.pop(5).error
+    expected = plain_rewards(judge, CONVERSATIONS)
+    assert [step.reward for step in steps] == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert max(expected) - min(expected) > 0.1
+    assert all(step.done and step.error is None for step in steps)
+
+
+@pytest.mark.long
+def test_plain_texts_are_judged_as_a_model_of_plain_texts_was_trained(judge, model_of):
+    config = grpo_config(model_of("llama"), judge, format="text")
+    steps, _ = run_processes(judged, config, CONVERSATIONS[:2], world_size=1)[0]
+    texts = ["".join(message["content"] for message in log) + "<|end|>" for log in CONVERSATIONS[:2]]
+    assert [step.reward for step in steps] == pytest.approx(plain_rewards(judge, texts), rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.long
+def test_a_run_is_judged_by_a_reward_model(judge, model_of, tmp_path):
+    """What is written beside each sample is the reward that transformers gives it."""
+    prompts = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    config = grpo_config(model_of("llama"), judge).model_dump(mode="json", exclude_defaults=True)
+    config["data"]["train"], config["output_dir"] = str(tmp_path / "prompts.jsonl"), str(tmp_path / "out")
+    config["grpo"]["num_logged_samples"], config["trainer"]["max_steps"] = 4, 3
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(config))
+    run("train_grpo.py", tmp_path / "grpo.yaml", "parallel.tensor_model_parallel_size=2", processes=2)
+    entries = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert len(entries) == 12
+    expected = plain_rewards(judge, [entry["messages"] for entry in entries])
+    assert [entry["reward"] for entry in entries] == pytest.approx(expected, rel=1e-3, abs=1e-3)
+    assert len(metrics_of(tmp_path / "out")) == 3
+    for change, message in (
+        (f"environment.path={model_of('llama')}", "is no reward model: it has no score.weight"),
+        ("environment.path=nowhere", "environment.path: nowhere must be a Hugging Face model directory"),
+        ("environment.max_sequence_length=4096", "environment.max_sequence_length=4096: the model has 1024 positions"),
+    ):
+        refused = run("train_grpo.py", tmp_path / "grpo.yaml", change, f"output_dir={tmp_path / 'new'}", check=False)
+        assert refused.returncode == 2
+        assert message in refused.stderr_text
+        assert refused.stderr_text.count("\n") == 1

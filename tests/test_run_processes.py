@@ -1,0 +1,70 @@
+"""Functions on several processes: they meet although some fail to at first, and failures arrive."""
+
+import pytest
+import torch
+
+from mcore_rl.errors import WorkerError
+from mcore_rl.testing.processes import MEETINGS, run_processes
+
+
+def leave_at_once():
+    """A rank that is done before others have met would close their connections."""
+    rank = torch.distributed.get_rank()
+    torch.distributed.destroy_process_group()
+    return rank
+
+
+class FailsToMeet:
+    """As it arrives in the process of rank 1, that rank cannot make a group, for the first `times`."""
+
+    def __init__(self, directory, times):
+        self.directory, self.times = directory, times
+
+    def __setstate__(self, state):
+        self.__dict__ = state
+        made = torch.distributed.init_process_group
+
+        def init(*args, **options):
+            if options["rank"] == 1:
+                (self.directory / f"meeting{len(list(self.directory.iterdir()))}").touch()
+                if len(list(self.directory.iterdir())) <= self.times:
+                    raise RuntimeError("Gloo connectFullMesh failed")
+            made(*args, **options)
+
+        torch.distributed.init_process_group = init
+
+
+def note(argument):
+    (argument.directory.parent / f"called by {torch.distributed.get_rank()}").touch()
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    return int(total)
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_meeting_that_fails_is_tried_again(tmp_path, times):
+    (tmp_path / "meetings").mkdir()
+    argument = FailsToMeet(tmp_path / "meetings", times)
+    if times < MEETINGS:
+        assert run_processes(note, argument, world_size=3) == [3, 3, 3]
+    else:
+        with pytest.raises(WorkerError, match=r"rank 1: [\s\S]*Gloo connectFullMesh failed"):
+            run_processes(note, argument, world_size=3)
+        assert not list(tmp_path.glob("called by *"))
+    assert len(list((tmp_path / "meetings").iterdir())) == 3
+
+
+def test_ranks_that_leave_at_once():
+    for _ in range(3):
+        assert run_processes(leave_at_once, world_size=4) == [0, 1, 2, 3]
+
+
+def fail(rank):
+    if torch.distributed.get_rank() == rank:
+        raise ValueError("this one")
+    torch.distributed.barrier()
+
+
+def test_a_failure_arrives_with_its_rank():
+    with pytest.raises(WorkerError, match=r"rank 1: [\s\S]*ValueError: this one"):
+        run_processes(fail, 1, world_size=2, timeout=30)

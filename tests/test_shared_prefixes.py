@@ -1,0 +1,274 @@
+"""Prompts that stand in a pack once: the trees, where everything is, and that nothing changes by it."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ports import free_port
+from small_models import and_long
+from test_layout_check import make_config
+from test_simulated_step import config_of, in_processes, real_rank
+
+from mcore_rl.config import DPOConfig, GRPOConfig
+from mcore_rl.data.batching import Batching
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.context_parallel import slice_context_parallel
+from mcore_rl.distributed.prefix_layout import PrefixLayout, PrefixTree
+from mcore_rl.simulation.step import Sequences, simulate_rank
+from mcore_rl.testing.layout_check import Layout, compare, compute_outcome, table_row
+from mcore_rl.testing.processes import run_processes
+
+# Few different tokens, so that rows begin alike, are equal, or are beginnings of one another.
+ROWS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=12), min_size=1, max_size=6)
+
+
+def padded(rows):
+    width = max(map(len, rows))
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows]), [len(row) for row in rows]
+
+
+@settings(deadline=None)
+@given(ROWS, st.integers(1, 5))
+def test_trees(rows, min_shared):
+    """Every row is what stands on its way from the root; only what is long enough is shared; nothing more than rows."""
+    ids, lengths = padded(rows)
+    tree = PrefixTree.of_rows(ids, lengths, min_shared)
+    assert sum(tree.lengths) <= sum(lengths)
+    passing = [set() for _ in tree.lengths]
+    contents = {}
+    for row, end in enumerate(tree.ends):
+        position = 0
+        for segment in tree.path(end):
+            tokens = tuple(rows[row][position : position + tree.lengths[segment]])
+            assert len(tokens) == tree.lengths[segment] > 0
+            assert contents.setdefault(segment, tokens) == tokens
+            passing[segment].add(row)
+            position += len(tokens)
+        assert position == lengths[row] == tree.before[end] + tree.lengths[end]
+    for segment, length in enumerate(tree.lengths):
+        equal = len({tuple(rows[row]) for row in passing[segment]}) == 1
+        assert len(passing[segment]) == 1 or equal or length >= min_shared
+    if min_shared == 1:
+        prefixes = {tuple(row[: n + 1]) for row in rows for n in range(len(row))}
+        assert sum(tree.lengths) == len(prefixes), "as few tokens as there are different beginnings"
+
+
+@settings(deadline=None)
+@given(st.lists(ROWS, min_size=1, max_size=3), st.sampled_from([1, 2, 3]), st.integers(0, 1))
+def test_layouts_of_trees(units, cp, tail):
+    trees, rows = [], []
+    for unit in units:
+        trees.append(PrefixTree.of_rows(*padded(unit), 2))
+        rows += unit
+    ids, lengths = padded(rows)
+    multiple = 2 * cp if cp > 1 else 1
+    forest = PrefixTree.forest(trees)
+    layout = PrefixLayout.of(forest, cp, multiple, forest.padded_size(multiple) + tail * multiple)
+    assert layout.row_lengths == tuple(lengths)
+    packed = layout.pack_rows(ids)
+    index, valid = layout.token_table(ids.shape[1])
+    assert torch.equal(torch.where(valid, packed[index], 0), ids)
+    assert torch.equal(layout.position_ids[index][valid], torch.arange(ids.shape[1]).expand_as(ids)[valid])
+    before = layout.predictor[index]
+    assert (before[:, 0] == -1).all()
+    assert torch.equal(before[:, 1:][valid[:, 1:]], index[:, :-1][valid[:, 1:]])
+    held = torch.cat([layout.local_positions(rank) for rank in range(cp)])
+    assert sorted(held.tolist()) == list(range(layout.total))
+    check_keys(layout, index, valid, cp)
+
+
+def check_keys(layout, index, valid, cp):
+    """A real token sees itself and what comes before it in its row, and nothing else."""
+    rows_of = {}
+    for row, (places, there) in enumerate(zip(index.tolist(), valid.tolist(), strict=True)):
+        for column, (place, real) in enumerate(zip(places, there, strict=True)):
+            if real:
+                rows_of[place] = (row, column)
+    for rank in range(cp):
+        queries, keys, seen = layout.visible_keys(rank)
+        local = slice_context_parallel(torch.arange(layout.total), layout, rank).tolist()
+        assert sum(queries) == len(local)
+        first_query = first_key = 0
+        for count, visible in zip(queries, keys, strict=True):
+            chunk = seen[first_key : first_key + visible].tolist()
+            for offset, query in enumerate(local[first_query : first_query + count]):
+                if query in rows_of:
+                    row, column = rows_of[query]
+                    causal = chunk[: visible - count + offset + 1]
+                    assert causal == index[row, : column + 1].tolist()
+            first_query, first_key = first_query + count, first_key + visible
+
+
+def test_a_filler_is_no_wider_than_what_it_stands_beside():
+    """One group for two ranks, in packs of one width: the filler is a whole unit with what its rows share."""
+    ids = torch.tensor([[1] * 12 + [row] for row in range(4)])
+    data = BatchedDataDict(input_ids=ids, input_lengths=torch.full((4,), 13), sample_mask=torch.ones(4))
+    batching = Batching(True, 64, 1, 1, dp_size=2, one_width=True, rows_per_group=4, min_shared=4)
+    (real,), (filler,) = (batching.microbatches(data, rank) for rank in (0, 1))
+    assert sorted([real.counts, filler.counts]) == [False, True]
+    assert real.layout.total == filler.layout.total == 16
+
+
+def test_a_group_too_large_for_a_pack_is_cut():
+    """Eight responses of 6 to a prompt of 10, in packs of 30: the prompt stands in each of three or more."""
+    prompt = list(range(1, 11))
+    rows = [[*prompt, *[11 + i] * 6] for i in range(8)]
+    ids, lengths = padded(rows)
+    data = BatchedDataDict(input_ids=ids, input_lengths=torch.tensor(lengths), sample_mask=torch.ones(8))
+    batching = Batching(True, 30, 1, 1, rows_per_group=8, min_shared=4)
+    microbatches = batching.microbatches(data, 0)
+    assert sorted(row for m in microbatches for row in m.rows) == list(range(8))
+    assert all(m.layout.total <= 30 for m in microbatches)
+    assert sum(m.layout.total for m in microbatches) == 8 * 6 + len(microbatches) * 10
+    lengths, before = batching.pieces(data)
+    assert sum(lengths) == 8 * 6 + 4 * 10
+    assert sum((b + n) ** 2 - b**2 for n, b in zip(lengths, before, strict=True)) == 8 * (16**2 - 10**2) + 4 * 100
+
+
+# ------------------------------------------------------------------ numbers
+
+
+def make_pairs():
+    """Pairs: with a long prompt; a short one; equal rows; one the beginning of the other; nothing in common.
+
+    Tokens of prompts count in some rows and not in others.
+    """
+    generator = torch.Generator().manual_seed(11)
+
+    def tokens(count):
+        return torch.randint(2, 250, (count,), generator=generator).tolist()
+
+    rows = []
+    for prompt, chosen, rejected in ((37, 9, 17), (30, 1, 12), (5, 7, 3), (24, 20, 2), (0, 13, 8)):
+        beginning = tokens(prompt)
+        rows += [[*beginning, *tokens(chosen)], [*beginning, *tokens(rejected)]]
+    same = tokens(29)
+    rows += [same, same]
+    rows += [same[:21], same]
+    ids, lengths = padded(rows)
+    mask = torch.zeros(ids.shape)
+    for row, length in enumerate(lengths):
+        mask[row, :length] = (torch.rand(length, generator=generator) < 0.5).float()
+        mask[row, length - 1] = 1
+    sample_mask = torch.ones(len(rows))
+    sample_mask[8:10] = 0
+    return BatchedDataDict(
+        input_ids=ids, input_lengths=torch.tensor(lengths), token_mask=mask, sample_mask=sample_mask,
+        reference_policy_logprobs=torch.randn(ids.shape, generator=generator) - 5,
+    )  # fmt: skip
+
+
+def make_groups():
+    """Four prompts of 4 responses each, some of them equal; advantages that are not exact."""
+    generator = torch.Generator().manual_seed(12)
+
+    def tokens(low, high):
+        count = int(torch.randint(low, high, (), generator=generator))
+        return torch.randint(2, 250, (count,), generator=generator).tolist()
+
+    rows, masks = [], []
+    for _ in range(4):
+        prompt, turn = tokens(14, 26), tokens(9, 12)
+        for response in range(4):
+            answer = tokens(1, 14)
+            rows.append([*prompt, *(turn if response < 2 else []), *answer])
+            masks.append([0] * len(prompt) + [1] * (len(rows[-1]) - len(prompt)))
+    ids, lengths = padded(rows)
+    mask = torch.zeros(ids.shape)
+    for row, own in enumerate(masks):
+        mask[row, : len(own)] = torch.tensor(own, dtype=torch.float32)
+    advantages = torch.randn(16, 1, generator=generator).expand(ids.shape).contiguous()
+    return BatchedDataDict(
+        input_ids=ids, input_lengths=torch.tensor(lengths), token_mask=mask, sample_mask=torch.ones(16),
+        advantages=advantages,
+    )  # fmt: skip
+
+
+def grpo_config(path):
+    pairs = make_config(path).model_dump()
+    for name in ("dpo", "batch"):
+        del pairs[name]
+    return GRPOConfig.model_validate(
+        {
+            **pairs,
+            "batch": {"tokens_per_pack": 256, "share_prefixes": True, "min_shared_tokens": 8},
+            "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_new_tokens": 30},
+            "loss": {"reference_policy_kl_penalty": 0.3, "entropy_bonus": 0.1, "ratio_clip_max": 0.28},
+        }
+    )
+
+
+def dpo_config(path):
+    config = make_config(path)
+    return config.model_copy(
+        update={"batch": config.batch.model_copy(update={"share_prefixes": True, "min_shared_tokens": 8})}
+    )
+
+
+LAYOUTS = [
+    Layout(prefix=True),
+    Layout(prefix=True, cp=2),
+    Layout(prefix=True, tp=2, sp=True),
+    Layout(prefix=True, pp=2),
+    Layout(prefix=True, dp=2, tokens_per_pack=128),
+]
+CASES = {"pairs": (dpo_config, make_pairs), "groups": (grpo_config, make_groups)}
+
+
+@pytest.fixture(scope="module")
+def unshared(model_of):
+    made = {}
+
+    def get(case):
+        if case not in made:
+            config, data = CASES[case][0](model_of("llama")), CASES[case][1]()
+            made[case] = run_processes(compute_outcome, Layout().apply(config), data, 2, world_size=1)[0]
+        return made[case]
+
+    return get
+
+
+def check(layout, case, unshared, model_of):
+    config, data = layout.apply(CASES[case][0](model_of("llama"))), copy.deepcopy(CASES[case][1]())
+    outcome = run_processes(compute_outcome, config, data, 2, world_size=layout.world_size)[0]
+    difference = compare(outcome, unshared(case))
+    assert difference.within(), table_row(layout, difference)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_shared_prompts_change_nothing(layout, case, unshared, model_of):
+    check(layout, case, unshared, model_of)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [Layout(prefix=True, cp=4), Layout(prefix=True, tp=2, cp=2, pp=2, sp=True)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_shared_prompts_under_more_layouts(layout, case, unshared, model_of):
+    check(layout, case, unshared, model_of)
+
+
+def test_prompts_are_shared_there(model_of):
+    """The cases above do have something in common: fewer tokens go through the model."""
+    for make, rows_per_group in ((make_pairs, 2), (make_groups, 4)):
+        data = make()
+        lengths, before = Batching(True, 256, 1, 1, rows_per_group=rows_per_group, min_shared=8).pieces(data)
+        assert sum(lengths) < 0.8 * int(data["input_lengths"].sum())
+        assert any(before)
+
+
+@pytest.mark.parametrize("layout", and_long([], [Layout(prefix=True, dp=2)], [Layout(prefix=True)]), ids=str)
+def test_a_simulated_step_shares_as_much_as_a_real_one(layout, model_of):
+    config = layout.apply(config_of(model_of("llama"), DPOConfig, batch={"global_batch_size": 4}))
+    sequences, port, size = Sequences((240,) * 4 + (99,) * 4, (60,) * 4 + (33,) * 4), free_port(), layout.world_size
+    ranks = [(config, rank, size, port, sequences) for rank in range(size)]
+    real, simulated = (
+        in_processes(real_rank, *ranks),
+        in_processes(simulate_rank, *[(*r[:3], sequences) for r in ranks]),
+    )
+    for one, other in zip(real, simulated, strict=True):
+        assert (other.packs, other.tokens) == (one.packs, one.tokens)
+        assert other.products["training"] == one.products["training"]
+    assert sum(report.tokens[0] for report in simulated) == sum(sequences.lengths) - 2 * 180 - 2 * 66

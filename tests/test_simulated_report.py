@@ -1,0 +1,375 @@
+"""What a simulated step's report divides its sums into: memory by kind, products by part, work by replica, time."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from simulated_report import REPORT
+from small_models import and_long, make_config, make_model
+from test_simulated_step import MIXTURE, config_of, in_processes
+
+from mcore_rl import platform
+from mcore_rl.cli.dry_run import first_batch
+from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, PPOConfig, SFTConfig
+from mcore_rl.config.layouts import Layout
+from mcore_rl.config.second_models import config_of_critic
+from mcore_rl.data.batching import Batching
+from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.data.tokenize import TokenSequence
+from mcore_rl.errors import UserError
+from mcore_rl.simulation import rank
+from mcore_rl.simulation.hardware import Hardware
+from mcore_rl.simulation.memory import LiveBytes, bytes_of
+from mcore_rl.simulation.rank import HostReads
+from mcore_rl.simulation.report import describe
+from mcore_rl.simulation.step import Sequences, invented_batch, sequences_of, simulate_rank
+
+ROWS, LENGTH, RESPONSE = 8, 384, 192
+SEQUENCES = Sequences((LENGTH,) * ROWS, (RESPONSE,) * ROWS)
+TOKENS, COUNTED = ROWS * LENGTH, ROWS * RESPONSE
+HIDDEN, WIDTH, HEADS, GROUPS, HEAD_DIM, LAYERS, VOCABULARY = 64, 160, 4, 2, 16, 2, 4000
+SIZES = {
+    "hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS,
+    "head_dim": HEAD_DIM, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY,
+}  # fmt: skip
+
+
+def one_pack(path, layout=None, family="llama", model=None, **changes):
+    make_config(family, **{**SIZES, **changes}).save_pretrained(path)
+    config = config_of(
+        path, model={"path": str(path), **(model or {})}, batch={"global_batch_size": ROWS, "tokens_per_pack": TOKENS}
+    )
+    return (layout or Layout(tokens_per_pack=TOKENS)).apply(config)
+
+
+def test_memory_and_products_of_a_dense_model(tmp_path):
+    """The peak is where logits are computed: one tile, which is all of them, and a few numbers a token; and in the last
+    stage what came from the one before."""
+    staged = Layout(pp=2, tokens_per_pack=TOKENS)
+    configs = [one_pack(tmp_path / "whole"), one_pack(tmp_path / "last", staged)]
+    whole, last = in_processes(simulate_rank, (configs[0], 0, 1, SEQUENCES), (configs[1], 1, 2, SEQUENCES))
+    for report in (whole, last):
+        assert report.peak_phase == "training"
+        assert 0 <= report.memory["logits"] - 4 * COUNTED * VOCABULARY < 4 * COUNTED * 16
+    assert whole.memory["communication buffers"] == 0
+    assert last.memory["communication buffers"] == 4 * TOKENS * HIDDEN
+    projections = 2 * HIDDEN * (HEADS + 2 * GROUPS + HEADS) * HEAD_DIM
+    of_step = {
+        ("training", "projections"): 3 * TOKENS * LAYERS * projections,
+        ("training", "MLP"): 3 * TOKENS * LAYERS * 3 * 2 * HIDDEN * WIDTH,
+        ("training", "LM head"): 4 * COUNTED * 2 * HIDDEN * VOCABULARY,  # the logits again for two gradients
+    }
+    assert whole.parts == of_step
+    head = "training", "LM head"
+    assert last.parts == {**{part: operations // 2 for part, operations in of_step.items()}, head: of_step[head]}
+
+
+MIXTURES = and_long(
+    [],
+    [({}, ()), ({"recompute_activations": True}, ("projections", "MLP", "router", "experts"))],
+    [({"recompute_modules": ["moe"]}, ("router", "experts")), ({"recompute_modules": ["mlp"]}, ("MLP",))],
+)
+
+
+@pytest.mark.parametrize(("model", "twice"), MIXTURES, ids=str)
+def test_products_of_a_mixture(model, twice, tmp_path):
+    """Every token goes to all experts; what is computed again has its forward products twice."""
+    experts, width = MIXTURE["num_experts"], MIXTURE["moe_intermediate_size"]
+    sizes = {"num_experts": experts, "num_experts_per_tok": experts, "moe_intermediate_size": width}
+    config = one_pack(tmp_path, family="qwen3_moe", model=model, **sizes, mlp_only_layers=[0])
+    (report,) = in_processes(simulate_rank, (config, 0, 1, SEQUENCES))
+    of_token = {
+        "projections": LAYERS * 2 * HIDDEN * 2 * (HEADS + GROUPS) * HEAD_DIM,
+        "MLP": 3 * 2 * HIDDEN * WIDTH,
+        "router": 2 * HIDDEN * experts,
+        "experts": experts * 3 * 2 * HIDDEN * width,
+    }
+    layers = {part: (3 + (part in twice)) * TOKENS * operations for part, operations in of_token.items()}
+    assert {part: n for (phase, part), n in report.parts.items() if phase == "training"} == {
+        **layers,
+        "LM head": 4 * COUNTED * 2 * HIDDEN * VOCABULARY,
+    }
+    assert {phase for phase, _ in report.parts} == {"training"}
+
+
+def test_kinds_of_storages_at_a_peak():
+    """What receives is communication from its appearance on, but not where weights and gradients are."""
+    kind = "state"
+    with LiveBytes("cpu", kind_now=lambda: kind) as live:
+        weights = torch.empty(1000)
+        kind = "logits"
+        tile = torch.empty(500)
+        kind = "activations, workspace"
+        kept, received = torch.empty(300), torch.empty(200)
+        live.receives(received.view(10, 20))
+        live.receives(weights[:10])
+        live.receives(received)
+    of_kind = {"state": 4000, "logits": 2000, "activations, workspace": 1200, "communication buffers": 800}
+    assert live.at_peak[""] == of_kind and live.peaks[""] == live.live == 8000
+    assert live.is_state(weights) and not live.is_state(received) and not live.is_state(kept)
+    del tile, received
+    assert live.live == 5200 and live.at_peak[""] == of_kind
+
+
+def test_shares_of_work():
+    """Two replicas, two packs each: 400 and 100 tokens, and 300 and 200, whose squares are work as well."""
+    batching = Batching(True, 400, 1, 1, dp_size=2, attention_length=100.0)
+    lengths = [400, 300, 200, 100]
+    units = batching.unit_sizes(lengths, None, range(4))
+    work = [n + n * n / 100 for n in lengths]
+    most, least = work[0] + work[3], work[1] + work[2]
+    assert sorted(batching.shares_of_work(units)) == pytest.approx([2 * x / sum(work) for x in (least, most)])
+
+
+GPU = Hardware(
+    memory_bytes=1e9, flops_per_second={"float32": 100.0}, gpus_per_node=2, node_bytes_per_second=10.0,
+    network_bytes_per_second=1.0, host_bytes_per_second=4.0, product_efficiency=0.5, attention_efficiency=0.25,
+    transfer_efficiency=0.5,
+)  # fmt: skip
+BOTH = frozenset({"reduce_scatter", "all_gather"})
+
+
+def test_hidden_communication():
+    """By hand: rings send halves, of 40 bytes in 4 s and of 20 in 2 s; the message over the network takes 6 s. A pack
+    computes 40 s: it has room for three of four buckets of gradients and one of two of weights."""
+    assert GPU.communication_seconds(REPORT) == GPU.exposed_seconds(REPORT, "float32") == pytest.approx(4 + 2 + 6)
+    overlapping = dataclasses.replace(REPORT, overlapped=BOTH)
+    assert GPU.exposed_seconds(overlapping, "float32") == pytest.approx(1 + 1 + 6)
+    gradients = dataclasses.replace(REPORT, overlapped=frozenset({"reduce_scatter"}))
+    assert GPU.exposed_seconds(gradients, "float32") == pytest.approx(1 + 2 + 6)
+    of_one_bucket = dataclasses.replace(overlapping, calls={transfer: 1 for transfer in REPORT.calls})
+    assert GPU.exposed_seconds(of_one_bucket, "float32") == pytest.approx(12)
+
+
+def test_hidden_communication_is_no_longer_than_what_hides_it():
+    """A pack of 1.5 s: 1 s of its backward pass hides gradients, 0.5 s of its forward pass weights."""
+    quick = dataclasses.replace(REPORT, overlapped=BOTH, parts={("training", "MLP"): 150}, attention={})
+    assert GPU.exposed_seconds(quick, "float32") == pytest.approx(12 - 1 - 0.5)
+
+
+def test_the_replica_with_most_work_is_waited_for_and_so_is_the_host():
+    """20 s of scoring, 80 s of training and 12 s of transfers; 8 bytes to and from the host take 4 s."""
+    assert GPU.step_seconds([REPORT], "float32", 1, 1) == pytest.approx(112)
+    late = dataclasses.replace(REPORT, work=(0.8, 1.2), host_bytes=8)
+    assert GPU.step_seconds([late], "float32", 1, 1) == pytest.approx(150 + 12 + 4)
+
+
+def test_the_bubble_is_of_what_is_done_with_packs():
+    """Of four stages and three packs, two chunks each, half: of 100 s of computation and of the message's 6 s; weights
+    and gradients are sent once."""
+    packs = dataclasses.replace(REPORT, packs=3)
+    assert GPU.step_seconds([packs], "float32", 4, 2) == pytest.approx(1.5 * (100 + 6) + 4 + 2)
+
+
+def test_a_replica_without_rows_gives_no_estimate():
+    idle, config = dataclasses.replace(REPORT, work=(0.0, 1.5)), config_of("unused")
+    assert list(describe(config, 4, [idle], GPU))[-1].startswith("no estimate: ")
+    assert list(describe(config, 4, [REPORT], GPU))[-1] == list(describe(config, 4, [REPORT, idle], GPU))[-1]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [
+        ({**GPU.model_dump(), "product_efficiency": 6}, "gpu: product_efficiency: .* less than or equal to 1"),
+        (5, "gpu: must be a mapping, as those of .*hardware.yaml, not 5"),
+    ],
+)
+def test_hardware_that_is_none(gpu, said, tmp_path):
+    (tmp_path / "gpus.yaml").write_text(json.dumps({"gpu": gpu}))
+    with pytest.raises(UserError, match=said):
+        Hardware.load(f"{tmp_path / 'gpus.yaml'}:gpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "said"),
+    [
+        ("{}", "gpu", "there are none in it; or write FILE:NAME"),
+        ("4090: {}\na: {}", "b", "there are 4090, a; or write FILE:NAME"),
+        ("4090: {}", "4090", "4090: memory_bytes: Field required"),
+    ],
+)
+def test_kinds_of_hardware(text, wanted, said, tmp_path):
+    """Whose names may be numbers."""
+    (tmp_path / "gpus.yaml").write_text(text)
+    with pytest.raises(UserError, match=said):
+        Hardware.load(f"{tmp_path / 'gpus.yaml'}:{wanted}")
+
+
+def test_where_the_host_waits(monkeypatch):
+    """By the package's files, whatever the directories above are called."""
+    root, reads = rank.PACKAGE, HostReads("training")
+    files = [
+        root / "algorithms" / "grpo.py",
+        root / "simulation" / "watch.py",
+        root.parent / "megatron" / "optimizer.py",
+    ]
+    stack = [SimpleNamespace(filename=str(file), lineno=7) for file in files]
+    monkeypatch.setattr(rank.traceback, "extract_stack", lambda: stack)
+    reads.note()
+    assert reads.places == {("training", "grpo.py:7"): 1}
+    for above in ("/home/mcore_rl/simulation/mcore_rl", "/x"):
+        monkeypatch.setattr(rank, "PACKAGE", Path(above))
+        monkeypatch.setattr(rank, "SIMULATION", Path(above) / "simulation")
+        stack[:] = [
+            SimpleNamespace(filename=f"{above}/{name}", lineno=7) for name in ("simulation/a.py", "models/b.py")
+        ]
+        stack.append(SimpleNamespace(filename="/home/mcore_rl/.venv/megatron/c.py", lineno=7))
+        reads.places.clear()
+        reads.note()
+        assert reads.places == {("training", "b.py:7"): 1}
+
+
+ROLLOUTS = {"num_prompts_per_step": 1, "num_generations_per_prompt": 2, "max_new_tokens": 300}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("algorithm", "sections", "hidden"),
+    [
+        (SFTConfig, {}, True),
+        (DPOConfig, {"dpo": {"reference": "swap"}}, False),
+        (GRPOConfig, {}, False),  # answers before
+    ],
+)
+def test_what_waits_for_weights(algorithm, sections, hidden, tmp_path):
+    make_config("llama", **SIZES).save_pretrained(tmp_path)
+    config = config_of(
+        tmp_path, algorithm, parallel={"overlap_grad_reduce": True, "overlap_param_gather": True}, **sections
+    )
+    (report,) = in_processes(simulate_rank, (config, 0, 2, SEQUENCES))
+    assert ("all_gather" in report.overlapped) == hidden and "reduce_scatter" in report.overlapped
+
+
+@pytest.mark.parametrize(
+    ("length", "turns", "given", "answers"),
+    [
+        (100, 1, None, 50),
+        (384, 1, None, 300),  # a prompt has 84 tokens at most
+        (384, 9, None, 192),
+        (2, 1, None, 1),
+        (100, 1, 0.99, 99),
+        (100, 1, 1.0, "of 100 tokens are 100, but the answer has 16 to 99"),
+        (384, 1, 0.5, "of 384 tokens are 192, but the answer has 300 to 300"),
+        (384, 9, 0.9, 346),
+        (300, 9, 0.1, 30),
+    ],
+)
+def test_answers_are_such_as_a_run_can_have(length, turns, given, answers):
+    config = config_of(
+        "unused", GRPOConfig, grpo=ROLLOUTS, environment={"max_turns": turns, "name": "function", "function": "a:b"}
+    )
+    if isinstance(answers, str):
+        with pytest.raises(UserError, match=answers):
+            sequences_of(config, [length], given)
+    else:
+        assert sequences_of(config, [length], given) == Sequences((length,) * 2, (answers,) * 2)
+
+
+@pytest.mark.parametrize(("turns", "length"), [(1, 310), (9, 384)])
+def test_answers_to_prompts_are_as_long_as_they_may_be(turns, length, monkeypatch):
+    environment = {"max_turns": turns, "name": "function", "function": "a:b"}
+    config = config_of("unused", GRPOConfig, grpo=ROLLOUTS, environment=environment)
+    prompts = PromptDataset([SimpleNamespace(input_ids=(1,) * 10)])
+    monkeypatch.setattr(PromptDataset, "order", lambda *_: SimpleNamespace(indices=lambda *_: [0]))
+    assert first_batch(config, prompts)[0] == Sequences((length,) * 2, (length - 10,) * 2)
+
+
+def test_a_student_that_answers_itself_learns_from_its_own_answers():
+    """As long as they may be, not from the records' responses."""
+    records = [
+        TokenSequence((1,) * n, (False,) * prompt + (True,) * (n - prompt)) for n, prompt in ((9, 4), (370, 350))
+    ]
+    train = SimpleNamespace(units=[(r,) for r in records], order=lambda _: SimpleNamespace(indices=lambda *_: [0, 1]))
+    distillation = {"teacher": "unused", "on_policy": True, "max_new_tokens": 100}
+    config = config_of("unused", DistillationConfig, distillation=distillation)
+    assert first_batch(config, train)[0] == Sequences((104, 384), (100, 34))
+
+
+@pytest.mark.long
+def test_weights_that_take_each_others_place(tmp_path):
+    """To the host and back for a reference, twice; with adapters nothing is moved."""
+    dpo = one_pack(tmp_path).model_dump(exclude_unset=True) | {"dpo": {"reference": "swap"}}
+    plain, adapters = (
+        DPOConfig.model_validate(dpo),
+        DPOConfig.model_validate(dpo | {"model": {"path": str(tmp_path), "lora": {"rank": 4}}}),
+    )
+    moved, alone = in_processes(simulate_rank, *[(config, 0, 1, SEQUENCES) for config in (plain, adapters)])
+    assert moved.host_bytes == 4 * 4 * moved.parameters and alone.host_bytes == 0
+    assert moved.peak_phase == "training"
+
+
+@pytest.mark.long
+def test_a_message_is_between_two_ranks(tmp_path):
+    """Whatever other stages there are: the link between these two carries it."""
+    config = one_pack(tmp_path, Layout(pp=4, tokens_per_pack=TOKENS), num_hidden_layers=4)
+    reports = in_processes(simulate_rank, *[(config, rank, 4, SEQUENCES) for rank in (0, 1)])
+    for report, pairs in zip(reports, ({(0, 1)}, {(0, 1), (1, 2)}), strict=True):
+        for operation in ("send", "recv"):
+            assert {kind.ranks for kind in report.traffic if kind.operation == operation} == pairs
+
+
+@pytest.mark.long
+def test_what_is_moved_to_the_host_and_back(tmp_path):
+    """Of an fp32 model two moments of 4 bytes a parameter (its weights are their own fp32 ones)."""
+    config = one_pack(tmp_path)
+    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"offload": True})})
+    (report,) = in_processes(simulate_rank, (config, 0, 1, SEQUENCES))
+    assert report.host_bytes == pytest.approx(2 * 8 * report.parameters, rel=0.01)
+
+
+def ppo_of(path, **critic):
+    rollouts = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_new_tokens": 192}
+    return config_of(path, PPOConfig, ppo=rollouts, critic=critic, batch={"tokens_per_pack": TOKENS})
+
+
+def given_up(config):
+    """What a real critic's device memory is freed of, and what of it is zeros when it comes back."""
+    platform.initialize_platform()
+    from mcore_rl.algorithms.loss_functions import ValueLossFn
+    from mcore_rl.models.megatron.offload import gradient_buffers
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    critic = MegatronPolicy(config_of_critic(config), 2)
+    critic.train(critic.own_rows(invented_batch(config, SEQUENCES)), ValueLossFn(None))
+    zeros = bytes_of(gradient_buffers(critic.chunks))
+    return critic.offload_after_refit(), zeros
+
+
+@pytest.mark.long
+def test_a_critic_that_goes_to_the_host(tmp_path):
+    """As much as a real one gives up is not there while the policy is trained."""
+    path = make_model("llama", tmp_path, **SIZES)
+    at_hand, away = (ppo_of(path, offload=offload) for offload in (False, True))
+    both = ppo_of(path, offload=True, optimizer={"offload": True})
+    reports = in_processes(simulate_rank, *[(config, 0, 1, SEQUENCES) for config in (at_hand, away, both)])
+    ((freed, zeros),) = in_processes(given_up, (at_hand,))
+    assert [report.peak_phase for report in reports] == ["training"] * 3
+    assert [reports[0].peak - report.peak for report in reports] == [0, freed, freed]
+    for kind in ("weights", "gradients", "optimizer"):
+        assert reports[1].memory[kind] == reports[2].memory[kind] < reports[0].memory[kind]
+    # There and back for values, and again to be trained; an offloaded optimizer's state for its update alone.
+    weights = reports[0].memory["weights"] - reports[1].memory["weights"]
+    kept = freed - zeros
+    assert [report.host_bytes for report in reports] == [0, 4 * kept, 4 * weights + 2 * (kept - weights)]
+
+
+OVERLAPPING = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.mark.long
+def test_weights_and_gradients_are_told_from_activations(tmp_path):
+    """At TP2 with sequence parallelism and DP2: gradients in fp32 once, weights once, whether they overlap or not."""
+    layout = Layout(tp=2, sp=True, dp=2, tokens_per_pack=TOKENS)
+    config = one_pack(tmp_path, layout)
+    parallel = config.parallel.model_copy(update=OVERLAPPING)
+    overlapping = config.model_copy(update={"parallel": parallel})
+    for report in in_processes(simulate_rank, *[(c, 0, 4, SEQUENCES) for c in (config, overlapping)]):
+        of_state = {t: size for t, size in report.traffic.items() if t.of_state}
+        assert {transfer.ranks for transfer in of_state} == {(0, 2)}
+        for operation in ("reduce_scatter", "all_gather"):
+            moved = sum(size for transfer, size in of_state.items() if transfer.operation == operation)
+            assert moved == pytest.approx(4 * report.parameters, rel=0.01)
+    assert report.overlapped == BOTH

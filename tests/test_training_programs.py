@@ -1,0 +1,219 @@
+"""The scripts as a user starts them: training, resuming under another layout, and mistakes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from small_models import make_model
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT = 240
+
+
+def run(script, *arguments, processes=1, check=True):
+    """The finished script; its whole process group is killed if it takes too long."""
+    command = [sys.executable, ROOT / "scripts" / script]
+    if processes > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command = [*launcher, *command[1:]]
+    process = subprocess.Popen(
+        [*map(str, command), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        process.stdout_text, process.stderr_text = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"{script} took longer than {TIMEOUT} s\n{out}\n{err}")
+    if check:
+        assert process.returncode == 0, process.stdout_text + process.stderr_text
+    return process
+
+
+def word(index, kind):
+    letters = "abcdefgh" if kind == "good" else "stuvwxyz"
+    return "".join(letters[(index * k) % 8] for k in range(1, 5 + index % 7))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model, preference and SFT data, and a configuration for each."""
+    root = tmp_path_factory.mktemp("training")
+    make_model("qwen2", root / "model", initializer_range=0.05)
+    pairs = [{"prompt": f"say {i} ", "chosen": word(i, "good"), "rejected": word(i, "bad")} for i in range(40)]
+    (root / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (root / "sft.jsonl").write_text(
+        "".join(json.dumps({"prompt": p["prompt"], "completion": p["chosen"]}) + "\n" for p in pairs)
+    )
+    common = {
+        "model": {"path": str(root / "model")},
+        "batch": {"global_batch_size": 16},
+        "optimizer": {"lr": 3e-3, "warmup_steps": 1, "schedule": "cosine", "adam_eps": 1e-6},
+        "trainer": {"max_epochs": 2, "validation_interval": 3},
+        "checkpoint": {"save_interval": 3},
+    }
+    for name, data in (("dpo", "pairs"), ("sft", "sft")):
+        path = str(root / f"{data}.jsonl")
+        config = {**common, "data": {"train": path, "validation": path, "max_sequence_length": 48}}
+        config["output_dir"] = str(root / f"out_{name}")
+        (root / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    return root
+
+
+def metrics_of(directory, name="metrics.jsonl"):
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def assert_same_run(ours, theirs, start=0):
+    timings = ("seconds", "per_second")
+    assert [m["step"] for m in ours] == [m["step"] for m in theirs]
+    for a, b in zip(ours[start:], theirs[start:], strict=True):
+        for name in b:
+            if not name.endswith(timings):
+                assert a[name] == pytest.approx(b[name], rel=2e-4, abs=2e-5), (a["step"], name)
+
+
+@pytest.fixture(scope="module")
+def dpo_run(files):
+    process = run("train_dpo.py", files / "dpo.yaml")
+    return process, files / "out_dpo"
+
+
+def test_dpo_learns_and_writes_everything(dpo_run):
+    process, out = dpo_run
+    metrics = metrics_of(out)
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5]  # two epochs of 40 in batches of 16
+    keys = {"loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "step_seconds", "accuracy", "sft_loss"}
+    assert keys <= set(metrics[0])
+    assert metrics[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert metrics[-1]["accuracy"] == 1
+    assert metrics[2]["validation_num_valid_samples"] == 40  # pairs
+    assert (out / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "5"
+    assert f"Hugging Face model: {out / 'hf'}" in process.stdout_text
+    assert "train: 40 records" in process.stdout_text
+
+
+@pytest.mark.long
+def test_resuming_under_another_layout_continues_the_same_run(files, dpo_run):
+    """Three steps in one process, the rest at TP2 × CP2; the result is the uninterrupted run's."""
+    _, whole = dpo_run
+    out = files / "out_resumed"
+    run("train_dpo.py", files / "dpo.yaml", f"output_dir={out}", "checkpoint.export_hf=false")
+    (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3\n")
+    layout = ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2")
+    process = run("train_dpo.py", files / "dpo.yaml", f"output_dir={out}", *layout, processes=4)
+    assert "resumed from" in process.stdout_text
+    assert_same_run(metrics_of(out), metrics_of(whole), start=3)
+    ours, theirs = load_file(out / "hf" / "model.safetensors"), load_file(whole / "hf" / "model.safetensors")
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=2e-4, msg=name)
+
+
+@pytest.mark.long
+def test_swapping_equals_a_precomputed_reference(files, dpo_run):
+    _, precomputed = dpo_run
+    (stored,) = (precomputed / "reference_logprobs").glob("*.logprobs")  # train and validation are the same data here
+    out, layout = files / "out_swapped", "parallel.context_parallel_size=2"
+    run("train_dpo.py", files / "dpo.yaml", f"output_dir={out}", "dpo.reference=swap", layout, processes=2)
+    # Before the first update swapping gives margins of exactly 0; what another layout has computed is off by rounding.
+    assert_same_run(metrics_of(out), metrics_of(precomputed), start=1)
+    assert not (out / "reference_logprobs").exists()
+    out = files / "out_again"
+    shutil.copytree(precomputed / "reference_logprobs", out / "reference_logprobs")
+    (copied,) = (out / "reference_logprobs").iterdir()
+    written = copied.stat().st_mtime_ns
+    run("train_dpo.py", files / "dpo.yaml", f"output_dir={out}", layout, "trainer.max_steps=3", processes=2)
+    assert copied.name == stored.name, "what is stored does not depend on the layout"
+    assert copied.stat().st_mtime_ns == written
+
+
+@pytest.mark.long
+def test_sft_and_conversion(files):
+    arguments = ("parallel.tensor_model_parallel_size=2", "trainer.log_interval=2")
+    process = run("train_sft.py", files / "sft.yaml", *arguments, processes=2)
+    shown = re.findall(r"^step (\d+)/5", process.stdout_text, re.MULTILINE)
+    assert shown == ["1", "2", "4", "5"], "the first, the last, and every second"
+    metrics = metrics_of(files / "out_sft")
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    exported = files / "exported"
+    run("convert_checkpoint.py", "megatron-to-hf", files / "out_sft" / "checkpoints", exported)
+    ours, theirs = load_file(exported / "model.safetensors"), load_file(files / "out_sft" / "hf" / "model.safetensors")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    again = run("convert_checkpoint.py", "megatron-to-hf", files / "out_sft" / "checkpoints", exported, check=False)
+    assert again.returncode == 2
+    assert "exists already" in again.stderr_text
+
+
+def test_a_mistake_is_one_line_and_comes_at_once(files):
+    """All others are in test_wrong_inputs.py, without the start of a process."""
+    started = time.monotonic()
+    process = run("train_dpo.py", files / "dpo.yaml", "model.path=nowhere", check=False)
+    assert process.returncode == 2
+    assert process.stdout_text == ""
+    assert process.stderr_text == (
+        "error: model.path: nowhere must be a Hugging Face model directory with a config.json\n"
+    )
+    assert time.monotonic() - started < 5, "before PyTorch is imported"
+
+
+POISONED = """
+import torch
+from mcore_rl.platform import initialize_platform
+initialize_platform()
+from mcore_rl.algorithms.sft import train_sft
+from mcore_rl.config import SFTConfig
+from mcore_rl.cli.entry_point import run_script
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+train = MegatronPolicy.train
+
+def train_poisoned(self, *args, **kwargs):
+    if self.scheduler.num_steps == 2:
+        with torch.no_grad():
+            next(p for p in self.parameters() if p.ndim == 1)[0] = float("nan")
+    return train(self, *args, **kwargs)
+
+if __name__ == "__main__":
+    MegatronPolicy.train = train_poisoned
+    run_script("sft", SFTConfig, train_sft, "")
+"""
+
+
+@pytest.mark.long
+def test_nan_stops_with_step_and_leaves_the_checkpoint(files):
+    out, script = files / "out_nan", files / "poisoned.py"
+    script.write_text(POISONED)
+    arguments = (files / "sft.yaml", f"output_dir={out}", "trainer.validation_interval=null", "data.validation=null")
+    process = run(
+        script, *arguments, "checkpoint.save_interval=1", "parallel.context_parallel_size=2", processes=2, check=False
+    )
+    assert process.returncode != 0
+    assert "error: step 3: the loss is nan; first bad log-probability at rank 0: row" in process.stderr_text
+    assert "the last checkpoint is " + str(out / "checkpoints" / "iter_0000002") in process.stderr_text
+    assert (out / "checkpoints" / "iter_0000002" / "metadata.json").is_file()
+    assert not (out / "run.lock").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("config", "algorithm"), [("dpo", "dpo"), ("sft", "sft"), ("dpo", "rm")])
+def test_every_layout_is_verified(files, config, algorithm):
+    head = "model.head=reward" if algorithm == "rm" else "model.head=lm"
+    arguments = ("--algorithm", algorithm, head, "--layouts", "tp=2", "cp=1,2")
+    verified = run("verify_layouts.py", files / f"{config}.yaml", *arguments)
+    assert [line.split("  ")[0] for line in verified.stdout_text.splitlines()[2:]] == ["tp2", "tp2 cp2"]
+    assert "WRONG" not in verified.stdout_text

@@ -1,0 +1,154 @@
+"""Experts as vLLM's servers tell them: what is taken, what is refused, and how servers are asked for them."""
+
+import base64
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_vllm_client import GROUPS, PARAMS, config_of, pool_of
+
+from mcore_rl.data.prompts import Prompt
+from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.models.generation.interfaces import Response, output_of
+from mcore_rl.models.generation.routed_experts import decode_routed_experts
+from mcore_rl.models.generation.vllm_server import VLLMService, server_command
+from mcore_rl.models.megatron.families.mixture import Experts
+from mcore_rl.rollouts.samples import Rollout, to_batch
+from mcore_rl.rollouts.worker import Conversation
+from mcore_rl.run.preflight import check_vllm
+
+EXPERTS = Experts(count=300, topk=2, width=8, sparse_layers=(False, True, True, False, True))
+
+
+def encode(array, **options):
+    file = io.BytesIO()
+    np.save(file, array, **options)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def told(num_tokens, count=300, dtype=np.uint16):
+    """Of every layer but the dense ones, whose rows mean nothing."""
+    drawn = np.random.default_rng(num_tokens).random((num_tokens - 1, 5, count)).argsort(-1)[..., :2].astype(dtype)
+    drawn[:, [0, 3]] = 0
+    return drawn
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
+@pytest.mark.parametrize("num_tokens", [1, 2, 9])
+def test_rows_of_sparse_layers_are_taken(dtype, num_tokens):
+    array = told(num_tokens, 256 if dtype is np.uint8 else 300, dtype)
+    experts = decode_routed_experts(encode(array), num_tokens, EXPERTS)
+    assert experts.dtype == torch.int16 and experts.shape == (num_tokens, 3, 2)
+    assert experts[:-1].tolist() == [[[int(e) for e in row[layer]] for layer in (1, 2, 4)] for row in array]
+    assert (experts[-1] == -1).all()
+
+
+def test_fortran_order_is_read_too():
+    assert torch.equal(
+        decode_routed_experts(encode(np.asfortranarray(told(9))), 9, EXPERTS),
+        decode_routed_experts(encode(told(9)), 9, EXPERTS),
+    )
+
+
+def changed(index, value):
+    array = told(9, dtype=np.int32)
+    array[index] = value
+    return encode(array)
+
+
+WRONG = {
+    "none": (None, "tells no routed_experts .it must run with --enable-return-routed-experts."),
+    "of fewer tokens": (encode(told(8)), r"of shape \(7, 5, 2\) and type uint16, not \(8, 5, 2\)"),
+    "of more tokens": (encode(told(10)), r"of shape \(9, 5, 2\)"),
+    "of sparse layers alone": (encode(told(9)[:, [1, 2, 4]]), r"of shape \(8, 3, 2\)"),
+    "of fewer experts": (encode(told(9)[..., :1]), r"of shape \(8, 5, 1\)"),
+    "flat": (encode(told(9).ravel()), r"of shape \(80,\)"),
+    "of another type": (encode(told(9).astype(np.float32)), "type float32, not .* one of uint8, uint16, int32"),
+    "long": (encode(told(9).astype(np.int64)), "type int64"),
+    "no such expert": (changed((3, 2, 1), 300), "to 300; there are 300 experts"),
+    "negative": (changed((0, 4, 0), -1), "from -1 to"),
+    "twice": (changed((7, 1), (4, 4)), "that name an expert twice"),
+    "not written": (changed((5,), 0), "that name an expert twice"),
+    "not base64": ("%%%", "that are no array"),
+    "empty": ("", "that are no array"),
+    "cut off": (base64.b64encode(base64.b64decode(encode(told(9)))[:-9]).decode(), "that are no array"),
+    "pickled": (encode(np.array([{}]), allow_pickle=True), "that are no array"),
+}
+
+
+@pytest.mark.parametrize(("encoded", "reason"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_is_told_with_the_server(encoded, reason):
+    """And asked of another, which does better."""
+    request = replace(GROUPS[0][0], token_ids=(4, 5, 6, 7, 8, 9, 7))
+    with pool_of(lambda n: (200, {"routed_experts": encoded})) as (pool, stubs, dropped):
+        pool.servers[f"http://127.0.0.1:{stubs[0].server_port}"].experts = EXPERTS
+        with pytest.raises(TrainingError, match=f"failure: http://127.0.0.1:{stubs[0].server_port}: it .*{reason}"):
+            pool.submit(request, PARAMS).result(20)
+        assert len(dropped) == 1
+    answers = [{"routed_experts": encoded}, {"routed_experts": encode(told(9))}]
+    with pool_of(*(lambda n, answer=answer: (200, answer) for answer in answers)) as (pool, _, _):
+        for server in pool.servers.values():
+            server.experts = EXPERTS
+        response = pool.submit(request, PARAMS).result(20)
+        assert torch.equal(response.routed_experts, decode_routed_experts(encode(told(9)), 9, EXPERTS))
+
+
+def test_a_turn_tells_of_the_whole_conversation():
+    """What was said earlier is replaced; what was observed last, and padding, is not known."""
+
+    class Tokenizer:
+        def decode(self, ids, **_):
+            return str(ids)
+
+    prompts = [Prompt((4, 5), "a", {}), Prompt((4, 5, 6), "b", {})]
+    long, short = [Conversation(Rollout.begin(0, i, prompt), prompt) for i, prompt in enumerate(prompts)]
+    experts = {n: decode_routed_experts(encode(told(n)), n, EXPERTS) for n in (4, 5, 8)}
+    long.respond(Response([7, 8], [0.0] * 2, True, (), experts[4]), Tokenizer())
+    long.rollout.add_observation([1, 1])
+    long.respond(Response([7, 8], [0.0] * 2, True, (), experts[8]), Tokenizer())
+    short.respond(Response([7, 8], [0.0] * 2, True, (), experts[5]), Tokenizer())
+    short.rollout.add_observation([1])
+    batch = to_batch([long.rollout, short.rollout], 0)["routed_experts"]
+    assert batch.shape == (2, 8, 3, 2) and torch.equal(batch[0], experts[8])
+    assert torch.equal(batch[1, :5], experts[5]) and (batch[1, 4:] == -1).all()
+
+
+def test_batches_of_responses_have_experts_where_all_do():
+    responses = [
+        Response([1] * n, [0.0] * n, True, (), decode_routed_experts(encode(told(n + 2)), n + 2, EXPERTS))
+        for n in (1, 4)
+    ]
+    out = output_of([(3, 4)] * 2, responses, 0)["routed_experts"]
+    assert out.shape == (2, 6, 3, 2) and torch.equal(out[0, :3], responses[0].routed_experts)
+    assert (out[0, 2:] == -1).all() and torch.equal(out[1], responses[1].routed_experts)
+    responses[1].routed_experts = None
+    assert "routed_experts" not in output_of([(3, 4)] * 2, responses, 0)
+
+
+def test_servers_are_asked_for_them(tmp_path):
+    config = config_of(tmp_path)
+    with_experts = config.model_copy(update={"model": config.model.model_copy(update={"moe_router_replay": True})})
+    flag, variable = "--enable-return-routed-experts", "VLLM_USE_V2_MODEL_RUNNER"
+    assert flag not in server_command(config, 8123) and flag in server_command(with_experts, 8123)
+    assert variable not in VLLMService._environment(config, 0)
+    assert VLLMService._environment(with_experts, 0)[variable] == "1"
+
+
+def test_none_are_started_that_could_not_tell(tmp_path, monkeypatch):
+    config = config_of(tmp_path)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"moe_router_replay": True})})
+    with pytest.raises(
+        UserError, match=r"moe_router_replay: vLLM's build for the CPU cannot return experts; give .*urls"
+    ):
+        check_vllm(config)
+    check_vllm(config_of(tmp_path))
+    check_vllm(with_urls(config))
+    monkeypatch.setattr("mcore_rl.platform.has_gpu", lambda: True)
+    check_vllm(config)
+
+
+def with_urls(config):
+    vllm = config.generation.vllm.model_copy(update={"urls": ("http://127.0.0.1:9",)})
+    return config.model_copy(update={"generation": config.generation.model_copy(update={"vllm": vllm})})

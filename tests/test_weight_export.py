@@ -1,0 +1,103 @@
+"""Weights out: the checkpoint's own tensors on the first rank or on all, by as few collectives as it takes."""
+
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_models import and_long
+from test_layout_check import make_config
+
+from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.processes import run_processes
+
+COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list")
+
+
+def exported(config, first_only, gloo_bytes=None):
+    """What a rank gets, the calls that it took, and how many parameters of the table are cut."""
+    from mcore_rl.models.megatron import whole_tensors
+    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy, calls = MegatronPolicy(config), Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        if gloo_bytes is not None:
+            patch.setattr(whole_tensors, "GLOO_BYTES", gloo_bytes)
+        for name in COLLECTIVES:
+            patch.setattr(torch.distributed, name, counted(calls, name))
+        tensors = dict(export_hf_weights(policy.model, first_only=first_only))
+    cut = [m for m in policy.model.family.table.values() if m.kind.partition_dim is not None]
+    table = policy.model.family.table
+    policy.shutdown()
+    return tensors, calls, len(cut), len(table)
+
+
+def counted(calls, name):
+    original = getattr(torch.distributed, name)
+
+    def call(*args, **kwargs):
+        calls[name] += 1
+        return original(*args, **kwargs)
+
+    return call
+
+
+def export(family, layout, model_of, *options):
+    config = layout.apply(make_config(model_of(family)))
+    found = run_processes(exported, config, *options, world_size=layout.world_size)
+    return found, load_file(model_of(family) / "model.safetensors")
+
+
+def assert_whole(tensors, expected):
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def test_the_first_replica_alone_gathers(model_of):
+    (first, second, *others), expected = export("llama", Layout(tp=2, dp=2), model_of, True)
+    assert_whole(first[0], expected)
+    assert all(not tensors for tensors, *_ in (second, *others))
+    for _, calls, cut, _ in (first, second):
+        assert calls == {"all_gather_into_tensor": cut}
+    assert all(not calls for _, calls, *_ in others)
+
+
+def test_stages_send_to_the_first_one(model_of):
+    (first, *others), expected = export("qwen2", Layout(pp=2, cp=2), model_of, True)
+    assert_whole(first[0], expected)
+    assert all(not tensors for tensors, *_ in others)
+    of_stages = {"broadcast": first[3]}
+    assert [dict(calls) for _, calls, *_ in (first, *others)] == [of_stages, {}, of_stages, {}]
+
+
+AWKWARD = and_long(
+    [("mixtral", Layout(tp=2, dp=2, ep=2, etp=1, sp=True))],
+    [
+        ("glm4_moe", Layout(pp=2, dp=2, ep=2)),
+        ("qwen2_moe", Layout(cp=2, dp=2, ep=2)),
+        ("qwen3_moe", Layout(tp=2, dp=2, ep=4, etp=1, sp=True)),
+        ("mixtral", Layout(tp=2, dp=2, ep=2, etp=2, sp=True)),
+        ("deep", Layout(tp=2, pp=2, vpp=3)),
+        ("deep", Layout(pp=2, vpp=3, stages="E|tt|t|t|tt|L")),
+        ("deep", Layout(pp=3, stages="Et|t*5|L")),
+        ("llama", Layout(tp=4)),  # more ranks than key-value heads
+    ],
+)
+
+
+@pytest.mark.parametrize(("family", "layout"), AWKWARD, ids=str)
+def test_where_a_tensor_is_follows_from_the_layout(family, layout, model_of):
+    for first_only in (True, False):
+        ranks, expected = export(family, layout, model_of, first_only)
+        for rank, (tensors, calls, *_) in enumerate(ranks):
+            assert_whole(tensors, expected if rank == 0 or not first_only else {})
+            assert not {"all_gather_object", "broadcast_object_list"} & calls.keys()
+
+
+def test_large_tensors_are_gathered_in_pieces(model_of):
+    """Of a size that no tensor's is a multiple of."""
+    ranks, expected = export("llama", Layout(tp=2), model_of, False, 1000 * 8)
+    for tensors, calls, *_ in ranks:
+        assert_whole(tensors, expected)
+        assert calls["all_gather"] > 10
