@@ -93,4 +93,4 @@ def test_the_host_waits_for_the_responses_alone(model_of):
         assert passes == tokens, "prompts, and all tokens but the last"
         assert len(late) == tokens and set(late[:-1]) == {1}
         seen.append(places)
-    assert seen[0] == seen[1] == {"continuous_batch.py": 2}  # tokens, log-probabilities
+    assert seen[0] == seen[1] == {"continuous_batching.py": 2}  # tokens, log-probabilities

@@ -214,14 +214,14 @@ import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs are begun to ignore
 from types import SimpleNamespace
 from pathlib import Path
-from mcore_rl.models.generation import vllm_service
+from mcore_rl.models.generation import vllm_server
 sleep = "import time; time.sleep(99)"
 server = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}]); {sleep}"
-vllm_service.server_command = lambda config, port: [sys.executable, "-c", server]
+vllm_server.server_command = lambda config, port: [sys.executable, "-c", server]
 vllm = SimpleNamespace(num_servers=2, host="127.0.0.1", port=int(sys.argv[1]), devices=())
 model = SimpleNamespace(moe_router_replay=False)
 config = SimpleNamespace(model=model, generation=SimpleNamespace(vllm=vllm))
-service = vllm_service.VLLMService(config, Path(sys.argv[2]))
+service = vllm_server.VLLMService(config, Path(sys.argv[2]))
 print("started", flush=True)
 time.sleep(99)
 """
