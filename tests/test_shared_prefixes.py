@@ -111,6 +111,36 @@ def test_a_filler_is_no_wider_than_what_it_stands_beside():
     assert real.layout.total == filler.layout.total == 16
 
 
+@settings(deadline=None)
+@given(ROWS, st.integers(1, 13))
+def test_a_pack_holds_its_rows_in_the_order_of_its_data(rows, min_shared):
+    """Also where rows begin alike and nothing is shared: too few tokens, or one row is the beginning of another."""
+    ids, lengths = padded(rows)
+    data = BatchedDataDict(input_ids=ids, input_lengths=torch.tensor(lengths), sample_mask=torch.ones(len(rows)))
+    batching = Batching(True, 128, 1, 1, rows_per_group=len(rows), min_shared=min_shared)
+    (microbatch,) = batching.microbatches(data, 0)
+    layout = microbatch.layout
+    assert layout.row_lengths == tuple(lengths[row] for row in microbatch.rows)
+    index, valid = layout.token_table(ids.shape[1])
+    assert torch.equal(
+        torch.where(valid, layout.pack_rows(microbatch.data["input_ids"])[index], 0), ids[microbatch.rows]
+    )
+
+
+def test_rows_that_begin_alike_and_share_nothing_have_the_gradients_of_unshared_rows(model_of):
+    rows = [[5, 6, 7, 8], [9, 10], [5, 11, 12, 13, 14], [20, 21, 22], [20, 21, 22], [30, 31, 32, 33]]
+    ids, lengths = padded(rows)
+    data = BatchedDataDict(
+        input_ids=ids, input_lengths=torch.tensor(lengths), token_mask=(ids > 0).float(), sample_mask=torch.ones(6),
+        reference_policy_logprobs=torch.randn(ids.shape, generator=torch.Generator().manual_seed(3)) - 5,
+    )  # fmt: skip
+    config = make_config(model_of("llama"))
+    shared = Layout(prefix=True).apply(config)
+    one, other = (run_processes(compute_outcome, c, copy.deepcopy(data), 1, world_size=1)[0] for c in (config, shared))
+    difference = compare(other, one)
+    assert difference.within(), table_row(Layout(prefix=True), difference)
+
+
 def test_a_group_too_large_for_a_pack_is_cut():
     """Eight responses of 6 to a prompt of 10, in packs of 30: the prompt stands in each of three or more."""
     prompt = list(range(1, 11))

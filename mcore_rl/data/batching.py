@@ -190,7 +190,9 @@ class Batching:
     ) -> Microbatch:
         counts, units = bool(units), units or filler
         rows, tree = _rows(units), PrefixTree.forest([unit.tree for unit in units])
-        shared = any(parent >= 0 for parent in tree.parents) or len(tree.lengths) != len(rows)
+        # A tree lists its segments in the order in which rows branch, so a pack that shares nothing may still be in
+        # another order than its rows.
+        shared = any(parent >= 0 for parent in tree.parents) or tree.ends != tuple(range(len(rows)))
         longest = max(tree.before[end] + tree.lengths[end] for end in tree.ends)
         selected = _cut(data.select_indices(rows), longest, data["input_ids"].shape[1])
         if not counts:
@@ -203,6 +205,8 @@ class Batching:
         else:
             width = round_up(longest, self.multiple)
             layout = PackLayout(tree.lengths, (width,) * len(rows), common or width * len(rows), self.cp_size)
+        own = tuple(selected["input_lengths"].tolist())
+        assert layout.row_lengths == own, "the layout has the rows in another order than the data"
         return Microbatch(rows, selected, layout, self.packing, counts)
 
     def _width(self, units: list[Unit]) -> int:
