@@ -4,9 +4,10 @@ from collections import Counter
 
 import pytest
 import torch
+from small_models import and_long, make_model
 from small_models import make_config as hf_config_of
-from small_models import make_model
 from test_layout_check import make_config, make_data
+from test_moe_routing import with_experts
 
 from mcore_rl.config import ModelConfig, PPOConfig
 from mcore_rl.config.layouts import Layout
@@ -33,13 +34,23 @@ CASES = [
     pytest.param("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True), marks=pytest.mark.long),
     pytest.param("glm4_moe", Layout(dp=2, ep=2), marks=pytest.mark.long),
 ]
+# Several microbatches are on their way through a stage at the same time.
+PIPELINES = and_long(
+    [("qwen3_moe", Layout(pp=2, tokens_per_pack=128), False)],
+    [
+        ("qwen3_moe", Layout(pp=2, tokens_per_pack=128), True),
+        ("qwen3_moe", Layout(pp=2, vpp=2, tokens_per_pack=128), False),
+        ("qwen3_moe", Layout(pp=2, vpp=2, tokens_per_pack=128), True),
+        ("glm4_moe", Layout(pp=2, tokens_per_pack=128), True),
+    ],
+)
 
 
 def recomputing(config, modules):
     return config.model_copy(update={"model": config.model.model_copy(update={"recompute_modules": tuple(modules)})})
 
 
-def gradients_and_calls(config):
+def gradients_and_calls(config, data=None):
     """Of one step: every gradient of the rank, how often each part was called, and the peak of live bytes."""
     from mcore_rl.algorithms.loss_functions import DPOLossFn
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -53,7 +64,7 @@ def gradients_and_calls(config):
             if part in CALLED.values() and "experts." not in name:
                 module.register_forward_hook(lambda *_, part=part: calls.update([part]))
     with LiveBytes("cpu") as live:
-        metrics = policy.compute_gradients(make_data(), DPOLossFn(config.dpo))
+        metrics = policy.compute_gradients(make_data() if data is None else data, DPOLossFn(config.dpo))
     gradients = {n: p.main_grad.clone() for c in policy.chunks for n, p in c.named_parameters() if p.requires_grad}
     policy.shutdown()
     return metrics, gradients, calls, max(live.peaks.values())
@@ -74,6 +85,24 @@ def test_numbers_stay_and_modules_run_twice(family, layout, model_of, tmp_path):
             assert torch.equal(theirs[name], gradient), name
         assert more == {part: count * (2 if part in twice else 1) for part, count in calls.items()}
         assert less < peak
+
+
+@pytest.mark.parametrize(("family", "layout", "replays"), PIPELINES, ids=str)
+def test_experts_are_recomputed_with_their_own_pack(family, layout, replays, model_of):
+    """The auxiliary losses and replayed experts belong to a pack; every gradient is that without recomputation."""
+    config, data = make_config(model_of(family)), make_data()
+    router = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1}
+    config = layout.apply(config.model_copy(update={"model": config.model.model_copy(update=router)}))
+    if replays:
+        hf = hf_config_of(family)
+        layers, topk = 4 if family == "qwen3_moe" else 2, hf.num_experts_per_tok
+        data = with_experts(data, layers, count=8, topk=topk)
+    plain = run_processes(gradients_and_calls, config, data, world_size=layout.world_size)
+    again = run_processes(gradients_and_calls, recomputing(config, ["moe"]), data, world_size=layout.world_size)
+    for (metrics, gradients, *_), (their_metrics, theirs, *_) in zip(plain, again, strict=True):
+        assert their_metrics == metrics
+        for name, gradient in gradients.items():
+            assert torch.equal(theirs[name], gradient), name
 
 
 def test_adapters_in_a_part_whose_input_has_no_gradient_learn(model_of):

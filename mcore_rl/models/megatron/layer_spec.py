@@ -15,7 +15,7 @@ from mcore_rl.models.megatron.families import Family
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.linear import ColumnLinear, RowLinear
 from mcore_rl.models.megatron.norms import HeadRMSNorm, NormedRowLinear, RMSNorm, WideRMSNorm
-from mcore_rl.models.megatron.router import PackLayer, Router
+from mcore_rl.models.megatron.router import PackLayer, PackMoELayer, Router
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
@@ -49,6 +49,7 @@ def block_spec(config: TransformerConfig, family: Family, pipeline_rank: int, vp
         for layer in spec.layer_specs:
             layer.module = PackLayer
             if layer.submodules.mlp.module is MoELayer:
+                layer.submodules.mlp.module = PackMoELayer
                 layer.submodules.mlp.submodules.router = _router(family)
         return spec
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
@@ -122,7 +123,7 @@ def _linears(family: Family) -> MLPSubmodules:
 def _sparse_mlp(family: Family, config: TransformerConfig) -> ModuleSpec:
     linears, experts = _linears(family), GroupedExperts if config.moe_grouped_gemm else CountingExperts
     return ModuleSpec(
-        module=MoELayer,
+        module=PackMoELayer,
         submodules=MoESubmodules(
             router=_router(family),
             experts=ModuleSpec(module=experts, submodules=linears),

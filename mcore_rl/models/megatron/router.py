@@ -17,6 +17,7 @@ from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.families.mixture import Experts
 from mcore_rl.models.megatron.routed_tokens import RoutedTokens
 
+from megatron.core.tensor_parallel import checkpoint  # isort: skip
 from megatron.core.transformer.moe.moe_layer import MoELayer  # isort: skip
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
@@ -79,6 +80,32 @@ class PackLayer(TransformerLayer):
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
+class PackMoELayer(MoELayer):
+    """Megatron's layer of experts, which recomputes itself with the pack that its tokens came from.
+
+    Megatron's own recomputation asks the router for its pack in the backward pass. Under pipeline parallelism the
+    router has another microbatch's pack by then.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.recomputes: bool = self.config.recompute_granularity == "selective" and "moe" in (
+            self.config.recompute_modules or ()
+        )
+        self.moe_layer_recompute = False
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not (self.recomputes and self.training):
+            return super().forward(hidden_states, *args, **kwargs)
+        pack, forward = self.router.pack, super().forward
+
+        def recompute(hidden_states: Tensor) -> Any:
+            self.router.pack = pack
+            return forward(hidden_states, *args, **kwargs)
+
+        return checkpoint(recompute, False, hidden_states)
+
+
 class Router(TopKRouter):
     """Megatron's router with the scores and the choice of the family's experts.
 
@@ -94,6 +121,8 @@ class Router(TopKRouter):
     def __init__(self, config: TransformerConfig, experts: Experts, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
         self.experts = experts
+        if experts.float32_router:
+            self.weight.data = self.weight.data.float()
 
     def gating(self, input: Tensor) -> Tensor:
         """[T, 1, hidden] → [T, 1, experts] logits in fp32."""

@@ -28,7 +28,7 @@ from mcore_rl.models.megatron.checkpoint.region_reader import RegionReader
 from mcore_rl.models.megatron.checkpoint.trained_part import METADATA, model_state
 from mcore_rl.models.megatron.checkpoint.trust import check_trusted
 from mcore_rl.models.megatron.checkpoint.writer import PlannedShards
-from mcore_rl.models.megatron.families import family_of
+from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.hf_checkpoint import MAX_SHARD_BYTES, SafetensorsDirectory, write_hf_directory
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.models.megatron.lora import lora_of
@@ -104,13 +104,11 @@ def megatron_to_hf(
     if adapters := (read_yaml(iteration / "config.yaml").get("model") or {}).get("lora"):
         lora = LoRAConfig.model_validate(adapters)
         return _adapters_to_peft(iteration, lora, source, destination, hf_config, chat_template)
-    stored = index.state_dict_metadata
+    stored, wide = index.state_dict_metadata, _float32_names(family_of(hf_config))
     weights = [
         entry
         for name, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-        and not name.startswith("optimizer.")
-        and not name.endswith(FLOAT32_BUFFER)
+        if isinstance(entry, TensorStorageMetadata) and not name.startswith("optimizer.") and not name.endswith(wide)
     ]
     dtypes = {entry.properties.dtype for entry in weights}
     if len(dtypes) != 1:
@@ -149,6 +147,13 @@ def _dtype_of(tensors: SafetensorsDirectory, hf_config: Any) -> torch.dtype:
         found = ", ".join(sorted(map(_name, dtypes)))
         raise UserError(f"{tensors.path}: weights must be all float32 or all bfloat16, found {found}")
     return dtypes.pop()
+
+
+def _float32_names(family: Family) -> tuple[str, ...]:
+    """Return the endings of the parameters that are float32 whatever the precision of the model."""
+    router = ".router.weight"
+    is_wide = any(mapping.is_float32 and mapping.megatron.endswith(router) for mapping in family.table.values())
+    return (FLOAT32_BUFFER, router) if is_wide else (FLOAT32_BUFFER,)
 
 
 def _name(dtype: torch.dtype) -> str:

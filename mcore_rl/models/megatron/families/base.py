@@ -92,6 +92,12 @@ class Family:
         return str(self.hf.hidden_act)
 
     @property
+    def padding_token(self) -> int | None:
+        """The token whose embedding gets no gradient as an input: `padding_idx` of transformers' embedding."""
+        token = getattr(self.hf, "pad_token_id", None)
+        return None if token is None else int(token) % self.vocab_size
+
+    @property
     def softmax_scale(self) -> float:
         """What products of queries and keys are multiplied with."""
         return float(self.head_dim**-0.5)

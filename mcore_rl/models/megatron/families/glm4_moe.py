@@ -38,6 +38,7 @@ class Glm4MoE(Mixture):
             groups=hf.n_group,
             group_topk=hf.topk_group,
             selection_bias=True,
+            float32_router=True,
         )
 
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:

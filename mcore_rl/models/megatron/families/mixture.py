@@ -24,6 +24,7 @@ class Experts:
     score: of the router's logits. normalise: whether a token's weights add up to 1. scale: of the weights.
     groups, group_topk: experts are chosen from the best `group_topk` of `groups` groups; 1 of 1 where there are none.
     selection_bias: whether a bias that no gradient trains is added to the scores that experts are chosen by.
+    float32_router: whether the router's weight is float32 whatever the precision of the model, as in transformers.
     """
 
     count: int
@@ -38,6 +39,7 @@ class Experts:
     groups: int = 1
     group_topk: int = 1
     selection_bias: bool = False
+    float32_router: bool = False
 
 
 class Mixture(Family):
@@ -115,7 +117,7 @@ class Mixture(Family):
     def _sparse(self, ours: str, theirs: str) -> Iterator[Mapping]:
         experts, hidden = self.experts, self.hidden_size
         gate = Part(f"{theirs}gate.weight", (experts.count, hidden))
-        yield Mapping(f"{ours}router.weight", (gate,), Replicated())
+        yield Mapping(f"{ours}router.weight", (gate,), Replicated(), is_float32=experts.float32_router)
         if experts.selection_bias:
             bias = Part(f"{theirs}gate.e_score_correction_bias", (experts.count,))
             yield Mapping(f"{ours}router.expert_bias", (bias,), Replicated(), is_float32=True)
