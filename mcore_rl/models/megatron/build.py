@@ -7,6 +7,7 @@ logits multiplies explicitly.
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.config import ModelConfig, ParallelConfig
-from mcore_rl.distributed.topology import Topology
+from mcore_rl.distributed.topology import ParallelDimension, Topology
 from mcore_rl.models.megatron.balanced_routing import balance_routing
 from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.hf_config import transformer_config
@@ -137,6 +138,36 @@ def build_model(
     return BuiltModel(chunks, family, topology, tuple(parallel.stages_of_layers(family.num_layers)))
 
 
+class _MaskedGradient(torch.autograd.Function):
+    """Identity whose gradient is 0 where `keep` is False."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Tensor) -> Tensor:
+        ctx.save_for_backward(keep)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (keep,) = ctx.saved_tensors
+        return grad * keep, None
+
+
+def _hold_padding_row(
+    module: Any, inputs: Any, named: dict[str, Any], embedded: Tensor, token: int, ranks: ParallelDimension
+) -> Tensor:
+    """Give the padding token's embedding no gradient as an input, as `padding_idx` does in transformers.
+
+    Args:
+        embedded: [T or T / TP (sequence parallelism), 1, hidden].
+    """
+    if not embedded.requires_grad:
+        return embedded
+    ids = named["input_ids"].T  # [T, 1]
+    if len(embedded) != len(ids):
+        ids = ids.chunk(ranks.size)[ranks.rank]
+    return _MaskedGradient.apply(embedded, (ids != token)[..., None].to(embedded.dtype))
+
+
 def _build_chunk(
     family: Family, config: TransformerConfig, spec: Any, topology: Topology, index: int, count: int
 ) -> HiddenStateGPTModel:
@@ -155,6 +186,9 @@ def _build_chunk(
     )
     if chunk.post_process and family.has_reward_head:
         chunk.set_reward_head(config)
+    if chunk.pre_process and family.padding_token is not None:
+        hold = functools.partial(_hold_padding_row, token=family.padding_token, ranks=topology.tensor)
+        chunk.embedding.register_forward_hook(hold, with_kwargs=True)
     if chunk.pre_process and family.embedding_scale != 1:
         scale = torch.tensor(family.embedding_scale, dtype=config.params_dtype, device="cpu").item()
         chunk.embedding.register_forward_hook(lambda module, inputs, embedded: embedded * scale)
