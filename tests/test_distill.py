@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from small_models import and_long, make_model
-from test_layout_check import as_saved, gradient_of, make_data
+from test_layout_check import as_saved, gradient_of, make_config, make_data
 from test_training_programs import metrics_of, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -246,6 +246,37 @@ def test_a_student_learns_on_its_own_answers(files):
         assert refused.returncode == 2, change
         assert message in refused.stderr_text
         assert refused.stderr_text.count("\n") == 1
+
+
+def topk_gradients(config, data, indices):
+    """Gradients of the LM head and of logits, both of a loss over the teacher's k tokens alone."""
+    from mcore_rl.losses.distillation import DistillationLossFn
+    from mcore_rl.models.megatron.weights import export_hf_weights
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=1)
+    loss = DistillationLossFn({"kl_type": "mixed", "mixed_kl_weight": 0.3, "zero_outside_topk": False})
+    policy.compute_gradients(data, loss)
+    gradients = dict(export_hf_weights(policy.model, value_of=lambda tensor: tensor.main_grad))
+    policy.shutdown()
+    logits = torch.randn(*data["input_ids"].shape, 250, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    loss(logits, data, data["sample_mask"].sum(), data["token_mask"].sum())[0].backward()
+    return gradients["lm_head.weight"], logits.grad
+
+
+def test_tokens_outside_the_teachers_k_have_a_gradient_of_exactly_zero(model_of):
+    """Rounding there would be enough for AdamW to move these rows."""
+    data, indices = make_data(), torch.tensor([3, 17, 101, 200])
+    generator = torch.Generator().manual_seed(4)
+    shape = (*data["input_ids"].shape, 4)
+    data["teacher_topk_indices"] = indices.expand(shape).contiguous()
+    data["teacher_topk_logits"] = torch.randn(shape, generator=generator)
+    config = make_config(model_of("llama"))
+    for gradient in run_processes(topk_gradients, config, data, indices, world_size=1)[0]:
+        rows = gradient.flatten(0, -2).T if gradient.ndim == 3 else gradient
+        others = torch.ones(len(rows), dtype=torch.bool).index_fill(0, indices, False)
+        assert rows[indices].any(dim=1).all()
+        assert not rows[others].any()
 
 
 def test_another_vocabulary_is_told_by_its_first_token():

@@ -37,9 +37,12 @@ class LastStates:
     context_parallel_group: ProcessGroup | None
 
     def logprobs_of(
-        self, tokens: Int[Tensor, "rows seq k"], temperature: float, with_entropy: bool
+        self, tokens: Int[Tensor, "rows seq k"], temperature: float, with_entropy: bool, normalize: bool = True
     ) -> tuple[Float[Tensor, "rows predicted k"], Float[Tensor, "rows predicted"] | None]:
-        """Log-probabilities of the K tokens that stand at each *input* position, and the distributions' entropies."""
+        """Log-probabilities of the K tokens that stand at each *input* position, and the distributions' entropies.
+
+        With `normalize=False` the first are logits, divided by the temperature (`linear_logprobs`).
+        """
         logprobs, entropy = linear_logprobs(
             self.logits.hidden,
             self.logits.weight,
@@ -48,6 +51,7 @@ class LastStates:
             self.vocab_size,
             temperature * self.temperature,
             with_entropy,
+            normalize,
         )
         return self._spread(logprobs), None if entropy is None else self._spread(entropy)
 

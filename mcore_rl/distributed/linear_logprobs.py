@@ -63,6 +63,7 @@ def linear_logprobs(
     vocab_size: int | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    normalize: bool = True,
 ) -> tuple[Float[Tensor, tokens * k], Float[Tensor, " tokens"] | None]:
     """Log-probabilities of `targets` under softmax(hidden · weightᵀ / temperature), in nats.
 
@@ -77,6 +78,8 @@ def linear_logprobs(
         targets: [T] or [T, K] token ids in the whole vocabulary.
         vocab_size: real tokens in the vocabulary; rows of `weight` beyond are padding, left out.
         with_entropy: also return the entropy [T] of each distribution.
+        normalize: if False, return the targets' logits divided by the temperature. Tokens that are no target then have
+            a gradient of exactly 0.
 
     Returns:
         logprobs of `targets`' shape and entropy [T] or None, fp32 (fp64 for fp64 hidden states).
@@ -94,7 +97,9 @@ def linear_logprobs(
         raise ContractError(f"temperature must be positive, got {temperature}")
     columns = valid_columns(weight.shape[0], group_rank(group), vocab_size)
     wide = targets if targets.ndim == 2 else targets[:, None]
-    logprobs, entropy = _LinearLogprobs.apply(hidden, weight, wide, group, columns, temperature, with_entropy)
+    logprobs, entropy = _LinearLogprobs.apply(
+        hidden, weight, wide, group, columns, temperature, with_entropy, normalize
+    )
     return logprobs if targets.ndim == 2 else logprobs[:, 0], entropy if with_entropy else None
 
 
@@ -144,6 +149,7 @@ class _LinearLogprobs(torch.autograd.Function):
         columns: int,
         temperature: float,
         with_entropy: bool,
+        normalize: bool,
     ) -> tuple[Tensor, Tensor]:
         local = targets - group_rank(group) * weight.shape[0]
         tiles = Tiles(hidden, weight, columns, temperature)
@@ -151,8 +157,8 @@ class _LinearLogprobs(torch.autograd.Function):
         lse, picked, mean = combine_over_vocabulary(lse, target_logits.T, mean, group)
         ctx.save_for_backward(hidden, local, lse, mean)
         ctx.weight, ctx.columns, ctx.temperature = weight, columns, temperature
-        ctx.with_entropy = with_entropy
-        return picked.T - lse[:, None], lse - mean
+        ctx.with_entropy, ctx.normalize = with_entropy, normalize
+        return picked.T - lse[:, None] if normalize else picked.T, lse - mean
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -160,14 +166,14 @@ class _LinearLogprobs(torch.autograd.Function):
         tiles = Tiles(hidden, ctx.weight, ctx.columns, ctx.temperature)
         gradients = HeadGradients(tiles, ctx.weight, *ctx.needs_input_grad[:2])
         g, h = grads[0], grads[1] if ctx.with_entropy else None
-        total = g.sum(dim=1)
+        total = g.sum(dim=1) if ctx.normalize else g.new_zeros(len(g))
         for columns in tiles.column_tiles():
             for rows in tiles.row_tiles():
                 x = tiles.product(rows, columns)
                 grad = logprob_gradient(x, lse[rows], mean[rows], total[rows], None if h is None else h[rows], out=x)
                 _add_at_targets(grad, local[rows] - columns.start, g[rows])
                 gradients.add(rows, columns, grad)
-        return (*gradients.results(), None, None, None, None, None)
+        return (*gradients.results(), None, None, None, None, None, None)
 
 
 WIDENING_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()

@@ -74,6 +74,7 @@ class _LogprobsFromLogits(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         chunk: int,
+        normalize: bool,
     ) -> tuple[Tensor, Tensor]:
         count, dtype = logits.shape[0], accumulation_dtype(logits.dtype)
         local, owned = local_targets(targets, rank * logits.shape[1], columns)
@@ -92,7 +93,8 @@ class _LogprobsFromLogits(torch.autograd.Function):
         lse, picked, mean = combine_over_vocabulary(lse, chosen.T, mean, group)
         ctx.save_for_backward(logits, local, owned, lse, mean)
         ctx.columns, ctx.temperature, ctx.with_entropy, ctx.chunk = columns, temperature, with_entropy, chunk
-        return picked.T - lse[:, None], lse - mean
+        ctx.normalize = normalize
+        return picked.T - lse[:, None] if normalize else picked.T, lse - mean
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -102,7 +104,7 @@ class _LogprobsFromLogits(torch.autograd.Function):
         grad_logits[:, columns:] = 0
         # Rows that the loss does not use may hold anything, NaN included: they get a zero, not 0·NaN.
         unused = ~((g != 0).any(dim=1) if h is None else (g != 0).any(dim=1) | (h != 0))
-        total = g.sum(dim=1, keepdim=True)
+        total = g.sum(dim=1, keepdim=True) if ctx.normalize else g.new_zeros(len(g), 1)
         for rows in slices(logits.shape[0] if columns else 0, ctx.chunk):
             x = _scaled(logits[rows, :columns], lse.dtype, ctx.temperature)
             grad = grad_logits[rows, :columns] if logits.dtype == lse.dtype else torch.empty_like(x)
@@ -113,7 +115,7 @@ class _LogprobsFromLogits(torch.autograd.Function):
             grad.masked_fill_(unused[rows, None], 0)
             if logits.dtype != lse.dtype:
                 grad_logits[rows, :columns] = grad
-        return grad_logits, *(None,) * 7
+        return grad_logits, *(None,) * 8
 
 
 def finite_peak(x: Float[Tensor, "tokens columns"]) -> Float[Tensor, " tokens"]:
@@ -178,6 +180,7 @@ def vocab_parallel_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     chunk_size: int | None = None,
+    normalize: bool = True,
 ) -> tuple[Float[Tensor, tokens * k], Float[Tensor, " tokens"] | None]:
     """Log-probabilities of given tokens and, if asked for, the entropy of each distribution, in nats.
 
@@ -192,6 +195,8 @@ def vocab_parallel_logprobs(
         vocab_size: real tokens in the vocabulary; columns beyond are padding and are left out.
         temperature: divides the logits.
         chunk_size: tokens worked on at a time; None for as many as `CHUNK_BYTES` allows.
+        normalize: if False, return the targets' logits divided by the temperature. Tokens that are no target then have
+            a gradient of exactly 0.
 
     Returns:
         logprobs of `targets`' shape and entropy [T] or None, fp32 (fp64 for fp64 logits).
@@ -207,7 +212,7 @@ def vocab_parallel_logprobs(
         chunk_size = max(1, CHUNK_BYTES[logits.device.type] // row_bytes)
     wide = targets if targets.ndim == 2 else targets[:, None]
     logprobs, entropy = _LogprobsFromLogits.apply(
-        logits, wide, group, rank, columns, temperature, with_entropy, chunk_size
+        logits, wide, group, rank, columns, temperature, with_entropy, chunk_size, normalize
     )
     return logprobs if targets.ndim == 2 else logprobs[:, 0], entropy if with_entropy else None
 

@@ -120,6 +120,7 @@ class DistillationLossFn(_Distillation):
             vocab_parallel_rank,
             temperature=self.options.loss_temperature,
             with_entropy=self.options.zero_outside_topk,
+            normalize=self.options.zero_outside_topk,
         )
         columns = student if entropy is None else torch.cat((student, entropy[:, None]), dim=1)
         rows = gather_context_parallel(columns, layout, context_parallel_group).unflatten(0, (len(indices), -1))
@@ -135,8 +136,9 @@ class DistillationLossFn(_Distillation):
     ) -> tuple[Tensor, dict[str, Any]]:
         """The same from hidden states and the LM head."""
         self._check(data)
+        whole = self.options.zero_outside_topk
         student, entropy = states.logprobs_of(
-            data["teacher_topk_indices"], self.options.loss_temperature, self.options.zero_outside_topk
+            data["teacher_topk_indices"], self.options.loss_temperature, with_entropy=whole, normalize=whole
         )
         return self._from_topk(student, entropy, data, global_valid_toks)
 
@@ -154,7 +156,11 @@ class DistillationLossFn(_Distillation):
         data: BatchedDataDict[Any],
         global_valid_toks: Tensor | None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """`student_logprobs` and `entropy` (if needed) are of the whole vocabulary."""
+        """Compute the loss from log-probabilities and entropies over the whole vocabulary.
+
+        Without `entropy` they may be logits: both distributions are then renormalized over the k tokens, and the
+        other tokens' logits have a gradient of exactly 0.
+        """
         teacher = data["teacher_topk_logits"][:, :-1].to(student_logprobs) / self.options.loss_temperature
         return self._loss(self._divergences(student_logprobs, entropy, teacher), data, global_valid_toks)
 
