@@ -10,7 +10,7 @@ import pytest
 from small_models import make_model, make_tokenizer
 
 from mcore_rl.config import SFTConfig
-from mcore_rl.data.chat import chat_day, render
+from mcore_rl.data.chat import chat_day, render, set_chat_day
 from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.run.identity import RunIdentity
 from mcore_rl.run.setup import tokenizer_and_cache
@@ -51,6 +51,24 @@ def test_the_day_is_kept(tmp_path):
     assert chat_day(load_tokenizer(path, chat_template="{{ messages[0].content }}")) is None
     tokenizer.save_pretrained(tmp_path / "again")
     assert "2023" not in (tmp_path / "again" / "tokenizer_config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("asks", "text"),
+    [
+        ("{{ strftime_now('%d %b %Y') }}", "04 Mar 2023"),
+        ("{% set form = '%d' ~ '/' ~ '%m' %}{{ strftime_now(form) }}", "04/03"),
+        ("{% if strftime_now is defined %}{{ strftime_now(format='%Y-%m-%d') }}{% endif %}", "2023-03-04"),
+        ("{% set now = strftime_now %}{{ now('%-d, %A, 100%% %j') }}", "4, Saturday, 100% 063"),
+        ("{% macro today() %}{{ strftime_now('%B')|upper }}{% endmacro %}{{ today() }}", "MARCH"),
+        ("\n {{ strftime_now('%y')|int + 1 }}", "\n 24"),
+    ],
+)
+def test_every_way_to_ask_for_the_day_is_told_the_kept_one(asks, text, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = asks
+    set_chat_day(tokenizer, date(2023, 3, 4))
+    assert render(tokenizer, MESSAGES) == text
 
 
 def test_a_run_that_goes_on_has_its_own_day(tmp_path):

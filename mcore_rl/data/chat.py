@@ -14,7 +14,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, datetime, time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,18 @@ from mcore_rl.errors import UserError
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-DAY_ASKED = re.compile(r"""strftime_now\(\s*(["'])(?P<format>[^"'\\]*)\1\s*\)""")
-"""In a template, with a format that stands there."""
+DATE_CODES = (
+    "%-d",
+    "%-m",
+    "%-j",
+    "%-y",
+    "%-H",
+    "%-I",
+    "%-M",
+    "%-S",
+    *(f"%{c}" for c in "aAbBcCdDeFGghHIjklmMnpPrRsSTtuUVwWxXyYzZf"),
+)
+"""What a chat template may put into the format of `strftime_now`; the C library's codes are among them."""
 
 LONG = 30
 
@@ -52,13 +62,25 @@ def chat_day(tokenizer: Any) -> date | None:
 
 
 def _dated(tokenizer: Any, tools: Any) -> dict[str, str]:
-    """The template with the kept day in it, where there is one; transformers takes no function in the place of its own
-    `strftime_now`."""
+    """Return the template with a `strftime_now` of its own, which always tells the kept day; nothing without a day.
+
+    It is a macro, since transformers takes no function from outside. The formats may be computed by the template.
+    """
     day = chat_day(tokenizer)
-    if day is None:
-        return {}
-    told = DAY_ASKED.sub(lambda call: json.dumps(day.strftime(call["format"])), _template(tokenizer, tools))
-    return {"chat_template": told}
+    return {} if day is None else {"chat_template": _date_macro(day) + _template(tokenizer, tools)}
+
+
+@lru_cache
+def _date_macro(day: date) -> str:
+    """Return a Jinja macro `strftime_now(format)` that replaces each code by its text for midnight of `day`."""
+    midnight, percent = datetime.combine(day, time()), "\0"  # of "%%"
+    codes = {"%%": percent, **{code: midnight.strftime(code) for code in DATE_CODES}, percent: "%"}
+    return (
+        "{%- macro strftime_now(format) -%}{%- set said = namespace(text=format) -%}"
+        f"{{%- for code, text in {json.dumps(list(codes.items()))} -%}}"
+        "{%- set said.text = said.text | replace(code, text) -%}{%- endfor -%}{{ said.text }}{%- endmacro %}"
+        "{{ '' }}"  # keeps a line break that the template begins with
+    )
 
 
 def render(tokenizer: Any, messages: Messages, tools: Any = None, add_generation_prompt: bool = False) -> str:
