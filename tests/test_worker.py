@@ -157,10 +157,11 @@ def test_metrics_are_the_same_in_whatever_parts_samples_come():
         for first in range(0, len(outcomes), size):
             sums.add(outcomes[first : first + size])
         assert sums.metrics() == whole
-    assert whole["reward_mean"] == statistics.mean(o.reward for o in outcomes)
-    assert whole["reward_std"] == pytest.approx(statistics.pstdev(o.reward for o in outcomes), rel=1e-12)
+    judged = [o for o in outcomes if o.error is None]
+    assert whole["reward_mean"] == statistics.mean(o.reward for o in judged)
+    assert whole["reward_std"] == pytest.approx(statistics.pstdev(o.reward for o in judged), rel=1e-12)
     for name in "ab":
-        named = [o.rewards[name] for o in outcomes if name in o.rewards]
+        named = [o.rewards[name] for o in judged if name in o.rewards]
         assert whole[f"reward_{name}_mean"] == pytest.approx(statistics.mean(named), rel=1e-15)
     lengths = [o.response_length for o in outcomes]
     assert (whole["response_length_mean"], whole["response_length_max"]) == (statistics.mean(lengths), 9.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mcore_rl.config import GRPOAlgorithmConfig
@@ -22,6 +22,7 @@ def group_advantages(
     normalize: bool = True,
     population: bool = False,
     epsilon: float = 1e-4,
+    judged: Bool[Tensor, "prompts group"] | None = None,
 ) -> Float[Tensor, "prompts group"]:
     """(r − baseline) / (deviation + ε), fp32 (fp64 for fp64 rewards).
 
@@ -31,21 +32,24 @@ def group_advantages(
     Args:
         leave_one_out: baseline and deviation of each response are those of the group's other responses.
         population: the deviation divides by n, not by n − 1.
+        judged: False for responses without a reward, which have no advantage and no part in any other's; None if all
+            have one.
     """
     group = rewards.shape[1]
-    r = rewards.double()
-    everyone = torch.ones(group, group, dtype=torch.bool)
-    counted = everyone ^ torch.eye(group, dtype=torch.bool) if leave_one_out else everyone  # [response, in baseline]
-    n = counted.sum(1)
-    baseline = (r[:, None] * counted).sum(2) / n
-    differs = r.amax(1, keepdim=True) > r.amin(1, keepdim=True)
+    judged = torch.ones_like(rewards, dtype=torch.bool) if judged is None else judged
+    r = torch.where(judged, rewards.double(), 0)
+    counted = judged[:, None].expand(-1, group, -1)  # [prompt, response, in its baseline]
+    if leave_one_out:
+        counted = counted & ~torch.eye(group, dtype=torch.bool)
+    n = counted.sum(2)
+    baseline = (r[:, None] * counted).sum(2) / n.clamp(min=1)
+    differs = has_signal(r, judged)[:, None] & judged
     advantages = torch.where(differs, r - baseline, 0)
     if normalize:
         spread = r[:, None] - baseline[:, :, None]
-        variance = (spread.square() * counted).sum(2) / (n if population else (n - 1).clamp(min=1))
-        others = torch.where(counted, r[:, None], r[:, None].roll(1, 2)) if group > 1 else r[:, None]
+        variance = (spread.square() * counted).sum(2) / (n if population else n - 1).clamp(min=1)
         # Where the others of a response are all equal, their deviation is 0 and sharpens nothing.
-        sharpens = others.amax(2) > others.amin(2)
+        sharpens = _differ(r[:, None], counted)
         advantages = torch.where(sharpens, advantages / (variance.sqrt() + epsilon), advantages)
     return advantages.to(_result_type(rewards))
 
@@ -57,6 +61,7 @@ def reinforce_plus_plus_advantages(
     minus_baseline: bool = False,
     epsilon: float = 1e-4,
     share: Share | None = None,
+    judged: Bool[Tensor, "prompts group"] | None = None,
 ) -> Float[Tensor, "own seq"]:
     """REINFORCE++ (arXiv:2501.03262): A_t = r − Σ_{i ≥ t} penalty_i, normalised over all response tokens of the batch.
 
@@ -66,13 +71,16 @@ def reinforce_plus_plus_advantages(
         penalty: β·KL of each token (nats), part of the reward of that step; None for none.
         minus_baseline: first subtract the mean of each prompt's rewards (REINFORCE++-baseline).
         share: which samples token_mask and penalty are of; all, if left out. Collective.
+        judged: as `group_advantages`.
 
     Returns:
         fp32 (fp64 for fp64 rewards), 0 outside of responses.
     """
-    r, mask = rewards.double(), token_mask.double()
+    judged = torch.ones_like(rewards, dtype=torch.bool) if judged is None else judged
+    r, mask = torch.where(judged, rewards.double(), 0), token_mask.double() * _of_share(judged, share)
     if minus_baseline:
-        r = torch.where(has_signal(r)[:, None], r - r.mean(1, keepdim=True), 0)
+        mean = r.sum(1, keepdim=True) / judged.sum(1, keepdim=True).clamp(min=1)
+        r = torch.where(has_signal(r, judged)[:, None], r - mean, 0)
     returns = _of_share(r, share).expand(mask.shape)
     if penalty is not None:
         costs = penalty.double() * mask
@@ -142,30 +150,43 @@ def advantages_of(
     token_mask: Float[Tensor, "own seq"],
     penalty: Float[Tensor, "own seq"] | None = None,
     share: Share | None = None,
+    judged: Bool[Tensor, "prompts group"] | None = None,
 ) -> Float[Tensor, "own seq"]:
     """Those of each token of some samples, by the estimator that the configuration names.
 
     Args:
         rewards: of all samples.
         share: which samples token_mask and penalty are of; all, if left out. Collective.
+        judged: as `group_advantages`.
     """
     if config.advantage_estimator == "reinforce_plus_plus":
         return reinforce_plus_plus_advantages(
-            rewards, token_mask, penalty, config.minus_baseline, config.advantage_epsilon, share
+            rewards, token_mask, penalty, config.minus_baseline, config.advantage_epsilon, share, judged
         )
     leave_one_out, normalize = config.baseline_and_scale
-    advantages = group_advantages(
-        rewards, leave_one_out, normalize, config.advantage_deviation == "population", config.advantage_epsilon
-    )
+    population = config.advantage_deviation == "population"
+    advantages = group_advantages(rewards, leave_one_out, normalize, population, config.advantage_epsilon, judged)
     return _of_share(advantages, share).expand(token_mask.shape).contiguous()
 
 
-def has_signal(rewards: Float[Tensor, "prompts group"]) -> Bool[Tensor, " prompts"]:
-    """True for groups whose rewards differ: the others teach nothing (DAPO, arXiv:2503.14476, section 3.2)."""
-    return rewards.amax(dim=1) > rewards.amin(dim=1)
+def has_signal(
+    rewards: Float[Tensor, "prompts group"], judged: Bool[Tensor, "prompts group"] | None = None
+) -> Bool[Tensor, " prompts"]:
+    """True for groups whose rewards differ: the others teach nothing (DAPO, arXiv:2503.14476, section 3.2).
+
+    Args:
+        judged: as `group_advantages`.
+    """
+    return _differ(rewards, torch.ones_like(rewards, dtype=torch.bool) if judged is None else judged)
 
 
-def _of_share(of_samples: Float[Tensor, "prompts group"], share: Share | None) -> Float[Tensor, "own 1"]:
+def _differ(values: Float[Tensor, "... group"], counted: Bool[Tensor, "... group"]) -> Bool[Tensor, "..."]:
+    """Whether the values that count are of more than one size."""
+    high = torch.where(counted, values, -math.inf).amax(-1)
+    return high > torch.where(counted, values, math.inf).amin(-1)
+
+
+def _of_share(of_samples: Shaped[Tensor, "prompts group"], share: Share | None) -> Shaped[Tensor, "own 1"]:
     """A column of the values of a share's samples; of all, for None."""
     column = of_samples.reshape(-1, 1)
     return column if share is None else share.select(column)

@@ -24,7 +24,7 @@ from mcore_rl.losses.overlong import soft_overlong_penalty
 from mcore_rl.losses.policy_gradient import ClippedPGLossFn
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.rollouts.collector import RolloutCollector, RolloutSums, rollout_metrics, staleness_metrics
-from mcore_rl.rollouts.outcomes import Outcome
+from mcore_rl.rollouts.outcomes import Outcome, are_judged
 from mcore_rl.rollouts.samples import Rollout, Rollouts, to_batch, token_columns
 from mcore_rl.rollouts.token_rows import TokenColumn, rows_of_replica
 from mcore_rl.rollouts.worker import RolloutWorker
@@ -166,12 +166,19 @@ class GRPORun(TrainingRun[PromptDataset]):
         """Why an update on these samples would learn nothing, if so."""
         if all(o.error is not None for o in outcomes):
             return "no sample could be judged"
+        num_failed, limit = sum(o.error is not None for o in outcomes), self.config.environment.max_failed_fraction
+        if num_failed > limit * len(outcomes):
+            return (
+                f"{num_failed} of {len(outcomes)} samples could not be judged, more than "
+                f"environment.max_failed_fraction={limit:g}"
+            )
         loss, compared = self.config.loss, self.config.rollouts.compared
-        if self.config.rollouts.mask_truncated and all(o.truncated for o in outcomes):
+        if self.config.rollouts.mask_truncated and all(o.truncated for o in outcomes if o.error is None):
             return "all responses were truncated"
         if compared is None or loss.use_kl_in_reward or loss.learns_without_advantages:
             return None
-        if bool(has_signal(rewards.view(1, -1) if compared == "batch" else rewards).any()):
+        shape = (1, -1) if compared == "batch" else tuple(rewards.shape)
+        if bool(has_signal(rewards.view(shape), are_judged(outcomes).view(shape)).any()):
             return None
         return "all rewards are equal" if compared == "batch" else "all rewards of each prompt are equal"
 
@@ -212,8 +219,10 @@ class GRPORun(TrainingRun[PromptDataset]):
     def _training_data(self, step: int, rollouts: Rollouts, rewards: torch.Tensor) -> OwnRows[Any]:
         loss, temperature = self.config.loss, self.config.rollouts.temperature
         data, outcomes = self._share_out(rollouts), rollouts.outcomes
+        counted = are_judged(outcomes)  # a sample without a reward teaches nothing
         if self.config.rollouts.mask_truncated:
-            data["sample_mask"] = data.share.select(torch.tensor([0.0 if o.truncated else 1.0 for o in outcomes]))
+            counted &= ~torch.tensor([o.truncated for o in outcomes])
+        data["sample_mask"] = data.share.select(counted.float())
         with self._phase(step, "logprobs"):
             if self.config.scores_samples(self.replays):
                 data["prev_logprobs"] = self.policy.get_logprobs(data, temperature=temperature)["logprobs"]
@@ -246,7 +255,8 @@ class GRPORun(TrainingRun[PromptDataset]):
             penalty: [B, S] to be subtracted from each own token's reward (nats).
         """
         assert isinstance(self.config, GRPOConfig)
-        data["advantages"] = advantages_of(self.config.grpo, rewards, data["token_mask"], penalty, data.share)
+        judged = are_judged(outcomes).view_as(rewards)
+        data["advantages"] = advantages_of(self.config.grpo, rewards, data["token_mask"], penalty, data.share, judged)
 
     def _check_mismatch(self, step: int, metrics: dict[str, Any]) -> None:
         """Raises TrainingError if sampler and trainer disagree too much on the same weights."""

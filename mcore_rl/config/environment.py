@@ -97,6 +97,9 @@ class EnvironmentConfig(JudgeOptions):
     batch_size: Positive = 1
     """Samples that a judging process is handed at a time at most, of those that wait; one that makes the others fail is
     judged apart from them."""
+    max_failed_fraction: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)] = 0.5
+    """A step of whose samples a larger part could not be judged makes no update. In any other step those that could not
+    be judged are left out of the loss and of what the others are compared with."""
     max_failed_steps: Positive = 3
     """So many steps on end in which no sample could be judged end the run."""
 

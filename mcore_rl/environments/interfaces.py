@@ -44,7 +44,7 @@ class Step:
     reward: added to what the sample has earned so far; the response's last token earns it.
     done: whether the conversation ends here.
     observation: what the environment says next, if it goes on.
-    error: why the sample could not be judged; it then counts as failed, with reward 0.
+    error: why the sample could not be judged; it then counts as failed, and is not trained on.
     rewards: what the reward is the weighted sum of, by name; without those that do not apply.
     token_rewards: what each token of the response earns beside, in their order; all or none.
     """

@@ -16,7 +16,7 @@ from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.distributed.replicas import gather_on_first
 from mcore_rl.models.megatron.weights import own_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.rollouts.outcomes import Outcome
+from mcore_rl.rollouts.outcomes import Outcome, are_judged
 from mcore_rl.rollouts.recordings import REPLAYED_OPTIONS, hash_of_weights, recorded_by, recorded_step
 from mcore_rl.rollouts.samples import Rollout, Rollouts
 from mcore_rl.rollouts.worker import Asked, Begun, RolloutWorker
@@ -75,7 +75,8 @@ class RolloutCollector:
             wanted = options.num_prompts_per_step - len(kept) // size
             new = self._generate(position + asked, wanted)
             asked += wanted
-            signal = has_signal(torch.tensor([o.reward for o in new.outcomes]).view(-1, size)).tolist()
+            rewards, judged = torch.tensor([o.reward for o in new.outcomes]), are_judged(new.outcomes)
+            signal = has_signal(rewards.view(-1, size), judged.view(-1, size)).tolist()
             last = round_ == options.dynamic_sampling_rounds - 1
             everything = options.dynamic_sampling_rounds == 1 or (last and not kept and not any(signal))
             kept += new.select([place for place in range(len(new)) if signal[place // size] or everything])
@@ -168,7 +169,8 @@ class RolloutSums:
         """Of each of several rewards the sum, and of how many samples."""
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
-        for outcome in outcomes:
+        judged = [outcome for outcome in outcomes if outcome.error is None]
+        for outcome in judged:
             reward = Fraction(outcome.reward)
             self._rewards, self._squares = self._rewards + reward, self._squares + reward * reward
             for name, one in outcome.rewards.items():
@@ -177,32 +179,34 @@ class RolloutSums:
         self._longest = max([self._longest, *(o.response_length for o in outcomes)])
         self._totals.update(
             samples=len(outcomes),
-            positive=sum(o.reward > 0 for o in outcomes),
+            judged=len(judged),
+            positive=sum(o.reward > 0 for o in judged),
             tokens=sum(o.response_length for o in outcomes),
             truncated=sum(o.truncated for o in outcomes),
             turns=sum(o.turns for o in outcomes),
-            failed=sum(o.error is not None for o in outcomes),
         )
 
     def metrics(self) -> dict[str, float]:
-        """Accuracy is the share of samples with a positive reward.
+        """Accuracy is the share of judged samples with a positive reward.
 
-        The mean of each of several rewards is over the samples that it applies to.
+        Rewards are of the samples that could be judged, and 0 if none could. The mean of each of several rewards is
+        over the judged samples that it applies to.
         """
-        totals, count = self._totals, self._totals["samples"]
-        mean = self._rewards / count
+        totals, count, judged = self._totals, self._totals["samples"], max(self._totals["judged"], 1)
+        failed, mean = count - totals["judged"], self._rewards / judged
         return {
             **{
                 f"reward_{name}_mean": _nearest(total / number) for name, (total, number) in sorted(self._named.items())
             },
             "reward_mean": _nearest(mean),
-            "reward_std": math.sqrt(_nearest(self._squares / count - mean * mean)),
-            "accuracy": totals["positive"] / count,
+            "reward_std": math.sqrt(_nearest(self._squares / judged - mean * mean)),
+            "accuracy": totals["positive"] / judged,
             "response_length_mean": totals["tokens"] / count,
             "response_length_max": float(self._longest),
             "truncated_fraction": totals["truncated"] / count,
             "turns_mean": totals["turns"] / count,
-            "failed_fraction": totals["failed"] / count,
+            "failed_fraction": failed / count,
+            "num_failed": float(failed),
             "num_samples": float(count),
         }
 

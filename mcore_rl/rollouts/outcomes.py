@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from mcore_rl import platform
@@ -37,6 +38,11 @@ class Outcome:
     def weight_version(self) -> int:
         """Of the oldest weights that it has a token from."""
         return min((version for version, _ in self.weight_versions), default=0)
+
+
+def are_judged(outcomes: Sequence[Outcome]) -> Bool[Tensor, " samples"]:
+    """False for samples that could not be judged, which have no reward."""
+    return torch.tensor([outcome.error is None for outcome in outcomes], dtype=torch.bool)
 
 
 NUMBERS = ("prompt", "sample_id", "reward", "truncated", "turns", "num_tokens", "response_length", "longest_response")
