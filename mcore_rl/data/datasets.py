@@ -8,13 +8,18 @@ from typing import Any
 
 from mcore_rl.config import RLConfig, TrainingConfig
 from mcore_rl.data.prompts import load_prompt_dataset
-from mcore_rl.data.records import load_preference_dataset, load_sft_dataset, load_unpaired_dataset
+from mcore_rl.data.records import (
+    load_preference_dataset,
+    load_reward_dataset,
+    load_sft_dataset,
+    load_unpaired_dataset,
+)
 
 SUPERVISED: dict[str, Callable[..., Any]] = {
     "sft": load_sft_dataset,
     "distill": load_sft_dataset,
     "dpo": load_preference_dataset,
-    "rm": load_preference_dataset,
+    "rm": load_reward_dataset,
     "kto": load_unpaired_dataset,
 }
 """By algorithm."""

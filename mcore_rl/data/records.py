@@ -14,7 +14,7 @@ from mcore_rl.data.sample_order import Order
 from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.data.token_store import TokenStore, Unit, collect
 from mcore_rl.data.tokenization import Tokenization, tokenize_source
-from mcore_rl.data.tokenize import TokenSequence, tokenize_completion, tokenize_messages
+from mcore_rl.data.tokenize import TokenSequence, tokenize_completion, tokenize_judged, tokenize_messages
 from mcore_rl.errors import UserError
 from mcore_rl.utils.progress import Say, silent
 
@@ -124,7 +124,20 @@ def load_preference_dataset(
     source: Source, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
 ) -> Dataset:
     """Pairs from records `prompt, chosen, rejected` (strings or messages; the prompt may be implicit)."""
-    what = tokenization_of(data, "preference", _tokenize_preference, 2, seen_in=_same)
+    return _load_pairs(source, tokenizer, data, "preference", _tokenize_preference, say, cache)
+
+
+def load_reward_dataset(
+    source: Source, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
+) -> Dataset:
+    """Load pairs as for preference, each conversation rendered whole, as a reward model reads it."""
+    return _load_pairs(source, tokenizer, data, "reward", _tokenize_reward, say, cache)
+
+
+def _load_pairs(
+    source: Source, tokenizer: Any, data: DataConfig, name: str, unit_of: Any, say: Say, cache: TokenCache | None
+) -> Dataset:
+    what = tokenization_of(data, name, unit_of, 2, seen_in=_same)
     dataset = _load(source, tokenizer, data, what, say, cache)
     equal = dataset.units.counts["equal"]
     if equal == len(dataset):
@@ -184,7 +197,7 @@ def _load(
         raise UserError(
             f"{named(source)}: no record is left ({counts['dropped']} longer than data.max_sequence_length)"
         )
-    if not counts["teach_end"]:
+    if not counts["teach_end"] and what.name != "reward":  # a reward model learns no ends
         say(
             f"{named(source)}: no response is trained to end: the chat template writes no end token inside what it "
             "marks by {% generation %}; close the block behind the end token"
@@ -197,6 +210,17 @@ def _same(unit: Unit, record: dict[str, Any]) -> list[str]:
 
 
 def _tokenize_preference(tokenizer: Any, record: dict[str, Any]) -> Unit:
+    prompt, *responses = _pair_of(record)
+    return tuple(tokenize_completion(tokenizer, prompt, response, record.get("tools")) for response in responses)
+
+
+def _tokenize_reward(tokenizer: Any, record: dict[str, Any]) -> Unit:
+    prompt, *responses = _pair_of(record)
+    return tuple(tokenize_judged(tokenizer, prompt, response, record.get("tools")) for response in responses)
+
+
+def _pair_of(record: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The prompt, the chosen and the rejected response."""
     require(record, "chosen", "rejected")
     prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
     if prompt is None:
@@ -205,11 +229,7 @@ def _tokenize_preference(tokenizer: Any, record: dict[str, Any]) -> Unit:
         isinstance(response, list) and response[: len(prompt)] == prompt for response in (chosen, rejected)
     ):  # whole conversations, beside the prompt that they begin with
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    tools = record.get("tools")
-    return (
-        tokenize_completion(tokenizer, prompt, chosen, tools),
-        tokenize_completion(tokenizer, prompt, rejected, tools),
-    )
+    return prompt, chosen, rejected
 
 
 def _split_shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:

@@ -7,7 +7,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.chat import GENERATION_MARKER, render_prompt, set_chat_day, tokenize_conversation
+from mcore_rl.data.chat import GENERATION_MARKER, render, render_prompt, set_chat_day, tokenize_conversation
 from mcore_rl.data.messages import Messages, check_messages, check_tools
 from mcore_rl.errors import UserError
 from mcore_rl.utils.progress import Say, silent
@@ -129,6 +129,34 @@ def _conversation(tokenizer: Any, messages: Messages, first: int, tools: Any) ->
             raise ValueError(f"message {index + 1} (assistant) is empty")
     ids, mask = tokenize_conversation(tokenizer, messages, wanted, check_tools(tools))
     return TokenSequence(tuple(ids), tuple(mask))
+
+
+def judged_tokens(tokenizer: Any, messages: Messages, tools: Any = None) -> list[int]:
+    """Render a whole conversation for a reward model, which reads its number at the last of these tokens.
+
+    They are those of transformers' `apply_chat_template`: also what the template writes behind the last response.
+
+    Raises:
+        ValueError: there is no template, or it fails.
+    """
+    return list(tokenizer(render(tokenizer, messages, tools), add_special_tokens=False)["input_ids"])
+
+
+def tokenize_judged(
+    tokenizer: Any, prompt: str | Messages, response: str | Messages, tools: Any = None
+) -> TokenSequence:
+    """Tokenize a prompt and its response for a reward model: messages by `judged_tokens`.
+
+    Raises:
+        ValueError: as `tokenize_completion`.
+    """
+    sequence = tokenize_completion(tokenizer, prompt, response, tools)
+    if isinstance(prompt, str) or isinstance(response, str):
+        return sequence
+    messages = check_messages(prompt, "prompt") + check_messages(response, "completion")
+    ids = judged_tokens(tokenizer, messages, check_tools(tools))
+    mask = (*sequence.token_mask, *(False for _ in ids))[: len(ids)]
+    return TokenSequence(tuple(ids), mask)
 
 
 def tokenize_prompt(tokenizer: Any, prompt: str | Messages, tools: Any = None) -> tuple[int, ...]:

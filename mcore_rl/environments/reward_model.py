@@ -11,9 +11,8 @@ import torch
 from mcore_rl.config import RLConfig
 from mcore_rl.config.second_models import config_of_judge
 from mcore_rl.data.batches import padded_rows
-from mcore_rl.data.chat import render
 from mcore_rl.data.messages import check_tools
-from mcore_rl.data.tokenize import load_tokenizer, tokenize_completion
+from mcore_rl.data.tokenize import judged_tokens, load_tokenizer, tokenize_completion
 from mcore_rl.distributed.own_rows import OwnRows, Share
 from mcore_rl.environments.interfaces import MessageLog, Sample, Step
 from mcore_rl.models.policy.scoring import ScoringModel
@@ -52,8 +51,7 @@ class RewardModelEnvironment:
                 *before, response = (message["content"] for message in log)
                 tokens = list(tokenize_completion(self.tokenizer, "".join(before), response).input_ids)
             else:
-                text = render(self.tokenizer, list(log), check_tools(record.get("tools")))
-                tokens = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+                tokens = judged_tokens(self.tokenizer, list(log), check_tools(record.get("tools")))
         except ValueError as error:
             return str(error)
         if not tokens:
