@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from mcore_rl.config import PPOConfig
 from mcore_rl.config.second_models import CRITIC, config_of_critic
 from mcore_rl.distributed.own_rows import OwnRows, Share
+from mcore_rl.losses.metric_reduction import over_steps, reductions_of
 from mcore_rl.losses.value import ValueLossFn
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.rollouts.samples import last_response_tokens
@@ -46,22 +47,28 @@ class Critic:
             values: Tensor = self.model.get_values(_read(data))["values"]
         return values
 
-    def update(self, data: OwnRows[Any], times: int) -> dict[str, float]:
-        """So many optimizer steps on the whole batch; the last one's metrics.
+    def update(self, minibatches: Sequence[OwnRows[Any]], passes: int) -> dict[str, float]:
+        """Make an optimizer step on each minibatch, in so many passes.
+
+        Returns:
+            The last step's metrics; with several minibatches, means over the steps.
 
         Raises:
             FloatingPointError: loss or gradient norm is not finite, on every rank; weights are as before.
         """
         with self.model.brought_back():
             try:
-                for _ in range(times):
-                    trained = self.model.train(_read(data), self.loss_fn)
+                steps = [
+                    self.model.train(_read(minibatch), self.loss_fn) for _ in range(passes) for minibatch in minibatches
+                ]
             except FloatingPointError as error:
                 raise FloatingPointError(f"critic: {error}") from None
-        self.flops += times * self.model.flops_of(data)
+        self.flops += passes * sum(self.model.flops_of(minibatch) for minibatch in minibatches)
+        for step in steps:
+            step.pop("all_mb_metrics")
+        trained = steps[-1] if len(minibatches) == 1 else over_steps(steps, reductions_of(self.loss_fn))
         of_loss = {"value_loss": trained.pop("loss"), "value_clip_fraction": trained.pop("value_clip_fraction")}
-        for name in ("all_mb_metrics", "num_valid_samples"):
-            trained.pop(name)
+        trained.pop("num_valid_samples")
         return of_loss | {f"critic_{name}": value for name, value in trained.items()}
 
     def export_hf(self, destination: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from mcore_rl.distributed.own_rows import OwnRows, Share, share_of
 from mcore_rl.distributed.replicas import broadcast_in_replica
 from mcore_rl.errors import TrainingError
 from mcore_rl.losses.kl import calculate_kl
+from mcore_rl.losses.metric_reduction import over_steps, reductions_of
 from mcore_rl.losses.overlong import soft_overlong_penalty
 from mcore_rl.losses.policy_gradient import ClippedPGLossFn
 from mcore_rl.models.megatron.families.mixture import Mixture
@@ -88,7 +91,7 @@ class GRPORun(TrainingRun[PromptDataset]):
 
     @property
     def updates_per_step(self) -> int:
-        return self.config.rollouts.num_updates_per_rollout
+        return self.config.updates_per_step
 
     @property
     def max_record_length(self) -> int:
@@ -124,8 +127,8 @@ class GRPORun(TrainingRun[PromptDataset]):
             return {**metrics, "skipped_update": 1.0, **self._timings(outcomes, started, flops=0.0)}
         data = self._training_data(step, rollouts, rewards)
         trained = self._update(step, data)
-        updates = self.updates_per_step if step >= self.config.first_update_step else 0
-        flops = updates * self.policy.flops_of(data)
+        passes = self.config.rollouts.num_updates_per_rollout if step >= self.config.first_update_step else 0
+        flops = passes * self.policy.flops_of(data)
         return {**metrics, **trained, "skipped_update": 0.0, **self._timings(outcomes, started, flops)}
 
     def _pass_over(self, step: int) -> None:
@@ -134,14 +137,45 @@ class GRPORun(TrainingRun[PromptDataset]):
             self.policy.advance_schedule(self.updates_per_step)
 
     def _update(self, step: int, data: OwnRows[Any]) -> dict[str, Any]:
-        """All updates of the step; the last one's metrics."""
+        """Make all updates of the step.
+
+        Returns:
+            The last update's metrics. With minibatches: their means over the updates, and each update's loss and
+            gradient norm.
+        """
+        minibatches, updates = self._minibatches(step, data), list[dict[str, Any]]()
         with self._phase(step, "training"):
-            for update in range(self.updates_per_step):
-                trained = self.policy.train(data, self.loss_fn, temperature=self.config.rollouts.temperature)
-                trained.pop("all_mb_metrics")
-                if update == 0 and self.recorded is None:
-                    self._check_mismatch(step, trained)
-        return trained
+            for _ in range(self.config.rollouts.num_updates_per_rollout):
+                for minibatch in minibatches:
+                    trained = self.policy.train(minibatch, self.loss_fn, temperature=self.config.rollouts.temperature)
+                    trained.pop("all_mb_metrics")
+                    if not updates and self.recorded is None:
+                        self._check_mismatch(step, trained)
+                    updates.append(trained)
+        if left_out := self.updates_per_step - len(updates):
+            self.policy.advance_schedule(left_out)
+        if self.config.rollouts.train_global_batch_size is None:
+            return updates[-1]
+        of_each = {f"{k}/update_{n}": one[k] for n, one in enumerate(updates, 1) for k in ("loss", "grad_norm")}
+        return over_steps(updates, reductions_of(self.loss_fn)) | of_each
+
+    def _minibatch_rows(self, step: int, count: int) -> list[list[int]]:
+        """Return the rows of each of a step's minibatches: whole groups, drawn by seed and step alone."""
+        size, group = self.config.rollouts.train_global_batch_size, self.config.rollouts.num_generations_per_prompt
+        if size is None:
+            return [list(range(count))]
+        groups = list(range(0, count, group))
+        random.Random(f"{self.config.seed} minibatches {step}").shuffle(groups)
+        parts = [sorted(groups[n : n + size // group]) for n in range(0, len(groups), size // group)]
+        return [[first + row for first in part for row in range(group)] for part in parts]
+
+    def _minibatches(self, step: int, data: OwnRows[Any]) -> list[OwnRows[Any]]:
+        """Return the step's minibatches, without those of which no token counts. Collective."""
+        if self.config.rollouts.train_global_batch_size is None:
+            return [data]
+        parts = [minibatch_of(data, rows) for rows in self._minibatch_rows(step, data.share.total)]
+        counts = (float((part["token_mask"][:, 1:].sum(1) * part["sample_mask"]).sum()) for part in parts)
+        return [part for part, count in zip(parts, data.share.sum(*counts), strict=True) if count]
 
     def _check_judged(self, step: int, outcomes: Sequence[Outcome]) -> None:
         """Raises TrainingError after too many steps on end in which no sample could be judged."""
@@ -195,7 +229,7 @@ class GRPORun(TrainingRun[PromptDataset]):
         """What is trained on, of conversations that this rank has led."""
         return to_batch(rollouts, self.inputs.tokenizer.pad_token_id)
 
-    def _share_out(self, rollouts: Rollouts) -> OwnRows[Any]:
+    def _share_out(self, step: int, rollouts: Rollouts) -> OwnRows[Any]:
         """`_batch_of` the rollouts that this replica trains on, whose tokens go to no other."""
         topology, lengths = self.policy.topology, [outcome.num_tokens for outcome in rollouts.outcomes]
         columns, led = self._columns(), sorted(rollouts.own) if topology.leads_replica else []
@@ -203,9 +237,13 @@ class GRPORun(TrainingRun[PromptDataset]):
         owners = torch.zeros(len(rollouts), dtype=torch.long)
         if topology.leads_replica:
             row_of = {place: row for row, place in enumerate(led)}
-            division = self.policy.divide(lengths, lambda rows: batch["input_ids"][[row_of[row] for row in rows]], led)
-            for replica, places in enumerate(division):
-                owners[places] = replica
+            for minibatch in map(torch.tensor, self._minibatch_rows(step, len(rollouts))):
+                places = minibatch.tolist()
+                known = {n: row_of[place] for n, place in enumerate(places) if place in row_of}
+                tokens_of = functools.partial(_rows_of, batch, known)
+                division = self.policy.divide([lengths[place] for place in places], tokens_of, list(known))
+                for replica, chosen in enumerate(division):
+                    owners[minibatch[chosen]] = replica
         owners = broadcast_in_replica(owners, topology)
         wanted = [(owners == replica).nonzero()[:, 0].tolist() for replica in range(topology.data.size)]
         share = Share(wanted[topology.data.rank], len(rollouts), topology.data)
@@ -218,7 +256,7 @@ class GRPORun(TrainingRun[PromptDataset]):
 
     def _training_data(self, step: int, rollouts: Rollouts, rewards: torch.Tensor) -> OwnRows[Any]:
         loss, temperature = self.config.loss, self.config.rollouts.temperature
-        data, outcomes = self._share_out(rollouts), rollouts.outcomes
+        data, outcomes = self._share_out(step, rollouts), rollouts.outcomes
         counted = are_judged(outcomes)  # a sample without a reward teaches nothing
         if self.config.rollouts.mask_truncated:
             counted &= ~torch.tensor([o.truncated for o in outcomes])
@@ -319,17 +357,44 @@ class GRPORun(TrainingRun[PromptDataset]):
         return {**timings, **self.throughput(total, flops, time.perf_counter() - started)}
 
 
+def _rows_of(batch: BatchedDataDict[Any], row_of: dict[int, int], asked: Sequence[int]) -> torch.Tensor:
+    """Return the tokens of the rows of `batch` that `row_of` gives the numbers asked for."""
+    tokens: torch.Tensor = batch["input_ids"][[row_of[n] for n in asked]]
+    return tokens
+
+
 def add_positive_examples(data: BatchedDataDict[Any], rewards: torch.Tensor) -> None:
     """What the negative log-likelihood of samples with a positive reward reads.
 
     Args:
         rewards: of all samples, also where `data` has a replica's own.
     """
+    data["rewards"] = share_of(data).select(rewards.flatten())
+    _count_positive(data)
+
+
+def _count_positive(data: BatchedDataDict[Any]) -> None:
     share = share_of(data)
-    data["rewards"] = share.select(rewards.flatten())
     positive = data["token_mask"][:, 1:].sum(1) * data["sample_mask"] * (data["rewards"] > 0)
     (total,) = share.sum(float(positive.sum()))
     data["num_positive_tokens"] = torch.full((data.size,), total)
+
+
+def minibatch_of(data: OwnRows[Any], rows: Sequence[int]) -> OwnRows[Any]:
+    """Return some rows of a global batch as a global batch of their own, of which each replica has those that it had.
+
+    Args:
+        rows: of the global batch, in ascending order.
+    """
+    place_of = {row: place for place, row in enumerate(rows)}
+    own = [n for n, row in enumerate(data.share.indices) if row in place_of]
+    share = Share([place_of[data.share.indices[n]] for n in own], len(rows), data.share.replicas)
+    part: OwnRows[Any] = OwnRows(data.select_indices(own).data, share)
+    if not own:
+        part.pop("routed_experts", None)
+    if "num_positive_tokens" in part:
+        _count_positive(part)
+    return part
 
 
 class _Timer:

@@ -41,7 +41,7 @@ def train_on_rollouts(
     """
     inputs, recorded = _checked_inputs(config, record, replay)
     steps = config.total_steps(len(inputs.train))
-    updates = (steps - config.first_update_step + 1) * config.rollouts.num_updates_per_rollout
+    updates = (steps - config.first_update_step + 1) * config.updates_per_step
     policy = MegatronPolicy(config, updates, keep_reference=config.keeps_reference)
     with contextlib.ExitStack() as started:
         environment = environment_of(config, policy)

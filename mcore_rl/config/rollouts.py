@@ -38,7 +38,10 @@ class RolloutOptions(Section):
     advantage_epsilon: NonNegative = 1e-4
     """Added to the deviation that advantages are divided by."""
     num_updates_per_rollout: Positive = 1
-    """Optimizer steps on each step's rollouts."""
+    """Passes over each step's rollouts; each is one optimizer step, or several with train_global_batch_size."""
+    train_global_batch_size: Positive | None = None
+    """Responses of one update, over all processes: whole groups, shuffled anew in each step. Each response is in one
+    update of a pass. All responses of a step if not given."""
     dynamic_sampling_rounds: Positive = 1
     """More than 1: groups without signal are replaced by new prompts, in so many rounds at most (DAPO)."""
     max_staleness: Count = 0
@@ -95,6 +98,12 @@ class RLConfig(TrainingConfig):
         return options
 
     @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of one step."""
+        whole = self.batch.global_batch_size
+        return self.rollouts.num_updates_per_rollout * (whole // (self.rollouts.train_global_batch_size or whole))
+
+    @property
     def first_update_step(self) -> int:
         """The first step that trains the policy."""
         return 1
@@ -148,7 +157,7 @@ class RLConfig(TrainingConfig):
         """Whether the only update on samples begins from what they were drawn with, unless the loss's options say
         which."""
         chosen = self.loss.force_on_policy_ratio
-        only = self.rollouts.num_updates_per_rollout == 1
+        only = self.updates_per_step == 1
         return (only and self.samples_exactly(replays)) if chosen is None else chosen
 
     def scores_samples(self, replays: bool = False) -> bool:
@@ -181,10 +190,15 @@ class RLConfig(TrainingConfig):
                 f"{own}.max_new_tokens: must be less than data.max_sequence_length ({self.data.max_sequence_length}), "
                 "which holds the prompt too"
             )
-        if self.loss.force_on_policy_ratio and self.rollouts.num_updates_per_rollout > 1:
+        size, group = self.rollouts.train_global_batch_size, self.rollouts.num_generations_per_prompt
+        if size is not None and (size % group or self.batch.global_batch_size % size):
             raise ValueError(
-                f"loss.force_on_policy_ratio: is for a single update; {own}.num_updates_per_rollout is more"
+                f"{own}.train_global_batch_size: {size} must be a multiple of {own}.num_generations_per_prompt "
+                f"({group}) and divide the {self.batch.global_batch_size} responses of a step"
             )
+        if self.loss.force_on_policy_ratio and self.updates_per_step > 1:
+            why = "num_updates_per_rollout" if self.rollouts.num_updates_per_rollout > 1 else "train_global_batch_size"
+            raise ValueError(f"loss.force_on_policy_ratio: is for a single update a step; {own}.{why} makes several")
         if self.rollouts.max_staleness:
             self._check_stale()
         if self.data.overlong != "drop":

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from mcore_rl.config import TrainingConfig, build_config
+from mcore_rl.config import RLConfig, TrainingConfig, build_config
 from mcore_rl.config.base import whole_number
 from mcore_rl.config.layouts import Layout
 from mcore_rl.errors import ContractError, UserError
@@ -58,6 +58,11 @@ def simulate(
     Raises:
         UserError: what the run itself would refuse.
     """
+    if isinstance(config, RLConfig) and config.rollouts.train_global_batch_size is not None:
+        raise UserError(
+            f"{config.algorithm}.train_global_batch_size: minibatches are not simulated; leave it out, and multiply "
+            "the optimizer's part of the time by the number of minibatches"
+        )
     return _each(workers, simulate_rank, [(config, rank, world_size, sequences) for rank in ranks])
 
 
