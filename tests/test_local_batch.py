@@ -521,7 +521,10 @@ def shared_out(rows_per_group, with_experts, led):
     family = object.__new__(Mixtral)
     family.__dict__["experts"] = Experts(count=8, topk=2, width=1, sparse_layers=(True, False, True, True))
     run.inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=3))
-    run.config = SimpleNamespace(model=SimpleNamespace(moe_router_replay=with_experts))
+    run.config = SimpleNamespace(
+        model=SimpleNamespace(moe_router_replay=with_experts),
+        rollouts=SimpleNamespace(train_global_batch_size=None, num_generations_per_prompt=1),
+    )
     run.policy = SimpleNamespace(
         topology=topology,
         model=SimpleNamespace(family=family),
@@ -529,7 +532,7 @@ def shared_out(rows_per_group, with_experts, led):
     )
     known = make_rollouts(with_experts)[: sum(map(len, led))]
     own = {place: known[place] for place in led[topology.data.rank]} if topology.leads_replica else {}
-    data = run._share_out(Rollouts([rollout.outcome for rollout in known], own))
+    data = run._share_out(1, Rollouts([rollout.outcome for rollout in known], own))
     return dict(data), list(data.share.indices), data.share.total
 
 
@@ -542,7 +545,8 @@ def make_rollouts(with_experts):
         mask = [False] * 9 + [True] * (len(tokens) - 9)
         texts = [{"role": "user", "content": "?"}]
         logprobs = [-m / 3 for m in mask]
-        experts = [[[n, t % 8]] * 3 for t in range(len(tokens) - 1)] if with_experts else None
+        routed = [[[n, t % 8]] * 3 for t in range(len(tokens) - 1)]
+        experts = torch.tensor(routed, dtype=torch.int16) if with_experts else None
         made = Rollout(n // 2, n, tokens, mask, logprobs, reward=n / 7, message_log=texts, routed_experts=experts)
         rollouts.append(made)
     return rollouts
@@ -577,4 +581,4 @@ def test_samples_go_to_the_replica_that_trains_them(rows_per_group, with_experts
             assert (int(data["input_lengths"][row]), float(data["sample_mask"][row])) == (len(rollout.input_ids), 1)
             if with_experts:
                 unknown = [[[-1, -1]] * 3] * (behind + 1)
-                assert data["routed_experts"][row].tolist() == [*rollout.routed_experts, *unknown]
+                assert data["routed_experts"][row].tolist() == [*rollout.routed_experts.tolist(), *unknown]

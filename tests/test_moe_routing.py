@@ -356,7 +356,7 @@ def test_a_recording_and_the_option_agree_on_experts(tmp_path):
 
     rollout = Rollout.begin(0, 0, Prompt((1, 2), "say a", {}))
     entries = {}
-    for name, experts in (("without", None), ("with", [[[0, 1]], [[2, 0]]])):
+    for name, experts in (("without", None), ("with", torch.tensor([[[0, 1]], [[2, 0]]]).short())):
         rollout.routed_experts = experts
         entries[name] = tmp_path / name
         entries[name].write_text(json.dumps({"step": 1, **recorded_step("", {}, [rollout])}) + "\n")

@@ -46,7 +46,9 @@ def train_distill(config: DistillationConfig) -> Path | None:
             seed=config.seed,
         )
         student.prepare_for_generation(params, config.data.max_sequence_length, inputs.tokenizer)
-    exported = DistillationRun(config, inputs, student, loss_of(config, teacher), add_teacher).run()
+    # Computed anew in each validation: kept, a set's columns are k times as large as its tokens.
+    loss = loss_of(config, teacher)
+    exported = DistillationRun(config, inputs, student, loss, add_current_columns=add_teacher).run()
     teacher.shutdown()
     student.shutdown()
     return exported

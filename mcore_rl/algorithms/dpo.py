@@ -90,7 +90,13 @@ def _reference(
         say(f"reference: {model.describe()}")
         return model
 
-    return _precompute(config, inputs, beside.model, other_model, say) if precomputes else OtherModel(other_model())
+    if not precomputes:
+        return OtherModel(other_model())
+    stored = _precompute(config, inputs, beside.model, other_model, say)
+    if other_model.cache_info().currsize:  # nothing needs the model any more
+        other_model().shutdown()
+        other_model.cache_clear()
+    return stored
 
 
 def precomputes_reference(config: DPOConfig, inputs: Inputs[Dataset]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def check_record(path: Path, run: dict[str, Any], goes_on: bool) -> None:
 def recorded_step(weights: str, sampling: dict[str, Any], rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """A recording's entry: a step's rollouts, the options they were sampled with, and a hash that tells the weights of
     one step from another's."""
-    return {"weights": weights, "sampling": sampling, "rollouts": [asdict(r) for r in rollouts]}
+    return {"weights": weights, "sampling": sampling, "rollouts": [_to_json(r) for r in rollouts]}
 
 
 def read_recording(
@@ -69,7 +69,7 @@ def read_recording(
     """
     try:
         entries = {int(entry["step"]): entry for entry in read_step_log(path)}
-        recorded = {step: [Rollout(**r) for r in entry["rollouts"]] for step, entry in entries.items()}
+        recorded = {step: [_from_json(r) for r in entry["rollouts"]] for step, entry in entries.items()}
         found = {name: entry["sampling"][name] for entry in entries.values() for name in sorted(required)}
     except OSError as error:
         raise UserError(f"--replay {path}: cannot be read ({error.strerror})") from None
@@ -102,3 +102,15 @@ def hash_of_weights(tensors: Iterable[tuple[str, Tensor]]) -> str:
         samples.append(numbers[:: max(1, len(numbers) // SAMPLES_PER_TENSOR)].double())
     digest.update(torch.cat(samples).cpu().numpy().tobytes())  # one copy from the device for all of them
     return digest.hexdigest()
+
+
+def _to_json(rollout: Rollout) -> dict[str, Any]:
+    experts = rollout.routed_experts
+    return asdict(replace(rollout, routed_experts=None)) | {
+        "routed_experts": None if experts is None else experts.tolist()
+    }
+
+
+def _from_json(values: dict[str, Any]) -> Rollout:
+    experts = values.get("routed_experts")
+    return Rollout(**values | {"routed_experts": None if experts is None else torch.tensor(experts).short()})

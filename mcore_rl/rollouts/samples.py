@@ -49,8 +49,8 @@ class Rollout:
     message_log: MessageLog = field(default_factory=list)
     token_rewards: list[tuple[int, float]] = field(default_factory=list)
     """(position, reward): what tokens have earned, whose sum is the reward."""
-    routed_experts: list[Any] | None = None
-    """[tokens, layers, topk] the experts of its tokens, if they are to be replayed."""
+    routed_experts: torch.Tensor | None = None
+    """[tokens, layers, topk] int16, the experts of its tokens, if they are to be replayed."""
 
     @classmethod
     def begin(cls, index: int, sample_id: int, prompt: Prompt) -> Rollout:
@@ -165,8 +165,9 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> BatchedDataDict[
         input_lengths=torch.tensor([len(r.input_ids) for r in rollouts], dtype=torch.long),
         sample_mask=torch.ones(len(rollouts)),
     )
-    if rollouts and all(r.routed_experts is not None for r in rollouts):
-        experts = _padded([r.routed_experts or [] for r in rollouts], torch.int16, -1)
+    routed = [r.routed_experts for r in rollouts if r.routed_experts is not None]
+    if routed and len(routed) == len(rollouts):
+        experts = torch.nn.utils.rnn.pad_sequence(routed, batch_first=True, padding_value=-1)
         tail = input_ids.shape[1] - experts.shape[1]  # what was observed last was never fed to the model
         batch["routed_experts"] = F.pad(experts, (0, 0, 0, 0, 0, tail), value=-1)
     return batch

@@ -54,7 +54,7 @@ class Conversation:
         rollout.weight_versions = [*rollout.weight_versions, *response.weight_versions]
         rollout.truncated, rollout.turns = not response.ended, rollout.turns + 1
         if response.routed_experts is not None:  # of the whole conversation so far
-            rollout.routed_experts = response.routed_experts.tolist()
+            rollout.routed_experts = response.routed_experts
         text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
         rollout.message_log = [*rollout.message_log, {"role": "assistant", "content": text}]
 
