@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import yaml
-from small_models import make_model
+from small_models import make_model, make_tokenizer
 from test_reward_model_environment import grpo_config, judged
 from test_training_programs import metrics_of, run
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -20,8 +20,8 @@ CHATML = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endf
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("chatml") / "model"
-    make_model("qwen2", directory, initializer_range=0.1)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    make_model("llama", directory, initializer_range=0.1)
+    tokenizer = make_tokenizer()
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(directory)
     return directory

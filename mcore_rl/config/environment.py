@@ -22,7 +22,7 @@ class JudgeOptions(Section):
     url: Annotated[str, Field(pattern=r"^https?://[^/?#]+")] | None = None
     """http: where responses are judged (docs/environments.md)."""
     retries: Count = 2
-    """http: attempts after the first one; they share time_limit_seconds."""
+    """http: attempts after the first one; they share time_limit_seconds in equal parts."""
 
     @model_validator(mode="after")
     def _used(self) -> Self:
@@ -91,7 +91,10 @@ class EnvironmentConfig(JudgeOptions):
     max_turns: Positive = 1
     """Responses in a conversation at most."""
     time_limit_seconds: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 10.0
-    """A sample whose judgement takes longer counts as failed."""
+    """A sample whose judgement takes longer counts as failed; several that are judged together have as many times this
+    limit."""
+    start_seconds: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 60.0
+    """Within this time a judging process must have imported its judge and be ready."""
     num_workers: Positive = 2
     """Judging processes of each data-parallel replica, which judge the replica's own samples."""
     batch_size: Positive = 1

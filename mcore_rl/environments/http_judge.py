@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import requests
@@ -23,17 +25,18 @@ class HTTPJudge:
 
     Args:
         retries: attempts after the first.
-        time_limit_seconds: of all attempts together, each of which has an equal part.
+        time_limit_seconds: for a sample, of all attempts together, each of which has an equal part. A request as a
+            whole has as much for each of its samples, however its answer trickles in.
     """
 
     def __init__(self, url: str, retries: int, time_limit_seconds: float) -> None:
         self.url, self.attempts = url, 1 + retries
         # Less than all: the process that waits for this must not give up first.
-        self.seconds = 0.9 * time_limit_seconds / self.attempts
+        self.seconds = 0.8 * time_limit_seconds / self.attempts
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[float | Step | None]:
         body = {"samples": [{"messages": sample.message_log, "record": sample.record} for sample in samples]}
-        answer = await asyncio.to_thread(self._ask, body)
+        answer = await asyncio.to_thread(self._ask, body, self.seconds * max(1, len(samples)))
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list):
             raise ValueError(f"{self.url} must answer an object with a list of rewards, got {str(answer)[:200]}")
@@ -41,22 +44,39 @@ class HTTPJudge:
             raise ValueError(f"{self.url} answered {len(rewards)} rewards for {len(samples)} samples")
         return [Step(**reward) if isinstance(reward, dict) else reward for reward in rewards]
 
-    def _ask(self, body: dict[str, Any]) -> Any:
+    def _ask(self, body: dict[str, Any], seconds: float) -> Any:
         for attempt in range(self.attempts):
             started = time.monotonic()
             try:
-                answer = requests.post(self.url, json=body, timeout=self.seconds)
+                answer = self._post(body, seconds)
                 if answer.status_code < 500 and answer.status_code != 429:
                     answer.raise_for_status()
                     return answer.json()
                 reason = f"status {answer.status_code}"
-            except requests.Timeout:  # before the next: some are both
+            except (requests.Timeout, TimeoutError):  # before the next: some are both
                 reason = "took too long"
             except requests.ConnectionError:
                 reason = "does not answer"
             except requests.exceptions.ChunkedEncodingError:
                 reason = "its answer broke off"
-            left = self.seconds - (time.monotonic() - started)
+            left = seconds - (time.monotonic() - started)
             if attempt + 1 < self.attempts:
                 time.sleep(max(0.0, min(left, FIRST_PAUSE_SECONDS * 2**attempt)))
         raise RuntimeError(f"{self.url}: {reason} ({self.attempts} attempts)")
+
+    def _post(self, body: dict[str, Any], seconds: float) -> requests.Response:
+        """Send a request whose whole answer must be there in time; the library's own limit is for each byte.
+
+        Raises:
+            TimeoutError: it is not.
+        """
+        answer: Future[requests.Response] = Future()
+
+        def post() -> None:
+            try:
+                answer.set_result(requests.post(self.url, json=body, timeout=seconds))
+            except Exception as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=post, name="asking", daemon=True).start()
+        return answer.result(seconds)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -21,8 +22,6 @@ from typing import Any
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.environments.interfaces import Sample, Step
 from mcore_rl.errors import UserError
-
-START_SECONDS = 60.0
 
 
 class JudgedEnvironment:
@@ -64,7 +63,7 @@ class JudgedEnvironment:
             self._is_closed = True
             self._changed.notify_all()
         for worker in self._workers:
-            worker.process.kill()  # whose thread then reads the end of its answers
+            worker.end()  # whose thread then reads the end of its answers
         for thread in getattr(self, "_threads", ()):
             thread.join()
         for worker in self._workers:
@@ -150,17 +149,22 @@ class _Worker:
     def _start(self) -> None:
         with open(self.log or os.devnull, "ab") as printed:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mcore_rl.environments.judge_worker"],
+                [sys.executable, "-m", "mcore_rl.environments.judge_worker", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=printed,
+                start_new_session=True,  # so that what a judge starts can be ended with it
                 env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             )
         assert self.process.stdout is not None
         self.answers, self._partial, self.gone = self.process.stdout.fileno(), b"", False
         os.set_blocking(self.answers, False)
         self._write(self.config.model_dump(mode="json"))
-        answer = self._wait(START_SECONDS) or {"error": "its process did not start"}
+        answer = self._wait(self.config.start_seconds)
+        if answer is None:
+            limit = f"environment.start_seconds={self.config.start_seconds:g}"
+            died = "its process died as it started"
+            answer = {"error": died if self.gone else f"its process was not ready within {limit}; raise the limit"}
         if "error" in answer:
             self.kill()
             raise UserError(f"environment.{self.config.name}: {answer['error']}")
@@ -168,12 +172,13 @@ class _Worker:
     def ask(self, samples: Sequence[Sample]) -> list[Step] | str:
         """Steps of these samples, or why there are none."""
         self._write({"samples": [asdict(sample) for sample in samples]})
-        answer = self._wait(self.config.time_limit_seconds)
+        limit = self.config.time_limit_seconds
+        answer = self._wait(limit * len(samples))
         if answer is None and self.gone:
             return "the process that judged it died"
         if answer is None:
             self.kill()
-            return f"no answer within environment.time_limit_seconds={self.config.time_limit_seconds:g}"
+            return f"no answer within environment.time_limit_seconds={limit:g}"
         return [Step(**step) for step in answer["steps"]] if "steps" in answer else str(answer["error"])
 
     def _write(self, value: dict[str, Any]) -> None:
@@ -214,9 +219,15 @@ class _Worker:
             self.kill()
             self._start()
 
+    def end(self) -> None:
+        """Kill the process with all that it has started, unless it is gone: its number may be another's then."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
     def kill(self) -> None:
         self.gone = True
-        self.process.kill()
+        self.end()
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:

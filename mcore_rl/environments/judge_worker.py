@@ -1,4 +1,4 @@
-"""The process that judges: `python -m mcore_rl.environments.judge_worker`, one JSON object a line in and out.
+"""The process that judges: `python -m mcore_rl.environments.judge_worker PARENT`, one JSON object a line in and out.
 
 In: the options of the configuration's section first, then {"samples": […]} for each call.
 Out: {"ready": true}, then {"steps": […]} for each call; {"error": text} where something went wrong.
@@ -7,6 +7,7 @@ Out: {"ready": true}, then {"steps": […]} for each call; {"error": text} where
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import math
 import os
@@ -18,9 +19,40 @@ from typing import Any
 from mcore_rl.environments.interfaces import BatchJudge, Sample, Step
 from mcore_rl.environments.judges import make_judge, step_of
 
+DEATH_SIGNAL_OPTION = 1
+"""PR_SET_PDEATHSIG of Linux's prctl: which signal a process gets when its parent dies."""
+
+
+def end_with(parent: int) -> None:
+    """End this process and its group as soon as its parent dies, or this process does.
+
+    A second process, its guard, waits for the death of this one and kills what is left of the group.
+    """
+    own = os.getpid()
+    _signal_at_death_of(parent, signal.SIGKILL)
+    if os.fork():
+        return
+    for number in (0, 1):  # whoever reads the answers waits for the last one that could write them
+        os.close(number)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    _signal_at_death_of(own, signal.SIGTERM)
+    while os.getppid() == own:
+        signal.sigwait([signal.SIGTERM])
+    os.killpg(own, signal.SIGKILL)
+
+
+def _signal_at_death_of(parent: int, number: int) -> None:
+    """Ask Linux for this signal when the parent dies; send it now if that has happened."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL_OPTION, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's business, which then ends this process
+    if len(sys.argv) > 1:
+        end_with(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a judge prints must not stand between the answers
 

@@ -1,0 +1,161 @@
+"""Judging processes end with whoever started them, with all that they started; their limits are each sample's."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mcore_rl.config import EnvironmentConfig
+from mcore_rl.environments.interfaces import Sample
+from mcore_rl.environments.judge_processes import JudgedEnvironment
+from mcore_rl.errors import UserError
+
+JUDGES = """\
+import subprocess, sys, time
+def starts_another(log, record):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)", record["mark"]])
+    if record.get("hangs"):
+        time.sleep(99)
+    return 1.0
+def slow(log, record):
+    with open(record["calls"], "a") as calls:
+        calls.write("x")
+    time.sleep(0.6)
+    return 1.0
+"""
+STARTER = """
+import sys, time
+from mcore_rl.config import EnvironmentConfig
+from mcore_rl.environments.interfaces import Sample
+from mcore_rl.environments.judge_processes import JudgedEnvironment
+environment = JudgedEnvironment(EnvironmentConfig(name="function", function="ending_judges:starts_another"))
+environment.submit(Sample([{"role": "user", "content": "x"}], {"mark": sys.argv[1]})).result(60)
+hanging = environment.submit(Sample([{"role": "user", "content": "x"}], {"mark": sys.argv[1], "hangs": True}))
+print("judged", flush=True)
+time.sleep(99)
+"""
+
+
+@pytest.fixture(autouse=True)
+def judges(tmp_path, monkeypatch):
+    (tmp_path / "ending_judges.py").write_text(JUDGES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def descendants(process):
+    return psutil.Process(process).children(recursive=True)
+
+
+def wait_until(true, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return true()
+
+
+def is_gone(process):
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def sample(**record):
+    return Sample([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], record)
+
+
+def test_nothing_that_judges_outlives_its_trainer(tmp_path):
+    trainer = subprocess.Popen([sys.executable, "-c", STARTER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert trainer.stdout.readline() == "judged\n"
+        # Two judging processes with a guard each, and two processes of judges.
+        assert wait_until(lambda: len(descendants(trainer.pid)) == 6)
+        started = descendants(trainer.pid)
+        assert os.getpgid(trainer.pid) not in {os.getpgid(process.pid) for process in started}
+    finally:
+        os.kill(trainer.pid, signal.SIGKILL)  # no one else: an out-of-memory killer chooses one process
+        trainer.wait(30)
+    assert wait_until(lambda: all(map(is_gone, started))), [p for p in started if not is_gone(p)]
+
+
+def test_a_judge_that_takes_too_long_is_ended_with_what_it_has_started(tmp_path):
+    before = set(descendants(os.getpid()))
+    config = EnvironmentConfig(
+        name="function", function="ending_judges:starts_another", num_workers=1, time_limit_seconds=1
+    )
+    environment = JudgedEnvironment(config, tmp_path / "judge.log")
+    try:
+        future = environment.submit(sample(mark=str(tmp_path), hangs=True))
+        assert wait_until(lambda: len(set(descendants(os.getpid())) - before) == 3)
+        started = set(descendants(os.getpid())) - before
+        assert "no answer within environment.time_limit_seconds=1" in future.result(60).error
+        assert wait_until(lambda: all(map(is_gone, started)))
+    finally:
+        environment.close()
+
+
+def test_a_slow_batch_of_healthy_samples_is_judged_once(tmp_path):
+    config = EnvironmentConfig(
+        name="function", function="ending_judges:slow", num_workers=1, time_limit_seconds=1, batch_size=4
+    )
+    environment = JudgedEnvironment(config)
+    try:
+        asked = [environment.submit(sample(calls=str(tmp_path / "calls"))) for _ in range(5)]
+        assert [future.result(60).reward for future in asked] == [1.0] * 5
+    finally:
+        environment.close()
+    assert (tmp_path / "calls").read_text() == "x" * 5
+
+
+def test_the_start_has_a_limit_of_its_own(tmp_path):
+    Path(tmp_path / "late.py").write_text("import time\ntime.sleep(20)\njudge = None\n")
+    config = EnvironmentConfig(name="function", function="late:judge", num_workers=1, start_seconds=1)
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"was not ready within environment\.start_seconds=1; raise the limit"):
+        JudgedEnvironment(config)
+    assert time.monotonic() - started < 15
+
+
+class Trickle(BaseHTTPRequestHandler):
+    """Sends a byte now and then, for ever."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "1000000")
+        self.end_headers()
+        try:
+            while True:
+                self.wfile.write(b" ")
+                self.wfile.flush()
+                time.sleep(0.1)
+        except OSError:
+            pass
+
+    def log_message(self, *_):
+        pass
+
+
+def test_an_answer_that_trickles_in_has_one_limit():
+    from mcore_rl.environments.http_judge import HTTPJudge
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Trickle)
+    server.daemon_threads, server.block_on_close = True, False
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    judge, started = HTTPJudge(f"http://127.0.0.1:{server.server_port}/", 0, 1.0), time.monotonic()
+    try:
+        import asyncio
+
+        with pytest.raises(RuntimeError, match=r"took too long \(1 attempts\)"):
+            asyncio.run(judge([sample()]))
+        assert time.monotonic() - started < 10
+    finally:
+        server.shutdown()
+        server.server_close()
