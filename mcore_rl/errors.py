@@ -22,3 +22,12 @@ class TrainingError(RuntimeError):
 
 class WorkerError(RuntimeError):
     """A rank failed, died or took too long; the message has its number and, if it could still tell, its traceback."""
+
+
+LOST_PEER = ("connection closed by peer", "connection reset", "timed out", "broken pipe", "nccl")
+"""What an error says that another rank's end has caused."""
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error looks as if another rank had ended before."""
+    return not isinstance(error, UserError | TrainingError) and any(sign in str(error).lower() for sign in LOST_PEER)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 from mcore_rl.config import TrainingConfig, build_config, laid_over, read_overridable, resolved_yaml
 from mcore_rl.config.base import whole_number
 from mcore_rl.config.reference import as_list, as_text, reference_of, section_of
-from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.errors import TrainingError, UserError, is_lost_peer
 from mcore_rl.run import directory, watchdog
 from mcore_rl.run.identity import models_of
 from mcore_rl.run.preflight import preflight
@@ -36,9 +36,6 @@ PEER_SECONDS = 5.0
 
 KEYS_OF_OPTIONS = {"model": "model.path", "data": "data.train", "output": "output_dir"}
 """Options that stand for keys which every run needs."""
-
-LOST_PEER = ("connection closed by peer", "connection reset", "timed out", "broken pipe", "nccl")
-"""What an error says that another rank's end has caused."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -173,7 +170,7 @@ def told_in_one_line() -> Iterator[None]:
         leave(130, "interrupted")
     except Exception as error:
         text = traceback.format_exc()
-        leave(1, text + watchdog.explain(error, text), lost_peer=any(sign in str(error).lower() for sign in LOST_PEER))
+        leave(1, text + watchdog.explain(error, text), lost_peer=is_lost_peer(error))
 
 
 def show(text: str) -> None:

@@ -8,12 +8,15 @@ from typing import Any
 
 from mcore_rl.config import TrainingConfig
 from mcore_rl.distributed.collectives import broadcast_object
-from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.errors import TrainingError, UserError, is_lost_peer
 from mcore_rl.models.megatron.checkpoint.checkpoint import SaveError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.run.identity import RunIdentity, architecture_changes, architecture_of_checkpoint, identity_of
 from mcore_rl.utils.checkpoint_store import CheckpointStore, remove_listed
 from mcore_rl.utils.progress import Say
+
+LOST_PEER_SECONDS = 2.0
+"""How long a run that has lost a rank waits for a checkpoint: torchrun is about to start it again."""
 
 
 def check_identity(identity: RunIdentity, candidates: list[Path]) -> list[str]:
@@ -95,6 +98,15 @@ class RunCheckpoints:
     def poll(self, step: int, wait: bool = False) -> None:
         """Between two steps: commit what has been written meanwhile, notice what went wrong."""
         self._or_fail(step, lambda: self.policy.finish_saving(wait))
+
+    def finish_alone(self, error: BaseException) -> None:
+        """Finish or discard the pending checkpoint as this rank's run ends by `error`; not collective.
+
+        Where another rank was lost before, what it has not written by now will not be written.
+        """
+        limit = LOST_PEER_SECONDS if is_lost_peer(error) else self.config.checkpoint.timeout_seconds
+        if path := self.policy.finish_saving_alone(limit):
+            self.say(f"checkpoint: {path}")
 
     def has(self, step: int) -> bool:
         """Whether iteration `step` is on disk, as the first rank sees it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
@@ -25,6 +26,11 @@ from mcore_rl.run.setup import DatasetT, Inputs, tell_what_never_comes
 def _divides(interval: int | None, step: int) -> bool:
     """Whether something that happens every `interval` steps (never, for None) happens now."""
     return interval is not None and step % interval == 0
+
+
+def _state(consumed_samples: int, best: BestValidation | None) -> dict[str, Any]:
+    """What a checkpoint keeps of the loop."""
+    return {"consumed_samples": consumed_samples, **({"best": best.state()} if best else {})}
 
 
 @dataclass
@@ -95,6 +101,15 @@ class TrainingRun(ABC, Generic[DatasetT]):
         checkpoints = RunCheckpoints(config, policy, self.say, self.inputs.checkpoints, self.inputs.identity)
         minutes = config.checkpoint.save_minutes
         interruption = Interruption(None if minutes is None else minutes * 60)
+        try:
+            return self._run(steps, checkpoints, interruption)
+        except BaseException as error:
+            checkpoints.finish_alone(error)
+            raise
+
+    def _run(self, steps: int, checkpoints: RunCheckpoints, interruption: Interruption) -> Path | None:
+        """All steps and the export, from the checkpoint that the run goes on from."""
+        config, policy = self.config, self.policy
         state = checkpoints.resume()
         self._begin()
         done, self.consumed_samples = state["step"], state["consumed_samples"]
@@ -106,16 +121,20 @@ class TrainingRun(ABC, Generic[DatasetT]):
         self._introduce(done, steps)
         signal = None
         with contextlib.closing(reporter), reporter.live():
-            if done == 0 and config.trainer.validate_at_start and (metrics := self.validate(0)):
+            if (
+                done == 0
+                and config.trainer.validate_at_start
+                and (metrics := self._or_stop(self.validate, 0, 0, checkpoints, best))
+            ):
                 reporter.record(0, metrics)
                 if best is not None:
                     best.is_bettered(0, metrics)
             while done < steps and signal is None and not (best and best.is_exhausted):
                 done += 1
-                metrics = self._step_or_stop(done, checkpoints)
+                metrics = self._or_stop(self.step, done, done - 1, checkpoints, best)
                 self._move_reference(done)
                 if validates := self._validates_after(done):
-                    metrics.update(self.validate(done))
+                    metrics.update(self._or_stop(self.validate, done, done, checkpoints, best))
                 reporter.record(done, metrics)
                 try:
                     bettered = best is not None and validates and best.is_bettered(done, metrics)
@@ -131,7 +150,7 @@ class TrainingRun(ABC, Generic[DatasetT]):
                 checkpoints.poll(done)
                 by_interval = last or bettered or _divides(config.checkpoint.save_interval, done)
                 if by_interval or interruption.save_is_due:
-                    state = {"consumed_samples": self.consumed_samples, **({"best": best.state()} if best else {})}
+                    state = _state(self.consumed_samples, best)
                     checkpoints.save(done, state, last, passing=not by_interval)
                     interruption.saved()
         for line in reporter.summary(done):
@@ -151,14 +170,36 @@ class TrainingRun(ABC, Generic[DatasetT]):
         run_directory.release()
         return exported
 
-    def _step_or_stop(self, step: int, checkpoints: RunCheckpoints) -> dict[str, Any]:
-        """`step`'s metrics; what makes it impossible to go on ends the run once the last checkpoint is written."""
+    def _or_stop(
+        self,
+        part: Callable[[int], dict[str, Any]],
+        step: int,
+        trained: int,
+        checkpoints: RunCheckpoints,
+        best: BestValidation | None,
+    ) -> dict[str, Any]:
+        """Do a part of a step and return its metrics; what makes it impossible to go on ends the run.
+
+        The checkpoint that is being written is finished before. Where judges or servers are gone and the part has made
+        no update, the weights are sound and are saved as well.
+
+        Args:
+            trained: the step whose weights the part begins with.
+        """
+        updates, consumed = self.policy.updates_made, self.consumed_samples
         try:
-            return self.step(step)
+            return part(step)
         except FloatingPointError as error:
             checkpoints.poll(step, wait=True)
             newest = checkpoints.newest() or "none"
-            raise TrainingError(f"step {step}: {error}; the last checkpoint is {newest}") from None
+            where = "validation: " if part == self.validate else ""
+            raise TrainingError(f"step {step}: {where}{error}; the last checkpoint is {newest}") from None
+        except TrainingError:  # on every rank alike
+            checkpoints.poll(step, wait=True)
+            is_sound = self.policy.updates_made == updates and self.policy.can_be_saved
+            if is_sound and trained > 0 and not checkpoints.has(trained):
+                checkpoints.save(trained, _state(consumed, best), wait=True)
+            raise
 
     def _take_weights_of(self, best: BestValidation, checkpoints: RunCheckpoints) -> None:
         if best.step and checkpoints.has(best.step):

@@ -45,6 +45,17 @@ class Keeping(ColocatablePolicy):
         """From now on checkpoints hold `other` too, under that name; it may be offloaded when they are written."""
         self.kept_beside, self.name_beside = other, name
 
+    @property
+    def updates_made(self) -> tuple[int, ...]:
+        """Steps of the optimizers, of models beside this one too."""
+        beside = () if self.kept_beside is None else self.kept_beside.updates_made
+        return (self.scheduler.num_steps, *beside)
+
+    @property
+    def can_be_saved(self) -> bool:
+        """Whether all that a checkpoint holds is at hand, not given away to whoever generates."""
+        return not (self.weights_away.is_away or self.memory.optimizer.is_away)
+
     @contextmanager
     def _all_at_hand(self) -> Iterator[None]:
         """Everything that checkpoints hold is on the device inside."""
@@ -125,7 +136,7 @@ class Keeping(ColocatablePolicy):
         return self.finish_saving() if wait else None
 
     def finish_saving(self, wait: bool = True) -> Path | None:
-        """Commit the pending checkpoint once it is written; collective.
+        """Tell of the pending checkpoint once it is written and committed; collective.
 
         Returns:
             its directory; None if there is none, or (without `wait`) it is still being written.
@@ -133,13 +144,26 @@ class Keeping(ColocatablePolicy):
         Raises:
             SaveError: as `save_checkpoint`.
         """
-        saving, self._saving = self._saving, None
+        saving = self._saving
         if saving is None:
             return None
-        if saving.is_written(wait):
-            return saving.commit()
-        self._saving = saving
-        return None
+        try:
+            if not saving.is_written(wait):
+                return None
+        except checkpoint.SaveError:
+            self._saving = None
+            raise
+        self._saving = None
+        return saving.final
+
+    def finish_saving_alone(self, seconds: float) -> Path | None:
+        """Wait at most so long for the pending checkpoint, at the end of a run; otherwise discard it. Not collective.
+
+        Returns:
+            its directory; None if there is none, or it was discarded.
+        """
+        saving, self._saving = self._saving, None
+        return saving.final if saving is not None and saving.finish_alone(seconds) else None
 
     def load_checkpoint(self, iteration: Path, allow_partial: bool = False) -> checkpoint.Restored:
         """Restore weights, optimizer, schedule, random states and the loop's own state, from any layout.

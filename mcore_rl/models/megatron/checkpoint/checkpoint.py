@@ -34,6 +34,7 @@ from mcore_rl.models.megatron.checkpoint.writer import (
     PlannedShards,
     SaveError,
     ShardWriter,
+    Written,
     on_every_rank,
     on_first_rank,
     raise_together,
@@ -134,10 +135,16 @@ class PendingSave:
         )
         on_first_rank(lambda: write_common(common, resolved_yaml(_described(run)), self.partial))
         planned = PlannedShards.of(shards, own, self.partial, process_groups().dp_cp)
-        self._writer = on_every_rank(lambda: ShardWriter(planned, run.config.checkpoint.timeout_seconds, staging))
+        self.planned, timeout = planned, run.config.checkpoint.timeout_seconds
+        self._writer = on_every_rank(lambda: ShardWriter(planned, timeout, staging, self._commit))
+
+    @property
+    def final(self) -> Path:
+        """Where it is once it is written."""
+        return self.store.iteration(self.step)
 
     def is_written(self, wait: bool = False) -> bool:
-        """Whether every rank's shards are on disk."""
+        """Whether every rank's shards are on disk, and the checkpoint is committed."""
         while True:
             report = self._writer.poll()
             well, done = on_all_ranks(report is None or report.error is None, report is not None)
@@ -150,22 +157,17 @@ class PendingSave:
                 return False
             time.sleep(POLL_SECONDS)
 
-    def commit(self) -> Path:
-        """Give what is written its name; returns it. To be called once `is_written`."""
-        report = self._writer.poll()
-        assert report is not None, "not written yet"
-        written = gather_objects_on_first((report.results, report.digests))
+    def finish_alone(self, seconds: float) -> bool:
+        """Wait at most so long until it is committed; whether it is, otherwise it is discarded. Not collective."""
+        return self._writer.finish_alone(seconds)
 
-        def write_index_and_rename() -> Path:
-            self._writer.storage.finish(self._writer.metadata, [results for results, _ in written])
-            named = {name: digest for _, digests in written for name, digest in digests.items()}
-            named.update(digests_of(self.partial, ("common.pt", "config.yaml", "metadata.json", ".metadata")))
-            final = self.store.commit(self.step, self.partial, named)
-            self.store.prune(self.config.checkpoint.keep_last, self.config.checkpoint.keep_every, self.best)
-            return final
-
-        final: Path = on_first_rank(write_index_and_rename)
-        return final
+    def _commit(self, written: Sequence[Written]) -> None:
+        """Write the index and give the directory its name; in the writing process of the first rank."""
+        self.planned.storage.finish(self.planned.metadata, [of_rank.results for of_rank in written])
+        named = {name: digest for of_rank in written for name, digest in of_rank.digests.items()}
+        named.update(digests_of(self.partial, ("common.pt", "config.yaml", "metadata.json", ".metadata")))
+        self.store.commit(self.step, self.partial, named)
+        self.store.prune(self.config.checkpoint.keep_last, self.config.checkpoint.keep_every, self.best)
 
 
 def _reference_part(run: TrainingState, weights: dict[str, Any]) -> dict[str, Any]:

@@ -4,18 +4,24 @@ The process is forked, so it sees the tensors as they were at that moment, whate
 them afterwards. Tensors of a GPU are first copied to the host, while the host goes on; the process is forked when the
 copies are there. It can fail or die without taking the run
 with it: whoever waits looks at the process too, not only for its message.
+
+Each process leaves a report beside its shard. The first rank's process waits for the reports of all ranks and then
+commits the checkpoint, so a checkpoint is complete as soon as its shards are, whatever the training processes do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
+import pickle
 import queue
+import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -41,10 +47,28 @@ from megatron.core.dist_checkpointing.strategies.torch import (  # isort: skip
 
 
 POLL_SECONDS = 0.05
+REPORT_POLL_SECONDS = 1.0
+"""How often, at the least, the first rank's process looks for the reports of the others."""
+COMMIT_SECONDS = 60.0
+"""How long after the time limit for writing the first rank's process may still wait and commit."""
+FAILED = "failed"
+"""A file in the directory that is being written: some rank could not write its part."""
 
 
 class SaveError(RuntimeError):
     """A checkpoint could not be written; raised on every rank. Earlier checkpoints are untouched."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank has written: Megatron's results and the digests of the files."""
+
+    results: list[Any]
+    digests: FileDigests
+
+
+Commit = Callable[[Sequence[Written]], Any]
+"""Gives the directory its name, from what every rank has written."""
 
 
 @dataclass(frozen=True)
@@ -148,15 +172,19 @@ class ShardWriter:
         planned: what to write.
         timeout: seconds after which the process is given up.
         staging: memory for what is on a GPU; nobody else may use it before the file is written.
+        commit: called in the writing process of the first rank, once all ranks have written.
     """
 
-    def __init__(self, planned: PlannedShards, timeout: float, staging: HostStaging) -> None:
-        self.storage, self.metadata, self.staging = planned.storage, planned.metadata, staging
-        self._deadline = time.monotonic() + timeout
+    def __init__(self, planned: PlannedShards, timeout: float, staging: HostStaging, commit: Commit) -> None:
+        self.storage, self.staging = planned.storage, staging
+        self.directory, self._rank = Path(self.storage.checkpoint_dir), torch.distributed.get_rank()
+        self.deadline = time.monotonic() + timeout
         self._report: _Report | None = None
         context = multiprocessing.get_context("fork")
         self._receiver, self._sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_write, args=(self._sender, self.storage, os.getpid()), daemon=True)
+        ranks = torch.distributed.get_world_size()
+        arguments = (self._sender, self.storage, os.getpid(), self._rank, ranks, commit)
+        self._process = context.Process(target=_write, args=arguments, daemon=True)
         self.storage.stage(staging)
         self._start_if_staged()
 
@@ -192,7 +220,8 @@ class ShardWriter:
 
     def _given_up(self) -> _Report | None:
         """None while there is time left."""
-        if time.monotonic() <= self._deadline:
+        waits_for_others = self._rank == 0 and _report_file(self.directory, 0).exists()
+        if time.monotonic() <= self.deadline + (COMMIT_SECONDS if waits_for_others else 0.0):
             return None
         self.abandon()
         return _Report(error="writing took longer than checkpoint.timeout_seconds")
@@ -200,6 +229,26 @@ class ShardWriter:
     def _died(self) -> _Report:
         self._process.join(1)
         return _Report(error=f"the process that wrote died (exit status {self._process.exitcode})")
+
+    def finish_alone(self, seconds: float) -> bool:
+        """Wait, without other ranks, until the checkpoint is committed; whether it is. Otherwise it is discarded.
+
+        Args:
+            seconds: to wait at most; in no case longer than the time limit for writing.
+        """
+        deadline = min(time.monotonic() + seconds, self.deadline + COMMIT_SECONDS)
+        while (report := self.poll()) is None or report.error is None:
+            if report is not None and not self.directory.exists():
+                return True
+            if time.monotonic() > deadline or (self.directory / FAILED).exists():
+                break
+            time.sleep(POLL_SECONDS)
+        with contextlib.suppress(OSError):
+            (self.directory / FAILED).touch()
+        self.abandon()
+        if self._rank == 0:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        return False
 
     def abandon(self) -> None:
         """Stop writing."""
@@ -212,20 +261,41 @@ class ShardWriter:
 
 @dataclass(frozen=True)
 class _Report:
-    """What a writing process achieved: Megatron's results, the files' digests, or what went wrong."""
+    """The end of a writing process: what went wrong, or None."""
 
-    results: list[Any] = field(default_factory=list)
-    digests: FileDigests = field(default_factory=dict)
     error: str | None = None
 
 
-def _write(sender: Connection, storage: OneFileWriter, parent: int) -> None:
-    """The forked process: write and flush the file, read it back for its digest, report."""
+def _report_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank:05d}.report"
+
+
+def _everyone_written(directory: Path, ranks: int) -> list[Written]:
+    """Wait for the reports of all ranks, and take them away."""
+    files, seconds = {_report_file(directory, rank) for rank in range(ranks)}, POLL_SECONDS / 4
+    while not files <= set(directory.iterdir()):  # listed: a network file system remembers what was not there
+        time.sleep(seconds)
+        seconds = min(seconds * 1.5, REPORT_POLL_SECONDS)
+    written = [pickle.loads(file.read_bytes()) for file in sorted(files)]
+    for file in files:
+        file.unlink()
+    return written
+
+
+def _write(sender: Connection, storage: OneFileWriter, parent: int, rank: int, ranks: int, commit: Commit) -> None:
+    """Write and flush the file, read it back for its digest, report; the first rank then commits."""
     _live_and_die_with(parent)
     torch.set_num_threads(1)  # the parent's OpenMP threads do not exist here
+    directory = Path(storage.checkpoint_dir)
     try:
         results = storage.write()
-        report = _Report(results, digests_of(Path(storage.checkpoint_dir), [storage.file_name] if results else []))
+        written = Written(results, digests_of(directory, [storage.file_name] if results else []))
+        temporary = directory / f"rank_{rank:05d}.partial"
+        temporary.write_bytes(pickle.dumps(written))
+        temporary.rename(_report_file(directory, rank))
+        if rank == 0:
+            commit(_everyone_written(directory, ranks))
+        report = _Report()
     except Exception as error:
         report = _Report(error=f"{type(error).__name__}: {error}")
     sender.send(report)

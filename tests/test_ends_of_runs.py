@@ -1,0 +1,133 @@
+"""However a run ends: what it had trained and begun to save is kept, and the end is told in one line."""
+
+import json
+import os
+
+import pytest
+import torch
+import yaml
+from small_models import make_model
+from test_training_programs import run
+
+from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
+
+BREAKING = """
+import os, time, torch
+from mcore_rl.platform import initialize_platform
+initialize_platform()
+from mcore_rl.algorithms.sft import train_sft
+from mcore_rl.algorithms.supervised import SupervisedRun
+from mcore_rl.cli.entry_point import run_script
+from mcore_rl.config import SFTConfig
+from mcore_rl.models.megatron.checkpoint.writer import OneFileWriter
+
+step, write = SupervisedRun.step, OneFileWriter.write
+
+def step_or_break(self, number):
+    if number == 3 and str(torch.distributed.get_rank()) in os.environ["BROKEN_RANKS"].split():
+        raise RuntimeError("something breaks")
+    return step(self, number)
+
+def write_slowly(self):
+    seconds = dict(entry.split("=") for entry in os.environ["WRITING_SECONDS"].split())
+    if "iter_0000002" in str(self.checkpoint_dir):
+        time.sleep(float(seconds[str(torch.distributed.get_rank())]))
+    return write(self)
+
+if __name__ == "__main__":
+    SupervisedRun.step, OneFileWriter.write = step_or_break, write_slowly
+    run_script("sft", SFTConfig, train_sft, "")
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("ends")
+    make_model("llama", root / "model", initializer_range=0.05)
+    records = [{"prompt": f"say {i} ", "completion": "abcdefgh"[: 2 + i % 6]} for i in range(16)]
+    (root / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = {
+        "output_dir": "set below",
+        "model": {"path": str(root / "model")},
+        "data": {"train": str(root / "data.jsonl"), "max_sequence_length": 48},
+        "batch": {"global_batch_size": 4},
+        "trainer": {"max_steps": 4},
+        "checkpoint": {"save_interval": 1, "export_hf": False},
+        "parallel": {"timeout_seconds": 40},
+    }
+    (root / "sft.yaml").write_text(yaml.safe_dump(config))
+    (root / "breaking.py").write_text(BREAKING)
+    prompts = [{"prompt": f"say {letter} ", "answer": letter} for letter in "abcdefgh"]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    return root
+
+
+def saved(out):
+    """The names of the checkpoints, all of which are whole; nothing half written is beside them."""
+    store = CheckpointStore(out / "checkpoints")
+    assert not list(store.directory.glob(".*")), list(store.directory.iterdir())
+    assert [problem for path in store.iterations() for problem in digest_problems(path)] == []
+    return [path.name for path in store.iterations()]
+
+
+@pytest.mark.parametrize(
+    ("processes", "broken", "writing"),
+    [
+        (1, "0", "0=1"),
+        pytest.param(2, "1", "0=2 1=0", marks=pytest.mark.long),
+        pytest.param(2, "1", "0=0 1=2", marks=pytest.mark.long),
+        pytest.param(2, "0", "0=0 1=2", marks=pytest.mark.long),
+        pytest.param(2, "0 1", "0=0 1=2", marks=pytest.mark.long),
+    ],
+)
+def test_a_checkpoint_that_is_being_written_is_finished(processes, broken, writing, files, monkeypatch):
+    """Whichever rank ends, and whichever is the slowest to write."""
+    out = files / f"broken_{broken}_{writing}".replace(" ", "_")
+    monkeypatch.setenv("BROKEN_RANKS", broken)
+    monkeypatch.setenv("WRITING_SECONDS", writing)
+    ended = run(files / "breaking.py", files / "sft.yaml", f"output_dir={out}", processes=processes, check=False)
+    assert ended.returncode == 1 and "RuntimeError: something breaks" in ended.stderr_text, ended.stderr_text
+    assert saved(out) == ["iter_0000001", "iter_0000002"]
+    assert CheckpointStore(out / "checkpoints").tracked_step() == 2
+
+
+def test_a_checkpoint_that_cannot_be_written_in_time_is_discarded(files, monkeypatch):
+    out = files / "too_slow"
+    monkeypatch.setenv("BROKEN_RANKS", "0")
+    monkeypatch.setenv("WRITING_SECONDS", "0=1000")
+    overrides = (f"output_dir={out}", "checkpoint.timeout_seconds=2")
+    ended = run(files / "breaking.py", files / "sft.yaml", *overrides, check=False)
+    assert ended.returncode == 1 and "RuntimeError: something breaks" in ended.stderr_text, ended.stderr_text
+    assert saved(out) == ["iter_0000001"]
+
+
+JUDGE = """
+from pathlib import Path
+
+def judge(message_log, record):
+    calls = Path(__file__).with_name("calls")
+    with calls.open("a") as file:
+        file.write("x")
+    if calls.stat().st_size > 8:
+        raise RuntimeError("the judge is down")
+    return float(calls.stat().st_size % 2)
+"""
+
+
+def test_what_was_trained_before_the_judge_went_down_is_saved(files, monkeypatch):
+    """Two steps of four samples are judged, those of the third are not."""
+    out = files / "judge_down"
+    (files / "falling_judge.py").write_text(JUDGE)
+    monkeypatch.setenv("PYTHONPATH", str(files), prepend=os.pathsep)
+    overrides = [f"output_dir={out}", f"model.path={files / 'model'}", f"data.train={files / 'prompts.jsonl'}"]
+    overrides += ["data.max_sequence_length=32", "trainer.max_steps=5", "checkpoint.export_hf=false"]
+    overrides += ["environment.name=function", "environment.function=falling_judge:judge", "environment.num_workers=1"]
+    overrides += ["grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", "grpo.max_new_tokens=4"]
+    (files / "calls").unlink(missing_ok=True)
+    ended = run("train_grpo.py", *overrides, "environment.max_failed_steps=1", check=False)
+    assert ended.returncode == 3, ended.stdout_text + ended.stderr_text
+    assert "no sample could be judged in 1 step; the last error: RuntimeError: the judge is down" in ended.stderr_text
+    (name,) = saved(out)
+    state = torch.load(out / "checkpoints" / name / "common.pt", weights_only=True)["state"]
+    step = int(name.removeprefix("iter_"))
+    assert step >= 1 and state["consumed_samples"] == 2 * step
