@@ -20,6 +20,10 @@ class TrainingError(RuntimeError):
     """Training cannot go on; the message says at which step and why. What was saved is intact."""
 
 
+class NotFiniteError(TrainingError):
+    """A loss or a gradient is NaN or infinite. A run that starts again from the last checkpoint comes to the same."""
+
+
 class WorkerError(RuntimeError):
     """A rank failed, died or took too long; the message has its number and, if it could still tell, its traceback."""
 

@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -131,3 +134,56 @@ def test_what_was_trained_before_the_judge_went_down_is_saved(files, monkeypatch
     state = torch.load(out / "checkpoints" / name / "common.pt", weights_only=True)["state"]
     step = int(name.removeprefix("iter_"))
     assert step >= 1 and state["consumed_samples"] == 2 * step
+
+
+POISONED = """
+import torch
+from mcore_rl.platform import initialize_platform
+initialize_platform()
+from mcore_rl.algorithms.sft import train_sft
+from mcore_rl.algorithms.supervised import SupervisedRun
+from mcore_rl.cli.entry_point import run_script
+from mcore_rl.config import SFTConfig
+
+validate_on = SupervisedRun.validate_on
+
+def validate_poisoned(self, name, dataset, step):
+    with torch.no_grad():
+        for parameter in self.policy.parameters():
+            parameter.fill_(float("nan") if step == 3 else 0.01)
+    return validate_on(self, name, dataset, step)
+
+if __name__ == "__main__":
+    SupervisedRun.validate_on = validate_poisoned
+    run_script("sft", SFTConfig, train_sft, "")
+"""
+
+
+@pytest.mark.long
+def test_nan_in_validation_ends_as_in_training_and_is_not_restarted(files):
+    (files / "poisoned.py").write_text(POISONED)
+    out = files / "nan"
+    overrides = [f"output_dir={out}", f"data.validation={files / 'data.jsonl'}", "trainer.validation_interval=1"]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
+    command = [sys.executable, *launcher, files / "poisoned.py", files / "sft.yaml", *overrides]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=200, env=environment, check=False
+    )
+    text = ended.stdout + ended.stderr
+    assert ended.returncode == 1 and re.search(r"exitcode +: 3", text), text
+    assert text.count("train: 16 records") == 1, "it began once"
+    told = f"step 3: validation: the loss is nan.*; the last checkpoint is {out / 'checkpoints' / 'iter_0000002'}"
+    assert re.search(f"error: {told}$", text, re.MULTILINE), text
+    assert re.search(f"error: {told}; a restart would come to the same, so there is none$", text, re.MULTILINE), text
+    assert saved(out) == ["iter_0000001", "iter_0000002"]
+
+
+def test_nan_in_validation_is_told_in_one_line(files):
+    (files / "poisoned.py").write_text(POISONED)
+    out = files / "nan_alone"
+    overrides = [f"output_dir={out}", f"data.validation={files / 'data.jsonl'}", "trainer.validation_interval=1"]
+    ended = run(files / "poisoned.py", files / "sft.yaml", *overrides, check=False)
+    assert ended.returncode == 3, ended.stderr_text
+    assert re.fullmatch(r"error: step 3: validation: the loss is nan.*iter_0000002\n", ended.stderr_text)
+    assert saved(out) == ["iter_0000001", "iter_0000002"]

@@ -2,6 +2,7 @@
 
 OUTPUT/run.json      marks the directory as a run's, and says which; without it nothing that is there is touched
 OUTPUT/run.lock      exists while a run goes on, with the pid and host of its first process
+OUTPUT/not_finite.json   why the run ended, if a loss was NaN or infinite: torchrun need not start it again
 OUTPUT/…             what the run writes (`WRITTEN`)
 """
 
@@ -22,15 +23,16 @@ import psutil
 from mcore_rl.errors import UserError
 from mcore_rl.run.identity import RunIdentity
 from mcore_rl.utils.checkpoint_store import CheckpointStore, foreign_files, remove_listed
+from mcore_rl.utils.torchrun import launch_id
 
-MARKER, LOCK = "run.json", "run.lock"
+MARKER, LOCK, NOT_FINITE = "run.json", "run.lock", "not_finite.json"
 STEP_LOGS, JUDGE_LOG, SERVER_LOGS = ("metrics.jsonl", "samples.jsonl"), "judge.log", "vllm"
 LOGS = (*STEP_LOGS, JUDGE_LOG)
 WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "critic", "stacks", "tensorboard")
 """What a run replaces or removes; judge.log and vllm/ only grow; precomputed references are named by content."""
 REPORT, REPORT_MARK = "report.html", '<meta name="generator" content="mcore_rl report">'
 """Written by `mcore-rl report`, with this mark in it; another file of that name is not touched."""
-OWN = (*WRITTEN, JUDGE_LOG, SERVER_LOGS, REPORT, MARKER, LOCK)
+OWN = (*WRITTEN, JUDGE_LOG, SERVER_LOGS, REPORT, MARKER, LOCK, NOT_FINITE)
 
 
 class RunDirectory:
@@ -185,15 +187,29 @@ class RunDirectory:
             remove_listed(exported)
         self.checkpoints.forget()
         events = (self.path / "tensorboard").glob("events.out.tfevents.*")
-        for file in (*(self.path / name for name in (*STEP_LOGS, "config.yaml", MARKER)), *events):
+        for file in (*(self.path / name for name in (*STEP_LOGS, "config.yaml", MARKER, NOT_FINITE)), *events):
             file.unlink(missing_ok=True)
         if is_report(self.path / REPORT):
             (self.path / REPORT).unlink()
         if (self.path / JUDGE_LOG).exists():  # judges may have it open already
             os.truncate(self.path / JUDGE_LOG, 0)
 
+    def mark_not_finite(self, message: str) -> None:
+        """Keep why this launch of the run ended, for `not_finite`."""
+        with contextlib.suppress(OSError):
+            (self.path / NOT_FINITE).write_text(json.dumps({"launch": launch_id(), "error": message}))
+
+    def not_finite(self, launch: str) -> str | None:
+        """Why that launch has ended, if a loss or a gradient was not finite."""
+        try:
+            ended = json.loads((self.path / NOT_FINITE).read_text())
+            return str(ended["error"]) if ended["launch"] == launch else None
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
     def mark(self, identity: str, config: str) -> None:
         """From now on the directory is this run's: its identity (JSON) and its resolved configuration (YAML)."""
+        (self.path / NOT_FINITE).unlink(missing_ok=True)
         for name, text in ((MARKER, identity), ("config.yaml", config)):
             temporary = self.path / f".{name}.partial"
             temporary.write_text(text)

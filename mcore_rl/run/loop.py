@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from mcore_rl.config import TrainingConfig, resolved_yaml
-from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.errors import NotFiniteError, TrainingError, UserError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.run import directory as run_directory
 from mcore_rl.run import watchdog
@@ -193,7 +193,10 @@ class TrainingRun(ABC, Generic[DatasetT]):
             checkpoints.poll(step, wait=True)
             newest = checkpoints.newest() or "none"
             where = "validation: " if part == self.validate else ""
-            raise TrainingError(f"step {step}: {where}{error}; the last checkpoint is {newest}") from None
+            message = f"step {step}: {where}{error}; the last checkpoint is {newest}"
+            if self.policy.is_writer:
+                RunDirectory(self.config.output_dir).mark_not_finite(message)
+            raise NotFiniteError(message) from None
         except TrainingError:  # on every rank alike
             checkpoints.poll(step, wait=True)
             is_sound = self.policy.updates_made == updates and self.policy.can_be_saved

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mcore_rl.config import RLConfig, RMConfig, TrainingConfig
 from mcore_rl.data.readers import check_file
-from mcore_rl.errors import UserError
+from mcore_rl.errors import NotFiniteError, UserError
 from mcore_rl.run.directory import RunDirectory
 from mcore_rl.run.identity import inputs_of, models_of
 from mcore_rl.utils.checkpoint_store import CheckpointStore, quick_problems
@@ -25,7 +25,10 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
 
     Raises:
         UserError: naming the key or option, what was found, what would be right.
+        NotFiniteError: torchrun has started the run again after an end that it would come to again.
     """
+    if is_restart(config.output_dir) and (ended := RunDirectory(config.output_dir).not_finite(launch_id())):
+        raise NotFiniteError(f"{ended}; a restart would come to the same, so there is none")
     check_layout(config, world_size)
     check_sources(config)
     _check_files(files, RunDirectory(config.output_dir))
