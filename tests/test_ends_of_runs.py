@@ -12,6 +12,9 @@ import yaml
 from small_models import make_model
 from test_training_programs import run
 
+from mcore_rl.config import SFTConfig
+from mcore_rl.run.metrics import Reporter
+from mcore_rl.run.step_log import StepLog, read_step_log
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
 
 BREAKING = """
@@ -187,3 +190,64 @@ def test_nan_in_validation_is_told_in_one_line(files):
     assert ended.returncode == 3, ended.stderr_text
     assert re.fullmatch(r"error: step 3: validation: the loss is nan.*iter_0000002\n", ended.stderr_text)
     assert saved(out) == ["iter_0000001", "iter_0000002"]
+
+
+WANDB = """
+import json
+from pathlib import Path
+
+def init(**options):
+    with Path(__file__).with_name("begun.jsonl").open("a") as file:
+        file.write(json.dumps([options["id"], options["resume"]]) + "\\n")
+    return Run()
+
+class Run:
+    def log(self, metrics, step):
+        raise ConnectionError("the server is down")
+
+    def finish(self):
+        raise ConnectionError("the server is down")
+"""
+
+MLFLOW = """
+def set_experiment(name):
+    raise OSError(28, "No space left on device")
+"""
+
+
+def test_trackers_that_fail_are_told_of_once(files, tmp_path, monkeypatch):
+    """The run goes on; started again, it is the same run on Weights & Biases."""
+    (tmp_path / "wandb.py").write_text(WANDB)
+    (tmp_path / "mlflow.py").write_text(MLFLOW)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    for steps in (2, 3):
+        overrides = [f"output_dir={tmp_path / 'out'}", f"trainer.max_steps={steps}", "checkpoint.save_interval=null"]
+        ended = run("train_sft.py", files / "sft.yaml", *overrides, "logging.wandb=project", "logging.mlflow=trials")
+        told = [line for line in ended.stdout_text.splitlines() if line.startswith("warning: ")]
+        assert told == [
+            "warning: MLflow fails and is left out from now on (OSError: [Errno 28] No space left on device); "
+            "metrics.jsonl goes on",
+            "warning: Weights & Biases fails and is left out from now on (ConnectionError: the server is down); "
+            "metrics.jsonl goes on",
+        ]
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 3
+    first, second = map(json.loads, (tmp_path / "begun.jsonl").read_text().splitlines())
+    assert first == second == [(tmp_path / "out" / "wandb.id").read_text(), "allow"]
+
+
+def test_a_full_disk_costs_lines_of_metrics_and_no_training(tmp_path, monkeypatch, capsys):
+    """The line that was cut short is gone once there is room again."""
+    values = {"output_dir": tmp_path, "model": {"path": "m"}, "data": {"train": "d"}}
+    reporter, append = Reporter(SFTConfig.model_validate(values), True, 1, 5), StepLog.append
+
+    def append_half(self, step, *entries):
+        append(self, step, *entries)
+        if step in (2, 3):
+            os.truncate(self.path, self.path.stat().st_size - 5)
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(StepLog, "append", append_half)
+    for step in range(1, 6):
+        reporter.record(step, {"loss": 1.0})
+    assert [entry["step"] for entry in read_step_log(tmp_path / "metrics.jsonl")] == [1, 4, 5]
+    assert capsys.readouterr().out.count("metrics.jsonl cannot be written (No space left on device)") == 1

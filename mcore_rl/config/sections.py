@@ -142,7 +142,7 @@ class LoggingConfig(Section):
     tensorboard: bool = False
     """Write metrics to output_dir/tensorboard as well; needs the `tensorboard` extra."""
     wandb: Name | None = None
-    """Project on Weights & Biases; needs the `wandb` extra."""
+    """Project on Weights & Biases; needs the `wandb` extra. A run that goes on is the same run there."""
     wandb_tags: tuple[Name, ...] = ()
     """Of the run there."""
     mlflow: Name | None = None

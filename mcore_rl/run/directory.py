@@ -3,6 +3,7 @@
 OUTPUT/run.json      marks the directory as a run's, and says which; without it nothing that is there is touched
 OUTPUT/run.lock      exists while a run goes on, with the pid and host of its first process
 OUTPUT/not_finite.json   why the run ended, if a loss was NaN or infinite: torchrun need not start it again
+OUTPUT/wandb.id      the run's id on Weights & Biases
 OUTPUT/…             what the run writes (`WRITTEN`)
 """
 
@@ -25,14 +26,14 @@ from mcore_rl.run.identity import RunIdentity
 from mcore_rl.utils.checkpoint_store import CheckpointStore, foreign_files, remove_listed
 from mcore_rl.utils.torchrun import launch_id
 
-MARKER, LOCK, NOT_FINITE = "run.json", "run.lock", "not_finite.json"
+MARKER, LOCK, NOT_FINITE, WANDB_ID = "run.json", "run.lock", "not_finite.json", "wandb.id"
 STEP_LOGS, JUDGE_LOG, SERVER_LOGS = ("metrics.jsonl", "samples.jsonl"), "judge.log", "vllm"
 LOGS = (*STEP_LOGS, JUDGE_LOG)
 WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "critic", "stacks", "tensorboard")
 """What a run replaces or removes; judge.log and vllm/ only grow; precomputed references are named by content."""
 REPORT, REPORT_MARK = "report.html", '<meta name="generator" content="mcore_rl report">'
 """Written by `mcore-rl report`, with this mark in it; another file of that name is not touched."""
-OWN = (*WRITTEN, JUDGE_LOG, SERVER_LOGS, REPORT, MARKER, LOCK, NOT_FINITE)
+OWN = (*WRITTEN, JUDGE_LOG, SERVER_LOGS, REPORT, MARKER, LOCK, NOT_FINITE, WANDB_ID)
 
 
 class RunDirectory:
@@ -187,7 +188,10 @@ class RunDirectory:
             remove_listed(exported)
         self.checkpoints.forget()
         events = (self.path / "tensorboard").glob("events.out.tfevents.*")
-        for file in (*(self.path / name for name in (*STEP_LOGS, "config.yaml", MARKER, NOT_FINITE)), *events):
+        for file in (
+            *(self.path / name for name in (*STEP_LOGS, "config.yaml", MARKER, NOT_FINITE, WANDB_ID)),
+            *events,
+        ):
             file.unlink(missing_ok=True)
         if is_report(self.path / REPORT):
             (self.path / REPORT).unlink()

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mcore_rl.config import TrainingConfig, greatest_is_best
 from mcore_rl.run import watchdog
 from mcore_rl.run.step_log import StepLog
-from mcore_rl.run.trackers import trackers_of
+from mcore_rl.run.trackers import Trackers
 from mcore_rl.utils.progress import Say, silent
 
 console = Console(soft_wrap=True, highlight=False)
@@ -44,15 +44,21 @@ class Reporter:
         self._bar: Progress | None = None
         if is_writer:
             self.log = StepLog(config.output_dir / "metrics.jsonl")
-            self.trackers = trackers_of(config)
+            self.trackers = Trackers(config, speaker(is_writer))
+            self._log_fails = False
 
     def record(self, step: int, metrics: dict[str, Any]) -> None:
         """One object for the step: a line of metrics.jsonl, and what other programs show."""
         if not self.enabled:
             return
-        self.log.append(step, metrics)
-        for tracker in self.trackers:
-            tracker.log(metrics, step)
+        try:
+            self.log.append(step, metrics)
+        except OSError as error:
+            self.log = StepLog(self.log.path)  # what it has written of the line is taken away with the next
+            if not self._log_fails:
+                speaker(True)(f"warning: {self.log.path} cannot be written ({error.strerror}); steps are missing in it")
+            self._log_fails = True
+        self.trackers.log(metrics, step)
         self._tokens += metrics.get("num_tokens", 0)
         self._seconds += metrics.get("step_seconds", 0.0)
         for name, value in metrics.items():
@@ -92,8 +98,8 @@ class Reporter:
 
     def close(self) -> None:
         """Tell other programs that the run is over."""
-        for tracker in self.trackers if self.enabled else ():
-            tracker.close()
+        if self.enabled:
+            self.trackers.close()
 
     def summary(self, last_step: int) -> Iterator[str]:
         """What has come of the steps from the first on; nothing if there was none."""

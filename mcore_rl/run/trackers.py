@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import secrets
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from mcore_rl.config import TrainingConfig
+from mcore_rl.run.directory import WANDB_ID
 from mcore_rl.run.identity import flattened
+from mcore_rl.utils.progress import Say
 
 
 class Tracker(Protocol):
@@ -37,11 +41,20 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
+    """A run there, which goes on when this run does: its id is kept in the output directory."""
+
     def __init__(self, config: TrainingConfig) -> None:
         import wandb
 
-        asked = config.logging
+        asked, kept = config.logging, config.output_dir / WANDB_ID
+        run_id = kept.read_text().strip() if kept.is_file() else ""
+        if not run_id:
+            run_id = secrets.token_hex(8)
+            with contextlib.suppress(OSError):
+                kept.write_text(run_id)
         self._run: Any = wandb.init(
+            id=run_id,
+            resume="allow",
             project=asked.wandb,
             name=asked.run_name,
             tags=list(asked.wandb_tags) or None,
@@ -74,14 +87,38 @@ class MLflow:
         self._mlflow.end_run()
 
 
-def trackers_of(config: TrainingConfig) -> list[Tracker]:
-    """Those that the configuration asks for, started."""
-    asked = config.logging
-    started: list[Tracker] = []
-    if asked.tensorboard:
-        started.append(TensorBoard(config))
-    if asked.wandb is not None:
-        started.append(WeightsAndBiases(config))
-    if asked.mlflow is not None:
-        started.append(MLflow(config))
-    return started
+class Trackers:
+    """Those that the configuration asks for. One that fails is told of once and left out from then on."""
+
+    def __init__(self, config: TrainingConfig, say: Say) -> None:
+        asked, self._say, self._started = config.logging, say, dict[str, Tracker]()
+        kinds: dict[str, tuple[object, Callable[[TrainingConfig], Tracker]]] = {
+            "TensorBoard": (asked.tensorboard, TensorBoard),
+            "Weights & Biases": (asked.wandb, WeightsAndBiases),
+            "MLflow": (asked.mlflow, MLflow),
+        }
+        for name, (is_asked, start) in kinds.items():
+            if is_asked:
+                with self._left_out_if_it_fails(name):
+                    self._started[name] = start(config)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Hand the numbers of one step to all of them."""
+        for name, tracker in list(self._started.items()):
+            with self._left_out_if_it_fails(name):
+                tracker.log(metrics, step)
+
+    def close(self) -> None:
+        """Tell all of them that the run is over."""
+        for name, tracker in list(self._started.items()):
+            with self._left_out_if_it_fails(name):
+                tracker.close()
+
+    @contextlib.contextmanager
+    def _left_out_if_it_fails(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever it is, it is no reason to lose what is trained
+            self._started.pop(name, None)
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self._say(f"warning: {name} fails and is left out from now on ({reason}); metrics.jsonl goes on")
