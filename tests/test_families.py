@@ -182,6 +182,9 @@ def test_what_transformer_engine_lacks_is_refused_there(monkeypatch):
     for family in ("windows", "gemma3", "olmo2"):
         with pytest.raises(UserError, match="where Transformer Engine is installed"):
             hf_config.check_model_fits(make_config(family), ParallelConfig(), 14)
+    hf_config.check_model_fits(make_config("llama"), ParallelConfig(), 14, ModelConfig(path="m", dtype="bfloat16"))
+    with pytest.raises(UserError, match="no attention kernel for packed sequences in float32"):
+        hf_config.check_model_fits(make_config("llama"), ParallelConfig(), 14, ModelConfig(path="m"))
 
 
 @pytest.mark.parametrize(

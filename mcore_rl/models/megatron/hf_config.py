@@ -63,6 +63,11 @@ def check_model_fits(
             f"model.path: {family.model_type}, and sliding windows shorter than data.max_sequence_length, are not "
             "supported where Transformer Engine is installed"
         )
+    if uses_transformer_engine() and model is not None and model.dtype == "float32":
+        raise UserError(
+            "model.dtype=float32: Transformer Engine has no attention kernel for packed sequences in float32; set "
+            "model.dtype=bfloat16"
+        )
     _check_experts(family, parallel)
     if model is not None:
         _check_options(family, model)
@@ -198,7 +203,8 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         # With a per-token loss neither the schedule nor DDP rescales anything: see optimizer.py.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
-        apply_rope_fusion=use_te,
+        # Megatron's fused kernel for packed sequences leaves out YaRN's factor on cos and sin.
+        apply_rope_fusion=False,
         bias_dropout_fusion=use_te,
         masked_softmax_fusion=False,
         **_recomputation(model),

@@ -51,6 +51,7 @@ def block_spec(config: TransformerConfig, family: Family, pipeline_rank: int, vp
             if layer.submodules.mlp.module is MoELayer:
                 layer.submodules.mlp.module = PackMoELayer
                 layer.submodules.mlp.submodules.router = _router(family)
+                layer.submodules.mlp.submodules.experts.module = CountingExperts  # with Transformer Engine's linears
         return spec
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pipeline_rank)

@@ -20,6 +20,7 @@ from mcore_rl.distributed.collectives import all_reduce
 from mcore_rl.distributed.own_rows import OwnRows, Share, share_of
 from mcore_rl.errors import ContractError, TrainingError, UserError
 from mcore_rl.models.megatron.build import build_model
+from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.forward_step import (
     LogprobHead,
@@ -66,16 +67,17 @@ class ScoringModel:
 
     def _build(self, rows_per_unit: int) -> None:
         config = self.config
+        batching = batching_of(config, rows_per_unit, self.topology.data.size)
+        is_mixture = isinstance(family_of(self.hf_config), Mixture)
+        if batching.rows_per_group and (uses_transformer_engine() or is_mixture):
+            raise UserError(
+                "batch.share_prefixes: not for mixtures of experts, nor with Transformer Engine; leave it out"
+            )
         self.model = build_model(self.hf_config, config.model, config.parallel, self.topology)
         load_hf_weights(self.model, SafetensorsDirectory(config.model.path))
         if config.model.lora is not None:
             self.model = add_adapters(self.model, lora_of(config.model.lora, self.model.family, config.seed))
-        batching = batching_of(config, rows_per_unit, self.topology.data.size)
         self.batching = replace(batching, attention_length=self._attention_length())
-        if self.batching.rows_per_group and (uses_transformer_engine() or isinstance(self.model.family, Mixture)):
-            raise UserError(
-                "batch.share_prefixes: not for mixtures of experts, nor with Transformer Engine; leave it out"
-            )
         self.chunks: list[Any] = list(self.model.chunks)
         self.weights_away = Offload(keep=True)
 
