@@ -1,0 +1,72 @@
+"""Random compositions of layout, family and options equal one process; a seed draws one of them.
+
+pytest -m long tests/test_random_compositions.py --composition SEED     that one alone
+"""
+
+import copy
+import random
+
+import pytest
+from small_models import make_config as hf_config_of
+from test_layout_check import make_config, make_data
+from test_moe_routing import with_experts
+
+from mcore_rl.config import DPOConfig
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.families import family_of
+from mcore_rl.testing.layout_check import Layout, compare, compute_outcome, fitting, table_row
+from mcore_rl.testing.processes import run_processes
+
+SEEDS = range(24)
+MIXTURES = ["mixtral", "qwen3_moe", "glm4_moe"]
+
+
+def pytest_generate_tests(metafunc):
+    chosen = metafunc.config.getoption("--composition")
+    metafunc.parametrize("seed", SEEDS if chosen is None else [chosen])
+
+
+def draw(seed, model_of):
+    """Return the configuration of one process, a layout of 2 to 4, and whether experts are replayed."""
+    drawn = random.Random(f"composition {seed}")
+    while True:
+        family = drawn.choice(["llama", "gemma3", "qwen2", *MIXTURES])
+        config = make_config(model_of(family))
+        model = {"recompute_modules": drawn.choice([(), ("mlp",), ("moe",)])}
+        if family in MIXTURES:
+            model |= {"moe_aux_loss_coeff": drawn.choice([0, 0.1]), "moe_z_loss_coeff": drawn.choice([0, 0.05])}
+            model["moe_grouped_gemm"] = family != "mixtral" and drawn.random() < 0.4
+        sizes = {name: drawn.choice([1, 1, 2]) for name in ("tp", "pp", "cp", "dp", "ep")}
+        layout = Layout(
+            **sizes, sp=sizes["tp"] > 1 and drawn.random() < 0.7, packing=drawn.random() < 0.8,
+            tokens_per_pack=drawn.choice([128, 256]), vpp=drawn.choice([1, 1, 2]), prefix=drawn.random() < 0.3,
+        )  # fmt: skip
+        if not 2 <= layout.world_size <= 4:
+            continue
+        try:
+            values = config.model_dump() | {"model": config.model.model_dump() | model}
+            values["batch"]["min_shared_tokens"] = drawn.choice([1, 4, 32])
+            one = DPOConfig.model_validate(values | {"batch": values["batch"] | {"share_prefixes": layout.prefix}})
+            if layout.prefix and (family in MIXTURES or not layout.packing):
+                continue
+            layout.apply(one).parallel.data_parallel_size(layout.world_size)
+            if not fitting([layout], one)[0]:
+                continue
+        except (ValueError, UserError):
+            continue
+        return family, one, layout, family in MIXTURES and drawn.random() < 0.4
+
+
+@pytest.mark.long
+def test_random_composition_equals_one_process(seed, model_of):
+    family, config, layout, replays = draw(seed, model_of)
+    data = make_data()
+    if replays:
+        experts = family_of(hf_config_of(family)).experts
+        data = with_experts(data, sum(experts.sparse_layers), experts.count, experts.topk)
+    plain = config.model_copy(update={"model": config.model.model_copy(update={"recompute_modules": ()})})
+    one = run_processes(compute_outcome, Layout().apply(plain), copy.deepcopy(data), 2, world_size=1)[0]
+    many = run_processes(compute_outcome, layout.apply(config), data, 2, world_size=layout.world_size)[0]
+    difference = compare(many, one)
+    print(f"--composition {seed}: {family} {layout} {config.model.recompute_modules} replays={replays}")
+    assert difference.within(), f"--composition {seed}: {family} {table_row(layout, difference)}"
