@@ -119,7 +119,13 @@ def test_servers_sleep_while_the_policy_has_the_device(root, tmp_path):
     (awake, weights, of_awake), (asleep, same_weights, of_asleep) = runs
     assert awake == asleep and [step["step"] for step in awake] == [0, 1, 2, 3]
     assert weights == same_weights and len(set(weights)) == 3
-    update = ["/pause?mode=keep", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+    update = [
+        "/pause?mode=keep&clear_cache=true",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/resume",
+    ]
     refitted, woken = ["/wake_up", *update, "/sleep?level=1"], ["/wake_up", "/sleep?level=1"]
     # Validation at the start, with whose weights step 1 samples; step 2; validation after it, and step 3.
     assert of_asleep == [[*refitted, *woken, *refitted, *refitted, *woken]] * 2

@@ -60,11 +60,11 @@ class Stub(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def pool_of(*behaviours, connections=3, seconds=20.0):
+def pool_of(*behaviours, connections=3, seconds=20.0, handler=Stub):
     """A pool of stubs, their requests, and what it says of those that it drops."""
     stubs, dropped = [], {}
     for behave in behaviours:
-        stub = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
+        stub = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         stub.daemon_threads, stub.block_on_close, stub.asked, stub.behave = True, False, [], behave
         threading.Thread(target=stub.serve_forever, args=(0.05,), daemon=True).start()
         stubs.append(stub)

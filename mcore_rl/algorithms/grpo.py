@@ -218,16 +218,19 @@ class GRPORun(TrainingRun[PromptDataset]):
 
     def _columns(self) -> list[TokenColumn]:
         """Of `_batch_of` any rollouts."""
-        experts = None
-        if self.config.model.moe_router_replay:
-            family = self.policy.model.family
-            assert isinstance(family, Mixture), "checked as the model was built"
-            experts = (sum(family.experts.sparse_layers), family.experts.topk)
-        return token_columns(self.inputs.tokenizer.pad_token_id, experts)
+        return token_columns(self.inputs.tokenizer.pad_token_id, self._replayed_experts())
+
+    def _replayed_experts(self) -> tuple[int, int] | None:
+        """(layers, topk) of the experts that tokens are sent to again; None without."""
+        if not self.config.model.moe_router_replay:
+            return None
+        family = self.policy.model.family
+        assert isinstance(family, Mixture), "checked as the model was built"
+        return sum(family.experts.sparse_layers), family.experts.topk
 
     def _batch_of(self, rollouts: Sequence[Rollout]) -> BatchedDataDict[Any]:
         """What is trained on, of conversations that this rank has led."""
-        return to_batch(rollouts, self.inputs.tokenizer.pad_token_id)
+        return to_batch(rollouts, self.inputs.tokenizer.pad_token_id, self._replayed_experts())
 
     def _share_out(self, step: int, rollouts: Rollouts) -> OwnRows[Any]:
         """`_batch_of` the rollouts that this replica trains on, whose tokens go to no other."""

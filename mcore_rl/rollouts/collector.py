@@ -142,12 +142,13 @@ def _logged(rollout: Rollout) -> dict[str, Any]:
 def staleness_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, float]:
     """How many versions older than `version` the weights of each sample's oldest token are; and the share of samples
     whose tokens are of several versions."""
-    ages = [version - outcome.weight_version for outcome in outcomes]
+    outcomes = [outcome for outcome in outcomes if outcome.weight_versions]  # without, there is no response
+    ages = [version - outcome.weight_version for outcome in outcomes] or [0]
     mixed = sum(len({version for version, _ in outcome.weight_versions}) > 1 for outcome in outcomes)
     return {
         "staleness_mean": sum(ages) / len(ages),
         "staleness_max": float(max(ages)),
-        "mixed_versions_fraction": mixed / len(outcomes),
+        "mixed_versions_fraction": mixed / max(len(outcomes), 1),
     }
 
 

@@ -152,10 +152,16 @@ def token_columns(pad_token_id: int, experts: tuple[int, int] | None = None) -> 
     return columns if experts is None else [*columns, TokenColumn("routed_experts", torch.int16, experts, padding=-1)]
 
 
-def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> BatchedDataDict[Any]:
+def to_batch(
+    rollouts: Sequence[Rollout], pad_token_id: int, experts: tuple[int, int] | None = None
+) -> BatchedDataDict[Any]:
     """Right-padded rows: input_ids, token_mask, generation_logprobs [B, S], input_lengths, sample_mask [B].
 
     And routed_experts [B, S, layers, topk] int16 where the rollouts have them, −1 where they are not known.
+
+    Args:
+        experts: (layers, topk) of those to be replayed, for rollouts without a response, which have none; None if they
+            are not replayed.
     """
     input_ids = _padded([r.input_ids for r in rollouts], torch.long, pad_token_id)
     batch: BatchedDataDict[Any] = BatchedDataDict(
@@ -165,12 +171,20 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> BatchedDataDict[
         input_lengths=torch.tensor([len(r.input_ids) for r in rollouts], dtype=torch.long),
         sample_mask=torch.ones(len(rollouts)),
     )
-    routed = [r.routed_experts for r in rollouts if r.routed_experts is not None]
-    if routed and len(routed) == len(rollouts):
-        experts = torch.nn.utils.rnn.pad_sequence(routed, batch_first=True, padding_value=-1)
-        tail = input_ids.shape[1] - experts.shape[1]  # what was observed last was never fed to the model
-        batch["routed_experts"] = F.pad(experts, (0, 0, 0, 0, 0, tail), value=-1)
+    routed = [_experts_of(rollout, experts) for rollout in rollouts]
+    known = [tensor for tensor in routed if tensor is not None]
+    if known and len(known) == len(rollouts):
+        padded = torch.nn.utils.rnn.pad_sequence(known, batch_first=True, padding_value=-1)
+        tail = input_ids.shape[1] - padded.shape[1]  # what was observed last was never fed to the model
+        batch["routed_experts"] = F.pad(padded, (0, 0, 0, 0, 0, tail), value=-1)
     return batch
+
+
+def _experts_of(rollout: Rollout, experts: tuple[int, int] | None) -> torch.Tensor | None:
+    """Return the rollout's experts; unknown ones for a rollout whose request failed, which has no response."""
+    if experts is None or not rollout.error or rollout.turns:
+        return rollout.routed_experts
+    return torch.full((len(rollout.input_ids), *experts), -1, dtype=torch.int16)
 
 
 def rewards_of_tokens(rollouts: Sequence[Rollout], data: Mapping[str, torch.Tensor]) -> torch.Tensor:

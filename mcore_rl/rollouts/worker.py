@@ -20,6 +20,7 @@ from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment,
 from mcore_rl.models.generation.interfaces import (
     GenerationDatumSpec,
     GenerationInterface,
+    RequestError,
     Response,
     StreamingGeneration,
     prompts_to_answer,
@@ -178,7 +179,11 @@ class RolloutWorker:
         while True:
             rollout, group = conversation.rollout, conversation.prompt.input_ids
             asked = self.generation.submit(tuple(rollout.input_ids), rollout.sample_id, group, greedy)
-            conversation.respond(await asyncio.wrap_future(asked), self.tokenizer)
+            try:
+                conversation.respond(await asyncio.wrap_future(asked), self.tokenizer)
+            except RequestError as error:
+                rollout.error = f"it has no response: {error}"
+                return rollout
             step = await asyncio.wrap_future(self.environment.submit(conversation.sample))
             if self._observe(conversation, step) is None:
                 return rollout
@@ -188,7 +193,7 @@ class RolloutWorker:
         going = list(conversations)
         while (share := Share.appended(len(going), self.topology.data)).total:
             self._respond(going, share, greedy)
-            going = self._judge(going)
+            going = self._judge([conversation for conversation in going if conversation.rollout.error is None])
 
     def _respond(self, conversations: Sequence[Conversation], share: Share, greedy: bool) -> None:
         rollouts = [conversation.rollout for conversation in conversations]
@@ -197,6 +202,9 @@ class RolloutWorker:
         out, lengths = self.generation.generate(data, greedy), asked["input_lengths"].tolist()
         ends, truncated = out["unpadded_sequence_lengths"].tolist(), out["truncated"].tolist()
         for row, conversation in enumerate(conversations):
+            if ends[row] == lengths[row]:
+                conversation.rollout.error = "it has no response"
+                continue
             response = slice(lengths[row], ends[row])
             tokens, logprobs = out["output_ids"][row, response].tolist(), out["logprobs"][row, response].tolist()
             versions = [(self.weight_version, len(tokens))]

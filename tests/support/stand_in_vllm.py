@@ -52,6 +52,11 @@ class Engine:
 
     # ------------------------------------------------------------ answers
 
+    def refusal(self, body):
+        """A status for a response that is not to be given, 0 for any other."""
+        status, modulus = self.options.refuse
+        return status * (modulus > 0 and body["sampling_params"]["seed"] % modulus == 0)
+
     def generate(self, body):
         sampling, prompt = body["sampling_params"], body["token_ids"]
         assert (sampling["top_k"], sampling["top_p"], sampling["min_p"]) == (0, 1.0, 0.0)
@@ -174,8 +179,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/sleep?level=1" and not engine.options.sleeps:
             return self.send_error(404)
         engine.count(self.path)
-        content = json.dumps(engine.answer(self.path, body)).encode()
-        self.send_response(200)
+        status = engine.refusal(body) if self.path == "/inference/v1/generate" else 0
+        content = json.dumps({"error": "not this one"} if status else engine.answer(self.path, body)).encode()
+        self.send_response(status or 200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         with suppress(BrokenPipeError):
@@ -194,6 +200,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=0.0, help="before each token")
     parser.add_argument("--experts", action="store_true", help="send tokens to experts of its own, and tell them")
     parser.add_argument("--sleeps", action="store_true", help="has the routes for it")
+    parser.add_argument("--refuse", nargs=2, type=int, default=(0, 0), help="a status for seeds that this divides")
     parser.add_argument(
         "--die", nargs=3, action="append", default=[], help="path, at which of its calls, a file of the one that does"
     )

@@ -12,7 +12,7 @@ import torch
 
 from mcore_rl.data.batches import padded_rows
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.errors import UserError
+from mcore_rl.errors import TrainingError, UserError
 
 
 class GenerationDatumSpec(TypedDict):
@@ -81,6 +81,10 @@ class GenerationInterface(ABC):
     def close(self) -> None:
         """End what was started for generation; nothing can be generated afterwards."""
         return None
+
+
+class RequestError(TrainingError):
+    """One response is not to be had, whoever is asked; others are."""
 
 
 @dataclass

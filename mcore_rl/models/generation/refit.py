@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing import resource_tracker, shared_memory
+from threading import Lock
 from typing import Any
 
 import torch
@@ -104,18 +105,30 @@ class RefitGroup:
 
 
 class RefitGroups:
-    """Several engines' groups, by name, sent to at the same time. One that fails is left out from then on."""
+    """Several engines' groups, by name, sent to at the same time. One that fails is left out from then on.
+
+    Other threads may take groups out meanwhile.
+    """
 
     def __init__(self, groups: Mapping[str, RefitGroup]) -> None:
-        self.groups, self.failures = dict(groups), dict[str, Exception]()
+        self._groups, self.failures = dict(groups), dict[str, Exception]()
+        self._lock = Lock()
+
+    def leave_out(self, name: str) -> None:
+        """Send nothing more to this one, if it is there."""
+        with self._lock:
+            self._groups.pop(name, None)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """From this process, rank 0 of all of them."""
-        begun = [(name, self._try(name, group.begin_broadcast, tensor)) for name, group in self.groups.items()]
+        with self._lock:
+            groups = list(self._groups.items())
+        begun = [(name, self._try(name, group.begin_broadcast, tensor)) for name, group in groups]
         for name, work in begun:
             if work is not None:
                 self._try(name, work.wait)
-        self.groups = {name: group for name, group in self.groups.items() if name not in self.failures}
+        for name in self.failures:
+            self.leave_out(name)
         return tensor
 
     def _try(self, name: str, call: Callable[..., Any], *args: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 import requests
 
 from mcore_rl.errors import TrainingError
-from mcore_rl.models.generation.interfaces import Response
+from mcore_rl.models.generation.interfaces import RequestError, Response
 from mcore_rl.models.generation.routed_experts import decode_routed_experts
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.megatron.families.mixture import Experts
@@ -20,10 +21,24 @@ from mcore_rl.models.megatron.families.mixture import Experts
 T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0
+HEALTH_SECONDS = 30.0
+ATTEMPTS = 3
+"""Of a request that fails while its server is well; then its sample has failed."""
+BUSY_SECONDS = 0.5
+"""Before a server that has no room is asked again."""
+BUSY = (408, 429, 503)
 
 
 class ServerError(RuntimeError):
     """A server is gone, took too long, or has failed; another one may do what it was asked."""
+
+
+class BusyError(ServerError):
+    """A server has no room at present."""
+
+
+class WrongServerError(ServerError):
+    """A server answers by other weights than it was given, or lacks what this run needs of it."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +67,13 @@ class Answer:
     spans: list[tuple[str, int]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Task:
     request: Request
     params: SamplingParams
     future: Future[Response]
+    attempts: int = 0
+    busy_since: float | None = None
 
 
 class VLLMServer:
@@ -85,7 +102,7 @@ class VLLMServer:
 
         Raises:
             ServerError: no answer within `seconds`, or one that tells of a failure.
-            TrainingError: it says that the request is wrong.
+            RequestError: it says that the request is wrong.
         """
         try:
             limits = (min(CONNECT_SECONDS, seconds), seconds)
@@ -93,11 +110,21 @@ class VLLMServer:
             content = answer.json() if answer.content else None
         except (requests.RequestException, ValueError) as error:
             raise ServerError(f"{self.url}{path}: {_reason(error)}") from None
+        if answer.status_code in BUSY:
+            raise BusyError(f"{self.url}{path}: status {answer.status_code}: {_told(content)}")
         if 400 <= answer.status_code < 500:
-            raise TrainingError(f"{self.url}{path} refuses what it is asked: {_told(content)}")
+            raise RequestError(f"{self.url}{path} refuses what it is asked: {_told(content)}")
         if answer.status_code != 200:
             raise ServerError(f"{self.url}{path}: status {answer.status_code}: {_told(content)}")
         return content
+
+    def is_well(self) -> bool:
+        """Whether it says so."""
+        try:
+            self.get("/health", HEALTH_SECONDS)
+        except (ServerError, TrainingError):
+            return False
+        return True
 
     def generate(self, request: Request, params: SamplingParams, seconds: float) -> Answer:
         """A response, and what weights it is by.
@@ -116,7 +143,7 @@ class VLLMServer:
             try:
                 experts = decode_routed_experts(choice.get("routed_experts"), num_tokens, self.experts)
             except ValueError as error:
-                raise ServerError(f"{self.url}: it tells {error}") from None
+                raise WrongServerError(f"{self.url}: it tells {error}") from None
             response.routed_experts = experts
         spans = [(span["version"], span["end"] - span["start"]) for span in choice["weight_versions"]]
         return Answer(response, spans)
@@ -142,7 +169,9 @@ def sampling_params(request: Request, params: SamplingParams) -> dict[str, Any]:
 
 
 class ServerPool:
-    """Servers that share the work. One that fails is dropped, and what it was asked is asked of another.
+    """Servers that share the work. One that is not well is dropped, and what it was asked is asked of another.
+
+    A request that fails though its server is well is asked again, `ATTEMPTS` times in all.
 
     A server takes the next request when it has room, of the lowest priority. Those of a group, which begin alike, go to
     one server, where they share what is computed of their beginning.
@@ -171,7 +200,7 @@ class ServerPool:
     def submit(self, request: Request, params: SamplingParams) -> Future[Response]:
         """A response by the weights that the servers have; by several, where these change meanwhile.
 
-        The future raises TrainingError if no server is left, or the request is wrong.
+        The future raises RequestError if the request is wrong or fails each time, TrainingError if no server is left.
         """
         task = _Task(request, params, Future())
         with self._changed:
@@ -202,13 +231,33 @@ class ServerPool:
             try:
                 response = self._checked(server, server.generate(task.request, task.params, self._seconds), oldest)
             except ServerError as error:
-                with self._changed:
-                    insort(self._waiting, task, key=lambda task: task.request.priority)
-                self.drop(server.url, str(error))
+                self._take_back(server, task, error)
             except Exception as error:  # the request's own
                 _resolve(task.future, error)
             else:
                 _resolve(task.future, response)
+
+    def _take_back(self, server: VLLMServer, task: _Task, error: ServerError) -> None:
+        """Have a failed request asked again, unless that was tried often enough; drop a server that is not well."""
+        is_lost = isinstance(error, WrongServerError) or not server.is_well()
+        if not is_lost and isinstance(error, BusyError):
+            now = time.monotonic()
+            task.busy_since = task.busy_since or now
+            if now - task.busy_since > self._seconds:
+                return _resolve(task.future, RequestError(f"{error} (for {self._seconds:g} s)"))
+            time.sleep(BUSY_SECONDS)
+        elif not is_lost:
+            task.attempts += 1
+            if task.attempts >= ATTEMPTS:
+                return _resolve(task.future, RequestError(f"{error} ({ATTEMPTS} attempts)"))
+        with self._changed:
+            if self.servers:
+                insort(self._waiting, task, key=lambda task: task.request.priority)
+                self._changed.notify_all()
+        if not self.servers:
+            self._fail_waiting(task)
+        if is_lost:
+            self.drop(server.url, str(error))
 
     def _next_for(self, url: str) -> _Task | None:
         """What this server is to be asked next; None when it is not to be asked any more."""
@@ -223,12 +272,12 @@ class ServerPool:
         return None
 
     def _checked(self, server: VLLMServer, answer: Answer, oldest: int) -> Response:
-        """Raises ServerError for weights older than those at its beginning, or not of this run."""
+        """Raises WrongServerError for weights older than those at its beginning, or not of this run."""
         numbers = [self._versions.get(name, -1) for name, _ in answer.spans]
         if not numbers or min(numbers) < oldest:
             has = "/".join(sorted({name for name, _ in answer.spans}))
             wanted = next((name for name, number in self._versions.items() if number == oldest), "none")
-            raise ServerError(f"{server.url}: has the weights of version {has}, not {wanted}")
+            raise WrongServerError(f"{server.url}: has the weights of version {has}, not {wanted}")
         spans = [(number, tokens) for number, (_, tokens) in zip(numbers, answer.spans, strict=True)]
         return replace(answer.response, weight_versions=spans)
 
@@ -241,8 +290,9 @@ class ServerPool:
             self._homes = {group: home for group, home in self._homes.items() if home != url}
             if dropped:
                 self.last_failure = reason
-                self._drop(url, reason)
             self._changed.notify_all()
+        if dropped:  # without the lock: to learn why a process has ended takes a while
+            self._drop(url, reason)
         if not self.servers:
             self._fail_waiting()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -27,6 +27,7 @@ from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.interfaces import (
     GenerationDatumSpec,
     GenerationOutputSpec,
+    RequestError,
     Response,
     StreamingGeneration,
     output_of,
@@ -138,7 +139,7 @@ class VLLMGeneration(StreamingGeneration):
     ) -> Future[Response]:
         """One response; its random numbers are of seed, sample id and prompt length.
 
-        The future raises TrainingError if no server is left, or they do not take the prompt.
+        The future raises TrainingError if no server is left, RequestError if this response is not to be had.
         """
         assert self._pool is not None, "on the first rank of a replica, when weights have been sent"
         params = replace(self.params, temperature=0.0) if greedy else self.params
@@ -154,7 +155,7 @@ class VLLMGeneration(StreamingGeneration):
 
         Raises:
             UserError: a prompt that is empty, or leaves no room for a response.
-            TrainingError: no server is left, or they do not take the prompts.
+            TrainingError: no server is left.
         """
         if not self._is_connected:
             self.prepare_for_generation()
@@ -162,7 +163,7 @@ class VLLMGeneration(StreamingGeneration):
 
         def ask() -> list[Response]:
             asked = [self.submit(prompt, sample_id, prompt, greedy) for sample_id, prompt in rows]
-            return [future.result() for future in asked]
+            return [self._result(future, prompt) for future, (_, prompt) in zip(asked, rows, strict=True)]
 
         if isinstance(data, OwnRows):
             topology = self.policy.topology
@@ -174,6 +175,17 @@ class VLLMGeneration(StreamingGeneration):
         else:
             responses = self._on_first_rank(ask)
         return output_of([prompt for _, prompt in rows], responses, self.tokenizer.pad_token_id)
+
+    def _result(self, asked: Future[Response], prompt: Sequence[int]) -> Response:
+        """A response; an empty one where a request has failed."""
+        try:
+            return asked.result()
+        except RequestError as error:
+            self.say(f"a sample has no response, and counts as failed: {error}")
+            experts = self._experts()
+            shape = None if experts is None else (len(prompt), sum(experts.sparse_layers), experts.topk)
+            routed = None if shape is None else torch.full(shape, -1, dtype=torch.int16)
+            return Response([], [], ended=False, routed_experts=routed)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """With `generation.offload` the servers fall asleep, and the policy has all its memory again.
@@ -238,10 +250,13 @@ class VLLMGeneration(StreamingGeneration):
 
     def _join_all(self) -> None:
         assert self._pool is not None
-        self._groups = RefitGroups(self._pool.each(self._join))
+        joined = self._pool.each(self._join)
+        self._groups = RefitGroups(joined)
+        for url in set(joined) - set(self._pool.servers):  # dropped meanwhile
+            self._groups.leave_out(url)
 
     def _drop(self, url: str, reason: str) -> None:
-        self._groups.groups.pop(url, None)
+        self._groups.leave_out(url)
         died = self._service.why_ended(url, seconds=1.0) if self._service else None
         if self._service is not None:
             self._service.end(url)
@@ -307,7 +322,7 @@ class VLLMGeneration(StreamingGeneration):
 
     def _begin_update(self) -> None:
         def begin(server: VLLMServer) -> None:
-            server.post("/pause?mode=keep", {}, CONTROL_SECONDS)
+            server.post("/pause?mode=keep&clear_cache=true", {}, CONTROL_SECONDS)
             server.post("/start_weight_update", {}, CONTROL_SECONDS)
 
         def receive(server: VLLMServer) -> None:
