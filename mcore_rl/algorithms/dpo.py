@@ -14,6 +14,7 @@ from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import DPOConfig, ModelConfig
 from mcore_rl.config.second_models import config_of_reference
 from mcore_rl.data.records import Dataset
+from mcore_rl.distributed.collectives import broadcast_object
 from mcore_rl.distributed.own_rows import OwnRows
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -22,6 +23,7 @@ from mcore_rl.models.policy.scoring import ScoringModel
 from mcore_rl.run.metrics import speaker
 from mcore_rl.run.preflight import find_checkpoints
 from mcore_rl.run.setup import Inputs, claim_output, load_inputs
+from mcore_rl.utils import torchrun
 from mcore_rl.utils.progress import Say
 
 # Before the first update policy and reference are the same weights; what is left is rounding, in nats a token.
@@ -31,8 +33,9 @@ FIRST_MARGIN_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 def train_dpo(config: DPOConfig) -> Path | None:
     """Make chosen responses likelier than rejected ones, relative to the reference."""
     inputs = load_inputs(config)
-    precomputes = precomputes_reference(config, inputs)
     inputs = claim_output(config, inputs)
+    # The first rank decides: others may see other files.
+    precomputes: bool = broadcast_object(torchrun.rank() == 0 and precomputes_reference(config, inputs))
     policy = MegatronPolicy(
         config,
         config.total_steps(len(inputs.train)),

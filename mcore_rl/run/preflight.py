@@ -13,7 +13,7 @@ from mcore_rl.errors import NotFiniteError, UserError
 from mcore_rl.run.directory import RunDirectory
 from mcore_rl.run.identity import inputs_of, models_of
 from mcore_rl.utils.checkpoint_store import CheckpointStore, quick_problems
-from mcore_rl.utils.torchrun import has_name, launch_id, node, restarts
+from mcore_rl.utils.torchrun import has_name, launch_id, node, rank, restarts
 
 
 def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path | None]) -> None:
@@ -35,7 +35,8 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
     if isinstance(config, RLConfig) and not (files.get("replay") and config.data.validation is None):
         check_vllm(config)
     check_output(config)
-    find_checkpoints(config)
+    if rank() == 0 or config.checkpoint.resume not in ("auto", "none"):  # others may see other files in output_dir
+        find_checkpoints(config)
 
 
 def check_layout(config: TrainingConfig, world_size: int) -> None:

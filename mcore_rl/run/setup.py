@@ -130,7 +130,8 @@ def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT], options: Mapp
 
 
 def _claimed(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[DatasetT]:
-    checkpoints = find_checkpoints(config)
+    # The first rank alone looks: others may see other files, and are told what it has found.
+    checkpoints = find_checkpoints(config) if torchrun.rank() == 0 else ([], [])
     if torchrun.rank() > 0:
         if config.dry_run:
             sys.exit(0)
