@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -141,6 +142,35 @@ class Trickle(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+
+def test_headers_take_their_secrets_from_the_environment(monkeypatch):
+    from mcore_rl.environments.http_judge import HTTPJudge
+
+    monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
+    judge = HTTPJudge("http://localhost/", 0, 1.0, {"Authorization": "Bearer ${JUDGE_TOKEN}", "X-Plain": "a"})
+    assert judge.headers == {"Authorization": "Bearer s3cret", "X-Plain": "a"}
+    with pytest.raises(ValueError, match=r"environment.headers: the environment has no variable ABSENT_TOKEN"):
+        HTTPJudge("http://localhost/", 0, 1.0, {"Authorization": "${ABSENT_TOKEN}"})
+
+
+def test_a_taken_master_port_is_called_that(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        program = (
+            "from datetime import timedelta\n"
+            "from mcore_rl import platform\n"
+            "platform.initialize_platform()\n"
+            "platform.initialize_process_group(timedelta(seconds=20))\n"
+        )
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} | alone
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
+        )
+    assert f"MASTER_PORT={port}: another program listens on this port" in done.stderr
 
 
 def test_an_answer_that_trickles_in_has_one_limit():

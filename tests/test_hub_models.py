@@ -121,6 +121,8 @@ class _HubHandler(BaseHTTPRequestHandler):
             asked = json.loads(body)  # by older clients, and newer ones
             self.server.private = asked.get("private", asked.get("visibility") == "private")
             return self.answer(200, {"url": f"http://{self.headers['Host']}/someone/trained", "id": "someone/trained"})
+        if path == "/api/validate-yaml":  # the head of a model card
+            return self.answer(200, {"errors": [], "warnings": []})
         if path == "/api/models/someone/trained/preupload/main":
             paths = [file["path"] for file in json.loads(body)["files"]]
             modes = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]
@@ -173,6 +175,11 @@ def test_what_was_trained_is_pushed(cache, tmp_path):
     exported = {path.name: path.read_bytes() for path in (tmp_path / "out" / "hf").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= exported.keys()
     assert hub.files == exported
+    _, head, text = exported["README.md"].decode().split("---\n", 2)
+    assert yaml.safe_load(head) == {
+        "library_name": "transformers", "tags": ["mcore_rl", "sft"], "base_model": "someone/tiny",
+    }  # fmt: skip
+    assert "| `optimizer.lr` |" in text and "| `loss` |" in text
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ from mcore_rl.config import (
     load_config,
 )
 from mcore_rl.errors import UserError
+from mcore_rl.run.model_card import write_model_card
 from mcore_rl.utils.hub import push
 from mcore_rl.utils.torchrun import rank
 
@@ -126,6 +127,7 @@ def train(algorithm: str, arguments: Sequence[str] | None = None, usage: str | N
         exported = program.train(config, **files)
         # Once the ranks' groups are closed: others would give up waiting for an upload.
         if exported is not None and config.checkpoint.push_to_hub is not None and rank() == 0:
+            write_model_card(exported, config)
             print(f"pushed to {push(exported, config.checkpoint.push_to_hub)}", flush=True)
 
     run_script(algorithm, program.config, train_and_push, program.description, program.file_options, arguments, usage)

@@ -21,6 +21,9 @@ class JudgeOptions(Section):
     called as TRL's trainer does (docs/environments.md). Either may be a coroutine function (`async def`)."""
     url: Annotated[str, Field(pattern=r"^https?://[^/?#]+")] | None = None
     """http: where responses are judged (docs/environments.md)."""
+    headers: dict[str, str] = Field(default={})
+    """http: of each request, for example {Authorization: "Bearer ${JUDGE_TOKEN}"}. ${NAME} is taken from the
+    environment, so that no secret is in the configuration."""
     retries: Count = 2
     """http: attempts after the first one; they share time_limit_seconds in equal parts."""
 
@@ -35,6 +38,8 @@ class JudgeOptions(Section):
                 raise ValueError(f"{key}: name={name} needs one")
         if name in ("function", "trl") and not re.fullmatch(r"[\w.]+:\w+", self.function or ""):
             raise ValueError(f"function: name the function, as module:function (got {self.function!r})")
+        if name != "http" and self.headers:
+            raise ValueError(f"headers: goes with name=http alone, not with {name}")
         if name != "http" and self.retries != 2:
             raise ValueError(f"retries: goes with name=http alone, not with {name}")
         if self.pattern is not None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any
 
 import requests
@@ -17,6 +20,22 @@ FIRST_PAUSE_SECONDS = 0.5
 """Before the second attempt; twice as long before each further one."""
 
 
+VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+def from_environment(value: str) -> str:
+    """Replace each ${NAME} of a header's value by that variable of the environment.
+
+    Raises:
+        ValueError: there is no such variable.
+    """
+    if missing := [name for name in VARIABLE.findall(value) if name not in os.environ]:
+        raise ValueError(
+            f"environment.headers: the environment has no variable {missing[0]}; set it where the run starts"
+        )
+    return VARIABLE.sub(lambda found: os.environ[found[1]], value)
+
+
 class HTTPJudge:
     """POSTs {"samples": [{"messages": […], "record": {…}}, …]}, and is answered {"rewards": […]}.
 
@@ -25,12 +44,19 @@ class HTTPJudge:
 
     Args:
         retries: attempts after the first.
+        headers: of each request; ${NAME} in a value is that variable of the environment.
         time_limit_seconds: for a sample, of all attempts together, each of which has an equal part. A request as a
             whole has as much for each of its samples, however its answer trickles in.
+
+    Raises:
+        ValueError: a header names a variable that the environment lacks.
     """
 
-    def __init__(self, url: str, retries: int, time_limit_seconds: float) -> None:
+    def __init__(
+        self, url: str, retries: int, time_limit_seconds: float, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.url, self.attempts = url, 1 + retries
+        self.headers = {name: from_environment(value) for name, value in headers.items()}
         # Less than all: the process that waits for this must not give up first.
         self.seconds = 0.8 * time_limit_seconds / self.attempts
 
@@ -74,7 +100,7 @@ class HTTPJudge:
 
         def post() -> None:
             try:
-                answer.set_result(requests.post(self.url, json=body, timeout=seconds))
+                answer.set_result(requests.post(self.url, json=body, headers=self.headers, timeout=seconds))
             except Exception as error:
                 answer.set_exception(error)
 

@@ -167,7 +167,7 @@ def make_judge(options: Mapping[str, Any]) -> BatchJudge:
         case "http":
             from mcore_rl.environments.http_judge import HTTPJudge  # and requests, which others need not wait for
 
-            return HTTPJudge(options["url"], options["retries"], options["time_limit_seconds"])
+            return HTTPJudge(options["url"], options["retries"], options["time_limit_seconds"], options["headers"])
         case "weighted":
             shared = {"time_limit_seconds": options["time_limit_seconds"]}
             judges = {name: (part["weight"], make_judge(part | shared)) for name, part in options["rewards"].items()}

@@ -243,13 +243,17 @@ def initialize_process_group(timeout: timedelta) -> None:
     `timeout` bounds every collective: a stuck one raises instead of hanging.
 
     Raises:
-        UserError: not all processes have come within `timeout`.
+        UserError: not all processes have come within `timeout`, or another program listens on MASTER_PORT.
     """
     if torch.distributed.is_initialized():
         return
     try:
         torch.distributed.init_process_group(**_group_options(timeout))
-    except (torch.distributed.DistStoreError, torch.distributed.DistNetworkError):
+    except (torch.distributed.DistStoreError, torch.distributed.DistNetworkError) as error:
+        if "EADDRINUSE" in str(error) or "already in use" in str(error):
+            raise UserError(
+                f"MASTER_PORT={os.environ.get('MASTER_PORT')}: another program listens on this port; choose a free one"
+            ) from None
         size = torchrun.world_size()
         raise UserError(
             f"parallel.timeout_seconds={timeout.total_seconds():.0f}: not all {size} processes have come within this "

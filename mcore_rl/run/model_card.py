@@ -1,0 +1,71 @@
+"""The model card of a model that goes to the hub: what it was trained from, how, and to what metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mcore_rl.config import TrainingConfig
+from mcore_rl.run.directory import STEP_LOGS
+
+CACHED = re.compile(r"^models--([^-].*?)--(.+)$")
+"""A folder of the hub's cache, which has the name of its model."""
+SHOWN = ("optimizer.lr", "batch.global_batch_size", "data.max_sequence_length", "model.dtype", "seed")
+"""Settings that every algorithm has."""
+NOT_SHOWN = ("seconds", "per_second", "step", "utilization")
+"""Endings of metrics that say nothing about the model."""
+
+
+def model_card(config: TrainingConfig) -> str:
+    """Return the card's text: a YAML head as the hub reads it, the data, key settings and the last metrics."""
+    base = _hub_name(config.model.path)
+    head: dict[str, Any] = {"library_name": "transformers", "tags": ["mcore_rl", config.algorithm]}
+    if base is not None:
+        head["base_model"] = base
+    values = config.model_dump(mode="json")
+    own = values.get(config.algorithm) or {}
+    settings = {key: _value_at(values, key) for key in SHOWN} | {
+        f"{config.algorithm}.{key}": value for key, value in own.items() if isinstance(value, bool | int | float | str)
+    }
+    metrics = {k: v for k, v in _last_metrics(config.output_dir).items() if not k.endswith(NOT_SHOWN)}
+    sources = [Path(str(source)).name for source in config.data.train_sources]
+    return (
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n"
+        f"Trained by {config.algorithm} from {base or Path(config.model.path).name} with mcore_rl.\n\n"
+        f"Data: {', '.join(sources)}\n\n"
+        f"{_table('setting', settings)}\n{_table('metric of the last step', metrics)}"
+    )
+
+
+def write_model_card(directory: Path, config: TrainingConfig) -> None:
+    """Write the card as `README.md` of an exported model, unless there is one."""
+    path = directory / "README.md"
+    if not path.exists():
+        path.write_text(model_card(config))
+
+
+def _hub_name(path: Path) -> str | None:
+    found = next((match for part in Path(path).parts if (match := CACHED.match(part))), None)
+    return None if found is None else f"{found[1]}/{found[2]}"
+
+
+def _value_at(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        values = values[part]
+    return values
+
+
+def _last_metrics(output_dir: Path) -> dict[str, Any]:
+    path = output_dir / STEP_LOGS[0]
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return dict(json.loads(lines[-1])) if lines else {}
+
+
+def _table(title: str, values: dict[str, Any]) -> str:
+    texts = {key: f"{value:.6g}" if isinstance(value, float) else str(value) for key, value in values.items()}
+    rows = (f"| `{key}` | {text} |" for key, text in texts.items())
+    return "\n".join([f"| {title} | |", "|---|---|", *rows]) + "\n"
