@@ -178,7 +178,7 @@ class ShardWriter:
     def __init__(self, planned: PlannedShards, timeout: float, staging: HostStaging, commit: Commit) -> None:
         self.storage, self.staging = planned.storage, staging
         self.directory, self._rank = Path(self.storage.checkpoint_dir), torch.distributed.get_rank()
-        self.deadline = time.monotonic() + timeout
+        self._deadline = time.monotonic() + timeout
         self._report: _Report | None = None
         context = multiprocessing.get_context("fork")
         self._receiver, self._sender = context.Pipe(duplex=False)
@@ -221,7 +221,7 @@ class ShardWriter:
     def _given_up(self) -> _Report | None:
         """None while there is time left."""
         waits_for_others = self._rank == 0 and _report_file(self.directory, 0).exists()
-        if time.monotonic() <= self.deadline + (COMMIT_SECONDS if waits_for_others else 0.0):
+        if time.monotonic() <= self._deadline + (COMMIT_SECONDS if waits_for_others else 0.0):
             return None
         self.abandon()
         return _Report(error="writing took longer than checkpoint.timeout_seconds")
@@ -236,7 +236,7 @@ class ShardWriter:
         Args:
             seconds: to wait at most; in no case longer than the time limit for writing.
         """
-        deadline = min(time.monotonic() + seconds, self.deadline + COMMIT_SECONDS)
+        deadline = min(time.monotonic() + seconds, self._deadline + COMMIT_SECONDS)
         while (report := self.poll()) is None or report.error is None:
             if report is not None and not self.directory.exists():
                 return True
