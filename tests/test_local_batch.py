@@ -168,8 +168,8 @@ def settled(kind):
     ("kind", "told"),
     [
         ("failed", "ValueError: no"),
-        ("cancelled", "CancelledError: "),
-        ("unsendable", "RuntimeError: Unsendable: this and that"),
+        ("cancelled", "WorkerError: rank 1: the work was cancelled before its end"),
+        ("unsendable", "WorkerError: rank 1: Unsendable: this and that"),
     ],
 )
 def test_all_ranks_hear_of_what_fails(kind, told):

@@ -268,3 +268,27 @@ def test_a_nodes_own_servers(environments):
     slower = {**other, "time_limit_seconds": 99}
     told = disagreement([given("a", environment=first), given(environment=slower)])
     assert told.startswith("environment.time_limit_seconds 10.0 → 99.0: process 1")
+
+
+def test_a_node_without_the_judges_module_is_named(tmp_path):
+    """Before, it looked equal, and the others waited for it."""
+    identity = RunIdentity("grpo", {}, "", "", {}).to_json()
+    code = {"environment.function: other code of judging:judge": "abc"}
+    has, lacks = Given("node0", code, identity), Given("node1", {}, identity)
+    for everyone in ([has, lacks], [lacks, has]):
+        told = disagreement(everyone)
+        assert told.startswith("environment.function: other code of judging:judge (which is on one of them alone)")
+    assert disagreement([has, Given("node0", {})]) == "", "a process that is not the first of its node reads less"
+
+
+def test_a_module_in_a_package_that_is_not_there_has_no_file(tmp_path):
+    config = GRPOConfig.model_validate(
+        {
+            "output_dir": str(tmp_path), "model": {"path": str(tmp_path)},
+            "data": {"train": str(tmp_path / "d.jsonl"), "max_sequence_length": 40},
+            "grpo": {"max_new_tokens": 8},
+            "environment": {"name": "function", "function": "no_such_package.judging:judge"},
+        }
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text("{}")
+    assert not [key for key in files_of(config, []) if "other code" in key]

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_rl import platform
 from mcore_rl.distributed.topology import ParallelDimension
+from mcore_rl.errors import WorkerError
 
 T = TypeVar("T")
 
@@ -93,35 +94,55 @@ def share_outcome(work: Future[T] | None, seconds: float) -> T:
     """What `work`, which rank 0 alone has, comes to, on every process; an exception is raised on all of them.
 
     They meet every `seconds`, well below the timeout of collectives, however long it takes.
+
+    Raises:
+        WorkerError: the exception is of another class than Python's and this package's, or cannot be sent; or the
+            work was cancelled, or its result cannot be sent.
     """
     while True:
         if work is not None:
             wait([work], seconds)
-        is_done = work is not None and work.done()
-        outcome = broadcast_object((work.exception() or work.result(),) if work is not None and is_done else None)
+        outcome = None
+        if work is not None and work.done():
+            error = _failure(work, sends_result=True)
+            outcome = (error, None if error is not None else work.result())
+        outcome = broadcast_object(outcome)
         if outcome is not None:
-            if isinstance(outcome[0], BaseException):
+            if outcome[0] is not None:
                 raise outcome[0]
-            result: T = outcome[0]
+            result: T = outcome[1]
             return result
 
 
-def _failure(work: Future[Any] | None) -> BaseException | None:
-    """Why it has failed, in a form that other processes can be sent; None if it has not."""
+def _failure(work: Future[Any] | None, sends_result: bool = False) -> BaseException | None:
+    """Why it has failed, in a form that every process can read; None if it has not.
+
+    Classes of other modules may not be there on another node: their name and text are sent.
+
+    Args:
+        sends_result: whether the result must be one that can be sent.
+    """
+    if work is None:
+        return None
+    where = f"rank {torch.distributed.get_rank()}"
     try:
-        error = None if work is None else work.exception()
-        pickle.loads(pickle.dumps(error))
-    except CancelledError as cancelled:
-        return cancelled
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        error = work.exception()
+    except CancelledError:
+        return WorkerError(f"{where}: the work was cancelled before its end")
+    try:
+        pickle.loads(pickle.dumps(work.result() if error is None and sends_result else error))
+    except Exception as unsent:
+        if error is None:
+            return WorkerError(f"{where}: the result cannot be sent: {type(unsent).__name__}: {unsent}")
+        return WorkerError(f"{where}: {type(error).__name__}: {error}")
+    known = type(error).__module__.partition(".")[0] in ("builtins", "mcore_rl")
+    return error if error is None or known else WorkerError(f"{where}: {type(error).__name__}: {error}")
 
 
 def settle(work: Future[T] | None, seconds: float) -> T | None:
     """What this rank's `work` comes to, once that of all ranks is done; None of those that have none.
 
-    They meet every `seconds`, as in `share_outcome`. Of exceptions the first rank's is raised, on all of them.
+    They meet every `seconds`; of exceptions the first rank's is raised, on all of them, as in `share_outcome`.
     """
     while True:
         if work is not None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 SEEN_WITHIN_SECONDS = 60.0
 """Network file systems let a node know of a new file as late as this (NFS: acdirmax)."""
 VALIDATION = "data.validation"
+OTHER_CODE = ": other code of "
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -86,11 +87,20 @@ def files_of(config: TrainingConfig, resume_from: Sequence[Path]) -> dict[str, s
             str((kept, [digest_of_file(file) for file in files]))
         )
     for key, value in flattened(config.model_dump(mode="json")).items():
-        if fnmatchcase(key, "environment*.function") and value is not None:
-            module = find_spec(value.partition(":")[0])
-            if module is not None and module.origin is not None and Path(module.origin).is_file():
-                found[f"{key}: other code of {value}"] = digest_of_file(Path(module.origin))
+        is_judge = fnmatchcase(key, "environment*.function") and value is not None
+        if is_judge and (file := _file_of_module(value.partition(":")[0])):
+            found[f"{key}{OTHER_CODE}{value}"] = digest_of_file(file)
     return found
+
+
+def _file_of_module(name: str) -> Path | None:
+    """Return the file of a module's code; None where this node lacks the module, or it is no file."""
+    try:
+        module = find_spec(name)
+    except Exception:  # the package that it is in is not there, or cannot be imported
+        return None
+    origin = None if module is None or module.origin is None else Path(module.origin)
+    return origin if origin is not None and origin.is_file() else None
 
 
 def _digest(text: str) -> str:
@@ -132,6 +142,9 @@ def _differences(given: Given, first: Given) -> list[str]:
     if given.identity and not differences:  # otherwise it may not even have the same keys
         differences += RunIdentity.from_json(given.identity).differences(RunIdentity.from_json(first.identity))
     differences += [key for key in first.read if given.read.get(key, first.read[key]) != first.read[key]]
+    if given.identity:  # other processes than the first of a node read less
+        lacking = sorted(key for key in first.read.keys() ^ given.read.keys() if OTHER_CODE in key)
+        differences += [f"{key} (which is on one of them alone)" for key in lacking]
     sets, firsts = ([key for key in one.read if key.startswith(VALIDATION)] for one in (given, first))
     if sets != firsts:
         differences.append(f"{VALIDATION}: other sets, or in another order")
