@@ -1,11 +1,10 @@
-"""The house holds its floors: a module imports from its own floor or below."""
+"""The structure of the package: the order of imports, and what only one place may use."""
 
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parent.parent / "mcore_rl"
 
@@ -41,56 +40,90 @@ STILL_UP = {  # arrows that later stages turn around; nothing may be added
     ("mcore_rl.rollouts.collector", "mcore_rl.algorithms.advantages"),
     ("mcore_rl.run.setup", "mcore_rl.cli.dry_run"),
 }
-LIGHT = {"distributed", "algorithms.loss_functions", "algorithms.interfaces"}
 
 
-def floor_of(module: str) -> int:
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Syntax trees of the package's modules by name; each file is parsed once."""
+    names = {
+        path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+    return {name: ast.parse(path.read_text()) for path, name in names.items()}
+
+
+def floor_of(module):
     parts = module.split(".")[1:] or ["__init__"]
     prefixes = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
     return next(FLOORS[prefix] for prefix in prefixes if prefix in FLOORS)
 
 
-def modules():
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-        yield pytest.param(name, path, id=name)
-
-
-def imported(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+def imported(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
 
 
-@pytest.mark.parametrize(("name", "path"), modules())
-def test_floors(name, path):
-    above = [i for i in imported(path) if i.startswith("mcore_rl.") and floor_of(i) > floor_of(name)]
-    above = [i for i in above if (name, i) not in STILL_UP]
-    assert not above, f"{name} (floor {floor_of(name)}) imports from above: {above}"
+def private_names(tree):
+    """Names with an underscore that are imported from Megatron, or are read from objects other than a module's own."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron"):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            owner = node.value
+            while isinstance(owner, ast.Attribute | ast.Call):
+                owner = owner.value if isinstance(owner, ast.Attribute) else owner.func
+            others = {"self", "super", "os", "torch"}
+            names = [] if isinstance(owner, ast.Name) and owner.id in others else [node.attr]
+        yield from (name for name in names if name.startswith("_") and not name.startswith("__"))
 
 
-@pytest.mark.parametrize(("name", "path"), modules())
-def test_megatron_is_imported_in_one_place(name, path):
-    if not name.startswith("mcore_rl.models.megatron"):
-        assert not [i for i in imported(path) if i.split(".")[0] == "megatron"]
+def test_imports_follow_the_order():
+    found = {
+        (name, other)
+        for name, tree in modules().items()
+        for other in imported(tree)
+        if other.startswith("mcore_rl.") and floor_of(other) > floor_of(name)
+    }
+    assert found <= STILL_UP, "these modules import from a floor above theirs"
 
 
-@pytest.mark.parametrize(("name", "path"), modules())
-def test_the_platform_alone_asks_for_the_device(name, path):
-    """`torch.cuda`, however it is written: an attribute, or imported."""
-    if name in ("mcore_rl.platform", "mcore_rl.platform.cuda_stand_ins"):
-        return
-    tree = ast.parse(path.read_text())
-    attributes = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    names = [
-        f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    ]
-    assert not [one for one in [*attributes, *names, *imported(path)] if f"{one}.".startswith("torch.cuda.")]
+def test_megatron_is_imported_under_models_megatron_only():
+    """Its private names are used in `internals` only."""
+    elsewhere, private = [], []
+    for name, tree in modules().items():
+        if not name.startswith("mcore_rl.models.megatron"):
+            elsewhere += [(name, other) for other in imported(tree) if other.split(".")[0] == "megatron"]
+        elif not name.endswith(".internals"):
+            private += [(name, attribute) for attribute in private_names(tree)]
+    assert not elsewhere and not private
+
+
+def test_torch_cuda_is_used_in_the_platform_only():
+    """However it is written: as an attribute, or imported."""
+    found = []
+    for name, tree in modules().items():
+        if name in ("mcore_rl.platform", "mcore_rl.platform.cuda_stand_ins"):
+            continue
+        used = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        used += [
+            f"{node.module}.{alias.name}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        ]
+        found += [(name, one) for one in [*used, *imported(tree)] if f"{one}.".startswith("torch.cuda.")]
+    assert not found
+
+
+def test_files_and_the_root_are_small():
+    long = [path.name for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 800]
+    assert not long, "files of more than 800 lines"
+    root = [path.name for path in PACKAGE.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+    assert len(root) <= 4, root
 
 
 NEED_NO_DEVICE = (
@@ -125,29 +158,3 @@ print(platform.is_initialized(), "megatron" in sys.modules)
     told, before, after = done.stdout.splitlines()
     assert "call mcore_rl.platform.initialize_platform() where the program starts" in told
     assert (before, after) == ("False False", "True True")
-
-
-def private_names(path):
-    """Names with an underscore that are imported from Megatron, or are asked of objects other than one's own."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron"):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Attribute):
-            owner = node.value
-            while isinstance(owner, ast.Attribute | ast.Call):
-                owner = owner.value if isinstance(owner, ast.Attribute) else owner.func
-            others = {"self", "super", "os", "torch"}
-            names = [] if isinstance(owner, ast.Name) and owner.id in others else [node.attr]
-        yield from (name for name in names if name.startswith("_") and not name.startswith("__"))
-
-
-@pytest.mark.parametrize(("name", "path"), modules())
-def test_private_names_of_megatron_stand_in_one_file(name, path):
-    if name.startswith("mcore_rl.models.megatron") and not name.endswith(".internals"):
-        assert not list(private_names(path))
-
-
-@pytest.mark.parametrize(("name", "path"), modules())
-def test_files_can_be_read_in_a_sitting(name, path):
-    assert len(path.read_text().splitlines()) <= 800
