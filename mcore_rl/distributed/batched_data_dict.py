@@ -160,7 +160,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]:
-        """One dictionary for each of `shards` ranks.
+        """Return a dictionary for each of `shards` ranks.
 
         Args:
             batch_size: rows of a global batch; each batch is shared out over the shards by itself. All rows,
@@ -338,7 +338,7 @@ def _is_batched(value: Any) -> bool:
 
 
 def _describe(value: Any) -> tuple[Any, int]:
-    """What must be alike on all ranks, and the number of rows."""
+    """Return the values that must be the same on all ranks, and the number of rows."""
     if isinstance(value, torch.Tensor) and value.ndim:
         return (str(value.dtype), tuple(value.shape[1:])), len(value)
     return type(value).__name__, len(value) if isinstance(value, list) else 0

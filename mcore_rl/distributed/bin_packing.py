@@ -99,7 +99,7 @@ def split_until_divisible(bins: list[Bin], cost: Sequence[float], count: int) ->
 
 
 def assign(bins: list[Bin], cost: Sequence[float], count: int) -> list[list[Bin]]:
-    """As many bins on each of `count` ranks, of even cost: the balanced largest differencing method.
+    """Assign the same number of bins to each of `count` ranks with even cost (balanced largest differencing).
 
     (Karmarkar–Karp with parts of equal cardinality; Tsai, Asymptotic analysis of an algorithm for balanced parallel
     processor scheduling, 1992.) Each run of `count` bins, from the costliest on, is a partial solution with one bin a

@@ -58,7 +58,7 @@ class Acquainted:
         self._known: dict[int, Any] = {}
 
     def gather(self, value: Any) -> list[Any]:
-        """As `gather_objects`, of a value that is told by its `repr`; eight bytes a rank if all are known."""
+        """Gather a value that is identified by its `repr`; eight bytes a rank if all ranks know all values."""
         digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], signed=True)
         own = torch.tensor([digest], device=platform.device())
         digests: list[int] = all_gather(own, torch.distributed.group.WORLD)[:, 0].tolist()
@@ -85,13 +85,13 @@ def broadcast_object(value: Any) -> Any:
 
 
 def on_all_ranks(*flags: bool) -> list[bool]:
-    """Of each flag, whether every process has it set."""
+    """Return for each flag whether every process has set it."""
     own = torch.tensor(flags, dtype=torch.int32, device=platform.device())
     return list(map(bool, all_reduce(own, torch.distributed.group.WORLD, torch.distributed.ReduceOp.MIN).tolist()))
 
 
 def share_outcome(work: Future[T] | None, seconds: float) -> T:
-    """What `work`, which rank 0 alone has, comes to, on every process; an exception is raised on all of them.
+    """Return the result of `work`, which only rank 0 has, on every process; raise its exception on all of them.
 
     They meet every `seconds`, well below the timeout of collectives, however long it takes.
 
@@ -140,7 +140,7 @@ def _failure(work: Future[Any] | None, sends_result: bool = False) -> BaseExcept
 
 
 def settle(work: Future[T] | None, seconds: float) -> T | None:
-    """What this rank's `work` comes to, once that of all ranks is done; None of those that have none.
+    """Return the result of this rank's `work` once the work of all ranks is done; None on ranks without work.
 
     They meet every `seconds`; of exceptions the first rank's is raised, on all of them, as in `share_outcome`.
     """

@@ -1,4 +1,4 @@
-"""What the end of a model gives to a loss that builds no logits."""
+"""The final hidden states and the LM head, for losses that build no logits."""
 
 from __future__ import annotations
 

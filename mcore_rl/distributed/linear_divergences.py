@@ -32,7 +32,7 @@ class LinearLogits:
 
 
 class Divergences(NamedTuple):
-    """Of the teacher's distribution p and the student's q, in nats, [T] each."""
+    """Divergences between the teacher's distribution p and the student's q, in nats, [T] each."""
 
     forward_kl: Tensor
     """KL(p ‖ q)"""
@@ -125,7 +125,9 @@ class _LinearDivergences(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Of z = hidden · weightᵀ / temperature: q − p of the forward KL, q·(log q/p − KL(q ‖ p)) of the reverse,
+        """Compute the gradient towards z = hidden · weightᵀ / temperature:
+
+        q − p of the forward KL, q·(log q/p − KL(q ‖ p)) of the reverse,
         (1 − β)·q·(log q/m − KL(q ‖ m)) of the mixture's."""
         hidden, teacher_hidden, lse, reverse_kl, q_to_m = ctx.saved_tensors
         student = Tiles(hidden, ctx.weight, ctx.columns, ctx.temperature)

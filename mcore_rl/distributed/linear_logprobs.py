@@ -307,7 +307,7 @@ class HeadGradients:
             tiles.add_product(of_weight[columns], grad.T, tiles.hidden(rows))
 
     def results(self) -> tuple[Tensor | None, Tensor | None]:
-        """What autograd gets, in the precision of hidden states and weight."""
+        """Return the gradients for autograd, in the precision of hidden states and weight."""
         hidden = None if self._hidden is None else self._hidden.to(self.tiles.hidden_dtype)
         if self._main_grad is not None:
             return hidden, self._stand_in()

@@ -16,7 +16,9 @@ from mcore_rl.distributed.pack_layout import PackLayout
 
 @dataclass(frozen=True)
 class CountedPositions:
-    """Of one context-parallel rank; n ≥ 1, so that collectives match: a rank that has none keeps a dummy.
+    """The positions of one context-parallel rank that the loss counts.
+
+    n ≥ 1, so that collectives match: a rank without such positions keeps a dummy.
 
     All tensors are on the host until `on` sends them.
 
@@ -36,7 +38,7 @@ class CountedPositions:
 
     @classmethod
     def of(cls, layout: PackLayout, mask: Float[Tensor, "rows predicted"], cp_rank: int) -> CountedPositions:
-        """Those that `mask` [N, S − 1] counts."""
+        """Return the positions that `mask` [N, S − 1] counts."""
         index, there = layout.token_table(mask.shape[1] + 1)
         index, counted = index[:, 1:], there[:, 1:] & (mask > 0)
         wanted = torch.zeros(layout.total, dtype=torch.bool)  # of the tokens that are predicted

@@ -42,7 +42,7 @@ class Share:
 
     @classmethod
     def appended(cls, count: int, replicas: ParallelDimension) -> Share:
-        """That of a replica with `count` rows, where the global batch is all replicas' rows one after another."""
+        """Return the share of a replica with `count` rows of a global batch that concatenates all replicas' rows."""
         counts = torch.zeros(replicas.size, dtype=torch.float64)
         counts[replicas.rank] = count
         *before, total = accumulate(map(int, reduced(counts, replicas).tolist()), initial=0)
@@ -109,10 +109,10 @@ class OwnRows(BatchedDataDict[DictT]):
         return type(self)(entries, self.share, self.plans)
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> Any:
-        """As of any batch; what is selected is no share of the global batch."""
+        """Select rows as from any batch; the selection is not a share of the global batch."""
         return BatchedDataDict(self.data).select_indices(indices)
 
 
 def share_of(data: BatchedDataDict[Any]) -> Share:
-    """What of a global batch `data` is: all of it, unless it says otherwise."""
+    """Return the share of a global batch that `data` holds: all of it unless it is `OwnRows`."""
     return data.share if isinstance(data, OwnRows) else Share.whole(data.size)

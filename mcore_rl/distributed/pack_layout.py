@@ -1,4 +1,4 @@
-"""Where every token of a pack is: the one object that packing, labels, log-probabilities and losses index through.
+"""The position of every token in a pack. Packing, labels, log-probabilities and losses all index through it.
 
 A pack is one row of T tokens holding N sequences, each right-padded to a multiple that the parallel
 layout asks for; what is left at the end is a segment of its own, never a longer last sequence. An
@@ -156,7 +156,7 @@ class PackLayout:
         return torch.where(valid, self.starts[:, None] + column[None], 0), valid
 
     def visible_keys(self, cp_rank: int) -> tuple[tuple[int, ...], tuple[int, ...], Int[Tensor, " keys"]]:
-        """What the queries of context-parallel rank `cp_rank` see, once for all layers.
+        """Return the keys that the queries of context-parallel rank `cp_rank` see, once for all layers.
 
         Returns:
             lengths of its chunks of queries, in its order; of the keys that each may see, whose last ones are as
@@ -218,7 +218,7 @@ class PackLayout:
         return packed[platform.sent(index, packed.device)]
 
     def next_token_index(self, width: int) -> tuple[Int[Tensor, "rows predicted"], Bool[Tensor, "rows predicted"]]:
-        """Where the predictions of each row's tokens 1 … width − 1 are.
+        """Return the positions of the predictions of each row's tokens 1 … width − 1.
 
         Returns:
             index [N, width − 1]: pack position that predicts token (row, column + 1), 0 if there is none.

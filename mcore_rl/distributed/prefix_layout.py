@@ -33,7 +33,7 @@ class PrefixTree:
 
     @classmethod
     def of_rows(cls, input_ids: Int[Tensor, "rows seq"], lengths: Sequence[int], min_shared: int) -> PrefixTree:
-        """Of rows [N, S] with these true lengths; beginnings of fewer than `min_shared` tokens are repeated."""
+        """Build the tree of rows [N, S] with these true lengths; beginnings below `min_shared` tokens are repeated."""
         tree = _Growing(input_ids, list(lengths), min_shared)
         tree.grow(list(range(len(lengths))), 0, -1)
         return cls(tuple(tree.sizes), tuple(tree.parents), tuple(tree.ends))

@@ -1,4 +1,4 @@
-"""What data-parallel replicas tell each other: their first ranks among themselves, and each then its replica."""
+"""Exchange between data-parallel replicas: between their first ranks, then within each replica."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def share_in_replica(value: Any, topology: Topology) -> Any:
 
 
 def broadcast_in_replica(values: Tensor, topology: Topology) -> Tensor:
-    """Those of a replica's first rank, on all of the replica's ranks, where `values` is. Collective.
+    """Broadcast a replica's first rank's values to all of the replica's ranks, in place. Collective.
 
     Args:
         values: of the same shape and precision on all of them; other ranks' are written over.

@@ -46,7 +46,7 @@ class DynamicBatchingArgs(TypedDict):
 
 @dataclass(frozen=True)
 class MicrobatchPlan:
-    """One shard's microbatches of one global batch.
+    """The microbatches of one shard of one global batch.
 
     rows: of each microbatch, in the order in which the shard holds them.
     lengths: padded tokens of each pack, or the width of each padded microbatch.

@@ -1,4 +1,4 @@
-"""Who this process is in the parallel layout: one frozen object, resolved once and handed on."""
+"""The position of this process in the parallel layout: one frozen object, resolved once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class ParallelDimension:
-    """One dimension of parallelism. `group` is None when it was never built (size 1)."""
+    """A dimension of parallelism. `group` is None when it was never built (size 1)."""
 
     rank: int = 0
     size: int = 1

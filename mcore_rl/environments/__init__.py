@@ -1,1 +1,1 @@
-"""What responses meet: rewards, ends and observations, each sample judged in a process that may fail."""
+"""Environments: rewards, ends and observations; each sample is judged in a process that may fail."""

@@ -1,4 +1,4 @@
-"""What an environment is to the loop, and what a judge of one sample is to an environment."""
+"""The interfaces of environments, which the training loop calls, and of judges, which environments call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Step:
-    """What became of one response.
+    """The judgement of one response.
 
     reward: added to what the sample has earned so far; the response's last token earns it.
     done: whether the conversation ends here.
@@ -76,7 +76,7 @@ class CollectiveEnvironment(Protocol):
     """
 
     def step(self, samples: Sequence[Sample]) -> list[Step]:
-        """One step a sample."""
+        """Return a step for each sample."""
         ...
 
     def close(self) -> None:

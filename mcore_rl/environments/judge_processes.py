@@ -81,7 +81,7 @@ class JudgedEnvironment:
                 future.set_result(step)
 
     def _next_batch(self) -> list[tuple[Sample, Future[Step]]]:
-        """What waits, `batch_size` at most; empty at the end."""
+        """Return waiting samples, at most `batch_size`; an empty list at the end."""
         with self._changed:
             while True:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
@@ -140,7 +140,7 @@ def _answered(sample: Sample) -> Sample:
 
 
 class _Worker:
-    """One judging process."""
+    """A judging process."""
 
     def __init__(self, config: EnvironmentConfig, log: Path | None) -> None:
         self.config, self.log = config, log

@@ -134,7 +134,7 @@ class Weighted:
 
 
 def step_of(result: float | Step) -> Step:
-    """What a judge says, as a Step."""
+    """Convert a judge's answer to a Step."""
     return result if isinstance(result, Step) else Step(float(result))
 
 

@@ -34,7 +34,7 @@ class TRLReward:
 
 
 def arguments_of(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """What the function is called with."""
+    """Return the arguments of the function."""
     names = dict.fromkeys(name for sample in samples for name in sample.record if name not in OWN_COLUMNS)
     return {
         "prompts": [_part(sample, sample.message_log[: sample.num_prompt_messages]) for sample in samples],

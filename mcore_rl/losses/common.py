@@ -1,4 +1,4 @@
-"""What every loss shares: masks, masked means, checks, and the one way from logits to log-probabilities."""
+"""Code that all losses share: masks, masked means, checks, and log-probabilities from logits."""
 
 from __future__ import annotations
 

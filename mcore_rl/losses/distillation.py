@@ -51,7 +51,7 @@ class DistillationLossDataDict(TypedDict):
 
 
 class _Distillation(Configured):
-    """What both kinds have in common: from divergences of tokens to the loss."""
+    """The part that both kinds share: the loss from divergences of tokens."""
 
     loss_type = LossType.TOKEN_LEVEL
     required_keys: tuple[str, ...] = ("input_ids", "token_mask", "sample_mask")
@@ -198,7 +198,7 @@ class Teacher(Protocol):
     def vocab_size(self) -> int: ...
 
     def counted_logits(self, microbatches: Sequence[Any]) -> Mapping[Hashable, LinearLogits]:
-        """Of the positions of each microbatch that predict counted tokens, where this rank has the model's end."""
+        """Return each microbatch's logits at positions that predict counted tokens, on ranks with the LM head."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a loss function is to a policy."""
+"""The interface between a loss function and a policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 
 
 class LossType(enum.Enum):
-    """What a loss is normalised by: valid tokens or valid sequences of the global batch."""
+    """The count that normalises a loss: valid tokens or valid sequences of the global batch."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"

@@ -53,7 +53,7 @@ def kl_weights(
     generation_logprobs: Float[Tensor, "*shape"] | None,
     gradient: Literal["value", "unbiased"],
 ) -> Float[Tensor, "*shape"]:
-    """What a KL estimate is multiplied with: its importance weight, and whose gradient.
+    """The factor of a KL estimate: its importance weight, with or without a gradient.
 
     The weight's value is exp(current − generation) for samples of another policy (`generation_logprobs`), else 1.
 

@@ -15,7 +15,7 @@ from mcore_rl.losses.interfaces import Reduction
 
 
 def reductions_of(loss_fn: Any) -> Mapping[str, Reduction]:
-    """What a loss says of metrics that do not add up; each of the others does."""
+    """Return how a loss's metrics are reduced that are not sums; all others are summed."""
     declared: Mapping[str, Reduction] = getattr(loss_fn, "metric_reductions", {})
     if unknown := {name: kind for name, kind in declared.items() if kind not in _REDUCE}:
         raise ContractError(
@@ -27,7 +27,7 @@ def reductions_of(loss_fn: Any) -> Mapping[str, Reduction]:
 def reduce_metrics(
     parts: Sequence[Mapping[str, Any]], samples: Sequence[Any], reductions: Mapping[str, Reduction]
 ) -> dict[str, Any]:
-    """One dictionary from those of several calls.
+    """Reduce the metrics of several calls to one dictionary.
 
     Args:
         samples: valid samples of each call, the weights of means.

@@ -11,7 +11,7 @@ from mcore_rl.errors import ContractError
 def soft_overlong_penalty(
     response_lengths: Shaped[Tensor, " samples"], max_length: int, cache_length: int
 ) -> Float[Tensor, " samples"]:
-    """What to add to each reward, [B]: 0 up to max_length − cache_length tokens, falling to −1 at max_length.
+    """Return the penalty to add to each reward, [B]: 0 up to max_length − cache_length tokens, −1 at max_length.
 
     Args:
         response_lengths: tokens of each sample's longest response (each response has the limit for itself).

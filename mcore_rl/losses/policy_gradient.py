@@ -40,7 +40,7 @@ else:
 
 
 class ClippedPGLossDataDict(TypedDict):
-    """What `ClippedPGLossFn` reads; all [B, S] aligned with `input_ids`, `sample_mask` [B].
+    """The entries that `ClippedPGLossFn` reads; all [B, S] aligned with `input_ids`, `sample_mask` [B].
 
     `reference_policy_logprobs` is needed only with a KL term, `prev_logprobs` only without
     `force_on_policy_ratio`. With `positive_example_nll_weight` also `rewards` [B] and `num_positive_tokens` [B],

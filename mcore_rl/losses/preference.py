@@ -38,7 +38,7 @@ OF_BOTH_REWARDS: frozenset[PreferenceLossType] = frozenset(("apo_zero", "apo_dow
 
 
 class PreferenceLossDataDict(TypedDict):
-    """What `PreferenceLoss` reads: [B, S], [B, S], [B]."""
+    """The entries that `PreferenceLoss` reads: [B, S], [B, S], [B]."""
 
     input_ids: Tensor
     token_mask: Tensor
@@ -81,7 +81,7 @@ class PreferenceLoss(LossFunction):
     def _loss_of_rewards(
         self, rewards: Tensor, data: Any, mask: Tensor, seqs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `_preference_loss`, of rewards [2n] in fp32 (fp64 if they are) and the sample mask alike."""
+        """Compute `_preference_loss` from rewards [2n] in fp32 (fp64 for fp64) and a sample mask of the same type."""
         return self._preference_loss(rewards, mask, seqs)
 
     def split_output_tensor(
@@ -210,7 +210,7 @@ class DPOLossFn(Configured, LogprobLoss, PreferenceLoss):  # type: ignore[misc] 
         return loss, {**metrics, "sft_loss": sft.detach(), "preference_loss": preference.detach()}
 
     def _parts(self, logprobs: Tensor, data: BatchedDataDict[Any], seqs: Tensor) -> dict[str, Tensor]:
-        """Where there are several preference losses: each one's, without its weight."""
+        """Return each preference loss without its weight, if there are several."""
         if len(kinds := self.options.preference_losses) == 1:
             return {}
         chosen, rejected = self.split_output_tensor(self._rewards(logprobs, data))

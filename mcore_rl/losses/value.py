@@ -14,7 +14,7 @@ from mcore_rl.losses.interfaces import LossFunction, LossType
 
 
 class ValueLossDataDict(TypedDict):
-    """What `ValueLossFn` reads; all [B, S] aligned with `input_ids`, `sample_mask` [B].
+    """The entries that `ValueLossFn` reads; all [B, S] aligned with `input_ids`, `sample_mask` [B].
 
     `values` are those before the update, needed only with `value_clip`.
     """

@@ -54,7 +54,7 @@ class RolloutCollector:
         self.config, self.inputs, self.policy, self.worker, self.say = config, inputs, policy, worker, say
         self.recording, self.recorded, self.steps = recording, recorded, steps
         self._ahead: dict[int, Begun] = {}
-        """What is being answered, by the position of its first prompt."""
+        """The prompts that are being answered, by the position of the first."""
         self.samples = StepLog(config.output_dir / "samples.jsonl")
 
     def collect(self, step: int, position: int) -> tuple[Rollouts, int]:
@@ -128,7 +128,7 @@ class RolloutCollector:
 
 
 def _logged(rollout: Rollout) -> dict[str, Any]:
-    """What samples.jsonl says of a sample."""
+    """Return the record of a sample in samples.jsonl."""
     return {
         "reward": rollout.reward,
         "messages": rollout.message_log,
@@ -161,13 +161,13 @@ def _nearest(number: Fraction) -> float:
 
 
 class RolloutSums:
-    """What rewards and responses look like, added up exactly: the metrics are the same in whatever parts they come."""
+    """Exact sums over rewards and responses; the metrics do not depend on how the samples are divided."""
 
     def __init__(self) -> None:
         self._totals, self._longest = Counter[str](), 0
         self._rewards, self._squares = Fraction(), Fraction()
         self._named: dict[str, tuple[Fraction, int]] = {}
-        """Of each of several rewards the sum, and of how many samples."""
+        """The sum of each of several rewards, and its number of samples."""
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
         judged = [outcome for outcome in outcomes if outcome.error is None]

@@ -1,4 +1,4 @@
-"""What came of conversations, which every rank is told; their tokens stay where they were led."""
+"""Per-sample rewards and lengths, known to all ranks; the tokens stay on the rank that generated them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcore_rl.distributed.topology import Topology
 
 @dataclass(frozen=True)
 class Outcome:
-    """What every rank knows of a conversation: all but its tokens and texts.
+    """The part of a conversation that every rank knows: everything except its tokens and texts.
 
     The fields are those of `Rollout`; the numbers are of tokens.
     """
@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def weight_version(self) -> int:
-        """Of the oldest weights that it has a token from."""
+        """The version of the oldest weights that drew one of its tokens."""
         return min((version for version, _ in self.weight_versions), default=0)
 
 
@@ -76,7 +76,7 @@ class Telling:
         return [_outcome(row, names, errors.get(place), versions[place]) for place, row in enumerate(table.tolist())]
 
     def _versions(self, own: Mapping[int, Outcome], counts: Tensor) -> list[list[tuple[int, int]]]:
-        """Of each conversation, which has so many."""
+        """Return a list for each conversation, which has this number of entries."""
         starts = (counts.cumsum(0) - counts).tolist()
         rows = {
             starts[place] + n: pair for place, outcome in own.items() for n, pair in enumerate(outcome.weight_versions)
@@ -99,7 +99,7 @@ def _numbers(outcome: Outcome) -> list[float]:
 
 
 def _named(outcome: Outcome, names: list[str]) -> list[float]:
-    """Of each name whether it is there, and its reward."""
+    """Return for each name whether the sample has this reward, and the reward."""
     return [number for name in names for number in (float(name in outcome.rewards), outcome.rewards.get(name, 0.0))]
 
 

@@ -17,11 +17,11 @@ from mcore_rl.rollouts.samples import Rollout
 from mcore_rl.run.step_log import read_step_log
 
 REPLAYED_OPTIONS = {"temperature", "num_generations_per_prompt", "num_prompts_per_step"}
-"""Of the algorithm's own section: what a replay must share with its recording."""
+"""Keys of the algorithm's section that a replay must share with its recording."""
 
 
 def recorded_by(config: TrainingConfig, data: str) -> dict[str, Any]:
-    """What tells a recording's run from others; `data` is the fingerprint of its prompts."""
+    """Return what identifies a recording's run; `data` is the fingerprint of its prompts."""
     return {"output_dir": str(config.output_dir.resolve()), "seed": config.seed, "data": data}
 
 

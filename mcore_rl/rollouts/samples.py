@@ -20,7 +20,7 @@ from mcore_rl.rollouts.token_rows import TokenColumn
 
 @dataclass
 class Rollout:
-    """One conversation: a prompt, responses, and observations between them.
+    """A conversation: a prompt, responses, and observations between them.
 
     input_ids, token_mask, logprobs: of all tokens; masked are those of responses, which alone have
         log-probabilities.
@@ -42,7 +42,7 @@ class Rollout:
     """Tokens of each response."""
     error: str | None = None
     rewards: dict[str, float] = field(default_factory=dict)
-    """What the reward is the weighted sum of, by name."""
+    """The rewards whose weighted sum is the reward, by name."""
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
     """(version, tokens) of the responses' tokens in their order: which weights they were drawn by. A version is the
     number of steps that were trained."""
@@ -86,7 +86,7 @@ class Rollout:
 
     @property
     def outcome(self) -> Outcome:
-        """What came of it."""
+        """Its outcome."""
         generated = sum(self.token_mask)
         return Outcome(
             prompt=self.prompt,
@@ -121,12 +121,12 @@ class Rollouts:
         rollouts: Sequence[Rollout],
         replicas: ParallelDimension = ParallelDimension(),  # noqa: B008 (frozen)
     ) -> Rollouts:
-        """Those that every rank has anyhow, each counted as led by one replica: neighbours by the same."""
+        """Return rollouts that every rank has, each counted as led by one replica; neighbours have the same replica."""
         own = {place: rollouts[place] for place in replicas.part_of(range(len(rollouts)))}
         return cls([rollout.outcome for rollout in rollouts], own)
 
     def select(self, places: Sequence[int]) -> Rollouts:
-        """Those at these places, in this order."""
+        """Return the rollouts at these places, in this order."""
         own = {new: self.own[old] for new, old in enumerate(places) if old in self.own}
         return Rollouts([self.outcomes[place] for place in places], own)
 
@@ -139,7 +139,7 @@ class Rollouts:
 
 
 def token_columns(pad_token_id: int, experts: tuple[int, int] | None = None) -> list[TokenColumn]:
-    """What `to_batch` says of tokens.
+    """Return the per-token columns of `to_batch`.
 
     Args:
         experts: (layers, topk) of the experts to be replayed; None without any.

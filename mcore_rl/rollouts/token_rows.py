@@ -32,7 +32,7 @@ class TokenColumn:
 
     @property
     def nbytes(self) -> int:
-        """Of a token."""
+        """Bytes of a token."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -57,7 +57,7 @@ def packed(
 
 
 def bytes_of(columns: Sequence[TokenColumn]) -> int:
-    """Of a token in all columns."""
+    """Bytes of a token in all columns."""
     return sum(column.nbytes for column in columns)
 
 

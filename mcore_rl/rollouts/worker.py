@@ -119,18 +119,18 @@ class RolloutWorker:
         self.weight_version = weight_version
 
     def finish(self) -> None:
-        """Nothing is asked until `prepare`."""
+        """End generation; no request is made until `prepare`."""
         self.generation.finish_generation()
 
     def close(self) -> None:
-        """Nothing is asked or judged any more."""
+        """Close the worker: it makes no more requests and judges nothing."""
         wait([asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)], CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     # ------------------------------------------------------------ conversations
 
     def run(self, prompts: Asked, sample_ids: Sequence[int], greedy: bool = False) -> Rollouts:
-        """One conversation for each (index, prompt); `sample_ids` tell them apart."""
+        """Run a conversation for each (index, prompt); `sample_ids` identify them."""
         if self.streams:
             return self.collect(self.begin(prompts, sample_ids, greedy))
         places = self.topology.data.part_of(range(len(prompts)))  # equal prompts go through the model once
@@ -174,7 +174,7 @@ class RolloutWorker:
         return await asyncio.gather(*(self._lead(conversation, greedy) for conversation in conversations))
 
     async def _lead(self, conversation: Conversation, greedy: bool) -> Rollout:
-        """One conversation from its prompt to its end."""
+        """Run a conversation from its prompt to its end."""
         assert isinstance(self.generation, StreamingGeneration)
         while True:
             rollout, group = conversation.rollout, conversation.prompt.input_ids
@@ -233,7 +233,7 @@ class RolloutWorker:
         return [conversations[place] for place in goes_on]
 
     async def _judge_all(self, conversations: Sequence[Conversation]) -> list[list[int] | None]:
-        """What each goes on with; here, since what fails on this rank alone is told to all by `settle`."""
+        """Return each conversation's next tokens; `settle` calls this, so that all ranks learn of a failure."""
         judging = [asyncio.wrap_future(self.environment.submit(c.sample)) for c in conversations]
         return [self._observe(c, step) for c, step in zip(conversations, await asyncio.gather(*judging), strict=True)]
 
@@ -261,5 +261,5 @@ async def _cancel_all() -> None:
 
 
 def _conversations(prompts: Asked, sample_ids: Sequence[int], places: Sequence[int]) -> list[Conversation]:
-    """With the prompts at these places."""
+    """Return the batch of the prompts at these places."""
     return [Conversation(Rollout.begin(prompts[p][0], sample_ids[p], prompts[p][1]), prompts[p][1]) for p in places]

@@ -191,12 +191,12 @@ class Keeping(ColocatablePolicy):
         return checkpoint.TrainingState(self.trained_part(), self.config, kept, beside)
 
     def trained_part(self, name: str = "") -> TrainedPart:
-        """What of this model a checkpoint holds."""
+        """Return the parts of this model that a checkpoint holds."""
         self.settle_weights()
         return TrainedPart(self.model, self.optimizer, self.scheduler, name)
 
     def verify_checkpoint(self, iteration: Path) -> list[str]:
-        """What is damaged in a checkpoint, every byte read; the same answer on every rank."""
+        """Return the damage of a checkpoint after reading every byte; the same on every rank."""
         return checkpoint.verify(iteration)
 
     def load_weights(self, iteration: Path) -> None:

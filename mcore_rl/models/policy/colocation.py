@@ -67,7 +67,7 @@ class ColocatablePolicy(ScoringModel, ColocatablePolicyInterface):
         return self.handover.info(adapters_only)
 
     def adapter_settings(self) -> dict[str, Any]:
-        """What PEFT's `LoraConfig` is made of for the adapters: `r`, `lora_alpha`, `target_modules`, …
+        """Return the arguments of PEFT's `LoraConfig` for the adapters: `r`, `lora_alpha`, `target_modules`, …
 
         Raises:
             RuntimeError: the model has no adapters.

@@ -20,7 +20,7 @@ from mcore_rl.models.megatron.weights import export_hf_weights, weights_of
 
 
 class TrainingMemory:
-    """What a policy has on its device, and can do without for a while.
+    """The device memory that a policy can give up for a while.
 
     Args:
         weights: the offload of its weights.
@@ -88,7 +88,7 @@ class WeightHandover:
         self._devices = Acquainted()
 
     def info(self, adapters_only: bool = False) -> RefitInfo:
-        """What is handed over, in its order.
+        """Return names, shapes and types of the tensors that are sent, in their order.
 
         Raises:
             RuntimeError: only adapters are wanted, and the model has none.

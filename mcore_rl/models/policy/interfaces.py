@@ -1,4 +1,4 @@
-"""What a controller may ask of a policy."""
+"""The interface of a policy for controllers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PolicyInterface(ABC):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """One optimizer step for each `gbs` rows; returns the loss's metrics, `grad_norm`, `lr`, `all_mb_metrics`."""
+        """Make a step for each `gbs` rows; returns the loss's metrics, `grad_norm`, `lr`, `all_mb_metrics`."""
 
     @abstractmethod
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:

@@ -89,7 +89,7 @@ class MegatronPolicy(Keeping, Generating):
         mbs: int | None = None,
         temperature: float = 1.0,
     ) -> dict[str, Any]:
-        """One optimizer step for each global batch in `data`.
+        """Make an optimizer step for each global batch in `data`.
 
         Args:
             data: the same rows on every rank, or each replica's `OwnRows` of one global batch.
@@ -194,7 +194,7 @@ class MegatronPolicy(Keeping, Generating):
     def evaluate_parts(
         self, parts: Iterable[BatchedDataDict[Any]], counts: tuple[Tensor, Tensor], loss_fn: LossFunction
     ) -> dict[str, float]:
-        """As `evaluate` of all parts as one batch, which need not be there together.
+        """Evaluate all parts as one batch; only one part needs to be in memory.
 
         Args:
             counts: `valid_counts` of all parts together.
@@ -218,7 +218,7 @@ class MegatronPolicy(Keeping, Generating):
         mbs: int | None,
         train: bool,
     ) -> list[MicrobatchResult]:
-        """Of every microbatch of all replicas.
+        """Return the results of every microbatch of all replicas.
 
         Args:
             counts: (global_valid_seqs, global_valid_toks), what the loss is averaged over.

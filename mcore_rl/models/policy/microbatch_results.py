@@ -1,4 +1,4 @@
-"""What a loss made of each microbatch of a global batch, known on every rank."""
+"""Results of the loss for each microbatch of a global batch, known on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mcore_rl.losses.common import locate_nonfinite
 
 @dataclass(frozen=True)
 class MicrobatchResult:
-    """Of one microbatch: its loss, how many rows went through it, how many of them count, the loss's metrics."""
+    """Results of a microbatch: its loss, its rows, its rows that count, and the loss's metrics."""
 
     loss: float
     rows: int
@@ -34,7 +34,7 @@ def collect_results(
     outputs: Sequence[dict[str, Any]],
     names_of_all: Acquainted,
 ) -> list[MicrobatchResult]:
-    """Those of all data-parallel ranks, without fillers; the same list on every rank, by one host sync.
+    """Gather the results of all data-parallel ranks, without fillers; the same list on every rank, by one host sync.
 
     Args:
         outputs: what the loss's head gave for each of `microbatches`; [] on all pipeline stages but the last.

@@ -152,13 +152,13 @@ class _PartialFile:
         _append(self.lines, f"{self._size} {self._checksum}\n".encode())
 
     def seal(self, path: Path) -> None:
-        """With the digest behind its values the file gets its name."""
+        """Append the digest to the values and give the file its final name."""
         _append(self.path, _digest(self.path, self._size))
         self.path.replace(path)
         self.clear()
 
     def clear(self) -> None:
-        """Of a file that has its name nothing else is left."""
+        """Remove the partial file and its checksums."""
         self.path.unlink(missing_ok=True)
         self.lines.unlink(missing_ok=True)
 

@@ -142,11 +142,11 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return self._call("get_reference_policy_logprobs", data, micro_batch_size, temperature)
 
     def get_topk_logits(self, data: BatchedDataDict[Any], k: int) -> BatchedDataDict[Any]:
-        """As `MegatronPolicy.get_topk_logits`."""
+        """Call `MegatronPolicy.get_topk_logits` on all ranks."""
         return self._call("get_topk_logits", data, k)
 
     def get_rewards(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """As `MegatronPolicy.get_rewards`."""
+        """Call `MegatronPolicy.get_rewards` on all ranks."""
         return self._call("get_rewards", data)
 
     def evaluate(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, float]:
@@ -163,18 +163,18 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         mbs: int | None = None,
         temperature: float = 1.0,
     ) -> dict[str, Any]:
-        """As `MegatronPolicy.train`."""
+        """Call `MegatronPolicy.train` on all ranks."""
         metrics: dict[str, Any] = self._call("train", data, loss_fn, eval_mode, gbs, mbs, temperature)
         return metrics
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """As `MegatronPolicy.generate`."""
+        """Call `MegatronPolicy.generate` on all ranks."""
         return self._call("generate", data, greedy)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """As `MegatronPolicy.prepare_for_generation`."""
+        """Call `MegatronPolicy.prepare_for_generation` on all ranks."""
         return all(self._call_all("prepare_for_generation", *args, **kwargs))
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -194,7 +194,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return path
 
     def load_checkpoint(self, iteration: Path, allow_partial: bool = False) -> Any:
-        """As `MegatronPolicy.load_checkpoint`."""
+        """Call `MegatronPolicy.load_checkpoint` on all ranks."""
         return self._call("load_checkpoint", iteration, allow_partial)
 
     def export_hf(self, destination: Path) -> None:
@@ -248,14 +248,14 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
 
 class _Worker:
-    """One rank. Results are pairs (value, failure), so that a failure arrives with its own traceback."""
+    """An actor for a rank. Results are pairs (value, failure), so that a failure arrives with its own traceback."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         # Ray shows an actor its own GPU alone, so that it is always the first.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
 
     def address(self) -> tuple[tuple[str, int], None]:
-        """Where the ranks can meet: this node, a free port."""
+        """Return the rendezvous of the ranks: this node and a free port."""
         with socket.socket() as listener:
             listener.bind(("", 0))
             return (ray.util.get_node_ip_address(), listener.getsockname()[1]), None

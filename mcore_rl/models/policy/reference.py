@@ -13,14 +13,14 @@ from mcore_rl import platform
 
 
 class Reference(Protocol):
-    """What the policy is compared with."""
+    """The reference that the policy is compared with."""
 
     def in_place(self) -> AbstractContextManager[None]:
         """Inside, the model computes what the reference does; afterwards what it did, whatever happens."""
         ...
 
     def describe(self) -> str:
-        """What it is, and what of it is in this rank's memory."""
+        """Describe the reference and its part in this rank's memory."""
         ...
 
 

@@ -83,7 +83,7 @@ class ScoringModel:
 
     @property
     def rank(self) -> int:
-        """Of this process among all of the run."""
+        """The rank of this process in the run."""
         return torch.distributed.get_rank()
 
     @property
@@ -97,7 +97,7 @@ class ScoringModel:
         return (tensor for chunk in self.model.chunks for _, tensor in weights_of(chunk))
 
     def describe(self) -> str:
-        """One line: what it is, how large, and what of it is in this rank's memory."""
+        """Describe the model in one line: its family, its size, and its part in this rank's memory."""
         held = sum(tensor.nbytes for tensor in self.parameters()) / 2**30
         path, dtype = self.config.model.path, self.config.model.dtype
         return f"{path}, {self.num_parameters:,} parameters, weights of {held:.2f} GiB a rank in {dtype}"
@@ -137,7 +137,7 @@ class ScoringModel:
         return self.model.family.num_parameters()
 
     def describe_layout(self) -> str:
-        """One line: how the processes are used."""
+        """Describe the parallel layout in one line."""
         parallel = self.config.parallel
         sizes = {name: getattr(self.topology, name).size for name in ("tensor", "pipeline", "context", "data")}
         text = " x ".join(f"{name} {size}" for name, size in sizes.items())

@@ -20,7 +20,7 @@ from mcore_rl.models.policy.scoring import ScoringModel
 
 
 class TeacherModel(ScoringModel):
-    """Beside a student with the same layout and tokenizer; sizes and families of the two may differ.
+    """A teacher with the student's layout and tokenizer; size and family may differ.
 
     Args:
         config: of the run, with the teacher's model.
