@@ -152,7 +152,7 @@ def advantages_of(
     share: Share | None = None,
     judged: Bool[Tensor, "prompts group"] | None = None,
 ) -> Float[Tensor, "own seq"]:
-    """Those of each token of some samples, by the estimator that the configuration names.
+    """Compute the advantage of each token of some samples, by the configured estimator.
 
     Args:
         rewards: of all samples.

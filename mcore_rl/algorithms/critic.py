@@ -32,7 +32,7 @@ class Critic:
         self.model = MegatronPolicy(config_of_critic(config), total_updates)
         self.loss_fn = ValueLossFn(config.critic.value_clip)
         self.flops = 0.0
-        """Of the updates since somebody last set it to 0."""
+        """Operations of the updates since this was last set to 0."""
         if config.critic.offload:
             self.model.offload_after_refit()
 

@@ -77,7 +77,7 @@ def train_dpo(config: DPOConfig) -> Path | None:
 def _reference(
     config: DPOConfig, inputs: Inputs[Dataset], policy: MegatronPolicy, precomputes: bool
 ) -> ReferenceScores | None:
-    """What the policy is compared with, if the loss compares it with something."""
+    """Return the reference of the policy, if the loss needs one."""
     if not config.dpo.needs_reference:
         return None
     say = speaker(policy.is_writer)
@@ -111,7 +111,7 @@ def precomputes_reference(config: DPOConfig, inputs: Inputs[Dataset]) -> bool:
 
 
 def _directory(config: DPOConfig) -> Path:
-    """Of log-probabilities that are computed before training."""
+    """Return the directory of log-probabilities that are computed before training."""
     return config.output_dir / "reference_logprobs"
 
 
@@ -157,7 +157,7 @@ class StoredReference:
 def _precompute(
     config: DPOConfig, inputs: Inputs[Dataset], reference: ModelConfig, model: Callable[[], ScoringModel], say: Say
 ) -> StoredReference:
-    """Of all sets; `model` is called where something is not stored yet."""
+    """Compute or load the log-probabilities of all sets; `model` is called where some are not stored yet."""
     directory, pad, size = _directory(config), inputs.tokenizer.pad_token_id, config.batch.global_batch_size
     datasets = (inputs.train, *(inputs.validation.values() if config.trainer.validates else ()))
     load = PrecomputedReference.load_or_compute

@@ -67,13 +67,13 @@ class GRPORun(TrainingRun[PromptDataset]):
     recording: StepLog | None = None
     """Keeps every step's rollouts."""
     recorded: dict[int, list[Rollout]] | None = None
-    """Of each step, to train on instead of generating."""
+    """Recorded rollouts of each step, to train on instead of generating."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of each phase of the step."""
+    """Seconds spent in each phase of the step."""
     failed_steps = 0
     """On end, in which no sample could be judged."""
     steps_before = 0
-    """Of the run, which this process goes on with."""
+    """Steps of the run before this process resumed it."""
 
     def __post_init__(self) -> None:
         self.collector = RolloutCollector(
@@ -217,7 +217,7 @@ class GRPORun(TrainingRun[PromptDataset]):
         return "all rewards are equal" if compared == "batch" else "all rewards of each prompt are equal"
 
     def _columns(self) -> list[TokenColumn]:
-        """Of `_batch_of` any rollouts."""
+        """Return the token columns of `_batch_of`."""
         return token_columns(self.inputs.tokenizer.pad_token_id, self._replayed_experts())
 
     def _replayed_experts(self) -> tuple[int, int] | None:
@@ -229,7 +229,7 @@ class GRPORun(TrainingRun[PromptDataset]):
         return sum(family.experts.sparse_layers), family.experts.topk
 
     def _batch_of(self, rollouts: Sequence[Rollout]) -> BatchedDataDict[Any]:
-        """What is trained on, of conversations that this rank has led."""
+        """Return the training batch of the conversations that this rank has led."""
         return to_batch(rollouts, self.inputs.tokenizer.pad_token_id, self._replayed_experts())
 
     def _share_out(self, step: int, rollouts: Rollouts) -> OwnRows[Any]:
@@ -289,7 +289,7 @@ class GRPORun(TrainingRun[PromptDataset]):
         rewards: torch.Tensor,
         penalty: torch.Tensor | None,
     ) -> None:
-        """What the losses read that follows from the rewards [P, G] of all samples.
+        """Add the entries of the losses that follow from the rewards [P, G] of all samples.
 
         Args:
             outcomes: of all samples too, before rewards were shaped.
@@ -367,7 +367,7 @@ def _rows_of(batch: BatchedDataDict[Any], row_of: dict[int, int], asked: Sequenc
 
 
 def add_positive_examples(data: BatchedDataDict[Any], rewards: torch.Tensor) -> None:
-    """What the negative log-likelihood of samples with a positive reward reads.
+    """Add the entries for the negative log-likelihood of samples with a positive reward.
 
     Args:
         rewards: of all samples, also where `data` has a replica's own.

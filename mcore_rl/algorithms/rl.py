@@ -1,4 +1,4 @@
-"""What a run on rollouts begins with: its inputs, its policy, who answers, who judges."""
+"""The start of a run on rollouts: its inputs, policy, generation and environment."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _checked_inputs(
 
 
 def environment_of(config: RLConfig, policy: MegatronPolicy) -> Environment | CollectiveEnvironment | None:
-    """Who judges, on the ranks that have a part in it."""
+    """Return the environment, on the ranks that have a part in it."""
     if config.environment.name == "reward_model":
         judge = RewardModelEnvironment(config)
         speaker(policy.is_writer)(f"reward model: {judge.model.describe()}")

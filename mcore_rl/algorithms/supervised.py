@@ -40,7 +40,7 @@ class SupervisedRun(TrainingRun[Dataset]):
     check_first_step: Callable[[dict[str, Any], OwnRows[Any]], None] = lambda metrics, data: None
     add_current_columns: AddColumns = lambda data, dataset, indices: None
     validation_columns: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
-    """What `add_columns` adds to a set's parts, by its name and the part's first record."""
+    """Columns that `add_columns` adds to a set's parts, by its name and the part's first record."""
     validation_counts: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """`valid_counts` of each set."""
 

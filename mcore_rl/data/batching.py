@@ -88,7 +88,7 @@ class Batching:
     def _units(
         self, lengths: Sequence[int], input_ids: torch.Tensor | None, indices: Sequence[int] | None = None
     ) -> list[Unit]:
-        """What stays together: pairs, or (where beginnings are shared) as much of a group as fits a pack.
+        """Return the rows that stay together: pairs, or (with shared beginnings) as much of a group as fits a pack.
 
         Args:
             indices: of the rows in the global batch, whose groups they are of.
@@ -117,7 +117,7 @@ class Batching:
         return Unit(rows, PrefixTree(own, (-1,) * len(own), tuple(range(len(own)))))
 
     def _sharing(self, rows: list[int], lengths: Sequence[int], input_ids: torch.Tensor) -> list[Unit]:
-        """One unit of a group's rows, or of each half where they do not fit a pack together."""
+        """Return a unit of a group's rows, or of each half where they do not fit a pack together."""
         # Segments are padded one by one: what is gained by sharing must be more than that.
         min_shared = max(self.min_shared, self.multiple + 1)
         tree = PrefixTree.of_rows(input_ids[rows], [lengths[row] for row in rows], min_shared)
@@ -180,7 +180,7 @@ class Batching:
     def _microbatches(
         self, data: BatchedDataDict[Any], boxes: Sequence[list[Unit]], units: Sequence[Unit], width: int
     ) -> list[Microbatch]:
-        """One for each box of units, the smallest one for an empty box; `width` is the widest one's of all ranks."""
+        """Return a microbatch for each box, the smallest one for an empty box; `width` is the widest of all ranks."""
         common = width if self.one_width else None
         filler = [min(units, key=lambda unit: unit.tree.padded_size(self.multiple))]
         return [self._microbatch(data, box, filler, common) for box in boxes]
@@ -219,7 +219,7 @@ class Batching:
     def unit_sizes(
         self, lengths: Sequence[int], input_ids: torch.Tensor | None, indices: Sequence[int]
     ) -> list[UnitSize]:
-        """Of the units that some rows of a global batch make.
+        """Return the sizes of the units that some rows of a global batch make.
 
         Args:
             lengths: [b] of these rows.
@@ -232,7 +232,7 @@ class Batching:
         return [replace(size, rows=[indices[row] for row in size.rows]) for size in sizes]
 
     def _sizes_apart(self, lengths: Sequence[int], indices: Sequence[int]) -> list[UnitSize]:
-        """As `unit_sizes` where nothing is shared, without an object for each sequence."""
+        """Compute `unit_sizes` where nothing is shared, without an object for each sequence."""
         step = self._whole_units(lengths)
         padded = [round_up(length, self.multiple) for length in lengths]
         work = [self._work(0, length) for length in lengths]
@@ -271,7 +271,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class UnitSize:
-    """What a unit takes, without its tokens.
+    """The size of a unit, without its tokens.
 
     rows: of the global batch. tokens: of a pack, with their padding. cost: work, in tokens.
     """
@@ -282,7 +282,7 @@ class UnitSize:
 
 
 def _blank(data: BatchedDataDict[Any], rows: int) -> BatchedDataDict[Any]:
-    """So many rows of one token in the form of `data`, which has none: all zeros."""
+    """Return this number of one-token rows of zeros in the form of `data`, which has no rows."""
     blank: BatchedDataDict[Any] = BatchedDataDict()
     for name, value in data.items():
         if isinstance(value, torch.Tensor) and value.ndim:

@@ -35,7 +35,7 @@ DATE_CODES = (
     "%-S",
     *(f"%{c}" for c in "aAbBcCdDeFGghHIjklmMnpPrRsSTtuUVwWxXyYzZf"),
 )
-"""What a chat template may put into the format of `strftime_now`; the C library's codes are among them."""
+"""Codes that a chat template may use in the format of `strftime_now`, including those of the C library."""
 
 LONG = 30
 
@@ -57,7 +57,7 @@ def set_chat_day(tokenizer: Any, day: date) -> None:
 
 
 def chat_day(tokenizer: Any) -> date | None:
-    """What `set_chat_day` has kept."""
+    """Return the date that `set_chat_day` has kept."""
     return getattr(tokenizer, "chat_day", None)
 
 
@@ -149,7 +149,7 @@ def _template(tokenizer: Any, tools: Any) -> str:
 
 
 def _by_markers(tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any) -> tuple[list[int], list[bool]]:
-    """By the template's own markers, a run of marked tokens a response."""
+    """Find responses by the template's own markers, a run of marked tokens for each."""
     messages = [_without(message, "weight") for message in messages]
     out = tokenizer.apply_chat_template(
         messages,
@@ -178,7 +178,7 @@ def _by_markers(tokenizer: Any, messages: Messages, wanted: Sequence[int], tools
 def _by_marks(
     tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any, text: str
 ) -> tuple[list[int], list[bool], bool]:
-    """By putting marks in the place of responses; also whether the last one has an end token."""
+    """Find responses by marks in their place; also return whether the last one has an end token."""
     if not tokenizer.is_fast:
         raise ValueError("the tokenizer does not tell where in a text its tokens are; messages need a fast one")
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -212,7 +212,7 @@ class _Marked:
         return f"message {self.index + 1} ({self.messages[self.index]['role']})"
 
     def around(self, index: int) -> tuple[str, str]:
-        """What the template writes before and behind the content of message `index`."""
+        """Return the text that the template writes before and behind the content of message `index`."""
         mark = unused_character(self.text)
         marked = render(self.tokenizer, [*_with(self.messages, index, "content", mark)], self.tools)
         before, found, after = marked.partition(mark)
@@ -221,7 +221,7 @@ class _Marked:
         return before, after
 
     def start(self, before: str) -> int:
-        """Where the response begins, behind its header.
+        """Return the position where the response begins, behind its header.
 
         What the template writes to ask for a response is the header; where it is not there in the whole
         conversation (a thought that it begins for the model), the part of it that is; else the content begins.
@@ -241,7 +241,7 @@ class _Marked:
         return content
 
     def limit(self) -> int:
-        """Where the next message's content begins, at the latest."""
+        """Return the last position at which the next message's content can begin."""
         if self.index + 1 == len(self.messages):
             return len(self.text)
         before, _ = self.around(self.index + 1)
@@ -297,7 +297,7 @@ def _end_token_ids(tokenizer: Any, template: str) -> frozenset[int]:
 
 
 def _declared_ends(directory: Path) -> list[int]:
-    """Of a model directory's generation_config.json, if the tokenizer comes from one."""
+    """Return the end tokens of the model directory's generation_config.json, if the tokenizer comes from one."""
     try:
         ends = json.loads((directory / "generation_config.json").read_bytes()).get("eos_token_id")
     except (OSError, ValueError, AttributeError):
@@ -338,7 +338,7 @@ def _shows(tokenizer: Any, messages: Messages, tools: Any, text: str, index: int
 
 
 def tokens_between(tokenizer: Any, conversation: Messages, observation: str, response: Sequence[int]) -> list[int]:
-    """What the template writes from the end of a response to the sign to answer again.
+    """Return the text that the template writes from the end of a response to the next request for an answer.
 
     Args:
         conversation: what the response answered.

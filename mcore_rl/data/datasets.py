@@ -22,7 +22,7 @@ SUPERVISED: dict[str, Callable[..., Any]] = {
     "rm": load_reward_dataset,
     "kto": load_unpaired_dataset,
 }
-"""By algorithm."""
+"""Loading functions by algorithm."""
 
 
 def loader_of(config: TrainingConfig) -> Callable[..., Any]:

@@ -71,7 +71,7 @@ def share_records(
 
 
 def _all_gather_units(own: Sequence[UnitSize], replicas: ParallelDimension) -> list[UnitSize]:
-    """Those of all replicas; a unit's rows are neighbours."""
+    """Return the units of all replicas; a unit's rows are neighbours."""
     rows = [[unit.rows[0], len(unit.rows), unit.tokens, unit.cost] for unit in own]
     (most,) = Share((), 0, replicas).max(len(rows))
     padded = torch.zeros(int(most), 4, dtype=torch.float64)

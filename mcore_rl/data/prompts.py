@@ -30,7 +30,7 @@ class Prompt:
 
     @property
     def message_log(self) -> list[dict[str, str]]:
-        """As messages; a plain text is one of the user's."""
+        """The prompt as messages; a plain text becomes a message of the user."""
         return [{"role": "user", "content": self.content}] if isinstance(self.content, str) else list(self.content)
 
 
@@ -69,7 +69,7 @@ class PromptDataset:
         return self.prompts.store.counts["messages"] > 0
 
     def describe(self, name: str, limit: int) -> str:
-        """One line for the user."""
+        """Describe the dataset in one line for the user."""
         store = self.prompts.store
         dropped = store.counts["dropped"]
         text = f"{name}: {len(self):,} prompts, {store.num_tokens:,} tokens"

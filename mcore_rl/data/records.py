@@ -42,7 +42,7 @@ class Dataset:
         return self.units.fingerprint
 
     def describe(self, name: str, limit: int) -> str:
-        """One line for the user: what is there and what was done to it."""
+        """Describe the dataset in one line for the user: its size and what was done to it."""
         parts = [f"{name}: {len(self.units):,} records, {self.units.num_tokens:,} tokens"]
         if self.num_dropped:
             parts.append(f"{self.num_dropped:,} dropped (longer than {limit} tokens)")
@@ -75,7 +75,7 @@ class UnpairedDataset(Dataset):
 
 
 Source = str | Mapping[str, float]
-"""Where records come from: one source, or several and the weights of their samples."""
+"""The origin of records: a source, or several sources and the weights of their samples."""
 
 
 def named(source: Source) -> str:

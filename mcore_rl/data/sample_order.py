@@ -91,7 +91,7 @@ class MixedOrder:
 
 @lru_cache(maxsize=4)
 def _arrangement(quotas: tuple[int, ...], seed: int, period: int) -> tuple[list[int], list[int]]:
-    """Of each sample of a period: its source, and how many of that source come before it in the period."""
+    """Return for each sample of a period its source, and the number of earlier samples of that source in the period."""
     ends, counts = list(accumulate(quotas)), [0] * len(quotas)
     sources, earlier = list[int](), list[int]()
     for slot in SampleOrder(PERIOD, seed).indices(period * PERIOD, PERIOD):

@@ -138,7 +138,10 @@ class TokenCache:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
     def _source_digest(self, source: str) -> str:
-        """Of a source's bytes. A large file is read by one process; its digest holds as long as nobody writes to it."""
+        """Return a digest of a source's bytes.
+
+        A large file is read by one process; its digest holds as long as nobody writes to it.
+        """
         if Path(source).is_dir():
             return hashlib.sha256("".join(map(self._source_digest, files_of(source))).encode()).hexdigest()
         if Path(source).suffix not in SUFFIXES:
@@ -177,7 +180,7 @@ def _state_of(file: str | Path) -> list[Any]:
 
 
 def _code_digest() -> str:
-    """Of this package's own code for data, and the versions of what it tokenizes with."""
+    """Return a digest of this package's code for data, and of the versions of the libraries that it tokenizes with."""
     import tokenizers
     import transformers
 

@@ -87,7 +87,7 @@ class TokenStore(Sequence[Unit]):
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of a mixture's samples, by source."""
+        """The source of each sample of a mixture."""
         return {}
 
     def order(self, seed: int) -> Order:

@@ -33,12 +33,12 @@ class Tokenization:
     """What is done to each record. All functions are a module's own, since other processes are given them."""
 
     name: str
-    """Of the kind of records, and of every option of its functions."""
+    """Name of the kind of records, and values of every option of its functions."""
     unit_of: Callable[[Any, dict[str, Any]], Unit]
     """(tokenizer, record) → its sequences; raises ValueError."""
     sequences_per_unit: int
     max_length: int
-    """Of a sequence, in tokens."""
+    """Limit of a sequence, in tokens."""
     overlong: Literal["drop", "truncate"] = "drop"
     needs_response: bool = True
     """Whether each sequence must have a token that is trained on."""
@@ -99,7 +99,7 @@ class Tokenization:
 
 @dataclass(frozen=True)
 class TokenizerSource:
-    """What another process makes the same tokenizer from."""
+    """Values from which another process makes the same tokenizer."""
 
     path: Path
     trust_remote_code: bool
@@ -136,7 +136,7 @@ def tokenize_source(
 
 
 def _first_records(source: str, limit: int | None) -> Iterator[tuple[Records, float]]:
-    """What is read of a source, up to `limit` records."""
+    """Return the records that are read of a source, up to `limit`."""
     left = limit
     for records, part in read_records(source):
         yield (records, part) if left is None else (records.first(left), part)

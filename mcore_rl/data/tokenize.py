@@ -176,7 +176,7 @@ def tokenize_prompt(tokenizer: Any, prompt: str | Messages, tools: Any = None) -
 
 
 def _leading_special_tokens(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before a text: usually a beginning token or nothing."""
+    """Return the tokens that the tokenizer puts before a text: usually a beginning token or nothing."""
     marked = list(tokenizer("a")["input_ids"])
     plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     for start in range(len(marked) - len(plain) + 1):

@@ -72,7 +72,7 @@ def synchronize(of: torch.device | None = None) -> None:
 
 
 def synchronize_stream() -> None:
-    """As `synchronize`, for what the current stream was told."""
+    """Wait for the work of the current stream."""
     if has_gpu():
         torch.cuda.current_stream().synchronize()
 
@@ -98,7 +98,7 @@ def record_event() -> Event:
 
 
 def random_state() -> torch.Tensor | None:
-    """Of the GPU's generator; None without one: the host's is the only one."""
+    """Return the state of the GPU's generator; None without a GPU."""
     return torch.cuda.get_rng_state() if has_gpu() else None
 
 
@@ -132,7 +132,7 @@ def page_lock(block: torch.Tensor) -> None:
 
 
 def release_page_lock(block: torch.Tensor) -> None:
-    """What `page_lock` did, undone."""
+    """Undo `page_lock`."""
     if has_gpu() and block.numel():
         torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
 
@@ -262,7 +262,7 @@ def initialize_process_group(timeout: timedelta) -> None:
 
 
 def _group_options(timeout: timedelta) -> dict[str, Any]:
-    """What `init_process_group` is called with."""
+    """Return the arguments of `init_process_group`."""
     kwargs: dict[str, Any] = {"backend": backend(), "timeout": timeout}
     if has_gpu():
         kwargs["device_id"] = device()

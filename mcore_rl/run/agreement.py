@@ -34,7 +34,7 @@ PACKAGE = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Given:
-    """What a process was given.
+    """The inputs of a process.
 
     read: fingerprints by keys, of datasets, validation sets in their order, chat template and options; and where a
         process is its node's first, `files_of` it.
@@ -116,7 +116,7 @@ def software() -> dict[str, str]:
 
 
 def disagreement(everyone: Sequence[Given]) -> str:
-    """Of the first process that was given something else than process 0; "" if there is none."""
+    """Describe the first process whose inputs differ from process 0's; "" if there is none."""
     for rank, given in enumerate(everyone):
         first = everyone[0]
         process = f"process {rank} (on {given.host})"

@@ -53,7 +53,7 @@ class RunDirectory:
 
     @property
     def identity(self) -> RunIdentity | None:
-        """Of the run that the directory is marked as; None if it is no run's."""
+        """Return the identity of the run that owns the directory; None if no run does."""
         try:
             return RunIdentity.from_json((self.path / MARKER).read_text())
         except (OSError, ValueError, TypeError):

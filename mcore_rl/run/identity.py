@@ -154,7 +154,7 @@ class RunIdentity:
         return day + configured + contents
 
     def changes(self, earlier: RunIdentity) -> list[str]:
-        """What else is configured otherwise than it was, as `key old → new`."""
+        """Return the other changes of the configuration, as `key old → new`."""
         before, now = flattened(earlier.config), flattened(self.config)
         common = [key for key in now if key in before and not key.startswith(INSIGNIFICANT)]
         return [f"{key} {before[key]} → {now[key]}" for key in common if before[key] != now[key]]
@@ -186,7 +186,7 @@ def _named(key: str, number: int) -> str:
 
 
 def architecture_of(hf_config: Any) -> dict[str, Any]:
-    """What of a transformers configuration decides on a model's tensors and on what it computes."""
+    """Return the fields of a transformers configuration that decide a model's tensors and computations."""
     values: dict[str, Any] = json.loads(json.dumps(hf_config.to_dict(), default=str))
     return {key: value for key, value in values.items() if key not in NOT_ARCHITECTURE}
 

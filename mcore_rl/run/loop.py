@@ -1,4 +1,4 @@
-"""What all loops share: steps, validation, checkpoints, signals, the end."""
+"""The loop that all algorithms share: steps, validation, checkpoints, signals, the end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _divides(interval: int | None, step: int) -> bool:
 
 
 def _state(consumed_samples: int, best: BestValidation | None) -> dict[str, Any]:
-    """What a checkpoint keeps of the loop."""
+    """The loop's state in a checkpoint."""
     return {"consumed_samples": consumed_samples, **({"best": best.state()} if best else {})}
 
 
@@ -50,7 +50,7 @@ class TrainingRun(ABC, Generic[DatasetT]):
 
     @property
     def updates_per_step(self) -> int:
-        """Of the optimizer."""
+        """Optimizer steps of a step."""
         return 1
 
     @property
@@ -217,7 +217,7 @@ class TrainingRun(ABC, Generic[DatasetT]):
             self.reference_moved()
 
     def reference_moved(self) -> None:
-        """What was computed by the reference is no longer true."""
+        """Drop values that were computed by a reference that has moved."""
 
     def _validates_after(self, step: int) -> bool:
         trainer = self.config.trainer

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: one JSON object a step, a line for the person who watches, other programs, a summary."""
+"""Metrics of a run: one JSON object a step, a line on the console, trackers, a summary."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Reporter:
             self._log_fails = False
 
     def record(self, step: int, metrics: dict[str, Any]) -> None:
-        """One object for the step: a line of metrics.jsonl, and what other programs show."""
+        """Write an object for the step to metrics.jsonl and to trackers."""
         if not self.enabled:
             return
         try:
@@ -102,7 +102,7 @@ class Reporter:
             self.trackers.close()
 
     def summary(self, last_step: int) -> Iterator[str]:
-        """What has come of the steps from the first on; nothing if there was none."""
+        """Yield the lines of a summary of all steps; none if there were no steps."""
         if not self.enabled or last_step < self.first_step:
             return
         taken = time.monotonic() - self.started
@@ -116,7 +116,7 @@ class Reporter:
 
 @dataclass
 class _Course:
-    """Of one metric over the steps."""
+    """The course of a metric over the steps."""
 
     better: Any
     first: float | None = None
@@ -134,7 +134,7 @@ class _Course:
 
 
 class _Phase(TextColumn):
-    """What the process does just now."""
+    """Show what the process is doing."""
 
     def render(self, task: Any) -> Any:
         self.text_format = watchdog.phase().replace("{", "{{").replace("}", "}}")

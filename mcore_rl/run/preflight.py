@@ -1,4 +1,4 @@
-"""What can be told wrong in a second: layout, paths and directories, before PyTorch and Megatron are imported."""
+"""Checks that take a second: layout, paths and directories, before PyTorch and Megatron are imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is made from: checked, read, claimed, and compared between processes, before any model exists."""
+"""The inputs of a run: checked, read, claimed and compared between processes before any model exists."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ DatasetT = TypeVar("DatasetT", bound=RunDataset)
 
 @dataclass(frozen=True)
 class Inputs(Generic[DatasetT]):
-    """What a run is made from, checked and loaded without any process group."""
+    """The inputs of a run, checked and loaded without a process group."""
 
     tokenizer: Any
     hf_config: Any
     train: DatasetT
     validation: dict[str, DatasetT]
-    """By name; the only one has none."""
+    """Validation sets by name; a single set has no name."""
     checkpoints: tuple[list[Path], list[str]] = ([], [])
     """To resume from, the best first, and what is to be told about them."""
     identity: str = ""
-    """Of the run (JSON), on the first process of each node."""
+    """Identity of the run (JSON), on the first process of each node."""
 
 
 def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_weights: bool = True) -> Inputs[Any]:
@@ -103,7 +103,7 @@ def tokenizer_and_cache(config: TrainingConfig, say: Say = silent) -> tuple[Any,
 
 
 def _earlier_identity(config: TrainingConfig) -> RunIdentity | None:
-    """Of the run that goes on, from a checkpoint or from its beginning; None if it is a new one."""
+    """Return the identity of the run that is resumed; None for a new run."""
     candidates, _ = find_checkpoints(config)
     found = next(filter(None, map(identity_of, candidates)), None)
     return RunDirectory(config.output_dir).identity if found is None and config.checkpoint.resume != "none" else found

@@ -34,7 +34,7 @@ class StepLog:
 
 
 def read_step_log(path: Path) -> list[dict[str, Any]]:
-    """Its entries, without a last line that was cut short.
+    """Return the entries of a log, without a last line that was cut short.
 
     Raises:
         OSError: the file cannot be read.

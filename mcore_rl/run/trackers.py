@@ -14,7 +14,7 @@ from mcore_rl.utils.progress import Say
 
 
 class Tracker(Protocol):
-    """Where metrics go beside metrics.jsonl."""
+    """A tracker, which receives the metrics that metrics.jsonl receives."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """The numbers of one step."""
@@ -88,7 +88,7 @@ class MLflow:
 
 
 class Trackers:
-    """Those that the configuration asks for. One that fails is told of once and left out from then on."""
+    """Return the trackers of the configuration. One that fails is told of once and left out from then on."""
 
     def __init__(self, config: TrainingConfig, say: Say) -> None:
         asked, self._say, self._started = config.logging, say, dict[str, Tracker]()

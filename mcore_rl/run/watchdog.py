@@ -82,7 +82,7 @@ def enter(phase: str) -> None:
 
 
 def phase() -> str:
-    """What this rank has said it does; "" where no watchdog was started."""
+    """Return the phase of this rank; "" where no watchdog was started."""
     return "" if _current is None else _current.phase
 
 
@@ -95,7 +95,7 @@ def stop() -> None:
 
 
 def explain(error: Exception, own_traceback: str) -> str:
-    """What to add to the traceback of a collective that timed out; asks all ranks for their stacks."""
+    """Return the addition to a traceback of a collective that timed out; asks all ranks for their stacks."""
     if _current is None or "timed out" not in str(error).lower():
         return ""
     directory = _current.ask_everyone(own_traceback)

@@ -1,1 +1,1 @@
-"""What every room may use: files on disk, models on disk and on the hub, the console, torchrun's environment."""
+"""Utilities for every room: files, models on disk and on the hub, the console, torchrun's environment."""

@@ -1,4 +1,4 @@
-"""What checkpoints are on disk: one directory an iteration, complete or not there at all.
+"""Checkpoints on disk: a directory for each iteration, which is complete or does not exist.
 
     DIRECTORY/iter_0000010/                          manifest.json lists every file's size and SHA-256
     DIRECTORY/latest_checkpointed_iteration.txt      written last
@@ -48,7 +48,7 @@ class CheckpointStore:
         return sorted(found, key=step_of)
 
     def tracked_step(self) -> int | None:
-        """What the tracker file says; None if it is missing or not a number."""
+        """Return the iteration in the tracker file; None if it is missing or not a number."""
         try:
             return int((self.directory / TRACKER_FILE).read_text())
         except (OSError, ValueError):
@@ -170,7 +170,7 @@ def read_manifest(iteration: Path) -> FileDigests:
 
 
 def quick_problems(iteration: Path, required: frozenset[str] = CHECKPOINT_FILES) -> list[str]:
-    """What is wrong with a directory's list of files and their sizes; `required` must be among them."""
+    """Return the errors in a directory's list of files and their sizes; `required` must be among them."""
     try:
         manifest = read_manifest(iteration)
     except ValueError as error:

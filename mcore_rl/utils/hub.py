@@ -10,9 +10,9 @@ from mcore_rl.errors import UserError
 
 _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 WEIGHTS = ["*.safetensors"]
-"""Of a model that is trained here; not those in other formats."""
+"""Patterns of weights that are trained here; other formats are not downloaded."""
 PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
-"""Its other files."""
+"""Patterns of the other files."""
 CODE = ["*.py"]
 PUSH = "checkpoint.push_to_hub"
 """The key that errors name."""

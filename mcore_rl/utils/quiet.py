@@ -1,4 +1,4 @@
-"""What libraries say of themselves, kept from the user."""
+"""Silence library messages that are not for the user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 
 
 def quiet_libraries() -> None:
-    """What libraries say about parts that are not used here is not for the user."""
+    """Silence messages of libraries about parts that are not used here."""
     warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*|transformers\..*")
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine).*")
     for name in ("transformers", "datasets", "megatron", "torch.distributed", "torch.utils", "huggingface_hub"):

@@ -1,4 +1,4 @@
-"""What torchrun tells each process that it starts, read from the environment in one place."""
+"""Values that torchrun passes to each process, read from the environment in one place."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ def launch_id() -> str:
 
 
 def error_file() -> Path | None:
-    """Where torchrun looks for what a rank says of its failure."""
+    """Return the file in which torchrun looks for a rank's error."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(path) if path else None

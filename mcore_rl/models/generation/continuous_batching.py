@@ -28,7 +28,7 @@ LOOK_AHEAD = BLOCK_SIZE // 2
 
 @dataclass(eq=False)
 class Draws:
-    """What was drawn for the same n sequences, step by step.
+    """The tokens that were drawn for the same n sequences, step by step.
 
     tokens, logprobs: [n] of each step. experts: [n, layers, topk] int16 of the tokens that were fed to the model for
         it, if they are recorded.
@@ -54,13 +54,13 @@ class RunningSequence:
     ended_at: int | None = None
     """Tokens of the response up to its stop token or string, once that is known."""
     blocks: list[int] = field(default_factory=list)
-    """Of the cache."""
+    """Blocks of the cache."""
     prompt_state: Tensor = field(init=False)
     """[hidden] of the prompt's last token, on the last stage."""
     prompt_experts: list[Tensor] = field(default_factory=list)
     """[tokens, layers, topk] int16 of the prompt's tokens, if they are recorded."""
     places: list[tuple[Draws, int]] = field(default_factory=list)
-    """Where the response is: draws and the column of each, in their order."""
+    """The response: draws and its column in each, in their order."""
     tail: list[int] = field(default_factory=list)
     """The response's last tokens, as far as stop strings ask for them."""
 
@@ -154,7 +154,7 @@ class ContinuousBatch:
     # ------------------------------------------------------------ steps
 
     def _step(self) -> None:
-        """One more token each."""
+        """Draw a further token for each sequence."""
         if not self.steps_ahead:
             self._make_room()
         self.steps_ahead -= 1
@@ -265,8 +265,7 @@ class ContinuousBatch:
                 s.prompt_experts = [experts]
 
     def _share(self, pairs: Sequence[tuple[RunningSequence, ...]]) -> None:
-        """Who has a prompt in the cache shares its full blocks with another, and copies the one that both will write
-        to."""
+        """Share the full blocks of a cached prompt with another sequence; copy the block that both will write to."""
         copied = list[tuple[int, int]]()
         for source, s in pairs:
             full, rest = divmod(len(s.prompt), BLOCK_SIZE)
@@ -293,7 +292,7 @@ class ContinuousBatch:
         self._new_draws(self.going)
 
     def _new_draws(self, sequences: Sequence[RunningSequence]) -> Draws:
-        """Where the next tokens of these sequences go."""
+        """Return the positions of the next tokens of these sequences."""
         draws = Draws()
         self.history.append(draws)
         for column, s in enumerate(sequences):

@@ -1,4 +1,4 @@
-"""What a generation backend takes and gives."""
+"""The interface of generation backends."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class GenerationInterface(ABC):
 
 
 class RequestError(TrainingError):
-    """One response is not to be had, whoever is asked; others are."""
+    """A response could not be generated; other requests are not affected."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Response:
 
 
 class StreamingGeneration(GenerationInterface):
-    """One that gives responses one by one, on the first rank of each data-parallel replica."""
+    """A backend that returns responses one by one, on the first rank of each data-parallel replica."""
 
     @abstractmethod
     def submit(

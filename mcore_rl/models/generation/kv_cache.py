@@ -39,7 +39,7 @@ class Blocks:
         self.free: list[int] = []
 
     def take(self, count: int) -> list[int]:
-        """So many free ones; if there are not enough, there are more from now on."""
+        """Return this number of free blocks; the cache grows if there are not enough."""
         if (missing := count - len(self.free)) > 0:
             capacity = len(self.users)
             more = max(missing, capacity // GROWTH)
@@ -57,7 +57,7 @@ class Blocks:
         return list(blocks)
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """One sequence fewer has them."""
+        """Release the blocks of a sequence."""
         for block in blocks:
             self.users[block] -= 1
             if not self.users[block]:
@@ -131,7 +131,7 @@ class KeyValueCache:
         self.table, self.lengths = platform.to_device(table), list(lengths)
 
     def step(self, tokens: Int64[Tensor, " n"], positions: Int64[Tensor, " n"]) -> Float[Tensor, "n hidden"]:
-        """One token for each of the sequences that were arranged, as its last; final states."""
+        """Attend from the last token of each arranged sequence; final states."""
         parts = self._parts()
         slots = self.table.gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0] * BLOCK_SIZE + positions % BLOCK_SIZE
         behind = positions[:, None] - torch.arange(self.lengths[0], device=positions.device)

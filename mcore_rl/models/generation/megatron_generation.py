@@ -39,7 +39,7 @@ from mcore_rl.models.megatron.families.mixture import Mixture
 
 
 class TrainedHere(Protocol):
-    """What is needed of a policy that gives up memory while its model generates."""
+    """The methods of a policy that gives up memory while its model generates."""
 
     def offload_before_refit(self) -> int: ...
 
@@ -85,13 +85,13 @@ class MegatronGeneration(GenerationInterface):
         self.makes_room: TrainedHere | None = None
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """With `makes_room` the policy has nothing but its weights on the device afterwards."""
+        """Prepare generation; with `makes_room` the policy keeps only its weights on the device."""
         if self.makes_room is not None:
             self.makes_room.offload_before_refit()
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """With `makes_room` the policy has all its memory again."""
+        """End generation; with `makes_room` the policy gets all its memory back."""
         if self.makes_room is not None:
             self.makes_room.prepare_for_training()
         return True

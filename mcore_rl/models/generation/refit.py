@@ -28,7 +28,7 @@ HEADER_NUMBERS = 2
 
 
 def encode_refit_info(info: RefitInfo) -> dict[str, Any]:
-    """As what JSON can say."""
+    """Convert to values that JSON can hold."""
     return {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in info.items()}
 
 
@@ -95,7 +95,7 @@ class RefitGroup:
         return cls(RefitStore(ip, port, rank, timeout), world_size)
 
     def begin_broadcast(self, tensor: Tensor) -> Any:
-        """As `broadcast`, of which the result's `wait()` is the end."""
+        """Start a `broadcast`; the result's `wait()` ends it."""
         return self.group.broadcast(tensor, 0)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
@@ -253,7 +253,7 @@ class SharedBucket:
         _put(self._buffer, self.places[name][0], tensor)
 
     def handle(self) -> dict[str, Any]:
-        """What `RefitReceiver.update_weights_from_ipc_handles` takes, once all tensors are written."""
+        """Return the handles for `RefitReceiver.update_weights_from_ipc_handles`, once all tensors are written."""
         platform.synchronize()
         return {**self._where, "tensors": self.places}
 

@@ -38,7 +38,7 @@ class ResponseTensors:
 
 
 def gather_responses(own: Sequence[Response], *dimensions: ParallelDimension) -> list[Response]:
-    """Those of every rank along these dimensions, in rank order, the last dimension's ranks outermost. Collective."""
+    """Gather every rank's values along these dimensions, in rank order, the last one outermost. Collective."""
     tensors = ResponseTensors.of(own)
     gathered = ResponseTensors(gather_rows(tensors.sizes, *dimensions), gather_rows(tensors.tokens, *dimensions))
     return gathered.responses()

@@ -85,7 +85,7 @@ def sample(
 
 
 def random_states(seed: int, samples: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
-    """What `uniforms` makes each sample's random numbers of: a hash of seed and sample."""
+    """Return the seed of each sample's random numbers: a hash of seed and sample."""
     return _mix(_signed(seed) + samples * _GOLDEN)
 
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 30.0
 ATTEMPTS = 3
-"""Of a request that fails while its server is well; then its sample has failed."""
+"""A request failed although its server is well; its sample has failed."""
 BUSY_SECONDS = 0.5
 """Before a server that has no room is asked again."""
 BUSY = (408, 429, 503)
@@ -43,7 +43,7 @@ class WrongServerError(ServerError):
 
 @dataclass(frozen=True)
 class Request:
-    """One response that is wanted.
+    """A request for a response.
 
     token_ids: the prompt.
     max_tokens: of the response.
@@ -77,7 +77,7 @@ class _Task:
 
 
 class VLLMServer:
-    """One server.
+    """A server.
 
     Args:
         connections: requests at a time.
@@ -150,7 +150,7 @@ class VLLMServer:
 
 
 def sampling_params(request: Request, params: SamplingParams) -> dict[str, Any]:
-    """What vLLM calls them."""
+    """Return the sampling parameters under vLLM's names."""
     options = {
         "max_tokens": request.max_tokens,
         "temperature": params.temperature,
@@ -225,7 +225,7 @@ class ServerPool:
             self.drop(url, f"{url}: the first rank has dropped it")
 
     def _serve(self, server: VLLMServer) -> None:
-        """One connection."""
+        """Serve requests over a connection."""
         while (task := self._next_for(server.url)) is not None:
             oldest = self._settled
             try:
@@ -260,7 +260,7 @@ class ServerPool:
             self.drop(server.url, str(error))
 
     def _next_for(self, url: str) -> _Task | None:
-        """What this server is to be asked next; None when it is not to be asked any more."""
+        """Return the next request for this server; None when it gets no more."""
         with self._changed:
             while url in self.servers and not self._is_closed:
                 self._waiting = [task for task in self._waiting if not task.future.cancelled()]
@@ -321,7 +321,7 @@ class ServerPool:
         return self.gather(self.begin_each(call))
 
     def begin_each(self, call: Callable[[VLLMServer], T]) -> dict[str, Future[T]]:
-        """As `each`, of which `gather` is the end."""
+        """Start `each`; `gather` ends it."""
         return {url: self._control.submit(call, server) for url, server in list(self.servers.items())}
 
     def gather(self, begun: dict[str, Future[T]]) -> dict[str, T]:

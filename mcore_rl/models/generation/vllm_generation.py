@@ -61,7 +61,7 @@ POLL_SECONDS = 0.5
 
 
 class Sender(Protocol):
-    """What is needed of a policy."""
+    """The methods of a policy that the servers' weights come from."""
 
     model: BuiltModel
     is_writer: bool

@@ -50,7 +50,7 @@ class RefitUpdateInfo(WeightTransferUpdateInfo):
 
 
 class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
-    """One worker process's end of the collective."""
+    """A worker process's end of the collective."""
 
     init_info_cls, update_info_cls = RefitInitInfo, RefitUpdateInfo
     receiver: RefitReceiver | None = None

@@ -89,7 +89,7 @@ class VLLMService:
         return tuple(self._processes)
 
     def why_ended(self, url: str, seconds: float = 0.0) -> str | None:
-        """What became of a server that ends within `seconds`, or has ended; None of any other."""
+        """Return the reason why a server has ended, or ends within `seconds`; None if it runs."""
         process = self._processes.get(url)
         if process is None:
             return None
