@@ -116,7 +116,7 @@ def records(tokenizer: Any, shown: Sequence[TokenSequence]) -> Iterator[str]:
 
 
 def memory(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:
-    """Of one rank of each distinct pipeline stage, by a simulation of the step."""
+    """Yield the memory of a rank of each distinct pipeline stage, by a simulation of the step."""
     try:
         reports = simulate(config, world_size, chosen_ranks(config, world_size, "distinct"), sequences)
     except UserError as error:

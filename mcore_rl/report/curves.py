@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from mcore_rl.report.runs import Run, Series
 
 MAX_POINTS = 1000
-"""Of a curve. Of more steps the least and the greatest value of every stretch are drawn."""
+"""Points of a curve. With more steps, the least and the greatest value of every stretch are drawn."""
 MAX_PHASE_POINTS = 300
-"""Of a stack, whose stretches are drawn by their means: extremes would not add up."""
+"""Points of a stack, whose stretches are drawn by their means: extremes would not add up."""
 
 GROUPS = {
     "Loss": {
@@ -89,7 +89,7 @@ class Section:
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """Of everything that any of the runs has measured."""
+    """Return the sections for everything that any of the runs has measured."""
     names = list(dict.fromkeys(name for run in runs for name in _series(run)))
     places: dict[str, dict[str, list[str]]] = {
         title: {chart: [] for chart in charts} for title, charts in GROUPS.items()
@@ -194,7 +194,7 @@ def _phases(run: Run) -> list[str]:
 
 
 def phases(run: Run, title: str) -> Chart:
-    """Where the seconds of a step went, one upon the other."""
+    """Return a chart of the seconds of a step by phase, stacked."""
     total = run.metrics.get("step_seconds")
     figure = go.Figure()
     if total is None:

@@ -1,4 +1,4 @@
-"""What in a run's files should be looked at."""
+"""Find what needs attention in a run's files."""
 
 from __future__ import annotations
 

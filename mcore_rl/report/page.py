@@ -64,7 +64,7 @@ def _figures(charts: Sequence[Section]) -> Markup:
 
 
 def _overview(run: Run) -> dict[str, Any]:
-    """What stands on the run's card."""
+    """Return the content of the run's card."""
     tokens, seconds = run.total("num_tokens"), run.total("step_seconds")
     sizes = [f"{name} {run.config[key]}" for name, key in SIZES.items() if run.config.get(key, 1) not in (None, 1)]
     facts = {

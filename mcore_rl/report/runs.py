@@ -1,4 +1,4 @@
-"""What a run has left in its directory, read for a report."""
+"""Read the files of a run for a report."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Run:
 
     @cached_property
     def stacks(self) -> list[str]:
-        """What each rank said last, of a run that did not end well."""
+        """Return the last phase of each rank, for a run that did not end well."""
         files = sorted((self.path / "stacks").glob("rank_*.txt"))
         return [line for file in files if (line := file.read_text(errors="replace").partition("\n")[0])]
 
@@ -153,7 +153,7 @@ def _samples(run: Run, steps: list[int]) -> tuple[list[dict[str, Any]], int]:
 
 
 def _entries(run: Run, name: str, tell: bool = True) -> Iterator[dict[str, Any]]:
-    """Of a file that may be missing; `tell`: note a last line that is cut short."""
+    """Yield the entries of a file that may be missing; `tell`: note a last line that is cut short."""
     path = run.path / name
     try:
         with open(path, "rb") as file:

@@ -61,7 +61,10 @@ class Hardware(BaseModel):
         return len({rank // self.gpus_per_node for rank in transfer.ranks}) > 1
 
     def transfer_seconds(self, transfer: Transfer, size: int) -> float:
-        """By rings: a gather or scatter sends all but the own part, an all-reduce twice that; a message goes once."""
+        """Return the seconds of a transfer by rings.
+
+        A gather or scatter sends all but the own part, an all-reduce twice that; a message goes once.
+        """
         parts = len(transfer.ranks)
         share = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "all_reduce": 2.0}
         sent = size * share[transfer.operation] * (parts - 1) / parts if transfer.operation in share else size
@@ -69,17 +72,17 @@ class Hardware(BaseModel):
         return sent / (link * self.transfer_efficiency)
 
     def compute_seconds(self, report: RankReport, dtype: str, *phases: str) -> float:
-        """Of these phases, or of the whole step."""
+        """Return the seconds of computation in these phases, or in the whole step."""
         peak, chosen = self.flops_per_second[dtype], phases or report.products.keys() | report.attention.keys()
         products, attention = (sum(of.get(name, 0) for name in chosen) for of in (report.products, report.attention))
         return products / (peak * self.product_efficiency) + attention / (peak * self.attention_efficiency)
 
     def communication_seconds(self, report: RankReport) -> float:
-        """Of all transfers between ranks, one after the other."""
+        """Return the seconds of all transfers between ranks, one after the other."""
         return sum(self.transfer_seconds(transfer, size) for transfer, size in report.traffic.items())
 
     def exposed_seconds(self, report: RankReport, dtype: str) -> float:
-        """Of transfers between ranks that computation does not hide.
+        """Return the seconds of transfers between ranks that computation does not hide.
 
         Hidden are, where the options are set: gradients' reduce-scatters (`overlap_grad_reduce`) behind the backward
         pass of an update's last pack, two thirds of a pack's time; weights' all-gathers (`overlap_param_gather`) behind

@@ -1,4 +1,4 @@
-"""What a rank reads of a checkpoint, and what memory that takes beside the state that it fills."""
+"""Simulate what a rank reads of a checkpoint, and the memory for it in addition to the state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOADING = "loading"
 
 @dataclass(frozen=True)
 class LoadingReport:
-    """What one rank's loading takes, in bytes.
+    """The cost of a rank's loading, in bytes.
 
     state: weights and optimizer state of this rank, of a critic too, and a reference that moves. read: from files.
     beyond: what is live at most, on device and host, beside what is there anyhow when all is loaded.
@@ -57,7 +57,7 @@ def simulate_loading(config: TrainingConfig, rank: int, world_size: int, writers
 
 
 def _regions(config: TrainingConfig, models: Models) -> Iterator[Region]:
-    """Of all models that are trained, and of a reference that moves."""
+    """Yield the regions of all models that are trained, and of a reference that moves."""
     from mcore_rl.models.megatron.checkpoint.optimizer_shards import tensor_regions
 
     for number, model in enumerate(models.trained):
@@ -91,7 +91,7 @@ def _read(regions: list[Region], writers: int) -> int:
 
 
 def _index(regions: list[Region], writers: int) -> Any:
-    """Of a checkpoint that holds all of these regions' tensors."""
+    """Return the index of a checkpoint that holds the tensors of all these regions."""
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (

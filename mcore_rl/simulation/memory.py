@@ -81,5 +81,5 @@ class LiveBytes(TorchDispatchMode):
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of the tensors' storages, each counted once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     return sum({platform.storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

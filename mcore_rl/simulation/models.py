@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 SCORING, TRAINING, UPDATE = "scoring", "training", "update"
 CRITIC_TRAINING, CRITIC_UPDATE = "critic", "critic's update"
 PHASES = (SCORING, CRITIC_TRAINING, CRITIC_UPDATE, TRAINING, UPDATE)
-"""Of a step, in their order."""
+"""Phases of a step, in their order."""
 
 
 def simulated_beside(config: TrainingConfig) -> dict[str, TrainingConfig]:
-    """Of the models beside the policy while it is trained, by the keys that name them, in the order of their making."""
+    """Return the configurations of the other models of training, by their keys, in the order of their making."""
     found = configs_beside(config)
     if _is_computed_before(config):
         found.pop(REFERENCE, None)
@@ -64,7 +64,7 @@ class Models:
 
     @property
     def chunks(self) -> list[Any]:
-        """Of this rank's pipeline stage, of all models."""
+        """The chunks of this rank's pipeline stage, of all models."""
         return [chunk for model in self.all for chunk in model.model.chunks]
 
     @property
@@ -74,7 +74,7 @@ class Models:
 
 
 def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[[str], None]) -> None:
-    """What the algorithm's step asks of its models, with all updates of each that is trained.
+    """Run the operations of the algorithm's step, with all updates of each trained model.
 
     Args:
         enter: is told of each phase.
@@ -102,12 +102,12 @@ def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[
 
 
 def temperature_of(config: TrainingConfig) -> float:
-    """That logits are divided by."""
+    """Return the temperature that divides the logits."""
     return config.rollouts.temperature if isinstance(config, RLConfig) else 1.0
 
 
 def updates_of(config: TrainingConfig) -> int:
-    """Of a step, all on the same batch."""
+    """Return the updates of a step, all on the same batch."""
     return config.rollouts.num_updates_per_rollout if isinstance(config, RLConfig) else 1
 
 

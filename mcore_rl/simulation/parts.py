@@ -21,7 +21,7 @@ OF_MODULES = {
     "shared_experts": "experts",
     "output_layer": "reward head",
 }
-"""By the names that modules have in a layer or a model; of nested ones the innermost counts."""
+"""Parts by the names of modules in a layer or a model; of nested modules the innermost counts."""
 
 
 class Parts:

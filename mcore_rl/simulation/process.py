@@ -27,7 +27,7 @@ from mcore_rl.simulation.traffic import Traffic, count_traffic
 
 @dataclass(frozen=True)
 class Seen:
-    """What the rank does that costs something: transfers, waits of the host, operations of attention."""
+    """Costs of the rank: transfers, waits of the host, operations of attention."""
 
     traffic: Traffic
     reads: HostReads

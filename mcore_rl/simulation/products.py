@@ -54,5 +54,5 @@ class ProductCounter(FlopCounterMode):
 
     @property
     def counts(self) -> dict[Any, int]:
-        """By name."""
+        """The number of operations by name."""
         return {name: sum(of.values()) for name, of in self.flop_counts.items() if name != "Global"}

@@ -1,4 +1,4 @@
-"""What a simulated rank has in place of weights, a flash kernel and a host that waits for its device."""
+"""The stand-ins of a simulated rank for weights, a flash kernel, and a host that waits for its device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ShapesOnly:
 
 @dataclass
 class HostReads:
-    """Where the host has asked the device for a value, which stops it until the device is done."""
+    """The places where the host reads a value from the device, which stops it until the device is done."""
 
     phase: str = ""
     places: Counter[tuple[str, str]] = field(default_factory=Counter)

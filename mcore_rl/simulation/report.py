@@ -1,4 +1,4 @@
-"""What a simulated step takes, as a person reads it."""
+"""Print the cost of a simulated step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYOUTS = "each with sequence parallelism where tp > 1, experts whole where ep >
 
 
 def shown(number: float) -> str:
-    """With three digits and the first letter of its unit: `1.23 G`."""
+    """Format a number with three digits and the first letter of its unit: `1.23 G`."""
     for letter, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             value = number / size

@@ -69,12 +69,12 @@ def simulate(
 def simulate_loadings(
     config: TrainingConfig, world_size: int, ranks: Sequence[int], writers: int, workers: int = 1
 ) -> list[LoadingReport]:
-    """What these ranks take to load a checkpoint that so many ranks have written."""
+    """Simulate how these ranks load a checkpoint that this number of ranks has written."""
     return _each(workers, simulate_loading, [(config, rank, world_size, writers) for rank in ranks])
 
 
 def _each(workers: int, function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
-    """What each call comes to, in a process of its own."""
+    """Return the result of each call, made in a process of its own."""
     with _threads(workers) as pool:
         waiting = [pool.submit(_apart, function, *arguments) for arguments in calls]
         return [future.result() for future in waiting]
@@ -198,7 +198,7 @@ def search(
 
 
 def overrides_of(config: TrainingConfig, values: dict[str, Any]) -> tuple[str, ...]:
-    """What would have to be said on a command line for the configuration to have these values."""
+    """Return the command-line overrides that give the configuration these values."""
     own = flattened(config.model_dump(mode="json"))
     wanted = flattened(json.loads(json.dumps(values, default=str)))
     return tuple(f"{key}={json.dumps(wanted[key])}" for key in own if key in wanted and own[key] != wanted[key])

@@ -1,4 +1,4 @@
-"""One training step of one rank, simulated in a process of its own."""
+"""Simulate a training step of a rank in a process of its own."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank's step takes.
+    """The cost of a rank's step.
 
     parameters: on this rank. memory: bytes by kind at the peak of a step, which is in `peak_phase`: weights, gradients
     and optimizer state, which stay from step to step; logits, with all else that is made of hidden states and the LM
@@ -226,7 +226,7 @@ def offloaded(config: TrainingConfig, models: Models) -> tuple[dict[str, Counter
 
 
 def optimizer_bytes(model: MegatronPolicy) -> int:
-    """Of what a model's optimizer keeps beside the weights."""
+    """Return the bytes that a model's optimizer keeps in addition to the weights."""
     from mcore_rl.models.megatron.offload import optimizer_tensors
 
     return bytes_of(optimizer_tensors(model.optimizer, model.parameters()))

@@ -65,7 +65,7 @@ class Traffic:
 
 
 class Operation(NamedTuple):
-    """What a function of torch.distributed does, by the names of its arguments.
+    """The meaning of a function of torch.distributed, by the names of its arguments.
 
     whole: holds all ranks' parts. received: made for other ranks' values; empty where it is what somebody computed.
     peer: of a message, the other rank.
@@ -92,7 +92,7 @@ OPERATIONS = {
     "recv": Operation("recv", "tensor", "tensor", peer="src"),
     "irecv": Operation("recv", "tensor", "tensor", peer="src"),
 }
-"""By the functions' names."""
+"""Operations by the functions' names."""
 
 
 def _ranks(arguments: Mapping[str, Any], peer: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What is noticed while a step goes on, phase by phase."""
+"""Observe a step phase by phase."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ ROUNDING = 1e-12
 
 @dataclass
 class Outcome:
-    """What one layout computed.
+    """The results of a layout.
 
     metrics: of the first step, `grad_norm` included. scores: log-probabilities [B, S] or rewards [B, 1].
     gradients: of the first step, of adapters alone where there are some. weights: after the last.
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: TrainingConfig) -> None:
-    """What the loss compares the policy with, where the batch lacks it: its own log-probabilities with some noise.
+    """Add the log-probabilities that the loss compares the policy with, if the batch lacks them: its own, with noise.
 
     Without noise margins and KL would be 0 but for rounding, accuracies a matter of chance, and their terms untested.
     """
@@ -78,7 +78,7 @@ def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: T
 
 
 def invented_teacher(config: DistillationConfig) -> TeacherModel | None:
-    """Where its whole distributions are learned: the policy's initial weights, a quarter larger."""
+    """Return a teacher for losses over whole distributions: the policy's initial weights, a quarter larger."""
     from mcore_rl.models.megatron.hf_config import load_hf_config
     from mcore_rl.models.policy.teacher import TeacherModel
 
@@ -271,7 +271,7 @@ TABLE_HEADER = (
 
 
 def table_row(layout: Layout, difference: Difference) -> str:
-    """One line of the table of relative differences."""
+    """Return a line of the table of relative differences."""
     numbers = (difference.loss, difference.metrics, difference.scores)
     verdict = "" if difference.within() else f"  WRONG ({difference.worst_gradient})"
     return (

@@ -17,7 +17,7 @@ from mcore_rl.models.megatron.attention_tiles import Tile, tiles_of
 
 
 class VisibleKeys:
-    """What the queries of context-parallel rank `cp_rank` see of a pack, made once for all layers and passes.
+    """The keys that the queries of context-parallel rank `cp_rank` see in a pack, made once for all layers and passes.
 
     query_lengths, key_lengths: of the rank's chunks of queries, and of the keys that each may see, whose last ones are
         as many as the queries and theirs.
@@ -78,7 +78,7 @@ class VisibleKeys:
 
 
 def visible_keys(layout: PackLayout, cp_rank: int, *others: Tensor) -> tuple[VisibleKeys, list[Tensor]]:
-    """Of a pack, ready for the kernels of `platform.device()`; and `others` of the host there, all by one copy."""
+    """Return a pack's visible keys for the kernels of `platform.device()`, and `others` there, by one copy."""
     visible, device = VisibleKeys(layout, cp_rank), platform.device()
     if KERNELS[device.type].reads_in_place:
         return visible, platform.sent_together(others, device)
@@ -246,4 +246,4 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
 
 
 KERNELS = {"cpu": Kernel(tiled, reads_in_place=True), "cuda": Kernel(flash_varlen)}
-"""By kind of device."""
+"""Kernels by kind of device."""

@@ -20,7 +20,7 @@ from mcore_rl.distributed.prefix_layout import PrefixLayout
 WORTH_A_TILE = 512
 """Keys. Ranges of fewer are copied together: a kernel's call and a merge cost more than that."""
 QUERIES_OF_A_BLOCK = 256
-"""Of a window: a block's queries see so many keys more than the window has, and a mask has a row for each."""
+"""Queries of a block under a window: they see this many more keys than the window; a mask has a row for each."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ class _Chunk:
     queries: Rows
 
     def keys(self, number: int) -> Rows:
-        """Those of another chunk of the same segments."""
+        """Return the rows of another chunk of the same segments."""
         return replace(self.queries, start=self.pack.start(self.segment, number))
 
 
 class _Pack:
-    """Where the rows of a pack's segments and their chunks are, on one rank and on all ranks one after the other."""
+    """The rows of a pack's segments and of their chunks, on one rank and on all ranks in order."""
 
     def __init__(self, layout: PackLayout) -> None:
         self.layout, self.cp_size = layout, layout.cp_size
@@ -134,7 +134,7 @@ class _Pack:
                 yield _Chunk(self, first, 1 + len(others), number, queries)
 
     def true_keys(self, segment: int) -> Iterator[Rows]:
-        """Those of its real tokens, in their order."""
+        """Return the rows of the segment's real tokens, in their order."""
         size = self.size(segment)
         for number in range(self.number_of_chunks):
             if (left := min(size, self.layout.lengths[segment] - number * size)) > 0:
@@ -172,7 +172,7 @@ def _blocks(pack: _Pack, chunk: _Chunk, window: int) -> Iterator[Tile]:
 
 
 def _between(ranges: Iterable[Rows], first: int, end: int) -> Iterator[Rows]:
-    """What of ranges, one after the other, lies from `first` to before `end`."""
+    """Return the parts of consecutive ranges from `first` to before `end`."""
     position = 0
     for rows in ranges:
         low, high = max(first - position, 0), min(end - position, rows.length)

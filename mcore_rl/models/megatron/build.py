@@ -50,7 +50,7 @@ class HiddenStateGPTModel(GPTModel):
         return hidden_states.squeeze(1) if self.post_process else hidden_states
 
     def set_reward_head(self, config: TransformerConfig) -> None:
-        """One number for each token, in place of the vocabulary's logits."""
+        """Replace the vocabulary's logits by a number for each token."""
         self.output_layer = RewardHead(config)
 
     def lm_head_weight(self) -> Tensor:

@@ -17,9 +17,9 @@ from torch import Tensor
 from mcore_rl.models.megatron.weight_mapping import Shape, TensorSource
 
 GATE_UP, DOWN = TARGETS = ("experts.gate_up_proj", "experts.down_proj")
-"""What can be adapted, by the names of transformers' parameters."""
+"""Names of the parameters of transformers that can have adapters."""
 MODULE = "mlp."
-"""Where transformers has `experts` in a layer."""
+"""The module of a layer that holds `experts` in transformers."""
 _OF_EXPERT = re.compile(r"^(.*)\[(\d+)/(\d+)\]$")
 
 

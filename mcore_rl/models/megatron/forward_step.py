@@ -1,4 +1,4 @@
-"""One pass of microbatches through the model under Megatron's schedules, with or without gradients."""
+"""A pass of microbatches through the model under Megatron's schedules, with or without gradients."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class LogprobHead:
 
 
 def last_states(model: BuiltModel, hidden: Tensor, microbatch: Microbatch, temperature: float = 1.0) -> LastStates:
-    """What predicts a microbatch's counted tokens."""
+    """Return the hidden states that predict a microbatch's counted tokens."""
     topology = model.topology
     mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)

@@ -33,7 +33,7 @@ COMPANION_PATTERNS = (
 
 
 def missing_files(path: Path) -> list[str]:
-    """Of a model directory's weights; none of them may be there, or a download may have ended early.
+    """Return the missing files of a model directory's weights; all may be missing, or a download may have ended early.
 
     Raises:
         UserError: an index that cannot be read.

@@ -226,7 +226,7 @@ def _recomputation(model: ModelConfig) -> dict[str, Any]:
 
 
 def _pipeline_layout(family: Family, parallel: ParallelConfig) -> list[list[str]] | None:
-    """What each chunk has, by Megatron's names, however that was given."""
+    """Return the layers of each chunk, by Megatron's names, from any of the ways to give them."""
     if parallel.pipeline_model_parallel_size == 1:
         return None
     layout = [["decoder"] * count for count in parallel.layers_of_chunks(family.num_layers)]

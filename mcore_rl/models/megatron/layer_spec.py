@@ -107,7 +107,7 @@ def _attention(family: Family, layer: int) -> ModuleSpec:
 
 
 def _rope_of(family: Family, layer: int) -> slice | None:
-    """Where the layer's angles are among those of all kinds of layers."""
+    """Return the slice of the layer's angles among the angles of all kinds of layers."""
     sizes = (2 * len(frequencies) for frequencies in family.ropes())
     ends, kind = list(itertools.accumulate(sizes, initial=0)), family.rope_kind(layer)
     return slice(ends[kind], ends[kind + 1]) if len(ends) > 2 else None

@@ -66,7 +66,7 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """Of B · A."""
+        """The factor of B · A."""
         return self.alpha / self.rank
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class LoRA:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What PEFT's configuration says of them."""
+        """Return PEFT's configuration of the adapters."""
         modules = sorted(name for name in self.target_modules if not is_expert_target(name))
         settings = {"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout, "target_modules": modules}
         if experts := sorted(name for name in self.target_modules if is_expert_target(name)):
@@ -83,11 +83,11 @@ class LoRA:
         return settings
 
     def num_parameters(self) -> int:
-        """Of the whole model's adapters."""
+        """The parameters of the whole model's adapters."""
         return sum(math.prod(shape) for shape in shapes_of(self.table).values())
 
     def active_parameters(self, family: Family) -> float:
-        """Of the adapters that a token goes through."""
+        """Return the parameters of the adapters that a token goes through."""
         share = family.experts.topk / family.experts.count if isinstance(family, Mixture) else 1.0
         shapes = ((mapping.is_expert, _part_shapes({name: mapping})) for name, mapping in self.table.items())
         sizes = ((is_expert, sum(math.prod(shape) for shape in found.values())) for is_expert, found in shapes)
@@ -166,7 +166,7 @@ def _is_adaptable(mapping: Mapping, family: Family) -> bool:
 
 
 def _modules_of(mapping: Mapping, targets: tuple[str, ...]) -> list[tuple[str, str, int]]:
-    """Of each part of a weight: its target's name, PEFT's module, and the first row of its B there."""
+    """Return for each part of a weight its target's name, PEFT's module, and the first row of its B there."""
     if not mapping.is_expert:
         modules = [(part.name.removesuffix(".weight"), part.first) for part in mapping.parts]
         return [(module.rpartition(".")[2], module, first) for module, first in modules]
@@ -177,7 +177,7 @@ def _modules_of(mapping: Mapping, targets: tuple[str, ...]) -> list[tuple[str, s
 
 
 def _name_of(module: str, matrix: str, mapping: Mapping, family: Family) -> str:
-    """Of A or B in PEFT's files; of an expert's, with its number."""
+    """Return the name of A or B in PEFT's files; for an expert's, with its number."""
     name = NAME.format(module=module, matrix=matrix)
     if not mapping.is_expert:
         return name

@@ -52,7 +52,7 @@ class ParameterGather:
                 group.start_param_sync(force_sync=True)
 
     def wait_for(self, weight: Tensor) -> None:
-        """As Megatron's hooks do for a module, for a weight that is used without its module's forward pass."""
+        """Wait for a weight that is used without its module's forward pass, as Megatron's hooks do for a module."""
         if not self.is_pending:
             return
         for chunk in self.wrapped:

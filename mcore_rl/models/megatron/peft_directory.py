@@ -22,7 +22,7 @@ from mcore_rl.utils.checkpoint_store import digests_of, flush_directory, replace
 CONFIG_FILE, TENSORS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
 """The third is ours: `{"weights": digest}` of the base model, as `run_identity.digest_of_weights` makes it."""
 NAME = "base_model.model.{module}.lora_{matrix}.weight"
-"""Of a tensor: `module` as the Hugging Face model names it, `matrix` A or B."""
+"""Name of a tensor: `module` as the Hugging Face model names it, `matrix` A or B."""
 
 ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),

@@ -53,5 +53,5 @@ class RoutedTokens:
         return cls(sequence, mask[sequence], torch.tensor((*layout.lengths, 1), dtype=torch.float32), experts)
 
     def tensors(self) -> list[Tensor]:
-        """Those that there are, as the constructor takes them."""
+        """Return the existing tensors in the order of the constructor."""
         return [self.sequence, self.weight, self.lengths, *([] if self.experts is None else [self.experts])]

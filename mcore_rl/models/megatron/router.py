@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # isor
 
 @dataclass
 class RouterLoad:
-    """What a router sees in a step, and the global batch's denominators.
+    """The load of a router in a step, and the global batch's denominators.
 
     num_sequences, num_tokens: of the global batch's sequences that count.
     tokens: [experts] that were sent to each, of this rank's; entropy, balance, z: this rank's parts of means.

@@ -72,8 +72,7 @@ class GlobalLoad:
         self.layers = [layer for layer, sparse in enumerate(experts.sparse_layers) if sparse]
 
     def metrics(self) -> dict[str, float]:
-        """By layer the fullest expert over the mean one, choices of tokens that no expert got, and the entropy; the
-        losses summed over layers."""
+        """Return the fullest expert over the mean one, dropped choices and entropy by layer, and the summed losses."""
         fullest = (self.tokens.amax(1) / self.tokens.mean(1).clamp(min=1e-30)).tolist()
         entropy, balance, z = self.means.unbind(1)
         return {

@@ -52,7 +52,7 @@ class Kind(ABC):
         """All shards [size, …] (one, where it is not cut) → the parts, as views where they can be."""
 
     def shard_shape(self, parts: Sequence[Part], size: int) -> Shape:
-        """Of each of `size` ranks, which is that of the parts one above the other, or its share of it."""
+        """Return the shape on each of `size` ranks: that of the parts one above the other, or its share."""
         shape = [self._rows(parts, size), *parts[0].shape[1:]]
         if self.partition_dim is not None:
             shape[self.partition_dim] //= size
@@ -188,7 +188,7 @@ class QueryKeyValue(Kind):
 
 @dataclass(frozen=True)
 class Mapping:
-    """One Megatron parameter, by its name in the whole model, and the Hugging Face tensors it is made of.
+    """A Megatron parameter, by its name in the whole model, and the Hugging Face tensors that it is made of.
 
     megatron: with the layer's number in the whole model, and an expert's as `mlp.experts.NUMBER.…`.
     is_expert: one of the routed experts' weights, which are shared out over expert-parallel ranks.

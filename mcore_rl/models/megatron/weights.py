@@ -76,7 +76,7 @@ def chunk_mappings(model: BuiltModel, chunk: HiddenStateGPTModel) -> Iterator[tu
 
 
 def weights_of(chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Tensor]]:
-    """What makes up the model: its parameters, adapters among them, and routers' biases, which no gradient trains."""
+    """Yield the model's weights: its parameters and adapters, and routers' biases, which no gradient trains."""
     yield from chunk.named_parameters()
     yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(FLOAT32_BUFFER))
 

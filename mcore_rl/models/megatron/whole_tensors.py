@@ -71,7 +71,7 @@ def gather_tensors(
 
 
 class _Holder:
-    """Who has a parameter, and how it gets from there to all ranks, or to the first."""
+    """The owner of a parameter, and its way to all ranks, or to the first."""
 
     def __init__(self, mapping: Mapping, dtype: torch.dtype, model: BuiltModel, first_only: bool) -> None:
         self.mapping, self.dtype, self.topology = mapping, dtype, model.topology
@@ -125,7 +125,7 @@ def _stage_of(mapping: Mapping, model: BuiltModel) -> int:
 
 
 def _expert_rank_of(mapping: Mapping, model: BuiltModel) -> int:
-    """Of the expert-parallel group; every rank of it holds as many experts."""
+    """Return the expert-parallel rank that holds the expert; all ranks hold the same number of experts."""
     match = _IN_EXPERT.search(mapping.megatron) if mapping.is_expert else None
     return int(match[1]) // model.experts_per_rank if match else 0
 

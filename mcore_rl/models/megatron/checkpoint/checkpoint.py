@@ -62,13 +62,13 @@ class MovingReference(Protocol):
     has_moved: bool
 
     def by_tensor(self) -> dict[int, Tensor]:
-        """Its value of each of the model's tensors, by the tensor's `id`."""
+        """The value for each of the model's tensors, by the tensor's `id`."""
         ...
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a checkpoint holds of a run beside the loop's own values.
+    """The part of a run in a checkpoint, apart from the loop's own values.
 
     reference: its weights, if it has a copy of them; they are part of a checkpoint once they have moved.
     beside: models that are trained with the policy, each with a name.
@@ -140,7 +140,7 @@ class PendingSave:
 
     @property
     def final(self) -> Path:
-        """Where it is once it is written."""
+        """The directory of the complete checkpoint."""
         return self.store.iteration(self.step)
 
     def is_written(self, wait: bool = False) -> bool:
@@ -184,7 +184,7 @@ def write_common(common: dict[str, Any], config: str, directory: Path) -> None:
 
 
 def verify(iteration: Path) -> list[str]:
-    """What is damaged in a checkpoint, every byte read, the files shared out over ranks; collective."""
+    """Return the damage of a checkpoint after reading every byte; ranks share the files. Collective."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return [problem for part in gather_objects(digest_problems(iteration, rank, size)) for problem in part]
 
@@ -194,7 +194,7 @@ def verify(iteration: Path) -> list[str]:
 
 @dataclass
 class Restored:
-    """What a checkpoint gave back.
+    """The content that was loaded from a checkpoint.
 
     state: the loop's own values; empty where the checkpoint has none.
     pieces: what was restored, in words.
@@ -336,7 +336,7 @@ def _read_regions(iteration: Path, index: Metadata, regions: Iterable[Region]) -
 
 
 def _load_objects(iteration: Path, index: Metadata, model: BuiltModel, weights: dict[str, Any]) -> None:
-    """What modules keep beside their tensors, which Megatron reads. Collective.
+    """Load the objects that modules keep in addition to their tensors, which Megatron reads. Collective.
 
     Args:
         weights: Megatron's description of the model.

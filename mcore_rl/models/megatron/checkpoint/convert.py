@@ -162,7 +162,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Where a checkpoint holds numbers of a parameter: from number `first` on, with the shape of `place.data`."""
+    """A stored part of a parameter: from number `first` on, with the shape of `place.data`."""
 
     mapping: Mapping
     place: ShardedTensor

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, told from its index and small files alone."""
+"""Describe the content of a checkpoint from its index and small files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checkpoints use of Megatron-Core that is no part of its interface, and why."""
+"""The parts of Megatron-Core outside its public interface that checkpoints use, and the reasons."""
 
 from __future__ import annotations
 

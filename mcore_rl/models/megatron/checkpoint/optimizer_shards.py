@@ -1,4 +1,4 @@
-"""What each rank holds of a checkpoint's tensors, as parts of whole tensors, in the memory that training uses.
+"""Each rank's tensors of a checkpoint, as parts of whole tensors, in the memory that training uses.
 
 The distributed optimizer gives every data-parallel rank a range of each parameter's numbers, in
 row-major order. Such a range is at most a few rectangles: the end of a row, whole rows, the beginning of
@@ -27,7 +27,7 @@ from megatron.core.optimizer import MegatronOptimizer  # isort: skip
 
 
 def optimizers_with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
-    """Of the optimizers of dense parameters and of experts, those that this rank holds a part of."""
+    """Return the optimizers of dense parameters and of experts that this rank holds a part of."""
     inners = optimizer.chained_optimizers
     held = (inner for inner in inners if inner.optimizer is not None)  # the dense, where experts alone are trained
     return [inner for inner in held if any(group["params"] for group in inner.optimizer.param_groups)]
@@ -63,7 +63,7 @@ def tensor_regions(described: dict[str, Any]) -> Iterator[Region]:
 
 
 def _optimizer_regions(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[tuple[Any, Region]]:
-    """With the description of the parameter that each is of."""
+    """Yield the optimizer's regions, with the description of their parameters."""
     described = {id(entry.data): entry for entry in nested_values(model_state) if hasattr(entry, "data")}
     for inner in optimizers_with_parameters(optimizer):
         for parameter, start, end in owned_ranges(inner):

@@ -50,7 +50,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one stored shard has of a region: where the shard is, what is read of it, and where to."""
+    """The part of a region in one stored shard: the shard's place, the bytes to read, and their destination."""
 
     file: str
     start: int
@@ -107,7 +107,7 @@ class RegionReader:
         return entry
 
     def pieces(self, region: Region) -> list[Piece]:
-        """What is to be read for a region, from each of its shards.
+        """Return the pieces to read for a region, from each of its shards.
 
         Raises:
             UserError: there is no such tensor, or not all of the region.
@@ -174,7 +174,7 @@ class _ByFirstRow:
 
 
 def _numbers_in(shard: Any, piece: Piece) -> int | None:
-    """Where in a shard's file its numbers begin; None if they do not lie there one after the other in its shape."""
+    """Return the offset of a shard's numbers in its file; None if they are not contiguous in its shape."""
     layout = torch.load(shard, map_location="meta", weights_only=True)
     with zipfile.ZipFile(shard) as archive:
         found = [record for record in archive.infolist() if "/data/" in record.filename]

@@ -1,4 +1,4 @@
-"""One trained model's part of a checkpoint: weights, optimizer, schedule."""
+"""The part of a trained model in a checkpoint: weights, optimizer, schedule."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class TrainedPart:
         return optimizer_shards(self.optimizer, weights)
 
     def common(self) -> dict[str, Any]:
-        """What all ranks share."""
+        """Return the state that all ranks share."""
         return {"optimizer": _optimizer_common(self.optimizer), "scheduler": self.scheduler.state_dict()}
 
     def regions(self, weights: dict[str, Any], with_optimizer: bool) -> Iterator[Region]:
-        """What is to be read, and this rank's memory for it.
+        """Yield the regions to read, with this rank's memory for them.
 
         Args:
             weights: as described above.
@@ -69,7 +69,7 @@ class TrainedPart:
             yield from optimizer_regions(self.optimizer, weights)
 
     def restore_step(self, common: dict[str, Any] | None) -> None:
-        """What is left to be done when the regions are read.
+        """Restore the rest after the regions have been read.
 
         Args:
             common: the optimizer's part of what all ranks share; None where it begins anew.
@@ -83,7 +83,7 @@ class TrainedPart:
 
 
 def _optimizer_common(optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """What all ranks share of the optimizer: its parameter groups, of which only the step is read back.
+    """Return the optimizer's state that all ranks share: its parameter groups, of which only the step is loaded.
 
     Experts have an optimizer of their own, with the same step and rates.
     """
@@ -133,7 +133,7 @@ def model_state(model: BuiltModel, name: str = "") -> dict[str, Any]:
 
 
 def set_objects(model: BuiltModel, loaded: dict[str, Any]) -> None:
-    """What modules keep beside their tensors, by chunk as in `model_state`."""
+    """Set the objects that modules keep in addition to their tensors, by chunk as in `model_state`."""
     for index, chunk in enumerate(model.chunks):
         if objects := loaded.get(_model_key(model, index)):  # which Megatron drops where there are none
             chunk.load_state_dict(objects, strict=False)

@@ -61,7 +61,7 @@ class SaveError(RuntimeError):
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank has written: Megatron's results and the digests of the files."""
+    """The result of a rank's writing: Megatron's results and the digests of the files."""
 
     results: list[Any]
     digests: FileDigests
@@ -73,7 +73,7 @@ Commit = Callable[[Sequence[Written]], Any]
 
 @dataclass(frozen=True)
 class PlannedShards:
-    """What each rank is to write, as Megatron planned it; `metadata` is there on rank 0 alone."""
+    """The shards that each rank is to write, as Megatron planned them; only rank 0 has `metadata`."""
 
     storage: OneFileWriter
     metadata: Any
@@ -166,7 +166,7 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ShardWriter:
-    """One rank's shards on their way to disk.
+    """Write a rank's shards to disk in a process of its own.
 
     Args:
         planned: what to write.
@@ -196,7 +196,7 @@ class ShardWriter:
         return self._process.pid is not None
 
     def poll(self) -> _Report | None:
-        """None while writing."""
+        """Return the report of the writing process; None while it writes."""
         if self._report is None:
             self._report = self._look()
         return self._report
@@ -219,7 +219,7 @@ class ShardWriter:
         return self._given_up()
 
     def _given_up(self) -> _Report | None:
-        """None while there is time left."""
+        """Return a report with an error if the time is over; None while there is time left."""
         waits_for_others = self._rank == 0 and _report_file(self.directory, 0).exists()
         if time.monotonic() <= self._deadline + (COMMIT_SECONDS if waits_for_others else 0.0):
             return None

@@ -1,4 +1,4 @@
-"""What a model family is to the rest of the package: one object made from its Hugging Face configuration.
+"""The interface of model families: one object, made from a Hugging Face configuration.
 
 The base class is a Llama-like decoder; a family's own file says in which way it is another.
 """
@@ -88,7 +88,7 @@ class Family:
 
     @property
     def activation(self) -> str:
-        """Of the MLP's gate, as transformers names it."""
+        """The activation of the MLP's gate, under transformers' name."""
         return str(self.hf.hidden_act)
 
     @property
@@ -99,7 +99,7 @@ class Family:
 
     @property
     def softmax_scale(self) -> float:
-        """What products of queries and keys are multiplied with."""
+        """The factor of the products of queries and keys."""
         return float(self.head_dim**-0.5)
 
     def window(self, layer: int) -> int | None:
@@ -211,7 +211,7 @@ class Family:
         return name.endswith("rotary_emb.inv_freq") or (headless and name == "lm_head.weight")
 
     def num_parameters(self) -> int:
-        """Of the whole model, as Hugging Face counts them."""
+        """Return the number of parameters of the whole model, as Hugging Face counts them."""
         return sum(math.prod(shape) for shape in self.shapes().values())
 
     def active_parameters(self) -> int:

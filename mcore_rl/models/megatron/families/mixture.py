@@ -1,4 +1,4 @@
-"""What mixtures of experts share: Megatron's fields of routing, and the tensors of a sparse layer."""
+"""The common part of mixtures of experts: Megatron's fields of routing, and the tensors of a sparse layer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Mixture(Family):
     @cached_property
     @abstractmethod
     def experts(self) -> Experts:
-        """Of this configuration."""
+        """The experts of this configuration."""
 
     def check(self, max_sequence_length: int) -> None:
         super().check(max_sequence_length)
