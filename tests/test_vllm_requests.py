@@ -86,7 +86,7 @@ def test_servers_are_dropped_while_weights_are_sent():
     for _ in range(3):
         groups.broadcast(torch.zeros(1))
     dropping.join(60)
-    assert not failed and sorted(map(int, groups._groups)) == list(range(1, 400, 2))
+    assert not failed and sorted(map(int, groups.groups)) == list(range(1, 400, 2))
 
 
 def test_nothing_is_locked_while_a_drop_is_told():

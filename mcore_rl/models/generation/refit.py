@@ -111,18 +111,18 @@ class RefitGroups:
     """
 
     def __init__(self, groups: Mapping[str, RefitGroup]) -> None:
-        self._groups, self.failures = dict(groups), dict[str, Exception]()
+        self.groups, self.failures = dict(groups), dict[str, Exception]()
         self._lock = Lock()
 
     def leave_out(self, name: str) -> None:
         """Send nothing more to this one, if it is there."""
         with self._lock:
-            self._groups.pop(name, None)
+            self.groups.pop(name, None)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """From this process, rank 0 of all of them."""
         with self._lock:
-            groups = list(self._groups.items())
+            groups = list(self.groups.items())
         begun = [(name, self._try(name, group.begin_broadcast, tensor)) for name, group in groups]
         for name, work in begun:
             if work is not None:
