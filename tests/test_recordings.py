@@ -1,9 +1,13 @@
 """A recording names the weights that rollouts are of, without reading the model."""
 
+import json
+
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_rl.rollouts.recordings import SAMPLES_PER_TENSOR, hash_of_weights
+from mcore_rl.errors import UserError
+from mcore_rl.rollouts.recordings import SAMPLES_PER_TENSOR, hash_of_weights, read_recording
 
 
 class LargestCopy(TorchDispatchMode):
@@ -37,3 +41,11 @@ def test_weights_are_told_apart_by_a_few_of_their_numbers():
             assert hash_of_weights(moved.items()) != first, name
         renamed = {("other" if name == "norm" else name): tensor for name, tensor in before.items()}
         assert hash_of_weights(renamed.items()) != first
+
+
+@pytest.mark.parametrize("rollout", [[1], 7, {"unknown": 1}])
+def test_a_rollout_of_another_form_is_told(rollout, tmp_path):
+    path = tmp_path / "recording.jsonl"
+    path.write_text(json.dumps({"step": 1, "sampling": {}, "rollouts": [rollout]}) + "\n")
+    with pytest.raises(UserError, match="is not a recording of rollouts"):
+        read_recording(path, 1, {})

@@ -112,5 +112,7 @@ def _to_json(rollout: Rollout) -> dict[str, Any]:
 
 
 def _from_json(values: dict[str, Any]) -> Rollout:
-    experts = values.get("routed_experts")
-    return Rollout(**values | {"routed_experts": None if experts is None else torch.tensor(experts).short()})
+    rollout = Rollout(**values)
+    if rollout.routed_experts is not None:
+        rollout.routed_experts = torch.tensor(rollout.routed_experts).short()
+    return rollout
