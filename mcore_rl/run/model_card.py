@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ import yaml
 
 from mcore_rl.config import TrainingConfig
 from mcore_rl.run.directory import STEP_LOGS
+from mcore_rl.run.identity import flattened
+from mcore_rl.run.step_log import read_step_log
 
 CACHED = re.compile(r"^models--([^-].*?)--(.+)$")
 """A folder of the hub's cache, which has the name of its model."""
@@ -26,18 +27,17 @@ def model_card(config: TrainingConfig) -> str:
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["mcore_rl", config.algorithm]}
     if base is not None:
         head["base_model"] = base
-    values = config.model_dump(mode="json")
-    own = values.get(config.algorithm) or {}
-    settings = {key: _value_at(values, key) for key in SHOWN} | {
-        f"{config.algorithm}.{key}": value for key, value in own.items() if isinstance(value, bool | int | float | str)
-    }
-    metrics = {k: v for k, v in _last_metrics(config.output_dir).items() if not k.endswith(NOT_SHOWN)}
+    values, own = flattened(config.model_dump(mode="json")), f"{config.algorithm}."
+    shown = [*SHOWN, *(key for key in values if key.startswith(own) and isinstance(values[key], int | float | str))]
+    path = config.output_dir / STEP_LOGS[0]
+    steps = read_step_log(path) if path.is_file() else []
+    metrics = {k: v for k, v in (steps[-1] if steps else {}).items() if not k.endswith(NOT_SHOWN)}
     sources = [Path(str(source)).name for source in config.data.train_sources]
     return (
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n"
         f"Trained by {config.algorithm} from {base or Path(config.model.path).name} with mcore_rl.\n\n"
         f"Data: {', '.join(sources)}\n\n"
-        f"{_table('setting', settings)}\n{_table('metric of the last step', metrics)}"
+        f"{_table('setting', {key: values[key] for key in shown})}\n{_table('metric of the last step', metrics)}"
     )
 
 
@@ -51,18 +51,6 @@ def write_model_card(directory: Path, config: TrainingConfig) -> None:
 def _hub_name(path: Path) -> str | None:
     found = next((match for part in Path(path).parts if (match := CACHED.match(part))), None)
     return None if found is None else f"{found[1]}/{found[2]}"
-
-
-def _value_at(values: Any, key: str) -> Any:
-    for part in key.split("."):
-        values = values[part]
-    return values
-
-
-def _last_metrics(output_dir: Path) -> dict[str, Any]:
-    path = output_dir / STEP_LOGS[0]
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return dict(json.loads(lines[-1])) if lines else {}
 
 
 def _table(title: str, values: dict[str, Any]) -> str:
