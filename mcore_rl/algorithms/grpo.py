@@ -126,7 +126,7 @@ class GRPORun(TrainingRun[PromptDataset]):
             self._pass_over(step)
             return {**metrics, "skipped_update": 1.0, **self._timings(outcomes, started, flops=0.0)}
         data = self._training_data(step, rollouts, rewards)
-        trained = self._update(step, data)
+        trained = self._update(step, data, self._minibatches(step, data))
         passes = self.config.rollouts.num_updates_per_rollout if step >= self.config.first_update_step else 0
         flops = passes * self.policy.flops_of(data)
         return {**metrics, **trained, "skipped_update": 0.0, **self._timings(outcomes, started, flops)}
@@ -136,14 +136,14 @@ class GRPORun(TrainingRun[PromptDataset]):
         if step >= self.config.first_update_step:
             self.policy.advance_schedule(self.updates_per_step)
 
-    def _update(self, step: int, data: OwnRows[Any]) -> dict[str, Any]:
-        """Make all updates of the step.
+    def _update(self, step: int, data: OwnRows[Any], minibatches: Sequence[OwnRows[Any]]) -> dict[str, Any]:
+        """Make all updates of the step, on the minibatches of its batch.
 
         Returns:
             The last update's metrics. With minibatches: their means over the updates, and each update's loss and
             gradient norm.
         """
-        minibatches, updates = self._minibatches(step, data), list[dict[str, Any]]()
+        updates = list[dict[str, Any]]()
         with self._phase(step, "training"):
             for _ in range(self.config.rollouts.num_updates_per_rollout):
                 for minibatch in minibatches:

@@ -87,15 +87,15 @@ class PPORun(GRPORun):
             advantages = whitened(advantages, mask, ppo.advantage_epsilon, data.share)
         data["values"], data["returns"], data["advantages"] = values, returns.float(), advantages.float()
 
-    def _update(self, step: int, data: OwnRows[Any]) -> dict[str, Any]:
+    def _update(self, step: int, data: OwnRows[Any], minibatches: Sequence[OwnRows[Any]]) -> dict[str, Any]:
         counted = data["token_mask"] * data["sample_mask"][:, None]
         metrics = value_metrics(data["values"], data["returns"], counted, data.share)
-        minibatches, passes = self._minibatches(step, data), self.config.ppo.num_updates_per_rollout
+        passes = self.config.ppo.num_updates_per_rollout
         with self._phase(step, "critic"):
             metrics |= self.critic.update(minibatches, passes)
         if left_out := self.updates_per_step - passes * len(minibatches):
             self.critic.model.advance_schedule(left_out)
-        return metrics if step < self.config.first_update_step else metrics | super()._update(step, data)
+        return metrics if step < self.config.first_update_step else metrics | super()._update(step, data, minibatches)
 
     def _pass_over(self, step: int) -> None:
         super()._pass_over(step)
