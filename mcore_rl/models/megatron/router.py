@@ -89,9 +89,7 @@ class PackMoELayer(MoELayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.recomputes: bool = self.config.recompute_granularity == "selective" and "moe" in (
-            self.config.recompute_modules or ()
-        )
+        self.recomputes = bool(vars(self)["moe_layer_recompute"])
         self.moe_layer_recompute = False
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
