@@ -1,5 +1,6 @@
 """Judging processes end with whoever started them, with all that they started; their limits are each sample's."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -144,12 +145,35 @@ class Trickle(BaseHTTPRequestHandler):
         pass
 
 
+class Echo(BaseHTTPRequestHandler):
+    """Rewards a sample with 0.5 and keeps the headers of the request."""
+
+    asked = None
+
+    def do_POST(self):
+        type(self).asked = self.headers
+        self.rfile.read(int(self.headers["Content-Length"]))
+        body = b'{"rewards": [0.5]}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
 def test_headers_take_their_secrets_from_the_environment(monkeypatch):
     from mcore_rl.environments.http_judge import HTTPJudge
 
     monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
-    judge = HTTPJudge("http://localhost/", 0, 1.0, {"Authorization": "Bearer ${JUDGE_TOKEN}", "X-Plain": "a"})
-    assert judge.headers == {"Authorization": "Bearer s3cret", "X-Plain": "a"}
+    headers = {"Authorization": "Bearer ${JUDGE_TOKEN}", "X-Plain": "a"}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        judge = HTTPJudge(f"http://127.0.0.1:{server.server_port}/", 0, 20.0, headers)
+        assert asyncio.run(judge([sample()])) == [0.5]
+        server.shutdown()
+    assert Echo.asked["Authorization"] == "Bearer s3cret" and Echo.asked["X-Plain"] == "a"
     with pytest.raises(ValueError, match=r"environment.headers: the environment has no variable ABSENT_TOKEN"):
         HTTPJudge("http://localhost/", 0, 1.0, {"Authorization": "${ABSENT_TOKEN}"})
 
@@ -181,8 +205,6 @@ def test_an_answer_that_trickles_in_has_one_limit():
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     judge, started = HTTPJudge(f"http://127.0.0.1:{server.server_port}/", 0, 1.0), time.monotonic()
     try:
-        import asyncio
-
         with pytest.raises(RuntimeError, match=r"took too long \(1 attempts\)"):
             asyncio.run(judge([sample()]))
         assert time.monotonic() - started < 10
