@@ -88,7 +88,7 @@ class MLflow:
 
 
 class Trackers:
-    """Return the trackers of the configuration. One that fails is told of once and left out from then on."""
+    """The trackers of the configuration. A tracker that fails is reported once and left out from then on."""
 
     def __init__(self, config: TrainingConfig, say: Say) -> None:
         asked, self._say, self._started = config.logging, say, dict[str, Tracker]()

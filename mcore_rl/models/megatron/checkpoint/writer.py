@@ -166,7 +166,7 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ShardWriter:
-    """Write a rank's shards to disk in a process of its own.
+    """The process that writes a rank's shards to disk.
 
     Args:
         planned: what to write.
