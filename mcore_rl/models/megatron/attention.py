@@ -20,9 +20,9 @@ from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection
 from mcore_rl.models.megatron.recompute import remade_in_backward
 from mcore_rl.models.megatron.routed_tokens import RoutedTokens
 
-from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
-from megatron.core.transformer.module import MegatronModule  # isort: skip
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass

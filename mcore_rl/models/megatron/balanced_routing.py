@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mcore_rl.models.megatron.parallel_state import process_groups
 
-from megatron.core.transformer.moe.moe_layer import MoELayer  # isort: skip
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher  # isort: skip
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 
 class BalancedDispatcher(MoEAlltoAllTokenDispatcher):

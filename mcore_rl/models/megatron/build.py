@@ -27,9 +27,9 @@ from mcore_rl.models.megatron.parallel_state import process_groups
 from mcore_rl.models.megatron.rope import PackedRotaryEmbedding
 from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
 
-from megatron.core.models.gpt import GPTModel  # isort: skip
-from megatron.core.transformer.module import MegatronModule  # isort: skip
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class PendingGather(Protocol):

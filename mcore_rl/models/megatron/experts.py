@@ -13,7 +13,7 @@ from mcore_rl import platform
 from mcore_rl.models.megatron.linear import FasterInGeneration
 from mcore_rl.models.megatron.router import RouterLoad
 
-from megatron.core.transformer.moe.experts import SequentialMLP  # isort: skip
+from megatron.core.transformer.moe.experts import SequentialMLP
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -36,7 +36,7 @@ from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
 from mcore_rl.models.megatron.routed_tokens import RoutedTokens
 
-from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 # What is computed from the last stage's hidden states of a microbatch: a scalar to minimise, and outputs.
 Head = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Any]]]

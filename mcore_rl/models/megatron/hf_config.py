@@ -18,7 +18,7 @@ from mcore_rl.models.megatron.lora import lora_of
 from mcore_rl.models.megatron.rope import concentration_scale
 from mcore_rl.run.preflight import check_model_directory
 
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm") -> Any:

@@ -17,21 +17,21 @@ from mcore_rl.models.megatron.linear import ColumnLinear, RowLinear
 from mcore_rl.models.megatron.norms import HeadRMSNorm, NormedRowLinear, RMSNorm, WideRMSNorm
 from mcore_rl.models.megatron.router import PackLayer, PackMoELayer, Router
 
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules  # isort: skip
-from megatron.core.transformer.enums import AttnMaskType  # isort: skip
-from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
-from megatron.core.transformer.mlp import MLP, MLPSubmodules  # isort: skip
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules  # isort: skip
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP  # isort: skip
-from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
-from megatron.core.transformer.transformer_block import (  # isort: skip
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
-from megatron.core.transformer.transformer_layer import (  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )

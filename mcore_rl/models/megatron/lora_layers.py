@@ -33,7 +33,7 @@ from mcore_rl.models.megatron.weights import (
 )
 from mcore_rl.models.megatron.whole_tensors import gather_tensors
 
-from megatron.core.tensor_parallel import (  # isort: skip
+from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     get_cuda_rng_tracker,
@@ -41,8 +41,8 @@ from megatron.core.tensor_parallel import (  # isort: skip
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory  # isort: skip
-from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint  # isort: skip
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 
 
 class Adapter(torch.nn.Module):

@@ -11,12 +11,12 @@ from torch import Tensor
 from mcore_rl.models.megatron.linear import FasterInGeneration, RowLinear
 from mcore_rl.models.megatron.parallel_state import process_groups
 
-from megatron.core.tensor_parallel import (  # isort: skip
+from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 class RMSNorm(FasterInGeneration, torch.nn.Module):

@@ -13,8 +13,8 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.models.megatron.checkpoint.optimizer_shards import optimizers_with_parameters
 
-from megatron.core.distributed import DistributedDataParallel  # isort: skip
-from megatron.core.optimizer import MegatronOptimizer  # isort: skip
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
 
 
 class Offload:

@@ -19,20 +19,20 @@ from mcore_rl.config import OptimizerConfig, ParallelConfig
 from mcore_rl.models.megatron.build import BuiltModel
 from mcore_rl.models.megatron.parallel_state import process_groups
 
-from megatron.core.distributed import (  # isort: skip
+from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import (  # isort: skip
+from megatron.core.optimizer import (
     MegatronOptimizer,
     ParamKey,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig  # isort: skip
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # isort: skip
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 SCHEDULES = {"inverse_square_root": "inverse-square-root", "wsd": "WSD"}
 """Megatron's names of those that it calls otherwise."""

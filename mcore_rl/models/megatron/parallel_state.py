@@ -11,8 +11,8 @@ from mcore_rl import platform
 from mcore_rl.config import ParallelConfig
 from mcore_rl.distributed.topology import ParallelDimension, Topology
 
-from megatron.core import parallel_state  # isort: skip
-from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.distributed import DistributedDataParallel  # isort: skip
+from megatron.core.distributed import DistributedDataParallel
 
 
 class ParameterGather:

@@ -10,7 +10,7 @@ import torch
 
 from mcore_rl import platform
 
-from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed  # isort: skip
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 
 def seed_everything(seed: int) -> None:

@@ -13,7 +13,7 @@ from mcore_rl import platform
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection
 
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 

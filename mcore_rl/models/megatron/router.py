@@ -17,11 +17,11 @@ from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.families.mixture import Experts
 from mcore_rl.models.megatron.routed_tokens import RoutedTokens
 
-from megatron.core.tensor_parallel import checkpoint  # isort: skip
-from megatron.core.transformer.moe.moe_layer import MoELayer  # isort: skip
-from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
-from megatron.core.transformer.transformer_layer import TransformerLayer  # isort: skip
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 @dataclass

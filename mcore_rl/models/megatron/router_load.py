@@ -15,7 +15,7 @@ from mcore_rl.models.megatron.build import BuiltModel
 from mcore_rl.models.megatron.families.mixture import Mixture
 from mcore_rl.models.megatron.router import Router, RouterLoad
 
-from megatron.core.transformer.moe.moe_layer import MoELayer  # isort: skip
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 
 def routers_of(model: BuiltModel) -> list[Router]:

@@ -24,7 +24,7 @@ from mcore_rl.models.megatron.linear import Adapted
 from mcore_rl.models.megatron.weight_mapping import Mapping, Shape, TensorSource
 from mcore_rl.models.megatron.whole_tensors import cut_over, gather_tensors
 
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes  # isort: skip
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 # Experts as a list of modules, or as numbered weights of one grouped module (Transformer Engine).

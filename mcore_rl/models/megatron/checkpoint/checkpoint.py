@@ -44,14 +44,14 @@ from mcore_rl.models.megatron.random_states import random_states, seed_everythin
 from mcore_rl.models.megatron.weights import ADAPTER
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems, digests_of
 
-from megatron.core import dist_checkpointing  # isort: skip
-from megatron.core.dist_checkpointing.core import (  # isort: skip
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
     CheckpointingException,
     save_config,
 )
-from megatron.core.dist_checkpointing.mapping import ShardedObject  # isort: skip
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 VERSIONS = {"mcore_rl": __version__, **{name: version(name) for name in ("torch", "megatron-core")}}
 

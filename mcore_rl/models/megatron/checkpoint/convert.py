@@ -40,8 +40,8 @@ from mcore_rl.models.megatron.weights import FLOAT32_BUFFER, check_hf_tensors, c
 from mcore_rl.run.identity import architecture_changes, architecture_of, architecture_of_checkpoint
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digests_of
 
-from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 # Wraps an iterable of a known length in a progress bar.
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict  # isort: skip
-from megatron.core.dist_checkpointing.strategies.torch import (  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
 )

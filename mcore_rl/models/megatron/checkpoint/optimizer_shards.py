@@ -21,9 +21,9 @@ from mcore_rl.models.megatron.checkpoint.internals import optimizer_tensors_of, 
 from mcore_rl.models.megatron.checkpoint.region_reader import Region
 from mcore_rl.models.megatron.weight_mapping import Shape
 
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # isort: skip
-from megatron.core.optimizer import MegatronOptimizer  # isort: skip
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
 
 
 def optimizers_with_parameters(optimizer: MegatronOptimizer) -> list[Any]:

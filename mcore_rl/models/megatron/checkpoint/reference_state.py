@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # isort: skip
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 KEY = "reference"
 

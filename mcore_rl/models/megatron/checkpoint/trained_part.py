@@ -20,9 +20,9 @@ from mcore_rl.models.megatron.checkpoint.optimizer_shards import (
 from mcore_rl.models.megatron.checkpoint.region_reader import Region
 from mcore_rl.models.megatron.lora_layers import adapter_state
 
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # isort: skip
-from megatron.core.optimizer import MegatronOptimizer  # isort: skip
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 # The one optimizer format that loads under every layout.
