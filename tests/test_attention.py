@@ -12,9 +12,8 @@ from small_models import and_long
 from mcore_rl.distributed.context_parallel import slice_context_parallel
 from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.distributed.prefix_layout import PrefixLayout, PrefixTree
-from mcore_rl.models.megatron import attention_tiles
-from mcore_rl.models.megatron.attention_kernels import VisibleKeys, flash_varlen, sdpa_by_segment, tiled
-from mcore_rl.models.megatron.recompute import remade_in_backward
+from mcore_rl.models.megatron import attention
+from mcore_rl.models.megatron.attention import VisibleKeys, flash_varlen, remade_in_backward, sdpa_by_segment, tiled
 from mcore_rl.testing.processes import run_processes
 
 DIM, LONG = 6, 24
@@ -27,8 +26,8 @@ LONG_TREE = PrefixTree((4 * LONG + 61, 5, 40, 40), (-1, 0, 0, 0), (1, 2, 3))
 def small_tiles():
     """As if so many keys were many: what takes long sequences otherwise is met by short ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_tiles, "WORTH_A_TILE", LONG)
-        patch.setattr(attention_tiles, "QUERIES_OF_A_BLOCK", LONG // 2)
+        patch.setattr(attention, "WORTH_A_TILE", LONG)
+        patch.setattr(attention, "QUERIES_OF_A_BLOCK", LONG // 2)
         yield
 
 
@@ -151,10 +150,9 @@ def attention_module(cp_size, window, recompute):
 
 def run_module(cp_size, heads, groups):
     """By layout and window: this rank's positions, output and gradients, and how often it has gathered."""
-    from mcore_rl.models.megatron.attention import PackParams
-    from mcore_rl.models.megatron.attention_kernels import visible_keys
+    from mcore_rl.models.megatron.attention import PackParams, visible_keys
 
-    attention_tiles.WORTH_A_TILE, attention_tiles.QUERIES_OF_A_BLOCK = LONG, LONG // 2
+    attention.WORTH_A_TILE, attention.QUERIES_OF_A_BLOCK = LONG, LONG // 2
     rank, results, gathers = torch.distributed.get_rank(), {}, Counter()
     gather = torch.distributed.all_gather_into_tensor
 

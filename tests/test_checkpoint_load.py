@@ -24,7 +24,7 @@ def in_precision(config, dtype):
 
 def save(config, directory):
     """A checkpoint none of whose moments is zero."""
-    from mcore_rl.models.megatron.checkpoint.optimizer_shards import optimizers_with_parameters
+    from mcore_rl.models.megatron.optimizer import optimizers_with_parameters
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
@@ -42,8 +42,8 @@ def save(config, directory):
 def load(config, iteration):
     """Bytes that loading takes at most, with moments to be made and when they are there; those of the moments and of
     the fp32 weights; numbers of the optimizer's state that are read."""
-    from mcore_rl.models.megatron.checkpoint.optimizer_shards import optimizers_with_parameters
     from mcore_rl.models.megatron.checkpoint.region_reader import RegionReader
+    from mcore_rl.models.megatron.optimizer import optimizers_with_parameters
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, read = MegatronPolicy(config, total_steps=10, rows_per_unit=2), []

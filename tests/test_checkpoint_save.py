@@ -297,8 +297,7 @@ def plain_megatron_weights(iteration, model_path):
     from mcore_rl.config import ModelConfig, ParallelConfig
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import load_hf_config, transformer_config
-    from mcore_rl.models.megatron.parallel_state import destroy_parallel, initialize_parallel
-    from mcore_rl.models.megatron.random_states import seed_everything
+    from mcore_rl.models.megatron.parallel_state import destroy_parallel, initialize_parallel, seed_everything
     from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
 
     parallel = ParallelConfig()

@@ -153,7 +153,7 @@ def generate_beside_training(path, offload):
     """Responses before and after a step, the step's metrics, and what the device held as they were generated."""
     from mcore_rl.algorithms.loss_functions import NLLLoss
     from mcore_rl.models.generation.backends import generation_of
-    from mcore_rl.models.megatron.offload import gradient_buffers, optimizer_tensors
+    from mcore_rl.models.megatron.optimizer import gradient_buffers, optimizer_tensors
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     values = {

@@ -32,8 +32,7 @@ def megatron_logits(path, export_to, **sizes):
     from mcore_rl.models.megatron.forward_step import run_microbatches, vocab_parallel_logits
     from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, write_hf_directory
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
-    from mcore_rl.models.megatron.parallel_state import destroy_parallel, initialize_parallel
-    from mcore_rl.models.megatron.random_states import seed_everything
+    from mcore_rl.models.megatron.parallel_state import destroy_parallel, initialize_parallel, seed_everything
     from mcore_rl.models.megatron.weights import export_hf_weights, load_hf_weights
 
     parallel = ParallelConfig(**sizes)

@@ -25,8 +25,7 @@ from mcore_rl.distributed.own_rows import OwnRows, Share, share_of
 from mcore_rl.distributed.replicas import gather_from_replicas, gather_on_first, share_in_replica, share_numbers
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import ContractError
-from mcore_rl.models.megatron.families.mixtral import Mixtral
-from mcore_rl.models.megatron.families.mixture import Experts
+from mcore_rl.models.megatron.families.mixtures import Experts, Mixtral
 from mcore_rl.rollouts.outcomes import Outcome, Telling
 from mcore_rl.rollouts.samples import Rollout, Rollouts
 from mcore_rl.rollouts.token_rows import TokenColumn, packed, rows_of_replica, unpacked

@@ -46,7 +46,7 @@ COUNTS = [[5, 0, 1, 9, 0, 2], [0, 0, 0, 0, 0, 7], [0] * 6, [3, 1, 1, 1, 1, 0]]
 def both_ways(config):
     """For each of `COUNTS`, output and gradients of inputs, of the outputs' weights and of every parameter, grouped and
     one after the other."""
-    from mcore_rl.models.megatron.experts import GroupedExperts, SequentialMLP
+    from mcore_rl.models.megatron.moe import GroupedExperts, SequentialMLP
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config)

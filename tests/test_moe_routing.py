@@ -154,7 +154,7 @@ def test_load_is_that_of_real_tokens_once(family, layout, recompute, model_of):
 def lossy_step(config):
     """Metrics of a step whose dispatcher loses every other token at the first layer, and of how many choices."""
     from mcore_rl.distributed.collectives import all_reduce
-    from mcore_rl.models.megatron.router_load import routers_of
+    from mcore_rl.models.megatron.moe import routers_of
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, lost = MegatronPolicy(config, total_steps=10, rows_per_unit=2), torch.zeros(1)
@@ -283,7 +283,7 @@ def sample_and_score(config):
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
     from mcore_rl.models.generation.megatron_generation import MegatronGeneration
     from mcore_rl.models.generation.sampling import SamplingParams
-    from mcore_rl.models.megatron.router_load import routers_of
+    from mcore_rl.models.megatron.moe import routers_of
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config)

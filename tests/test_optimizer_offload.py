@@ -47,7 +47,7 @@ def test_numbers_stay(family, layout, kind, model_of):
 def life(config, data):
     """Bytes of the optimizer's state on the device at each point of a run that is saved, goes on, and goes back."""
     from mcore_rl.algorithms.build_loss import loss_of
-    from mcore_rl.models.megatron.offload import optimizer_tensors
+    from mcore_rl.models.megatron.optimizer import optimizer_tensors
     from mcore_rl.models.policy import megatron_policy
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 

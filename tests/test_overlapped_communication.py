@@ -22,7 +22,7 @@ def overlapping(config, weights=True):
 def in_buckets():
     """From now on buckets are small, and what is still to be gathered of them is not a number: who uses it shows it."""
     from mcore_rl.models.megatron import optimizer
-    from mcore_rl.models.megatron.parameter_gather import ParameterGather
+    from mcore_rl.models.megatron.optimizer import ParameterGather
 
     optimizer.BUCKET_SIZE = BUCKET_SIZE
     plain = ParameterGather.begin

@@ -82,7 +82,7 @@ def test_a_block_is_opened_under_the_number_that_the_device_has_here():
 
 def count_what_is_given_back(config):
     """At each call: bytes of the weights', the optimizer's and the gradients' storages."""
-    from mcore_rl.models.megatron.offload import gradient_buffers, optimizer_tensors
+    from mcore_rl.models.megatron.optimizer import gradient_buffers, optimizer_tensors
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, held = MegatronPolicy(config, total_steps=10, rows_per_unit=2), []

@@ -329,7 +329,7 @@ def given_up(config):
     """What a real critic's device memory is freed of, and what of it is zeros when it comes back."""
     platform.initialize_platform()
     from mcore_rl.algorithms.loss_functions import ValueLossFn
-    from mcore_rl.models.megatron.offload import gradient_buffers
+    from mcore_rl.models.megatron.optimizer import gradient_buffers
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     critic = MegatronPolicy(config_of_critic(config), 2)

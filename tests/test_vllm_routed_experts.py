@@ -14,7 +14,7 @@ from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.interfaces import Response, output_of
 from mcore_rl.models.generation.routed_experts import decode_routed_experts
 from mcore_rl.models.generation.vllm_server import VLLMService, server_command
-from mcore_rl.models.megatron.families.mixture import Experts
+from mcore_rl.models.megatron.families.mixtures import Experts
 from mcore_rl.rollouts.samples import Rollout, to_batch
 from mcore_rl.rollouts.worker import Conversation
 from mcore_rl.run.preflight import check_vllm

@@ -16,14 +16,14 @@ COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_gather_object", "bro
 
 def exported(config, first_only, gloo_bytes=None):
     """What a rank gets, the calls that it took, and how many parameters of the table are cut."""
-    from mcore_rl.models.megatron import whole_tensors
+    from mcore_rl.models.megatron import weights
     from mcore_rl.models.megatron.weights import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, calls = MegatronPolicy(config), Counter()
     with pytest.MonkeyPatch.context() as patch:
         if gloo_bytes is not None:
-            patch.setattr(whole_tensors, "GLOO_BYTES", gloo_bytes)
+            patch.setattr(weights, "GLOO_BYTES", gloo_bytes)
         for name in COLLECTIVES:
             patch.setattr(torch.distributed, name, counted(calls, name))
         tensors = dict(export_hf_weights(policy.model, first_only=first_only))

@@ -25,7 +25,7 @@ from mcore_rl.losses.kl import calculate_kl
 from mcore_rl.losses.metric_reduction import over_steps, reductions_of
 from mcore_rl.losses.overlong import soft_overlong_penalty
 from mcore_rl.losses.policy_gradient import ClippedPGLossFn
-from mcore_rl.models.megatron.families.mixture import Mixture
+from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.rollouts.collector import RolloutCollector, RolloutSums, rollout_metrics, staleness_metrics
 from mcore_rl.rollouts.outcomes import Outcome, are_judged
 from mcore_rl.rollouts.samples import Rollout, Rollouts, to_batch, token_columns

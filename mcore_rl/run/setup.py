@@ -18,7 +18,7 @@ from mcore_rl.data.sample_order import Order
 from mcore_rl.data.token_cache import TokenCache, default_directory
 from mcore_rl.data.tokenization import TokenizerSource
 from mcore_rl.data.tokenize import load_tokenizer
-from mcore_rl.models.megatron.peft_directory import PEFTDirectory
+from mcore_rl.models.megatron.lora import PEFTDirectory
 from mcore_rl.run.agreement import check_agreement
 from mcore_rl.run.checkpoints import check_identity
 from mcore_rl.run.directory import RunDirectory

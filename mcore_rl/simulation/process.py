@@ -53,7 +53,7 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
     import torch
 
     from mcore_rl.distributed import linear_logprobs, own_rows, parallel_logprobs
-    from mcore_rl.models.megatron import attention_kernels, weights
+    from mcore_rl.models.megatron import attention, weights
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.policy import reference, scoring
     from mcore_rl.run.model_checks import POLICY, check_models
@@ -65,7 +65,7 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
         _check_routing(one)
     linear_logprobs.TILE_SHAPE["meta"] = linear_logprobs.TILE_SHAPE[tiles_of]
     parallel_logprobs.CHUNK_BYTES["meta"] = parallel_logprobs.CHUNK_BYTES[tiles_of]
-    attention_kernels.KERNELS["meta"] = flash_stand_in(seen.attention)
+    attention.KERNELS["meta"] = flash_stand_in(seen.attention)
     with (
         replaced(scoring, "SafetensorsDirectory", lambda path: ShapesOnly(path, next(shapes))),
         replaced(weights, "read_shard", lambda *_: torch.empty((), device="meta")),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mcore_rl.models.megatron.attention_kernels import Kernel, VisibleKeys
+    from mcore_rl.models.megatron.attention import Kernel, VisibleKeys
 
 SIMULATION, PACKAGE = Path(__file__).parent, Path(__file__).parents[1]
 
@@ -105,7 +105,7 @@ class AttentionFlops:
 
 def flash_stand_in(flops: AttentionFlops) -> Kernel:
     """A kernel on a device without memory: a flash kernel's output and saved tensors, and its operations."""
-    from mcore_rl.models.megatron.attention_kernels import Kernel
+    from mcore_rl.models.megatron.attention import Kernel
 
     class Attention(torch.autograd.Function):
         @staticmethod

@@ -159,7 +159,7 @@ def experts_of(config: TrainingConfig) -> int:
         UserError: a directory that holds no model, or one of another family than those there are.
     """
     from mcore_rl.models.megatron.families import family_of
-    from mcore_rl.models.megatron.families.mixture import Mixture
+    from mcore_rl.models.megatron.families.mixtures import Mixture
     from mcore_rl.models.megatron.hf_config import load_hf_config
 
     family = family_of(load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head))

@@ -129,7 +129,7 @@ def measure_step(
     Args:
         devices: kinds of device whose memory is counted.
     """
-    from mcore_rl.models.megatron.families.mixture import Mixture
+    from mcore_rl.models.megatron.families.mixtures import Mixture
 
     started, watch = time.perf_counter(), Watch(traffic, reads, attention, devices)
     with watch.of_step():
@@ -227,7 +227,7 @@ def offloaded(config: TrainingConfig, models: Models) -> tuple[dict[str, Counter
 
 def optimizer_bytes(model: MegatronPolicy) -> int:
     """Return the bytes that a model's optimizer keeps in addition to the weights."""
-    from mcore_rl.models.megatron.offload import optimizer_tensors
+    from mcore_rl.models.megatron.optimizer import optimizer_tensors
 
     return bytes_of(optimizer_tensors(model.optimizer, model.parameters()))
 

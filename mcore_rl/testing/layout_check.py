@@ -222,8 +222,7 @@ def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:
     """
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import load_hf_config
-    from mcore_rl.models.megatron.lora import lora_of, shapes_of
-    from mcore_rl.models.megatron.peft_directory import PEFTDirectory, write_peft_directory
+    from mcore_rl.models.megatron.lora import PEFTDirectory, lora_of, shapes_of, write_peft_directory
 
     assert model.lora is not None, "there is nothing to invent"
     config, family = model.lora, family_of(load_hf_config(model.path, model.trust_remote_code, model.head))

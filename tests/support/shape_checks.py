@@ -30,8 +30,8 @@ LOSS_MODULES = (  # not losses.options, which checks kinds by itself
 install_import_hook(
     [
         *(f"mcore_rl.distributed.{name}" for name in TENSOR_MODULES),
-        "mcore_rl.models.megatron.attention_tiles",
-        "mcore_rl.models.megatron.recompute",
+        "mcore_rl.models.megatron.attention",
+        "mcore_rl.models.megatron.attention",
         *(f"mcore_rl.losses.{name}" for name in LOSS_MODULES),
         "mcore_rl.algorithms.advantages",
     ],

@@ -16,8 +16,8 @@ from mcore_rl.distributed.linear_logprobs import gather_hidden_states
 from mcore_rl.distributed.parallel_logprobs import valid_columns
 from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.build import BuiltModel
-from mcore_rl.models.megatron.linear import FasterInGeneration, linear
-from mcore_rl.models.megatron.router_load import routers_of
+from mcore_rl.models.megatron.layers import FasterInGeneration, linear
+from mcore_rl.models.megatron.moe import routers_of
 
 # Attention of one layer: its number on this rank, queries [T, heads, d], keys and values [T, groups, d]
 # → [T, heads · d].

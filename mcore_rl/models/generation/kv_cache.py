@@ -17,8 +17,7 @@ from mcore_rl import platform
 from mcore_rl.distributed.pack_layout import PackLayout
 from mcore_rl.distributed.parallel_logprobs import CHUNK_BYTES
 from mcore_rl.models.generation.decoder import Decoder
-from mcore_rl.models.megatron.attention import packed_attention
-from mcore_rl.models.megatron.attention_kernels import visible_keys
+from mcore_rl.models.megatron.attention import packed_attention, visible_keys
 
 BLOCK_SIZE = 64
 """Tokens of a block."""

@@ -35,7 +35,7 @@ from mcore_rl.models.generation.interfaces import (
 from mcore_rl.models.generation.response_tensors import gather_responses
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.megatron.build import BuiltModel
-from mcore_rl.models.megatron.families.mixture import Mixture
+from mcore_rl.models.megatron.families.mixtures import Mixture
 
 
 class TrainedHere(Protocol):

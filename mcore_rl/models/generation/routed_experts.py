@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int16
 from torch import Tensor
 
-from mcore_rl.models.megatron.families.mixture import Experts
+from mcore_rl.models.megatron.families.mixtures import Experts
 
 DTYPES = ("uint8", "uint16", "int32")
 

@@ -16,7 +16,7 @@ from mcore_rl.errors import TrainingError
 from mcore_rl.models.generation.interfaces import RequestError, Response
 from mcore_rl.models.generation.routed_experts import decode_routed_experts
 from mcore_rl.models.generation.sampling import SamplingParams
-from mcore_rl.models.megatron.families.mixture import Experts
+from mcore_rl.models.megatron.families.mixtures import Experts
 
 T = TypeVar("T")
 

@@ -47,7 +47,7 @@ from mcore_rl.models.generation.sampling import SamplingParams, random_states, u
 from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
 from mcore_rl.models.generation.vllm_server import VLLMService
 from mcore_rl.models.megatron.build import BuiltModel
-from mcore_rl.models.megatron.families.mixture import Experts, Mixture
+from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
 from mcore_rl.models.megatron.weights import export_hf_weights
 from mcore_rl.run.directory import SERVER_LOGS
 from mcore_rl.utils.progress import Say

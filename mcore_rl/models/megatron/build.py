@@ -1,13 +1,13 @@
-"""Megatron's GPTModel, ending at the hidden states.
+"""Megatron's GPTModel, built from layer specs and ending at the final hidden states.
 
-The vocabulary projection is left to the caller: log-probabilities are computed from hidden states
-and the LM-head shard without the logits (`mcore_rl.distributed.linear_logprobs`), and who needs
-logits multiplies explicitly.
+The caller computes the vocabulary projection: log-probabilities come from hidden states and the LM-head shard without
+logits (`mcore_rl.distributed.logprobs`).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,18 +18,138 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.distributed.topology import ParallelDimension, Topology
-from mcore_rl.models.megatron.balanced_routing import balance_routing
+from mcore_rl.models.megatron.attention import PackedCausalAttention
 from mcore_rl.models.megatron.families import Family, family_of
+from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.hf_config import transformer_config
-from mcore_rl.models.megatron.layer_spec import block_spec
+from mcore_rl.models.megatron.layers import (
+    ColumnLinear,
+    GatedActivation,
+    HeadRMSNorm,
+    NormedRowLinear,
+    PackedRotaryEmbedding,
+    PackLayer,
+    RMSNorm,
+    RowLinear,
+    WideRMSNorm,
+    uses_transformer_engine,
+)
 from mcore_rl.models.megatron.lora import LoRA
+from mcore_rl.models.megatron.moe import CountingExperts, GroupedExperts, PackMoELayer, Router, balance_routing
 from mcore_rl.models.megatron.parallel_state import process_groups
-from mcore_rl.models.megatron.rope import PackedRotaryEmbedding
 from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
 
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+
+def block_spec(config: TransformerConfig, family: Family, pipeline_rank: int, vp_stage: int | None = None) -> Any:
+    """The specs of the transformer layers of one chunk of a pipeline stage."""
+    if uses_transformer_engine():
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pipeline_rank)
+        for layer in spec.layer_specs:
+            layer.module = PackLayer
+            if layer.submodules.mlp.module is MoELayer:
+                layer.submodules.mlp.module = PackMoELayer
+                layer.submodules.mlp.submodules.router = _router(family)
+                layer.submodules.mlp.submodules.experts.module = CountingExperts  # with Transformer Engine's linears
+        return spec
+    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
+    layers = [_layer_spec(config, family, layer) for layer in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _router(family: Family) -> Any:
+    assert isinstance(family, Mixture), "only mixtures have routers"
+    return functools.partial(Router, experts=family.experts)
+
+
+def _layer_spec(config: TransformerConfig, family: Family, layer: int) -> ModuleSpec:
+    before = RMSNorm if family.norms_before else IdentityOp
+    is_sparse = isinstance(family, Mixture) and family.experts.sparse_layers[layer]
+    keys = FUSED_NORM_KEYS if is_sparse else {**FUSED_NORM_KEYS, **FUSED_MLP_NORM_KEYS}
+    return ModuleSpec(
+        module=PackLayer,
+        params={"rope": _rope_of(family, layer)},
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=before,
+            self_attention=_attention(family, layer),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=before,
+            mlp=_sparse_mlp(family, config) if is_sparse else ModuleSpec(module=MLP, submodules=_linears(family)),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=keys if family.norms_before else {},
+        ),
+    )
+
+
+# Megatron's checkpoints name the norms as Transformer Engine fuses them into the linear layers.
+FUSED_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+FUSED_MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def _attention(family: Family, layer: int) -> ModuleSpec:
+    norms: dict[str, Any] = dict.fromkeys("qk", HeadRMSNorm if family.has_qk_norm else IdentityOp)
+    if family.has_wide_qk_norm:
+        heads = {"q": family.num_attention_heads, "k": family.num_query_groups}
+        norms = {name: ModuleSpec(module=WideRMSNorm, params={"heads": count}) for name, count in heads.items()}
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnLinear,
+            core_attention=ModuleSpec(module=PackedCausalAttention, params={"window": family.window(layer)}),
+            linear_proj=_output_linear(family),
+            q_layernorm=norms["q"],
+            k_layernorm=norms["k"],
+        ),
+    )
+
+
+def _rope_of(family: Family, layer: int) -> slice | None:
+    """Return the slice of the layer's angles among the angles of all kinds of layers."""
+    sizes = (2 * len(frequencies) for frequencies in family.ropes())
+    ends, kind = list(itertools.accumulate(sizes, initial=0)), family.rope_kind(layer)
+    return slice(ends[kind], ends[kind + 1]) if len(ends) > 2 else None
+
+
+def _output_linear(family: Family) -> type[RowLinear]:
+    return NormedRowLinear if family.norms_after else RowLinear
+
+
+def _linears(family: Family) -> MLPSubmodules:
+    return MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=_output_linear(family), activation_func=GatedActivation)
+
+
+def _sparse_mlp(family: Family, config: TransformerConfig) -> ModuleSpec:
+    linears, experts = _linears(family), GroupedExperts if config.moe_grouped_gemm else CountingExperts
+    return ModuleSpec(
+        module=PackMoELayer,
+        submodules=MoESubmodules(
+            router=_router(family),
+            experts=ModuleSpec(module=experts, submodules=linears),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
+        ),
+    )
 
 
 class PendingGather(Protocol):

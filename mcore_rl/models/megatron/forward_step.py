@@ -29,12 +29,11 @@ from mcore_rl.losses.common import (
 )
 from mcore_rl.losses.interfaces import LossFunction
 from mcore_rl.losses.packing import SequencePackingLossWrapper, accepted_groups, rows_of_width
-from mcore_rl.models.megatron.attention import PackParams
-from mcore_rl.models.megatron.attention_kernels import visible_keys
+from mcore_rl.models.megatron.attention import PackParams, visible_keys
 from mcore_rl.models.megatron.build import BuiltModel
-from mcore_rl.models.megatron.families.mixture import Mixture
-from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
-from mcore_rl.models.megatron.routed_tokens import RoutedTokens
+from mcore_rl.models.megatron.families.mixtures import Mixture
+from mcore_rl.models.megatron.layers import uses_transformer_engine
+from mcore_rl.models.megatron.moe import RoutedTokens
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
 

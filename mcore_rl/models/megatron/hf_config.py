@@ -9,13 +9,11 @@ import torch
 
 from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.expert_adapters import is_expert_target
 from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.families.base import REWARD_ARCHITECTURE, has_reward_head
-from mcore_rl.models.megatron.families.mixture import Mixture
-from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
-from mcore_rl.models.megatron.lora import lora_of
-from mcore_rl.models.megatron.rope import concentration_scale
+from mcore_rl.models.megatron.families.mixtures import Mixture
+from mcore_rl.models.megatron.layers import concentration_scale, uses_transformer_engine
+from mcore_rl.models.megatron.lora import is_expert_target, lora_of
 from mcore_rl.run.preflight import check_model_directory
 
 from megatron.core.transformer.transformer_config import TransformerConfig

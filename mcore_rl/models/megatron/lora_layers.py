@@ -19,19 +19,18 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import copy_forward_all_reduce_backward
 from mcore_rl.models.megatron.build import BuiltModel, HiddenStateGPTModel
-from mcore_rl.models.megatron.expert_adapters import stack_experts
-from mcore_rl.models.megatron.linear import Adapted, ColumnLinear
-from mcore_rl.models.megatron.lora import NOWHERE, LoRA, Owners
+from mcore_rl.models.megatron.layers import Adapted, ColumnLinear
+from mcore_rl.models.megatron.lora import NOWHERE, LoRA, Owners, stack_experts
 from mcore_rl.models.megatron.parallel_state import process_groups
 from mcore_rl.models.megatron.weight_mapping import GateUp, Mapping
 from mcore_rl.models.megatron.weights import (
     ADAPTER,
     chunk_mappings,
     first_layer,
+    gather_tensors,
     name_in_model,
     read_shard,
 )
-from mcore_rl.models.megatron.whole_tensors import gather_tensors
 
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,

@@ -1,20 +1,21 @@
-"""Megatron's DDP, distributed optimizer and schedule, and the one path of gradient scaling.
+"""Megatron's DDP, distributed optimizer and schedule; the gathering of updated weights; offloading of device memory.
 
 The gradient is d/dθ Σ_DP Σ_microbatches L. Losses are already divided by the global batch's counts, and
-context-parallel ranks hold parts that add up, so nothing may be divided again: with
-`calculate_per_token_loss` and a loss function that returns three values, Megatron's schedules leave the
-loss as it is and DDP sums over data- and context-parallel ranks; `finalize_gradients` then passes no
-token count, so the final division is left out too.
+context-parallel ranks hold parts that add up, so nothing may be divided again. With `calculate_per_token_loss` and a
+loss function that returns three values, Megatron's schedules leave the loss as it is and DDP sums over data- and
+context-parallel ranks. `finalize_gradients` passes no token count, so that Megatron skips its final division too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from mcore_rl import platform
 from mcore_rl.config import OptimizerConfig, ParallelConfig
 from mcore_rl.models.megatron.build import BuiltModel
 from mcore_rl.models.megatron.parallel_state import process_groups
@@ -159,3 +160,138 @@ def gather_gradients(wrapped: Sequence[DistributedDataParallel]) -> None:
             for bucket in group.buckets:
                 own = bucket.grad_data.view(replicas.size(), -1)[replicas.rank()].clone()
                 torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=replicas)
+
+
+def optimizers_with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
+    """Return the optimizers of dense parameters and of experts that this rank holds a part of."""
+    inners = optimizer.chained_optimizers
+    held = (inner for inner in inners if inner.optimizer is not None)  # the dense, where experts alone are trained
+    return [inner for inner in held if any(group["params"] for group in inner.optimizer.param_groups)]
+
+
+class ParameterGather:
+    """The distributed optimizer gives each replica its own part of the updated weights. Here the rest comes in the
+    forward pass of the next training step, each bucket of parameters while the layers before it compute.
+
+    Until then no rank's weights are whole: whoever else takes them calls `settle` first. Every method is collective
+    over the replicas.
+
+    Args:
+        wrapped: chunks whose configuration has Megatron's `overlap_param_gather`.
+    """
+
+    def __init__(self, wrapped: Sequence[DistributedDataParallel]) -> None:
+        self.wrapped, self.is_pending = wrapped, False
+        for chunk in wrapped:
+            chunk.disable_forward_pre_hook(param_sync=False)  # there is nothing to gather yet
+            chunk.module.gather = self
+            for module in chunk.module.modules():
+                if getattr(module, "takes_weights_of_parts", False):
+                    module.register_forward_pre_hook(self._wait_for_parts)
+
+    def begin(self) -> None:
+        """After an optimizer step: gather what the first layers need; they ask for the next."""
+        self.is_pending = True
+        for chunk in self.wrapped:
+            chunk.enable_forward_pre_hook()
+            for groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups):
+                if groups:  # in the order of the backward pass
+                    groups[-1].start_param_sync()
+
+    def settle(self) -> None:
+        """Wait for what is on its way, gather what was not asked for; nothing where all is there."""
+        if not self.is_pending:
+            return
+        self.is_pending = False
+        for chunk in self.wrapped:
+            chunk.disable_forward_pre_hook(param_sync=False)
+        for group in self._groups():
+            if not group.param_gather_dispatched or group.param_gather_handle is not None:
+                group.start_param_sync(force_sync=True)
+
+    def wait_for(self, weight: Tensor) -> None:
+        """Wait for a weight that is used without its module's forward pass, as Megatron's hooks do for a module."""
+        if not self.is_pending:
+            return
+        for chunk in self.wrapped:
+            if weight in chunk.param_to_bucket_group:
+                chunk.param_to_bucket_group[weight].finish_param_sync()
+
+    def _wait_for_parts(self, module: torch.nn.Module, inputs: Any) -> None:
+        for weight in module.parameters():
+            self.wait_for(weight)
+
+    def _groups(self) -> Iterator[Any]:
+        for chunk in self.wrapped:
+            yield from chunk.bucket_groups
+            yield from chunk.expert_parallel_bucket_groups
+
+
+class Offload:
+    """Storages of one kind, in place or given up.
+
+    Args:
+        keep: copy the contents to the host and back; otherwise they come back as zeros.
+    """
+
+    def __init__(self, keep: bool) -> None:
+        self.keep = keep
+        self._away: list[tuple[Tensor, Tensor | int]] = []
+
+    @property
+    def is_away(self) -> bool:
+        return bool(self._away)
+
+    def offload(self, tensors: Iterable[Tensor]) -> int:
+        """Give up the storages behind `tensors`; returns the bytes of device memory that this frees."""
+        if self.is_away:
+            return 0
+        for whole in _storages(tensors):
+            host: Tensor | int = whole.numel()
+            if self.keep:
+                host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=platform.has_gpu()).copy_(whole)
+            self._away.append((whole, host))
+        freed = 0
+        for whole, _ in self._away:
+            freed += whole.untyped_storage().nbytes()
+            whole.untyped_storage().resize_(0)
+        platform.release_cached_memory()
+        return freed
+
+    def restore(self) -> None:
+        """Bring everything back."""
+        for whole, host in self._away:
+            whole.untyped_storage().resize_(host if isinstance(host, int) else host.numel())
+            if isinstance(host, int):
+                whole.zero_()
+            else:
+                whole.copy_(host, non_blocking=True)
+        self._away = []
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Each storage behind `tensors` once, seen as bytes."""
+    found: dict[int, Tensor] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            found.setdefault(platform.storage_id(tensor), whole)
+    return list(found.values())
+
+
+def gradient_buffers(chunks: Iterable[DistributedDataParallel]) -> list[Tensor]:
+    """The buffers that gradients are accumulated and reduced in."""
+    return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+def optimizer_tensors(optimizer: MegatronOptimizer, weights: Iterable[Tensor]) -> list[Tensor]:
+    """Moments and fp32 parameters, except what shares the memory of the weights themselves."""
+    shared = {platform.storage_id(weight) for weight in weights}
+    tensors = []
+    for inner in optimizers_with_parameters(optimizer):
+        for group in inner.optimizer.param_groups:
+            tensors += group["params"]
+        for state in inner.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor) and value.ndim]
+    return [tensor for tensor in tensors if platform.storage_id(tensor) not in shared]

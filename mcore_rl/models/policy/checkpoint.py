@@ -16,8 +16,8 @@ from mcore_rl.models.megatron.checkpoint import checkpoint
 from mcore_rl.models.megatron.checkpoint.host_staging import HostStaging
 from mcore_rl.models.megatron.checkpoint.trained_part import TrainedPart
 from mcore_rl.models.megatron.hf_checkpoint import write_hf_directory
+from mcore_rl.models.megatron.lora import write_peft_directory
 from mcore_rl.models.megatron.lora_layers import adapters_in, export_adapters
-from mcore_rl.models.megatron.peft_directory import write_peft_directory
 from mcore_rl.models.megatron.weights import adapters_of, export_hf_weights
 from mcore_rl.models.policy.colocation import ColocatablePolicy
 from mcore_rl.models.policy.reference import AdaptersOff, KeptWeights, Reference

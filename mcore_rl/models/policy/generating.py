@@ -12,7 +12,7 @@ from mcore_rl.models.generation.interfaces import GenerationDatumSpec, Generatio
 from mcore_rl.models.generation.megatron_generation import MegatronGeneration, megatron_generation_of
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.megatron.build import BuiltModel
-from mcore_rl.models.megatron.offload import Offload
+from mcore_rl.models.megatron.optimizer import Offload
 
 
 class Generating(GenerationInterface):

@@ -15,7 +15,7 @@ from mcore_rl.models.generation.refit import RefitGroup, RefitInfo, SharedBucket
 from mcore_rl.models.megatron.build import BuiltModel
 from mcore_rl.models.megatron.lora import LoRA, shapes_of
 from mcore_rl.models.megatron.lora_layers import export_adapters
-from mcore_rl.models.megatron.offload import Offload, gradient_buffers, optimizer_tensors
+from mcore_rl.models.megatron.optimizer import Offload, gradient_buffers, optimizer_tensors
 from mcore_rl.models.megatron.weights import export_hf_weights, weights_of
 
 

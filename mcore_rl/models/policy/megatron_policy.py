@@ -17,15 +17,19 @@ from mcore_rl.distributed.own_rows import OwnRows, share_of
 from mcore_rl.errors import ContractError
 from mcore_rl.losses.interfaces import LossFunction
 from mcore_rl.losses.metric_reduction import over_steps, reduce_metrics, reductions_of
-from mcore_rl.models.megatron.families.mixture import Mixture
+from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.forward_step import (
     LossHead,
 )
-from mcore_rl.models.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step, wrap_for_training
-from mcore_rl.models.megatron.parameter_gather import ParameterGather
-from mcore_rl.models.megatron.random_states import seed_everything
-from mcore_rl.models.megatron.routed_tokens import ROUTED_EXPERTS
-from mcore_rl.models.megatron.router_load import GlobalLoad, begin_step
+from mcore_rl.models.megatron.moe import ROUTED_EXPERTS, GlobalLoad, begin_step
+from mcore_rl.models.megatron.optimizer import (
+    ParameterGather,
+    build_optimizer,
+    build_scheduler,
+    optimizer_step,
+    wrap_for_training,
+)
+from mcore_rl.models.megatron.parallel_state import seed_everything
 from mcore_rl.models.policy.checkpoint import Keeping
 from mcore_rl.models.policy.generating import Generating
 from mcore_rl.models.policy.handover import TrainingMemory, WeightHandover

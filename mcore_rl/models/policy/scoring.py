@@ -21,7 +21,7 @@ from mcore_rl.distributed.own_rows import OwnRows, Share, share_of
 from mcore_rl.errors import ContractError, TrainingError, UserError
 from mcore_rl.models.megatron.build import build_model
 from mcore_rl.models.megatron.families import family_of
-from mcore_rl.models.megatron.families.mixture import Mixture
+from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.forward_step import (
     LogprobHead,
     RewardOfSequences,
@@ -31,10 +31,10 @@ from mcore_rl.models.megatron.forward_step import (
 )
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 from mcore_rl.models.megatron.hf_config import load_hf_config
-from mcore_rl.models.megatron.layer_spec import uses_transformer_engine
+from mcore_rl.models.megatron.layers import uses_transformer_engine
 from mcore_rl.models.megatron.lora import lora_of
 from mcore_rl.models.megatron.lora_layers import add_adapters
-from mcore_rl.models.megatron.offload import Offload
+from mcore_rl.models.megatron.optimizer import Offload
 from mcore_rl.models.megatron.parallel_state import destroy_parallel, initialize_parallel
 from mcore_rl.models.megatron.weights import load_hf_weights, weights_of
 from mcore_rl.models.policy.interfaces import LogprobOutputSpec

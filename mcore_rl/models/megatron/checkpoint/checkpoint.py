@@ -39,8 +39,7 @@ from mcore_rl.models.megatron.checkpoint.writer import (
     on_first_rank,
     raise_together,
 )
-from mcore_rl.models.megatron.parallel_state import process_groups
-from mcore_rl.models.megatron.random_states import random_states, seed_everything, set_random_states
+from mcore_rl.models.megatron.parallel_state import process_groups, random_states, seed_everything, set_random_states
 from mcore_rl.models.megatron.weights import ADAPTER
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems, digests_of
 

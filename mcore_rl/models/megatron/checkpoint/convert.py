@@ -31,10 +31,9 @@ from mcore_rl.models.megatron.checkpoint.writer import PlannedShards
 from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.hf_checkpoint import MAX_SHARD_BYTES, SafetensorsDirectory, write_hf_directory
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
-from mcore_rl.models.megatron.lora import lora_of
+from mcore_rl.models.megatron.lora import lora_of, write_peft_directory
 from mcore_rl.models.megatron.lora_layers import add_adapters, export_adapters
 from mcore_rl.models.megatron.parallel_state import destroy_parallel, initialize_parallel, process_groups
-from mcore_rl.models.megatron.peft_directory import write_peft_directory
 from mcore_rl.models.megatron.weight_mapping import Mapping, Shape, Vocabulary
 from mcore_rl.models.megatron.weights import FLOAT32_BUFFER, check_hf_tensors, chunk_mappings, read_shard
 from mcore_rl.run.identity import architecture_changes, architecture_of, architecture_of_checkpoint

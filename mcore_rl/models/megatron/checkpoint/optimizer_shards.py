@@ -19,18 +19,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from mcore_rl.models.megatron.checkpoint.internals import optimizer_tensors_of, owned_ranges
 from mcore_rl.models.megatron.checkpoint.region_reader import Region
+from mcore_rl.models.megatron.optimizer import optimizers_with_parameters
 from mcore_rl.models.megatron.weight_mapping import Shape
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import MegatronOptimizer
-
-
-def optimizers_with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the optimizers of dense parameters and of experts that this rank holds a part of."""
-    inners = optimizer.chained_optimizers
-    held = (inner for inner in inners if inner.optimizer is not None)  # the dense, where experts alone are trained
-    return [inner for inner in held if any(group["params"] for group in inner.optimizer.param_groups)]
 
 
 def optimizer_shards(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[tuple[WriteItem, Tensor]]:

@@ -11,14 +11,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from mcore_rl.models.megatron.build import BuiltModel
-from mcore_rl.models.megatron.checkpoint.optimizer_shards import (
-    optimizer_regions,
-    optimizer_shards,
-    optimizers_with_parameters,
-    tensor_regions,
-)
+from mcore_rl.models.megatron.checkpoint.optimizer_shards import optimizer_regions, optimizer_shards, tensor_regions
 from mcore_rl.models.megatron.checkpoint.region_reader import Region
 from mcore_rl.models.megatron.lora_layers import adapter_state
+from mcore_rl.models.megatron.optimizer import optimizers_with_parameters
 
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer

@@ -6,16 +6,8 @@ from typing import Any
 
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.base import Family, has_reward_head
-from mcore_rl.models.megatron.families.gemma3 import Gemma3
-from mcore_rl.models.megatron.families.glm4_moe import Glm4MoE
-from mcore_rl.models.megatron.families.llama import Llama
-from mcore_rl.models.megatron.families.mistral import Mistral
-from mcore_rl.models.megatron.families.mixtral import Mixtral
-from mcore_rl.models.megatron.families.olmo2 import Olmo2
-from mcore_rl.models.megatron.families.phi3 import Phi3
-from mcore_rl.models.megatron.families.qwen2 import Qwen2
-from mcore_rl.models.megatron.families.qwen3 import Qwen3
-from mcore_rl.models.megatron.families.qwen_moe import Qwen2MoE, Qwen3MoE
+from mcore_rl.models.megatron.families.dense import Gemma3, Llama, Mistral, Olmo2, Phi3, Qwen2, Qwen3
+from mcore_rl.models.megatron.families.mixtures import Glm4MoE, Mixtral, Qwen2MoE, Qwen3MoE
 
 FAMILIES: dict[str, type[Family]] = {
     family.model_type: family

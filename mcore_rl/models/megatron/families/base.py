@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.rope import rope_frequencies, rope_parameters
+from mcore_rl.models.megatron.layers import rope_frequencies, rope_parameters
 from mcore_rl.models.megatron.weight_mapping import (
     Columns,
     GateUp,

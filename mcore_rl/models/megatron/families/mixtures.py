@@ -1,8 +1,9 @@
-"""The common part of mixtures of experts: Megatron's fields of routing, and the tensors of a sparse layer."""
+"""Families of mixture-of-experts models: Mixtral, Qwen2-MoE, Qwen3-MoE and GLM-4.5."""
 
 from __future__ import annotations
 
 import math
+import re
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -130,3 +131,108 @@ class Mixture(Family):
         if experts.shared_gate:
             gate = Part(f"{theirs}shared_expert_gate.weight", (1, hidden))
             yield Mapping(f"{ours}shared_experts.gate_weight", (gate,), Replicated())
+
+
+class Mixtral(Mixture):
+    model_type = "mixtral"
+    count_field = "num_local_experts"
+    width_field = "intermediate_size"
+    expert_names = ("w1", "w3", "w2")
+    mlp_name = "block_sparse_moe"
+
+    @cached_property
+    def experts(self) -> Experts:
+        hf = self.hf
+        sparse = (True,) * self.num_layers
+        return Experts(hf.num_local_experts, hf.num_experts_per_tok, hf.intermediate_size, sparse)
+
+    def check(self, max_sequence_length: int) -> None:
+        super().check(max_sequence_length)
+        if self.hf.router_jitter_noise:
+            raise UserError("model.path: router_jitter_noise other than 0 is not supported")
+
+
+class Qwen3MoE(Mixture):
+    model_type = "qwen3_moe"
+    has_qk_norm = True
+
+    @cached_property
+    def experts(self) -> Experts:
+        hf = self.hf
+        dense = set(hf.mlp_only_layers or ())
+        return Experts(
+            hf.num_experts,
+            hf.num_experts_per_tok,
+            hf.moe_intermediate_size,
+            sparse_layers=tuple(
+                layer not in dense and (layer + 1) % hf.decoder_sparse_step == 0 for layer in range(self.num_layers)
+            ),
+            shared_width=getattr(hf, "shared_expert_intermediate_size", 0),
+            shared_gate=hasattr(hf, "shared_expert_intermediate_size"),
+            normalise=hf.norm_topk_prob,
+        )
+
+    def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
+        kinds = {*self.experts.sparse_layers}
+        super().shrink(layers, tensor_parallel, expert_parallel)
+        if True in kinds:  # the first layer dense where some are, the others sparse
+            self.hf.decoder_sparse_step, self.hf.mlp_only_layers = 1, [0] if False in kinds and layers > 1 else []
+
+
+class Qwen2MoE(Qwen3MoE):
+    model_type = "qwen2_moe"
+    has_qk_norm = False
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return bool(getattr(self.hf, "qkv_bias", True))
+
+    def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
+        super().shrink(layers, tensor_parallel, expert_parallel)
+        self.hf.shared_expert_intermediate_size = 24 * max(2, tensor_parallel)
+
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+
+
+class Glm4MoE(Mixture):
+    model_type = "glm4_moe"
+    has_windows = False
+    rotates_partly = True
+    count_field = "n_routed_experts"
+    shared_name = "shared_experts"
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return bool(self.hf.attention_bias)
+
+    @property
+    def has_qk_norm(self) -> bool:
+        return bool(self.hf.use_qk_norm)
+
+    @cached_property
+    def experts(self) -> Experts:
+        hf = self.hf
+        return Experts(
+            hf.n_routed_experts,
+            hf.num_experts_per_tok,
+            hf.moe_intermediate_size,
+            sparse_layers=tuple(layer >= hf.first_k_dense_replace for layer in range(self.num_layers)),
+            shared_width=hf.moe_intermediate_size * (hf.n_shared_experts or 0),
+            score="sigmoid",
+            normalise=hf.norm_topk_prob,
+            scale=hf.routed_scaling_factor,
+            groups=hf.n_group,
+            group_topk=hf.topk_group,
+            selection_bias=True,
+            float32_router=True,
+        )
+
+    def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
+        super().shrink(layers, tensor_parallel, expert_parallel)
+        self.hf.first_k_dense_replace = min(self.hf.first_k_dense_replace, 1)
+
+    def ignores(self, name: str) -> bool:
+        """The layers behind the last predict further tokens; they are not trained, and not written."""
+        layer = _LAYER.match(name)
+        return super().ignores(name) or (layer is not None and int(layer[1]) >= self.num_layers)

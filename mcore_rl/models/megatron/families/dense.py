@@ -1,5 +1,6 @@
-"""Gemma 3 (text): sliding windows with a RoPE of their own, norms before and behind each block, scaled embeddings."""
+"""Families of dense models: Llama, Mistral, Qwen2, Qwen3, OLMo-2, Phi-3 and Gemma 3."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -8,7 +9,67 @@ from torch import Tensor
 
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.base import Family
-from mcore_rl.models.megatron.rope import plain_frequencies
+from mcore_rl.models.megatron.layers import plain_frequencies
+from mcore_rl.models.megatron.weight_mapping import Columns, GateUp, Mapping, Part
+
+
+class Llama(Family):
+    model_type = "llama"
+    has_windows = False
+
+
+class Mistral(Family):
+    model_type = "mistral"
+
+
+class Qwen2(Family):
+    model_type = "qwen2"
+    has_qkv_bias = True
+
+
+class Qwen3(Family):
+    model_type = "qwen3"
+    has_qk_norm = True
+
+
+class Olmo2(Family):
+    model_type = "olmo2"
+    has_windows = False
+    needs_torch_layers = True
+    norms_before = False
+    norms_after = True
+    norm_names = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+    has_wide_qk_norm = True
+
+    def divisible_by_tensor_parallel(self) -> dict[str, int]:
+        return {**super().divisible_by_tensor_parallel(), "key-value heads": self.num_query_groups}
+
+
+class Phi3(Family):
+    model_type = "phi3"
+    rotates_partly = True
+
+    def check(self, max_sequence_length: int) -> None:
+        super().check(max_sequence_length)
+        for name in ("embd_pdrop", "resid_pdrop"):
+            if getattr(self.hf, name, 0.0):
+                raise UserError(f"model.path: {name} other than 0 is not supported")
+
+    def _qkv_parts(self, theirs: str, rows: dict[str, int]) -> tuple[Part, ...]:
+        first = 0
+        parts = []
+        for count in rows.values():
+            parts.append(Part(f"{theirs}qkv_proj.weight", (count, self.hidden_size), first))
+            first += count
+        return tuple(parts)
+
+    def _mlp(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
+        hidden, width = self.hidden_size, self.hf.intermediate_size
+        both = f"{theirs}gate_up_proj.weight"
+        parts = (Part(both, (width, hidden)), Part(both, (width, hidden), width))
+        yield Mapping(f"{ours}linear_fc1.weight", parts, GateUp())
+        yield Mapping(f"{ours}linear_fc2.weight", (Part(f"{theirs}down_proj.weight", (hidden, width)),), Columns())
+
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -1,0 +1,349 @@
+"""Layers that attention and MLP are made of: linear layers, norms, gated activations, rotary embeddings."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mcore_rl import platform
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
+
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+if TYPE_CHECKING:
+    from mcore_rl.models.megatron.attention import PackParams
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` without gradient; in fp32 on the CPU by oneDNN, in about half of MKL's time for a few rows."""
+    if x.is_cpu and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return y
+    return F.linear(x, weight, bias)
+
+
+class FasterInGeneration:
+    """A module with a faster pass, whose rounding may be another, for generation alone.
+
+    Scoring takes the pass that trains: log-probabilities before the first update are then those of the update, bit
+    for bit, and a margin of 0 is 0.
+    """
+
+    in_generation = False
+
+
+class Adapted(FasterInGeneration):
+    """A linear layer that may have an adapter, whose output is added to its own."""
+
+    weight: Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adapter: Any = None
+
+    def _with_adapter(self, input_: Tensor, output: Tensor) -> Tensor:
+        if self.adapter is None or not self.adapter.enabled:
+            return output
+        return (output + self.adapter(input_)).to(output.dtype)
+
+
+class ColumnLinear(Adapted, ColumnParallelLinear):
+    """Rows of the weight are cut over tensor-parallel ranks."""
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        output, bias = self._plain(input_, *args, **kwargs)
+        return self._with_adapter(input_, output), bias
+
+    def _plain(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if not self.in_generation:
+            output: tuple[Tensor, Tensor | None] = super().forward(input_, *args, **kwargs)
+            return output
+        if self.sequence_parallel and not self.explicit_expert_comm:
+            input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
+        return linear(input_, self.weight, self.bias), None
+
+
+class RowLinear(Adapted, RowParallelLinear):
+    """Columns of the weight are cut over tensor-parallel ranks; the output is summed over them."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = self._plain(input_)
+        return self._with_adapter(input_, output), bias
+
+    def _plain(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self.in_generation:
+            output: tuple[Tensor, Tensor | None] = super().forward(input_)
+            return output
+        partial = linear(input_, self.weight)
+        if self.explicit_expert_comm:  # experts' outputs are summed where tokens come back to their ranks
+            return partial, None
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(partial, group=self.tp_group), None
+        return reduce_from_tensor_model_parallel_region(partial, group=self.tp_group), None
+
+
+def uses_transformer_engine() -> bool:
+    """True where a GPU is there and Transformer Engine is installed."""
+    return platform.has_gpu() and importlib.util.find_spec("transformer_engine") is not None
+
+
+class PackLayer(TransformerLayer):
+    """Megatron's layer, whose router is told which pack its tokens are of, also when they are computed again.
+
+    Args:
+        rope: which of the angles that stand side by side are this layer's; all if None.
+    """
+
+    def __init__(self, *args: Any, rope: slice | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rope = rope
+
+    def forward(self, *args: Any, packed_seq_params: PackParams | None = None, **kwargs: Any) -> Any:
+        if self.rope is not None:
+            kwargs["rotary_pos_emb"] = kwargs["rotary_pos_emb"][..., self.rope]
+        if isinstance(self.mlp, MoELayer):
+            self.mlp.router.pack = packed_seq_params
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+
+class RMSNorm(FasterInGeneration, torch.nn.Module):
+    """Root-mean-square norm in fp32 (arXiv:1910.07467), usable under sequence parallelism.
+
+    Where the configuration has `layernorm_zero_centered_gamma`, 1 is added to the weight (Gemma).
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.eps, self.is_zero_centred = eps, config.layernorm_zero_centered_gamma
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Each tensor-parallel rank sees its own tokens: Megatron then sums this weight's gradients.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = 1 + self.weight.float() if self.is_zero_centred else self.weight
+        if self.in_generation and x.dtype == torch.float32:  # one operation, the same but for rounding
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        normed: Tensor = _Normed.apply(x, weight, self.eps)
+        return normed
+
+
+class _Normed(torch.autograd.Function):
+    """weight · x / rms(x), which keeps x itself for the backward pass, where autograd would keep it in fp32 and what
+    becomes of it. A weight in fp32 multiplies before rounding to x's precision, any other behind it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        wide = wide * scale
+        return (weight * wide).to(x.dtype) if weight.dtype == torch.float32 else weight * wide.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed, grad = x.float() * scale, grad.float()
+        of_weight = (grad * normed).flatten(0, -2).sum(0)
+        grad = grad * weight.float()
+        of_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
+
+
+class HeadRMSNorm(RMSNorm):
+    """RMS norm of each attention head (Qwen3's q and k norms).
+
+    Heads are split over tensor-parallel ranks; Megatron sums the gradients of norms so named itself.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.weight.sequence_parallel = False  # type: ignore[attr-defined]
+
+
+class WideRMSNorm(torch.nn.Module):
+    """RMS norm over all heads together (OLMo-2's q and k norms), which are cut over tensor-parallel ranks.
+
+    Args:
+        hidden_size: numbers of a head.
+        heads: of all ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int) -> None:
+        super().__init__()
+        self.eps, self.group = eps, process_groups().tp
+        self.size = heads * hidden_size
+        self.weight = torch.nn.Parameter(torch.ones(self.size // self.group.size(), dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, 1, heads / TP, d], the mean taken over the heads of all ranks, in both directions."""
+        wide = x.float().flatten(-2)
+        total = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True), group=self.group)
+        mean = copy_to_tensor_model_parallel_region(total, group=self.group) / self.size
+        return (self.weight * (wide * torch.rsqrt(mean + self.eps))).to(x.dtype).view_as(x)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Megatron's description: the weight is cut over tensor-parallel ranks."""
+        groups = process_groups()
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"weight": 0}, sharded_offsets, tp_group=groups.tp, dp_cp_group=groups.dp_cp
+        )
+
+
+class NormedRowLinear(RowLinear):
+    """The last projection of attention or MLP, with a norm of the block's output behind it."""
+
+    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(*args, config=config, **kwargs)
+        self.post_norm = RMSNorm(config, self.output_size, config.layernorm_epsilon)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        return self.post_norm(output), bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Megatron's description: the norm's weight is the same on all ranks."""
+        described = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        groups, name = process_groups(), "post_norm.weight"
+        del described[prefix + name]
+        norm = {name: self.post_norm.weight}
+        described.update(
+            make_sharded_tensors_for_checkpoint(
+                norm, prefix, {}, sharded_offsets, tp_group=groups.tp, dp_cp_group=groups.dp_cp
+            )
+        )
+        return described
+
+
+class GatedActivation:
+    """[…, 2 · width] → […, width]: activation(first half) · second half.
+
+    Autograd would keep the activated half and a copy of the other too: 2/5 of what an MLP keeps. No module: Megatron
+    asks the modules of an MLP for what a checkpoint holds of them.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        self.activation = config.activation_func
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gated: Tensor = _Gated.apply(x, self.activation)
+        return gated
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.activation = activation
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        halves = [half.detach().requires_grad_() for half in ctx.saved_tensors[0].chunk(2, dim=-1)]
+        with torch.enable_grad():
+            gated = ctx.activation(halves[0]) * halves[1]
+        return torch.cat(torch.autograd.grad(gated, halves, grad), dim=-1), None
+
+
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def rope_parameters(hf_config: Any) -> dict[str, Any]:
+    """`rope_type`, `rope_theta`, `partial_rotary_factor` and the scaling's own keys, from transformers 4 or 5.
+
+    Raises:
+        UserError: a rope type that is not supported.
+    """
+    parameters = dict(getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {})
+    parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    parameters.setdefault("rope_theta", getattr(hf_config, "rope_theta", 10000.0))
+    parameters.setdefault("partial_rotary_factor", getattr(hf_config, "partial_rotary_factor", 1.0))
+    if parameters["rope_type"] not in SUPPORTED_ROPE_TYPES:
+        raise UserError(
+            f"model.path: rope type {parameters['rope_type']!r} is not supported; "
+            f"supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
+    return parameters
+
+
+def rope_frequencies(hf_config: Any) -> tuple[Tensor, float]:
+    """Inverse frequencies (fp32) of half the numbers of a head that are rotated, and the factor on cos and sin.
+
+    [head_dim · partial_rotary_factor / 2]; the factor is YaRN's, else 1.
+    """
+    parameters = rope_parameters(hf_config)
+    if parameters["rope_type"] == "default":
+        dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+        return plain_frequencies(parameters["rope_theta"], int(dim * parameters["partial_rotary_factor"])), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    inverse, attention_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](hf_config, torch.device("cpu"))
+    return inverse, float(attention_factor)
+
+
+def plain_frequencies(theta: float, dim: int) -> Tensor:
+    """Inverse frequencies [dim / 2] (fp32) of RoPE (arXiv:2104.09864)."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    return 1.0 / theta**exponents
+
+
+def concentration_scale(attention_factor: float) -> float:
+    """The `yarn_rotary_scaling_factor` from which Megatron derives `attention_factor` for cos and sin.
+
+    Megatron computes 0.1·ln(s) + 1 (YaRN, arXiv:2309.00071, eq. 22); this is its inverse.
+
+    Raises:
+        UserError: a factor below 1, which that formula never gives.
+    """
+    if attention_factor < 1:
+        raise UserError(f"model.path: YaRN attention_factor {attention_factor} is not supported; it must be at least 1")
+    return math.exp((attention_factor - 1) * 10)
+
+
+class PackedRotaryEmbedding(RotaryEmbedding):
+    """Megatron's rotary embedding, which also takes explicit positions of a pack.
+
+    Packs whose parameters name their local `positions` get one angle per token, so that rotation
+    needs no loop over sequences and no cut of its own under context parallelism.
+
+    Args:
+        frequencies: inverse frequencies of each kind of layer; their angles stand side by side, and a layer takes
+            its own (`PackLayer`).
+    """
+
+    def __init__(self, frequencies: Sequence[Tensor], pg_collection: ProcessGroupCollection) -> None:
+        inverse = torch.cat([part.repeat(2) for part in frequencies])
+        super().__init__(len(inverse), rotary_percent=1.0, use_cpu_initialization=True, cp_group=pg_collection.cp)
+        self.inv_freq, self.frequencies = frequencies[0], inverse
+
+    def get_rotary_seq_len(self, *args: Any) -> Any:
+        packed_seq_params = args[-1]
+        positions = getattr(packed_seq_params, "positions", None)
+        return super().get_rotary_seq_len(*args) if positions is None else positions
+
+    def forward(self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+        """Angles [T / CP, 1, rotated] for positions, else Megatron's [S, 1, 1, rotated]."""
+        if not isinstance(max_seq_len, Tensor):
+            return super().forward(max_seq_len, offset, packed_seq, cp_group)
+        self.frequencies = platform.sent(self.frequencies, max_seq_len.device)
+        return torch.outer(max_seq_len.to(self.frequencies.dtype), self.frequencies)[:, None]
