@@ -76,17 +76,17 @@ def end(part: str, title: str, rows: list[Row], arguments: argparse.Namespace) -
 
 def logprobs(rehearses: bool) -> list[Row]:
     """Forward and backward with the LM head, over the three products that no method avoids."""
-    from mcore_rl.distributed import linear_logprobs
+    from mcore_rl.distributed import logprobs
 
     size = (256, 64, 5003) if rehearses else (8192, 4096, 151_936)
     head, kind = Head(*size), "cuda" if platform.has_gpu() else "cpu"
-    chosen = linear_logprobs.TILE_SHAPE[kind]
+    chosen = logprobs.TILE_SHAPE[kind]
 
     def tiled(shape: tuple[int, int]) -> Callable[[], None]:
         def run() -> None:
-            linear_logprobs.TILE_SHAPE[kind] = shape
+            logprobs.TILE_SHAPE[kind] = shape
             head.fused()
-            linear_logprobs.TILE_SHAPE[kind] = chosen
+            logprobs.TILE_SHAPE[kind] = chosen
 
         return run
 
@@ -151,7 +151,7 @@ class Head:
         self._learn(slice(None, None, 2))
 
     def _learn(self, rows: slice) -> None:
-        from mcore_rl.distributed.linear_logprobs import linear_logprobs
+        from mcore_rl.distributed.logprobs import linear_logprobs
 
         self.hidden.grad = None
         linear_logprobs(self.hidden[rows], self.weight, self.targets[rows])[0].sum().backward()

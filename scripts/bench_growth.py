@@ -198,7 +198,7 @@ def make_batch(tokens: int, rows: int, shared: int) -> BatchedDataDict:
 
 def a_head(vocabulary: int) -> Point:
     """Log-probabilities of 512 tokens from hidden states, forward and backward; memory beside weight and gradients."""
-    from mcore_rl.distributed.linear_logprobs import linear_logprobs
+    from mcore_rl.distributed.logprobs import linear_logprobs
 
     torch.set_num_threads(1)
     hidden = torch.randn(512, 256, requires_grad=True)

@@ -22,8 +22,7 @@ from peak_memory import PeakMemory
 
 from mcore_rl.algorithms.loss_functions import NLLLoss, SequencePackingLossWrapper
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.linear_logprobs import linear_logprobs
-from mcore_rl.distributed.parallel_logprobs import vocab_parallel_logprobs
+from mcore_rl.distributed.logprobs import linear_logprobs, vocab_parallel_logprobs
 
 
 def main() -> int:

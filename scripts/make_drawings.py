@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from mcore_rl.distributed.pack_layout import PackLayout
-from mcore_rl.distributed.prefix_layout import PrefixLayout, PrefixTree
+from mcore_rl.distributed.packs import PackLayout, PrefixLayout, PrefixTree
 
 DOCS = Path(__file__).parent.parent / "docs"
 SIZE, GAP, LEFT, TOP = 18, 2, 120, 44

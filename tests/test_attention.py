@@ -9,9 +9,7 @@ import pytest
 import torch
 from small_models import and_long
 
-from mcore_rl.distributed.context_parallel import slice_context_parallel
-from mcore_rl.distributed.pack_layout import PackLayout
-from mcore_rl.distributed.prefix_layout import PrefixLayout, PrefixTree
+from mcore_rl.distributed.packs import PackLayout, PrefixLayout, PrefixTree, slice_context_parallel
 from mcore_rl.models.megatron import attention
 from mcore_rl.models.megatron.attention import VisibleKeys, flash_varlen, remade_in_backward, sdpa_by_segment, tiled
 from mcore_rl.testing.processes import run_processes

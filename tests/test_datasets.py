@@ -18,7 +18,7 @@ from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
 from mcore_rl.data.sample_order import SampleOrder
 from mcore_rl.data.tokenize import TokenSequence, tokenize_completion, tokenize_messages
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.pack_layout import round_up
+from mcore_rl.distributed.packs import round_up
 from mcore_rl.errors import UserError
 
 TOKENIZER = make_tokenizer()

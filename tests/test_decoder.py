@@ -24,12 +24,12 @@ def model_path(tmp_path_factory):
 
 def use_small_blocks(lag=0):
     """Blocks of a few tokens, few of them gathered at a time; looks that come late, as on a GPU."""
-    from mcore_rl.distributed import parallel_logprobs
+    from mcore_rl.distributed import logprobs
     from mcore_rl.models.generation import continuous_batching, kv_cache
 
     kv_cache.BLOCK_SIZE = continuous_batching.BLOCK_SIZE = BLOCK
     continuous_batching.LOOK_AHEAD = BLOCK // 2
-    parallel_logprobs.CHUNK_BYTES["cpu"] = 2**16
+    logprobs.CHUNK_BYTES["cpu"] = 2**16
     platform.is_asynchronous = lambda: bool(lag)
 
 

@@ -80,11 +80,11 @@ def test_without_a_gpu_there_is_a_reason():
 def check_logprobs(dtype):
     """Both ways, whose tiles end inside the vocabulary, with targets in several columns, against float64."""
     from mcore_rl import platform
-    from mcore_rl.distributed import linear_logprobs, parallel_logprobs
+    from mcore_rl.distributed import logprobs
 
     device = platform.device()
-    linear_logprobs.TILE_SHAPE[device.type] = (256, 1024)
-    parallel_logprobs.CHUNK_BYTES[device.type] = 10**6
+    logprobs.TILE_SHAPE[device.type] = (256, 1024)
+    logprobs.CHUNK_BYTES[device.type] = 10**6
     generator = torch.Generator().manual_seed(0)
     tokens, hidden, rows, vocabulary, temperature = 700, 96, 5120, 5003, 0.8
     exact = [
@@ -102,7 +102,7 @@ def check_logprobs(dtype):
     for from_hidden in (True, False):
         if from_hidden:
             leaves = [x.detach().to(device, dtype).requires_grad_() for x in exact]
-            got, entropy = linear_logprobs.linear_logprobs(
+            got, entropy = logprobs.linear_logprobs(
                 *leaves, targets.to(device), vocab_size=vocabulary, temperature=temperature, with_entropy=True
             )
             expected = wanted[:2]
@@ -115,7 +115,7 @@ def check_logprobs(dtype):
             )
             expected = torch.autograd.grad((right * upstream).sum() + 0.3 * of_entropy.sum(), rounded)
             leaves = [rounded.detach().to(device, dtype).requires_grad_()]
-            got, entropy = parallel_logprobs.vocab_parallel_logprobs(
+            got, entropy = logprobs.vocab_parallel_logprobs(
                 *leaves, targets.to(device), temperature=temperature, with_entropy=True
             )
         assert got.dtype == entropy.dtype == torch.float32
@@ -128,7 +128,7 @@ def check_logprobs(dtype):
 
     weight = exact[1].detach().to(device, dtype).requires_grad_()  # what Megatron adds up in fp32 is added to
     weight.main_grad = torch.ones(rows, hidden, device=device)
-    once, _ = linear_logprobs.linear_logprobs(
+    once, _ = logprobs.linear_logprobs(
         exact[0].detach().to(device, dtype), weight, targets.to(device), vocab_size=vocabulary, temperature=temperature
     )
     (once * upstream.to(once)).sum().backward()

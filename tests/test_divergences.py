@@ -7,13 +7,11 @@ import torch
 import torch.nn.functional as F
 from test_logprobs import HIDDEN, LENGTHS, PADDED, VOCAB, groups_of, make_case
 
-from mcore_rl.distributed import linear_logprobs as fused
+from mcore_rl.distributed import logprobs as fused
 from mcore_rl.distributed.collectives import all_gather
-from mcore_rl.distributed.context_parallel import gather_context_parallel, slice_context_parallel
-from mcore_rl.distributed.final_hidden_states import LastStates
-from mcore_rl.distributed.linear_divergences import LinearLogits, linear_divergences
-from mcore_rl.distributed.linear_logprobs import gather_hidden_states
-from mcore_rl.distributed.loss_positions import CountedPositions
+from mcore_rl.distributed.divergences import LastStates, LinearLogits, linear_divergences
+from mcore_rl.distributed.logprobs import gather_hidden_states
+from mcore_rl.distributed.packs import CountedPositions, gather_context_parallel, slice_context_parallel
 from mcore_rl.simulation.memory import LiveBytes
 from mcore_rl.testing.processes import run_processes
 

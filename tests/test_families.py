@@ -26,8 +26,7 @@ def megatron_logits(path, export_to, **sizes):
     from mcore_rl.data.batching import Microbatch
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
     from mcore_rl.distributed.collectives import all_gather
-    from mcore_rl.distributed.context_parallel import gather_context_parallel
-    from mcore_rl.distributed.pack_layout import PackLayout
+    from mcore_rl.distributed.packs import PackLayout, gather_context_parallel
     from mcore_rl.models.megatron.build import build_model
     from mcore_rl.models.megatron.forward_step import run_microbatches, vocab_parallel_logits
     from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, write_hf_directory

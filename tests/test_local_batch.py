@@ -19,10 +19,9 @@ from mcore_rl.data.batches import collate, valid_counts
 from mcore_rl.data.batching import Batching
 from mcore_rl.data.token_store import TokenizedChunk, collect
 from mcore_rl.data.tokenize import TokenSequence
-from mcore_rl.distributed import collectives, replicas
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.own_rows import OwnRows, Share, share_of
-from mcore_rl.distributed.replicas import gather_from_replicas, gather_on_first, share_in_replica, share_numbers
+from mcore_rl.distributed import collectives
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, Share, share_of
+from mcore_rl.distributed.collectives import gather_from_replicas, gather_on_first, share_in_replica, share_numbers
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import ContractError
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixtral
@@ -195,10 +194,9 @@ def told(wells, places_of):
     topology, sent = grid(width=2), []
     telling = Telling(topology)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (collectives, replicas):
-            original = getattr(module, "gather_objects", None) or module.gather_along
-            name = original.__name__
-            patch.setattr(module, name, lambda *a, original=original: (sent.append(1), original(*a))[1])
+        for name in ("gather_objects", "gather_along"):
+            original = getattr(collectives, name)
+            patch.setattr(collectives, name, lambda *a, original=original: (sent.append(1), original(*a))[1])
         results = []
         for well in wells:
             chosen = [place for place in range(4) if not (well and OUTCOMES[place].error)]

@@ -7,18 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_rl.distributed import linear_logprobs as fused
-from mcore_rl.distributed import parallel_logprobs
+from mcore_rl.distributed import logprobs as module
 from mcore_rl.distributed.collectives import all_gather
-from mcore_rl.distributed.context_parallel import gather_context_parallel, slice_context_parallel
-from mcore_rl.distributed.linear_logprobs import gather_hidden_states, linear_logprobs
-from mcore_rl.distributed.pack_layout import PackLayout
-from mcore_rl.distributed.parallel_logprobs import (
+from mcore_rl.distributed.logprobs import (
+    gather_hidden_states,
+    linear_logprobs,
     next_token_logprobs_from_logits,
     unpack_next_token_values,
     vocab_parallel_logprobs,
     vocab_parallel_topk,
 )
+from mcore_rl.distributed.packs import PackLayout, gather_context_parallel, slice_context_parallel
 from mcore_rl.simulation.memory import LiveBytes
 from mcore_rl.simulation.products import ProductCounter
 from mcore_rl.testing.processes import run_processes
@@ -75,7 +74,7 @@ def groups_of(tp, cp):
 
 def sharded(packing, tp, cp, path, sequence_parallel):
     """The same by one of the two paths; everything gathered back to the dense shapes."""
-    fused.TILE_SHAPE = {"cpu": (3, 5)}
+    module.TILE_SHAPE = {"cpu": (3, 5)}
     tensor, context = groups_of(tp, cp)
     layout, rows, weights, hidden, head = make_case(packing, cp)
     t, c = torch.distributed.get_rank(tensor), torch.distributed.get_rank(context)
@@ -115,7 +114,7 @@ def test_against_dense_float64(path, packing, tp, cp, sequence_parallel):
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_gradcheck(with_entropy, monkeypatch):
-    monkeypatch.setitem(fused.TILE_SHAPE, "cpu", (2, 4))
+    monkeypatch.setitem(module.TILE_SHAPE, "cpu", (2, 4))
     torch.manual_seed(0)
     hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     head = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
@@ -183,11 +182,11 @@ def test_half_precision_factors_are_multiplied_as_they_are(temperature, has_main
         seen.add((a.dtype, b.dtype))
         return a.float() @ b.float()
 
-    init = fused.Tiles.__init__
+    init = module.Tiles.__init__
     monkeypatch.setattr(
-        fused.Tiles, "__init__", lambda tiles, *a: (init(tiles, *a), setattr(tiles, "is_half", True))[0]
+        module.Tiles, "__init__", lambda tiles, *a: (init(tiles, *a), setattr(tiles, "is_half", True))[0]
     )
-    monkeypatch.setattr(fused.Tiles, "multiply", multiply)
+    monkeypatch.setattr(module.Tiles, "multiply", multiply)
     logprobs, _ = linear_logprobs(hidden, head, targets, vocab_size=8990, temperature=temperature)
     (logprobs * weight).sum().backward()
     exact = [x.detach().double().requires_grad_() for x in (hidden, head)]
@@ -201,14 +200,14 @@ def test_half_precision_factors_are_multiplied_as_they_are(temperature, has_main
 
 def test_products_leave_their_sums_in_fp32_on_a_device():
     """The operator itself, on shapes: its arguments are those of this torch."""
-    assert fused.WIDENING_PRODUCTS
+    assert module.WIDENING_PRODUCTS
     hidden, weight = (torch.empty(rows, 4, dtype=torch.bfloat16, device="meta") for rows in (6, 9))
-    tiles = fused.Tiles(hidden, weight, 9, 0.5)
+    tiles = module.Tiles(hidden, weight, 9, 0.5)
     assert tiles.product(slice(0, 2), slice(0, 4)).dtype == torch.float32
     total = torch.empty(6, 9, device="meta")
     with ProductCounter(lambda: "all") as counter:
         tiles.add_product(total, hidden, weight.T)
-    assert fused.adds_widened(total.device) and total.dtype == torch.float32
+    assert module.adds_widened(total.device) and total.dtype == torch.float32
     assert counter.get_total_flops() == 2 * 6 * 4 * 9
 
 
@@ -217,8 +216,8 @@ def test_memory_beside_a_head_of_a_large_vocabulary(widens, monkeypatch):
     """On shapes, in the tiles of a GPU, forward and backward, beside what is there anyhow; the logits alone would be
     2.5 GB in half precision."""
     tokens, hidden_size, vocabulary = 8192, 4096, 151_936
-    monkeypatch.setitem(fused.TILE_SHAPE, "meta", fused.TILE_SHAPE["cuda"])
-    monkeypatch.setattr(fused, "adds_widened", lambda device: widens)
+    monkeypatch.setitem(module.TILE_SHAPE, "meta", module.TILE_SHAPE["cuda"])
+    monkeypatch.setattr(module, "adds_widened", lambda device: widens)
     with LiveBytes("meta") as live:
         hidden, head = (
             torch.empty(rows, hidden_size, device="meta", dtype=torch.bfloat16, requires_grad=True)
@@ -262,7 +261,7 @@ def linear_topk_on_shards(k):
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     group, counted = torch.distributed.group.WORLD, LargestTensor()
     with counted:
-        best = fused.linear_topk(hidden, weight.chunk(size)[rank], k, group, VOCAB, chunk_size=2)
+        best = module.linear_topk(hidden, weight.chunk(size)[rank], k, group, VOCAB, chunk_size=2)
     return *best, counted.elements
 
 
@@ -298,7 +297,7 @@ def test_topk_straight_from_hidden_states(k):
 def test_bad_input():
     """What a user sees, whose calls no test checks first."""
     linear_logprobs, vocab_parallel_logprobs = map(
-        inspect.unwrap, (fused.linear_logprobs, parallel_logprobs.vocab_parallel_logprobs)
+        inspect.unwrap, (module.linear_logprobs, module.vocab_parallel_logprobs)
     )
     with pytest.raises(ValueError, match=r"\[T, H\], \[Vp, H\] and \[T\] or \[T, K\]"):
         linear_logprobs(torch.zeros(3, 4), torch.zeros(5, 6), torch.zeros(3, dtype=torch.long))

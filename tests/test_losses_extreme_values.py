@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from test_losses import PG, ROWS, batch, logprobs_of, mask_of
 
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, DistillationLossFn
-from mcore_rl.distributed import linear_logprobs as fused
+from mcore_rl.distributed import logprobs as fused
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.linear_logprobs import linear_logprobs
-from mcore_rl.distributed.parallel_logprobs import vocab_parallel_logprobs
-from mcore_rl.losses.importance import importance_weights, truncate_importance_weights
+from mcore_rl.distributed.logprobs import linear_logprobs, vocab_parallel_logprobs
+from mcore_rl.losses.policy_gradient import importance_weights, truncate_importance_weights
 from mcore_rl.testing.processes import run_processes
 
 # ------------------------------------------------------------------ log-ratios far from 0

@@ -13,7 +13,7 @@ from test_training_programs import metrics_of, run
 
 from mcore_rl.algorithms.grpo import minibatch_of
 from mcore_rl.config import GRPOConfig, build_config
-from mcore_rl.distributed.own_rows import OwnRows, Share
+from mcore_rl.distributed.batched_data_dict import OwnRows, Share
 from mcore_rl.errors import UserError
 
 LAYOUTS = {

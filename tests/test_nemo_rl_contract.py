@@ -20,8 +20,7 @@ from mcore_rl.algorithms.loss_functions import (
 )
 from mcore_rl.distributed import model_utils
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.context_parallel import gather_context_parallel, slice_context_parallel
-from mcore_rl.distributed.pack_layout import PackLayout
+from mcore_rl.distributed.packs import PackLayout, gather_context_parallel, slice_context_parallel
 from mcore_rl.losses.options import DPOOptions
 from mcore_rl.testing.processes import run_processes
 

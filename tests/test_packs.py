@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.distributed.pack_layout import PackLayout
+from mcore_rl.distributed.packs import PackLayout
 
 lengths = st.lists(st.integers(1, 17), min_size=1, max_size=6)
 cp_sizes = st.sampled_from([1, 2, 3, 4])

@@ -14,8 +14,7 @@ from test_simulated_step import config_of, in_processes, real_rank
 from mcore_rl.config import DPOConfig, GRPOConfig
 from mcore_rl.data.batching import Batching
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.context_parallel import slice_context_parallel
-from mcore_rl.distributed.prefix_layout import PrefixLayout, PrefixTree
+from mcore_rl.distributed.packs import PrefixLayout, PrefixTree, slice_context_parallel
 from mcore_rl.simulation.step import Sequences, simulate_rank
 from mcore_rl.testing.layout_check import Layout, compare, compute_outcome, table_row
 from mcore_rl.testing.processes import run_processes

@@ -130,7 +130,7 @@ NEED_NO_DEVICE = (
     "algorithms.loss_functions",
     "rollouts.samples",
     "data.records",
-    "distributed.own_rows",
+    "distributed.batched_data_dict",
     "testing.layout_check",
     "models.policy.interfaces",
     "models.policy.ray_policy",

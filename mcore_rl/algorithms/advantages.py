@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mcore_rl.config import GRPOAlgorithmConfig
-from mcore_rl.distributed.own_rows import Share
+from mcore_rl.distributed.batched_data_dict import Share
 
 
 def group_advantages(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, RLConfig, RMConfig, TrainingConfig
+from mcore_rl.losses.common import LossFunction, NLLLoss
 from mcore_rl.losses.distillation import DistillationLossFn, Teacher, WholeVocabularyDistillationLossFn
-from mcore_rl.losses.interfaces import LossFunction
-from mcore_rl.losses.kto import KTOLossFn
-from mcore_rl.losses.nll import NLLLoss
 from mcore_rl.losses.policy_gradient import ClippedPGLossFn
-from mcore_rl.losses.preference import BradleyTerryLoss, DPOLossFn
+from mcore_rl.losses.preference import BradleyTerryLoss, DPOLossFn, KTOLossFn
 
 
 def loss_of(config: TrainingConfig, teacher: Teacher | None = None) -> LossFunction:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mcore_rl.config import PPOConfig
 from mcore_rl.config.second_models import CRITIC, config_of_critic
-from mcore_rl.distributed.own_rows import OwnRows, Share
-from mcore_rl.losses.metric_reduction import over_steps, reductions_of
-from mcore_rl.losses.value import ValueLossFn
+from mcore_rl.distributed.batched_data_dict import OwnRows, Share
+from mcore_rl.losses.common import over_steps, reductions_of
+from mcore_rl.losses.policy_gradient import ValueLossFn
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.rollouts.samples import last_response_tokens
 

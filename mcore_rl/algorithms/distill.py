@@ -15,7 +15,7 @@ from mcore_rl.config import DistillationConfig
 from mcore_rl.config.second_models import TEACHER, config_of_teacher
 from mcore_rl.data.chat import end_token_ids
 from mcore_rl.data.records import Dataset
-from mcore_rl.distributed.own_rows import OwnRows, Share
+from mcore_rl.distributed.batched_data_dict import OwnRows, Share
 from mcore_rl.models.generation.interfaces import prompts_to_answer
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy

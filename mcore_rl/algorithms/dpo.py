@@ -14,8 +14,8 @@ from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import DPOConfig, ModelConfig
 from mcore_rl.config.second_models import config_of_reference
 from mcore_rl.data.records import Dataset
+from mcore_rl.distributed.batched_data_dict import OwnRows
 from mcore_rl.distributed.collectives import broadcast_object
-from mcore_rl.distributed.own_rows import OwnRows
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.models.policy.precomputed_reference import PrecomputedReference

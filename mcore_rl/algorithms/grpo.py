@@ -17,14 +17,11 @@ from mcore_rl.algorithms.advantages import advantages_of, has_signal
 from mcore_rl.algorithms.rl import train_on_rollouts
 from mcore_rl.config import GRPOConfig, RLConfig
 from mcore_rl.data.prompts import PromptDataset
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.own_rows import OwnRows, Share, share_of
-from mcore_rl.distributed.replicas import broadcast_in_replica
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, Share, share_of
+from mcore_rl.distributed.collectives import broadcast_in_replica
 from mcore_rl.errors import TrainingError
-from mcore_rl.losses.kl import calculate_kl
-from mcore_rl.losses.metric_reduction import over_steps, reductions_of
-from mcore_rl.losses.overlong import soft_overlong_penalty
-from mcore_rl.losses.policy_gradient import ClippedPGLossFn
+from mcore_rl.losses.common import over_steps, reductions_of
+from mcore_rl.losses.policy_gradient import ClippedPGLossFn, calculate_kl, soft_overlong_penalty
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.rollouts.collector import RolloutCollector, RolloutSums, rollout_metrics, staleness_metrics
 from mcore_rl.rollouts.outcomes import Outcome, are_judged

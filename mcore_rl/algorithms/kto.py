@@ -15,9 +15,9 @@ from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import KTOConfig
 from mcore_rl.data.batches import collate
 from mcore_rl.data.records import Dataset, UnpairedDataset
-from mcore_rl.distributed.own_rows import OwnRows, Share
+from mcore_rl.distributed.batched_data_dict import OwnRows, Share
 from mcore_rl.errors import TrainingError
-from mcore_rl.losses.kto import kto_reference_point
+from mcore_rl.losses.preference import kto_reference_point
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.run.setup import Inputs, claim_output, load_inputs
 

@@ -7,29 +7,35 @@ from typing import TypeVar
 
 import torch
 
-from mcore_rl.losses.common import masked_mean
+from mcore_rl.losses.common import LossFunction, LossType, NLLLoss, masked_mean
 from mcore_rl.losses.distillation import (
     DistillationLossConfig,
     DistillationLossDataDict,
     DistillationLossFn,
     WholeVocabularyDistillationLossFn,
 )
-from mcore_rl.losses.interfaces import LossFunction, LossType
-from mcore_rl.losses.kl import calculate_kl
-from mcore_rl.losses.kto import KTOLossConfig, KTOLossDataDict, KTOLossFn, kto_reference_point
-from mcore_rl.losses.nll import NLLLoss
-from mcore_rl.losses.overlong import soft_overlong_penalty
 from mcore_rl.losses.packing import SequencePackingLossWrapper
-from mcore_rl.losses.policy_gradient import ClippedPGLossConfig, ClippedPGLossDataDict, ClippedPGLossFn
+from mcore_rl.losses.policy_gradient import (
+    ClippedPGLossConfig,
+    ClippedPGLossDataDict,
+    ClippedPGLossFn,
+    ValueLossDataDict,
+    ValueLossFn,
+    calculate_kl,
+    soft_overlong_penalty,
+)
 from mcore_rl.losses.preference import (
     BradleyTerryLoss,
     DPOLossConfig,
     DPOLossDataDict,
     DPOLossFn,
+    KTOLossConfig,
+    KTOLossDataDict,
+    KTOLossFn,
     PreferenceLoss,
     PreferenceLossDataDict,
+    kto_reference_point,
 )
-from mcore_rl.losses.value import ValueLossDataDict, ValueLossFn
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 

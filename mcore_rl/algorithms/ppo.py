@@ -14,8 +14,7 @@ from mcore_rl.algorithms.critic import Critic, earned_by_tokens, value_metrics
 from mcore_rl.algorithms.grpo import GRPORun
 from mcore_rl.algorithms.rl import train_on_rollouts
 from mcore_rl.config import PPOConfig
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.own_rows import OwnRows
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows
 from mcore_rl.rollouts.outcomes import Outcome
 from mcore_rl.rollouts.samples import Rollout, rewards_of_tokens
 from mcore_rl.rollouts.token_rows import TokenColumn

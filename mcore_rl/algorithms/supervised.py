@@ -13,8 +13,8 @@ from torch import Tensor
 from mcore_rl.data.batches import collate, valid_counts
 from mcore_rl.data.division import share_records
 from mcore_rl.data.records import Dataset
-from mcore_rl.distributed.own_rows import OwnRows, Share
-from mcore_rl.losses.interfaces import LossFunction
+from mcore_rl.distributed.batched_data_dict import OwnRows, Share
+from mcore_rl.losses.common import LossFunction
 from mcore_rl.run import watchdog
 from mcore_rl.run.loop import TrainingRun
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.data.token_store import Unit
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.own_rows import share_of
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, share_of
 
 
 def collate(units: Sequence[Unit], pad_token_id: int) -> BatchedDataDict[Any]:

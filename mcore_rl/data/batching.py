@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 from mcore_rl.config import TrainingConfig
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, share_of
 from mcore_rl.distributed.bin_packing import assign, pack, split_until_divisible
-from mcore_rl.distributed.own_rows import OwnRows, share_of
-from mcore_rl.distributed.pack_layout import PackLayout, round_up
-from mcore_rl.distributed.prefix_layout import PrefixLayout, PrefixTree
+from mcore_rl.distributed.packs import PackLayout, PrefixLayout, PrefixTree, round_up
 
 
 @dataclass(frozen=True, eq=False)

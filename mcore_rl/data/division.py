@@ -11,8 +11,8 @@ from mcore_rl import platform
 from mcore_rl.data.batches import padded_rows
 from mcore_rl.data.batching import Batching, UnitSize
 from mcore_rl.data.token_store import TokenStore
+from mcore_rl.distributed.batched_data_dict import Share
 from mcore_rl.distributed.collectives import all_gather
-from mcore_rl.distributed.own_rows import Share
 from mcore_rl.distributed.topology import ParallelDimension
 
 

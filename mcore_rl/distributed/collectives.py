@@ -1,14 +1,14 @@
-"""Collectives that autograd may pass through, each named by its forward and its backward.
+"""Collectives: those that autograd passes through, those of Python objects, and those between replicas.
 
-`torch.distributed` operations are invisible to autograd: used bare inside a differentiable path they
-give right values and wrong gradients. Every function here is an identity for a group of None or of
-one process.
+`torch.distributed` operations are invisible to autograd: a bare one inside a differentiable path gives right values and
+wrong gradients. Each function here is named by its forward and its backward operation.
 """
 
 from __future__ import annotations
 
 import hashlib
 import pickle
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_rl import platform
-from mcore_rl.distributed.topology import ParallelDimension
+from mcore_rl.distributed.topology import ParallelDimension, Topology
 from mcore_rl.errors import WorkerError
 
 T = TypeVar("T")
@@ -276,3 +276,85 @@ def all_gather_forward_split_backward(
     would count the loss P times.
     """
     return x if group_size(group) == 1 else _AllGatherForwardSplitBackward.apply(x, group)
+
+
+def share_in_replica(value: Any, topology: Topology) -> Any:
+    """The `value` (picklable) of a replica's first rank, on all of the replica's ranks. Collective."""
+    return _first_to_all(value, topology, _broadcast_object)
+
+
+def broadcast_in_replica(values: Tensor, topology: Topology) -> Tensor:
+    """Broadcast a replica's first rank's values to all of the replica's ranks, in place. Collective.
+
+    Args:
+        values: of the same shape and precision on all of them; other ranks' are written over.
+    """
+    if not values.numel():
+        return values
+    return _first_to_all(values.to(platform.device()), topology, _broadcast).to(values.device)
+
+
+def share_numbers(lists: Sequence[Sequence[int]], count: int, topology: Topology) -> list[list[int]]:
+    """`count` lists of whole numbers, those of a replica's first rank, on all of the replica's ranks. Collective.
+
+    Args:
+        lists: not looked at on other ranks.
+    """
+    sizes = torch.zeros(count, dtype=torch.long)
+    if topology.leads_replica:
+        sizes = torch.tensor([len(some) for some in lists], dtype=torch.long)
+    sizes = broadcast_in_replica(sizes, topology)
+    numbers = torch.zeros(int(sizes.sum()), dtype=torch.long)
+    if topology.leads_replica:
+        numbers = torch.tensor([number for some in lists for number in some], dtype=torch.long)
+    return [part.tolist() for part in broadcast_in_replica(numbers, topology).split(sizes.tolist())]
+
+
+def gather_from_replicas(value: T, topology: Topology) -> list[T]:
+    """Each replica's `value` (small, picklable), that of its first rank, on every rank. Collective."""
+    found = gather_along(value, topology.data) if topology.leads_replica else None
+    gathered: list[T] = share_in_replica(found, topology)
+    return gathered
+
+
+def gather_on_first(own: Mapping[int, T], wanted: Sequence[int], topology: Topology) -> list[T]:
+    """The items of these numbers, in this order, on the very first rank; [] on the others. Collective.
+
+    Args:
+        own: by number, what the first rank of each replica has.
+    """
+    if not topology.leads_replica:
+        return []
+    parts = [{number: own[number] for number in wanted if number in own}]
+    if topology.data.size > 1:
+        received: list[Any] = [None] * topology.data.size if topology.data.rank == 0 else []
+        first = torch.distributed.get_global_rank(topology.data.group, 0)  # type: ignore[arg-type]
+        torch.distributed.gather_object(parts[0], received or None, dst=first, group=topology.data.group)
+        parts = received
+    found = {number: item for part in parts for number, item in part.items()}
+    return [found[number] for number in wanted] if parts else []
+
+
+def _first_to_all(value: T, topology: Topology, broadcast: Callable[[T, ParallelDimension], T]) -> T:
+    """`broadcast` from the first rank of a dimension to the others, along each dimension in a replica."""
+    pipeline, context, tensor = topology.pipeline, topology.context, topology.tensor
+    if tensor.rank == context.rank == 0:
+        value = broadcast(value, pipeline)
+    if tensor.rank == 0:
+        value = broadcast(value, context)
+    return broadcast(value, tensor)
+
+
+def _broadcast(values: Tensor, dimension: ParallelDimension) -> Tensor:
+    if dimension.size > 1:
+        torch.distributed.broadcast(values, group=dimension.group, group_src=0)
+    return values
+
+
+def _broadcast_object(value: Any, dimension: ParallelDimension) -> Any:
+    if dimension.size == 1:
+        return value
+    box = [value]
+    first = torch.distributed.get_global_rank(dimension.group, 0)  # type: ignore[arg-type]
+    torch.distributed.broadcast_object_list(box, src=first, group=dimension.group)
+    return box[0]

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_rl.distributed.collectives import all_gather_forward_reduce_scatter_backward, group_rank, group_size
-from mcore_rl.distributed.context_parallel import slice_context_parallel
-from mcore_rl.distributed.pack_layout import PackLayout
-from mcore_rl.distributed.parallel_logprobs import (
+from mcore_rl.distributed.logprobs import (
     next_token_logprobs_from_logits,
     unpack_next_token_values,
     vocab_parallel_logprobs,
 )
+from mcore_rl.distributed.packs import PackLayout, slice_context_parallel
 from mcore_rl.errors import ContractError
 
 

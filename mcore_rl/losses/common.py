@@ -1,10 +1,13 @@
-"""Code that all losses share: masks, masked means, checks, and log-probabilities from logits."""
+"""Code that all losses share: the interface, masks, masked means, log-probabilities, metrics; and NLL, the simplest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import enum
+import functools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -13,11 +16,61 @@ from torch.distributed import ProcessGroup
 
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import group_size
-from mcore_rl.distributed.pack_layout import PackLayout
-from mcore_rl.distributed.parallel_logprobs import next_token_logprobs_from_logits
+from mcore_rl.distributed.logprobs import next_token_logprobs_from_logits
+from mcore_rl.distributed.packs import PackLayout
 from mcore_rl.errors import ContractError
-from mcore_rl.losses.interfaces import LossFunction
 from mcore_rl.losses.options import LossOptions
+
+
+class LossType(enum.Enum):
+    """The count that normalises a loss: valid tokens or valid sequences of the global batch."""
+
+    TOKEN_LEVEL = "token_level"
+    SEQUENCE_LEVEL = "sequence_level"
+
+
+Reduction = Literal["sum", "mean", "min", "max"]
+"""How a metric of several calls becomes one; mean: weighted by the valid samples of each call."""
+
+
+@runtime_checkable
+class LossFunction(Protocol):
+    """A loss of one microbatch, already divided by the global batch's count.
+
+    The policy counts valid tokens and sequences over the whole global batch (all microbatches, all
+    data-parallel ranks) and hands both to the loss, which divides by the one of its `loss_type`.
+    Losses of the microbatches then simply add up.
+
+    Four more attributes are read if a loss has them: `prepare`, called with this rank's microbatches before they go
+    through the policy; `metric_reductions`, a dictionary from the names of metrics that do not add up to their
+    `Reduction`; `rows_per_unit`, how many neighbouring rows belong together (2 for pairs; 1 if there is none), which
+    packing never separates; and `reads_values`, true of a loss that a model with a reward head gives its number at
+    every token, [B, S], not only at the last.
+    """
+
+    loss_type: LossType
+
+    def __call__(
+        self,
+        next_token_logits: torch.Tensor,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Scalar loss and metrics (numbers, or tensors of one element; any names).
+
+        Args:
+            next_token_logits: [B, S, V]; entry (b, i) predicts token i + 1 of row b. Losses that can
+                work on shards also take `vocab_parallel_rank`, `vocab_parallel_group` (logits hold
+                this rank's columns) and `context_parallel_group` (logits hold its zigzag tokens). Under
+                context parallelism every rank computes the whole loss; see
+                `context_parallel.gather_context_parallel` for what that means for gradients.
+            data: whole rows: `input_ids`, `token_mask` [B, S], `sample_mask` [B], and the loss's own.
+            global_valid_seqs: Σ sample_mask over the global batch.
+            global_valid_toks: Σ token_mask[:, 1:] · sample_mask over the global batch.
+        """
+        ...
+
 
 EPSILON = 1e-8
 
@@ -280,3 +333,99 @@ def rows_layout(logits: Tensor, data: Mapping[str, Any], context_parallel_group:
         )
     padded = logits.shape[1] * cp_size
     return PackLayout((width,) * rows, (padded,) * rows, rows * padded, cp_size)
+
+
+def reductions_of(loss_fn: Any) -> Mapping[str, Reduction]:
+    """Return how a loss's metrics are reduced that are not sums; all others are summed."""
+    declared: Mapping[str, Reduction] = getattr(loss_fn, "metric_reductions", {})
+    if unknown := {name: kind for name, kind in declared.items() if kind not in _REDUCE}:
+        raise ContractError(
+            f"{type(loss_fn).__name__}.metric_reductions: {unknown}; known are {', '.join(map(repr, _REDUCE))}"
+        )
+    return declared
+
+
+def reduce_metrics(
+    parts: Sequence[Mapping[str, Any]], samples: Sequence[Any], reductions: Mapping[str, Reduction]
+) -> dict[str, Any]:
+    """Reduce the metrics of several calls to one dictionary.
+
+    Args:
+        samples: valid samples of each call, the weights of means.
+    """
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {
+        name: _REDUCE[reductions.get(name, "sum")](
+            [part[name] for part in parts if name in part],
+            [count for part, count in zip(parts, samples, strict=True) if name in part],
+        )
+        for name in names
+    }
+
+
+def over_steps(steps: Sequence[Mapping[str, float]], reductions: Mapping[str, Reduction]) -> dict[str, float]:
+    """Metrics of several steps as one: the mean over the steps that have it, or what is declared min or max."""
+    values: dict[str, list[float]] = {}
+    for metrics in steps:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(value)
+    return {
+        name: min(found) if kind == "min" else max(found) if kind == "max" else sum(found) / len(found)
+        for name, found in values.items()
+        for kind in [reductions.get(name)]
+    }
+
+
+def _sum(values: list[Any], samples: list[Any]) -> Any:
+    return functools.reduce(operator.add, values)
+
+
+def _mean(values: list[Any], samples: list[Any]) -> Any:
+    """0 without any sample, whatever the calls made of that."""
+    counted = [(torch.as_tensor(v), torch.as_tensor(n)) for v, n in zip(values, samples, strict=True)]
+    total = sum(torch.where(n > 0, v * n, 0) for v, n in counted)
+    return total / sum(n for _, n in counted).clamp(min=torch.finfo(torch.float32).tiny)  # type: ignore[union-attr]
+
+
+def _min(values: list[Any], samples: list[Any]) -> Tensor:
+    return functools.reduce(torch.minimum, map(torch.as_tensor, values))
+
+
+def _max(values: list[Any], samples: list[Any]) -> Tensor:
+    return functools.reduce(torch.maximum, map(torch.as_tensor, values))
+
+
+_REDUCE = {"sum": _sum, "mean": _mean, "min": _min, "max": _max}
+
+
+class NLLLoss(LogprobLoss):
+    """−Σ logprob / global_valid_toks over the tokens that carry loss."""
+
+    reads_counted_tokens_only = True
+    loss_type = LossType.TOKEN_LEVEL
+
+    def from_logprobs(
+        self,
+        next_token_logprobs: Float[Tensor, "batch predicted"],
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor | None,
+        global_valid_toks: Tensor | None,
+        entropy: Tensor | None = None,
+        dpo_loss: bool = False,
+        dpo_average_log_probs: bool = False,
+    ) -> tuple[Float[Tensor, "*batch"], dict[str, Any]]:
+        """The mean over tokens; with `dpo_loss`, per-sequence sums (or means) [B], 0 for masked samples."""
+        self.check(next_token_logprobs, data)
+        mask = token_mask_of(data, next_token_logprobs)
+        if dpo_loss:
+            loss = -masked_sum(next_token_logprobs, mask, dim=-1)
+            if dpo_average_log_probs:
+                loss = loss / mask.sum(-1).clamp(min=1)
+        else:
+            tokens = require_count("global_valid_toks", global_valid_toks, self)
+            loss = masked_mean(-next_token_logprobs, mask, global_normalization_factor=tokens)
+        return loss, {
+            "loss": loss.detach(),
+            "num_unmasked_tokens": mask.sum(),
+            "num_valid_samples": sample_mask_of(data, mask).sum(),
+        }

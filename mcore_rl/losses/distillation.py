@@ -13,13 +13,13 @@ from torch.distributed import ProcessGroup
 
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import group_rank
-from mcore_rl.distributed.context_parallel import gather_context_parallel, slice_context_parallel
-from mcore_rl.distributed.final_hidden_states import LastStates
-from mcore_rl.distributed.linear_divergences import Divergences, LinearLogits
-from mcore_rl.distributed.parallel_logprobs import vocab_parallel_logprobs
+from mcore_rl.distributed.divergences import Divergences, LastStates, LinearLogits
+from mcore_rl.distributed.logprobs import vocab_parallel_logprobs
+from mcore_rl.distributed.packs import gather_context_parallel, slice_context_parallel
 from mcore_rl.errors import ContractError
 from mcore_rl.losses.common import (
     Configured,
+    LossType,
     masked_mean,
     require_count,
     require_keys,
@@ -28,7 +28,6 @@ from mcore_rl.losses.common import (
     sample_mask_of,
     token_mask_of,
 )
-from mcore_rl.losses.interfaces import LossType
 from mcore_rl.losses.options import DistillationOptions, typed_dict
 
 if TYPE_CHECKING:

@@ -12,13 +12,10 @@ from torch.distributed import ProcessGroup
 
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import group_rank, group_size
-from mcore_rl.distributed.context_parallel import gather_context_parallel, slice_context_parallel
-from mcore_rl.distributed.pack_layout import PackLayout
-from mcore_rl.distributed.parallel_logprobs import next_token_logprobs_from_logits
+from mcore_rl.distributed.logprobs import next_token_logprobs_from_logits
+from mcore_rl.distributed.packs import PackLayout, gather_context_parallel, slice_context_parallel
 from mcore_rl.errors import ContractError
-from mcore_rl.losses.common import takes_logprobs
-from mcore_rl.losses.interfaces import LossFunction
-from mcore_rl.losses.metric_reduction import reduce_metrics, reductions_of
+from mcore_rl.losses.common import LossFunction, reduce_metrics, reductions_of, takes_logprobs
 
 
 class SequencePackingLossWrapper:

@@ -1,15 +1,15 @@
-"""Clipped policy-gradient losses: PPO, GRPO, DAPO, GSPO, CISPO, Dr.GRPO, REINFORCE/RLOO."""
+"""Policy-gradient losses (PPO, GRPO, DAPO, GSPO, CISPO, Dr.GRPO, REINFORCE, RLOO), KL estimators, the critic's loss."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
@@ -17,26 +17,152 @@ from mcore_rl.errors import ContractError
 from mcore_rl.losses.common import (
     Configured,
     LogprobLoss,
+    LossFunction,
+    LossType,
+    Reduction,
     masked_mean,
+    masked_sum,
     require_count,
+    require_keys,
     require_shape,
     sample_mask_of,
     token_mask_of,
 )
-from mcore_rl.losses.importance import (
-    bounded_ratio,
-    finite_exp,
-    importance_weights,
-    truncate_importance_weights,
-)
-from mcore_rl.losses.interfaces import LossType, Reduction
-from mcore_rl.losses.kl import calculate_kl, kl_weights
-from mcore_rl.losses.options import ClippedPGOptions, typed_dict
+from mcore_rl.losses.options import ClippedPGOptions, KLEstimator, TruncationType
 
 if TYPE_CHECKING:
     ClippedPGLossConfig = Mapping[str, Any]
-else:
-    ClippedPGLossConfig = typed_dict("ClippedPGLossConfig", ClippedPGOptions)
+
+
+# Nats. exp() of more would, times the 0 that clipping gives as a gradient, be NaN; e²⁰ is outside any clip range.
+LOG_RATIO_LIMIT = 20.0
+
+
+def bounded_ratio(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """exp of a log-ratio, which beyond ±20 nats is held there and has gradient 0."""
+    return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def finite_exp(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """eˣ, held beyond 20 nats with gradient 0; 0 where x is NaN or eˣ is not finite in this precision.
+
+    Products of two such weights and a ratio are then finite too.
+    """
+    fits = x <= math.log(torch.finfo(x.dtype).max)
+    return torch.where(fits, torch.exp(torch.where(fits, x, 0).clamp(max=LOG_RATIO_LIMIT)), 0)
+
+
+def importance_weights(
+    prev_logprobs: Float[Tensor, "batch predicted"],
+    generation_logprobs: Float[Tensor, "batch predicted"],
+    mask: Float[Tensor, "batch predicted"],
+    sequence_level: bool,
+) -> Float[Tensor, "batch weights"]:
+    """exp(prev − generation) per token [B, S − 1], or exp of the sum over the sequence [B, 1]."""
+    difference = prev_logprobs - generation_logprobs
+    return finite_exp(masked_sum(difference, mask, dim=-1)[:, None] if sequence_level else difference)
+
+
+def truncate_importance_weights(
+    weights: Float[Tensor, "batch weights"],
+    difference: Float[Tensor, "batch predicted"],
+    mask: Float[Tensor, "batch predicted"],
+    kind: TruncationType,
+    lower: float,
+    upper: float,
+) -> tuple[Float[Tensor, "batch weights"], Bool[Tensor, "batch kept"]]:
+    """Bound the weights' variance.
+
+    Args:
+        weights: [B, S − 1] or [B, 1].
+        difference: prev − generation log-probabilities, [B, S − 1].
+        kind: tis: weights outside [lower, upper] become the nearer bound (truncated importance sampling,
+            https://fengyao.notion.site/off-policy-rl); icepop: they become 0 (IcePop, arXiv:2510.18855; masked
+            importance sampling); seq-mask-tis: all weights of sequences whose geometric-mean ratio
+            exp(mean(difference)) is outside become 0.
+
+    Returns:
+        the weights, and where they were inside the bounds: of their shape, or [B, 1] for seq-mask-tis.
+    """
+    judged = finite_exp(masked_mean(difference, mask, dim=-1))[:, None] if kind == "seq-mask-tis" else weights
+    inside = (judged >= lower) & (judged <= upper)
+    return (weights.clamp(lower, upper) if kind == "tis" else torch.where(inside, weights, 0)), inside
+
+
+# Nats: eˣ of more is infinite in fp32.
+EXP_LIMIT = 80.0
+
+
+def calculate_kl(
+    logprobs: Float[Tensor, "*shape"],
+    logprobs_reference: Float[Tensor, "*shape"],
+    estimator: KLEstimator = "k3",
+    clamp: float | None = 20.0,
+    output_clamp: float | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Per-token estimate in nats (http://joschu.net/blog/kl-approx.html).
+
+    With x = reference − current: k1 = −x, k2 = x² / 2, k3 = eˣ − x − 1. Over samples of π, k1 and k3 have the
+    KL as their mean (k3 is never negative); k2 is biased and its gradient is not (see `kl_weights`).
+
+    Args:
+        clamp: bound on |x|, against overflow: e²⁰ nats are wrong anyway. None for the bare formula, which is
+            what the documented version of the reference has.
+        output_clamp: bound on the estimate's absolute value; None for none.
+    """
+    x = logprobs_reference - logprobs
+    if clamp is not None:
+        x = x.clamp(-clamp, clamp)
+    if estimator == "k1":
+        kl = -x
+    elif estimator == "k2":
+        kl = x.square() / 2
+    elif estimator == "k3":
+        # An infinite estimate would, times the 0 that clipping gives as a gradient, be NaN.
+        kl = torch.expm1(x if output_clamp is None else x.clamp(max=EXP_LIMIT)) - x
+    else:
+        raise ContractError(f"KL estimator must be k1, k2 or k3, got {estimator!r}")
+    return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)
+
+
+def kl_weights(
+    logprobs: Float[Tensor, "*shape"],
+    generation_logprobs: Float[Tensor, "*shape"] | None,
+    gradient: Literal["value", "unbiased"],
+) -> Float[Tensor, "*shape"]:
+    """The factor of a KL estimate: its importance weight, with or without a gradient.
+
+    The weight's value is exp(current − generation) for samples of another policy (`generation_logprobs`), else 1.
+
+    value: the weight has no gradient, so that the gradient is that of the estimate's formula. Its mean over samples
+        of π is ∇KL(π ‖ π_ref) for k2, ∇KL(π_ref ‖ π) for k3 (the loss of the GRPO paper, arXiv:2402.03300, of TRL
+        and of the reference's documented version), and 0 for k1, which then regularises nothing.
+    unbiased: the weight is exp(current − its own detached value), so that the probability of having been sampled
+        is differentiated too. The mean is ∇KL(π ‖ π_ref) for k1 and k3 (arXiv:2506.09477; the reference's present
+        version), and ∇E[k2] for k2.
+    """
+    if generation_logprobs is None:
+        if gradient == "value":
+            return torch.ones_like(logprobs)
+        return torch.exp(logprobs - logprobs.detach())
+    weights = finite_exp(logprobs - generation_logprobs)
+    return weights if gradient == "unbiased" else weights.detach()
+
+
+def soft_overlong_penalty(
+    response_lengths: Shaped[Tensor, " samples"], max_length: int, cache_length: int
+) -> Float[Tensor, " samples"]:
+    """Return the penalty to add to each reward, [B]: 0 up to max_length − cache_length tokens, −1 at max_length.
+
+    Args:
+        response_lengths: tokens of each sample's longest response (each response has the limit for itself).
+
+    Raises:
+        ContractError: a cache that is not between 1 and max_length.
+    """
+    if not 0 < cache_length <= max_length:
+        raise ContractError(f"cache_length must be between 1 and max_length ({max_length}), got {cache_length}")
+    return ((max_length - cache_length - response_lengths) / cache_length).clamp(-1.0, 0.0)
 
 
 class ClippedPGLossDataDict(TypedDict):
@@ -277,3 +403,73 @@ def _extremes(name: str, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
         F.pad(torch.where(mask > 0, values, bound).flatten(), (0, 1), value=bound) for bound in (math.inf, -math.inf)
     )
     return {f"{name}_min": low.amin(), f"{name}_max": high.amax()}
+
+
+class ValueLossDataDict(TypedDict):
+    """The entries that `ValueLossFn` reads; all [B, S] aligned with `input_ids`, `sample_mask` [B].
+
+    `values` are those before the update, needed only with `value_clip`.
+    """
+
+    values: Tensor
+    returns: Tensor
+    token_mask: Tensor
+    sample_mask: Tensor
+
+
+class ValueLossFn(LossFunction):
+    """½·E[max((V − R)², (V_clip − R)²)] over tokens, V_clip = V_prev + clamp(V − V_prev, −ε, ε).
+
+    The clip that belongs to PPO's own implementation (arXiv:1707.06347; described in arXiv:2005.12729, section 3):
+    where V has gone further than ε and nearer to R, there is no gradient. Without `value_clip`: ½·E[(V − R)²].
+
+    Args:
+        value_clip: ε, more than 0, or None for no clip.
+    """
+
+    loss_type = LossType.TOKEN_LEVEL
+    reads_values = True
+    """It is given the values of tokens, [B, S], by a model with a reward head."""
+
+    def __init__(self, value_clip: float | None = None) -> None:
+        if value_clip is not None and not value_clip > 0:
+            raise ContractError(f"ValueLossFn: value_clip must be more than 0, or None for no clip, got {value_clip}")
+        self.value_clip = value_clip
+        self.required_keys = ("token_mask", "sample_mask", "returns", *(() if value_clip is None else ("values",)))
+
+    def __call__(
+        self,
+        values: Float[Tensor, "batch seq"],
+        data: Any,
+        global_valid_seqs: Tensor | None = None,
+        global_valid_toks: Tensor | None = None,
+    ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
+        """Raises ContractError for missing keys, shapes or counts that do not fit."""
+        require_keys(data, self.required_keys, self)
+        for key in self.required_keys:
+            shape = tuple(values.shape[:1]) if key == "sample_mask" else tuple(values.shape)
+            require_shape(key, data[key], shape, self)
+        tokens = require_count("global_valid_toks", global_valid_toks, self)
+        values = values if values.dtype == torch.float64 else values.float()
+        mask = token_mask_of(data, values)
+
+        def predicted(x: Tensor) -> Tensor:  # 0 where nothing counts: −inf or NaN would come back as NaN gradients
+            return torch.where(mask > 0, x[:, 1:].to(values), 0)
+
+        def mean(per_token: Tensor) -> Tensor:
+            return masked_mean(per_token, mask, global_normalization_factor=tokens)
+
+        current, returns = predicted(values), predicted(data["returns"])
+        error = (current - returns).square()
+        clipped_error = error
+        if self.value_clip is not None:
+            before = predicted(data["values"])
+            moved = (current - before).clamp(-self.value_clip, self.value_clip)
+            clipped_error = (before + moved - returns).square()
+        loss = 0.5 * mean(torch.maximum(error, clipped_error))
+        metrics = {
+            "loss": loss,
+            "value_clip_fraction": mean((clipped_error > error).to(current)),
+            "num_valid_samples": data["sample_mask"].sum(),
+        }
+        return loss, {name: value.detach() for name, value in metrics.items()}

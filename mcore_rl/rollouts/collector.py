@@ -13,7 +13,7 @@ import torch
 from mcore_rl.algorithms.advantages import has_signal
 from mcore_rl.config import RLConfig
 from mcore_rl.data.prompts import PromptDataset
-from mcore_rl.distributed.replicas import gather_on_first
+from mcore_rl.distributed.collectives import gather_on_first
 from mcore_rl.models.megatron.weights import own_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.rollouts.outcomes import Outcome, are_judged

@@ -10,8 +10,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from mcore_rl import platform
-from mcore_rl.distributed.collectives import Acquainted, all_reduce
-from mcore_rl.distributed.replicas import gather_from_replicas
+from mcore_rl.distributed.collectives import Acquainted, all_reduce, gather_from_replicas
 from mcore_rl.distributed.topology import Topology
 
 

@@ -15,8 +15,7 @@ from jaxtyping import Shaped, UInt8
 from torch import Tensor
 
 from mcore_rl import platform
-from mcore_rl.distributed.collectives import all_reduce
-from mcore_rl.distributed.replicas import broadcast_in_replica
+from mcore_rl.distributed.collectives import all_reduce, broadcast_in_replica
 from mcore_rl.distributed.topology import ParallelDimension, Topology
 from mcore_rl.errors import ContractError
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from mcore_rl.data.chat import tokens_between
 from mcore_rl.data.prompts import Prompt
-from mcore_rl.distributed.collectives import settle
-from mcore_rl.distributed.own_rows import OwnRows, Share
-from mcore_rl.distributed.replicas import share_numbers
+from mcore_rl.distributed.batched_data_dict import OwnRows, Share
+from mcore_rl.distributed.collectives import settle, share_numbers
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment, Sample, Step
 from mcore_rl.models.generation.interfaces import (

@@ -80,8 +80,7 @@ def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[
         enter: is told of each phase.
     """
     from mcore_rl.algorithms.build_loss import loss_of
-    from mcore_rl.losses.policy_gradient import ClippedPGLossFn
-    from mcore_rl.losses.value import ValueLossFn
+    from mcore_rl.losses.policy_gradient import ClippedPGLossFn, ValueLossFn
 
     for score in scorings(config, models, data):
         enter(SCORING)

@@ -58,15 +58,15 @@ class Parts:
     @contextmanager
     def of_lm_head(self) -> Iterator[None]:
         """Meanwhile notice when something is computed from hidden states and the LM head."""
-        from mcore_rl.distributed import final_hidden_states
+        from mcore_rl.distributed import divergences
         from mcore_rl.models.megatron import forward_step
 
         places: list[tuple[Any, str]] = [
             (forward_step, "linear_logprobs"),
             (forward_step, "linear_topk"),
             (forward_step.LossHead, "_from_logits"),
-            (final_hidden_states, "linear_logprobs"),
-            (final_hidden_states, "linear_divergences"),
+            (divergences, "linear_logprobs"),
+            (divergences, "linear_divergences"),
         ]
         with ExitStack() as stack:
             for owner, name in places:

@@ -52,7 +52,7 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
 
     import torch
 
-    from mcore_rl.distributed import linear_logprobs, own_rows, parallel_logprobs
+    from mcore_rl.distributed import batched_data_dict, logprobs
     from mcore_rl.models.megatron import attention, weights
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.policy import reference, scoring
@@ -63,15 +63,15 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
     shapes = iter([family_of(hf_configs[key]).shapes() for key in in_turn])
     for one in in_turn.values():
         _check_routing(one)
-    linear_logprobs.TILE_SHAPE["meta"] = linear_logprobs.TILE_SHAPE[tiles_of]
-    parallel_logprobs.CHUNK_BYTES["meta"] = parallel_logprobs.CHUNK_BYTES[tiles_of]
+    logprobs.TILE_SHAPE["meta"] = logprobs.TILE_SHAPE[tiles_of]
+    logprobs.CHUNK_BYTES["meta"] = logprobs.CHUNK_BYTES[tiles_of]
     attention.KERNELS["meta"] = flash_stand_in(seen.attention)
     with (
         replaced(scoring, "SafetensorsDirectory", lambda path: ShapesOnly(path, next(shapes))),
         replaced(weights, "read_shard", lambda *_: torch.empty((), device="meta")),
         replaced(reference, "copies_on_host", untouched_copies),
         replaced(reference, "exchange", exchange_stand_in),
-        replaced(own_rows, "reduced", alike(own_rows.reduced)),
+        replaced(batched_data_dict, "reduced", alike(batched_data_dict.reduced)),
     ):
         yield seen
 

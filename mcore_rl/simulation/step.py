@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl import platform
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
-from mcore_rl.distributed.own_rows import OwnRows, Share
+from mcore_rl.distributed.batched_data_dict import OwnRows, Share
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.memory import ACTIVATIONS, COMMUNICATION, LOGITS, bytes_of

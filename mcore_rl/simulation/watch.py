@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mcore_rl.distributed.pack_layout import PackLayout
+from mcore_rl.distributed.packs import PackLayout
 from mcore_rl.simulation.memory import ACTIVATIONS, LOGITS, STATE, LiveBytes
 from mcore_rl.simulation.models import CRITIC_TRAINING, CRITIC_UPDATE, UPDATE
 from mcore_rl.simulation.parts import LM_HEAD, Parts

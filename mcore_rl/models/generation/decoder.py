@@ -12,8 +12,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_gather, all_reduce
-from mcore_rl.distributed.linear_logprobs import gather_hidden_states
-from mcore_rl.distributed.parallel_logprobs import valid_columns
+from mcore_rl.distributed.logprobs import gather_hidden_states, valid_columns
 from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.build import BuiltModel
 from mcore_rl.models.megatron.layers import FasterInGeneration, linear

@@ -14,8 +14,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mcore_rl import platform
-from mcore_rl.distributed.pack_layout import PackLayout
-from mcore_rl.distributed.parallel_logprobs import CHUNK_BYTES
+from mcore_rl.distributed.logprobs import CHUNK_BYTES
+from mcore_rl.distributed.packs import PackLayout
 from mcore_rl.models.generation.decoder import Decoder
 from mcore_rl.models.megatron.attention import packed_attention, visible_keys
 

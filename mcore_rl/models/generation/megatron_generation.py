@@ -17,9 +17,8 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import RLConfig
 from mcore_rl.data.chat import end_token_ids
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows
 from mcore_rl.distributed.collectives import gather_rows
-from mcore_rl.distributed.own_rows import OwnRows
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.errors import UserError
 from mcore_rl.models.generation.continuous_batching import ContinuousBatch, RunningSequence, StopStrings

@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from mcore_rl.distributed.collectives import gather_rows
-from mcore_rl.distributed.replicas import broadcast_in_replica
+from mcore_rl.distributed.collectives import broadcast_in_replica, gather_rows
 from mcore_rl.distributed.topology import ParallelDimension, Topology
 from mcore_rl.models.generation.interfaces import Response
 

@@ -19,9 +19,8 @@ import torch
 
 from mcore_rl import platform
 from mcore_rl.config import RLConfig
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows
 from mcore_rl.distributed.collectives import settle, share_outcome
-from mcore_rl.distributed.own_rows import OwnRows
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.interfaces import (

@@ -22,8 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_gather_forward_reduce_scatter_backward
-from mcore_rl.distributed.pack_layout import PackLayout
-from mcore_rl.distributed.prefix_layout import PrefixLayout
+from mcore_rl.distributed.packs import PackLayout, PrefixLayout
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection
 
 from megatron.core.packed_seq_params import PackedSeqParams

@@ -14,20 +14,16 @@ from mcore_rl import platform
 from mcore_rl.data.batching import Microbatch
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_gather_forward_split_backward
-from mcore_rl.distributed.context_parallel import gather_context_parallel, slice_context_parallel
-from mcore_rl.distributed.final_hidden_states import LastStates
-from mcore_rl.distributed.linear_divergences import LinearLogits
-from mcore_rl.distributed.linear_logprobs import gather_hidden_states, linear_logprobs, linear_topk
-from mcore_rl.distributed.loss_positions import CountedPositions
-from mcore_rl.distributed.pack_layout import PackLayout
-from mcore_rl.distributed.parallel_logprobs import valid_columns
+from mcore_rl.distributed.divergences import LastStates, LinearLogits
+from mcore_rl.distributed.logprobs import gather_hidden_states, linear_logprobs, linear_topk, valid_columns
+from mcore_rl.distributed.packs import CountedPositions, PackLayout, gather_context_parallel, slice_context_parallel
 from mcore_rl.losses.common import (
+    LossFunction,
     reads_counted_tokens_only,
     takes_hidden_states,
     takes_logprobs,
     token_mask_of,
 )
-from mcore_rl.losses.interfaces import LossFunction
 from mcore_rl.losses.packing import SequencePackingLossWrapper, accepted_groups, rows_of_width
 from mcore_rl.models.megatron.attention import PackParams, visible_keys
 from mcore_rl.models.megatron.build import BuiltModel

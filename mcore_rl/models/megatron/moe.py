@@ -16,10 +16,9 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.data.batching import Microbatch
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, share_of
 from mcore_rl.distributed.collectives import all_reduce
-from mcore_rl.distributed.context_parallel import slice_context_parallel
-from mcore_rl.distributed.own_rows import share_of
+from mcore_rl.distributed.packs import slice_context_parallel
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.losses.interfaces import LossFunction
+from mcore_rl.losses.common import LossFunction
 
 
 class LogprobOutputSpec(TypedDict):

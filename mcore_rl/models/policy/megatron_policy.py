@@ -11,12 +11,10 @@ from torch import Tensor
 
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batches import valid_counts
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, share_of
 from mcore_rl.distributed.collectives import Acquainted
-from mcore_rl.distributed.own_rows import OwnRows, share_of
 from mcore_rl.errors import ContractError
-from mcore_rl.losses.interfaces import LossFunction
-from mcore_rl.losses.metric_reduction import over_steps, reduce_metrics, reductions_of
+from mcore_rl.losses.common import LossFunction, over_steps, reduce_metrics, reductions_of
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.forward_step import (
     LossHead,

@@ -20,9 +20,8 @@ from mcore_rl.config import ModelConfig
 from mcore_rl.data.batches import collate
 from mcore_rl.data.division import share_records
 from mcore_rl.data.token_store import TokenStore
-from mcore_rl.distributed.collectives import broadcast_object
-from mcore_rl.distributed.own_rows import OwnRows
-from mcore_rl.distributed.replicas import gather_on_first
+from mcore_rl.distributed.batched_data_dict import OwnRows
+from mcore_rl.distributed.collectives import broadcast_object, gather_on_first
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.checkpoint.writer import SaveError, on_first_rank
 from mcore_rl.models.policy.scoring import ScoringModel

@@ -16,7 +16,7 @@ from typing import Any
 from mcore_rl.config import TrainingConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import UserError, WorkerError
-from mcore_rl.losses.interfaces import LossFunction
+from mcore_rl.losses.common import LossFunction
 from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from mcore_rl.models.policy.interfaces import (
     ColocatablePolicyInterface,

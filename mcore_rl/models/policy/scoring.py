@@ -15,9 +15,8 @@ from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batching import Microbatch, batching_of
 from mcore_rl.data.division import divide
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, Share, share_of
 from mcore_rl.distributed.collectives import all_reduce
-from mcore_rl.distributed.own_rows import OwnRows, Share, share_of
 from mcore_rl.errors import ContractError, TrainingError, UserError
 from mcore_rl.models.megatron.build import build_model
 from mcore_rl.models.megatron.families import family_of

@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batching import Microbatch
 from mcore_rl.distributed.collectives import all_gather
-from mcore_rl.distributed.linear_divergences import LinearLogits
+from mcore_rl.distributed.divergences import LinearLogits
 from mcore_rl.models.megatron.forward_step import last_states
 from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
 from mcore_rl.models.policy.scoring import ScoringModel

@@ -1,0 +1,625 @@
+"""Log-probabilities, entropy and top-k over a sharded vocabulary: from logits, or from hidden states and the LM head.
+
+Everything is computed in fp32 (fp64 for fp64 inputs). From logits, a few tokens at a time are reduced and combined
+across the group. From hidden states, the product hidden × weightᵀ is computed in tiles of tokens × vocabulary, reduced
+to a few numbers per token, and computed again in the backward pass: the logits [tokens, vocabulary] never exist.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_rl.distributed.collectives import (
+    all_gather,
+    all_gather_forward_reduce_scatter_backward,
+    copy_forward_all_reduce_backward,
+    group_rank,
+    group_size,
+)
+from mcore_rl.distributed.packs import PackLayout, gather_context_parallel, slice_context_parallel
+from mcore_rl.errors import ContractError
+
+# What is worked on at a time: a CPU's cache, or enough of a GPU's memory to keep it busy.
+CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
+
+
+# Nats: exp() of less is 0 in fp32 and fp64 alike.
+LOWEST_LOGPROB = -1e4
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 stays fp64; everything else is computed in fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def valid_columns(shard_size: int, rank: int, vocab_size: int | None) -> int:
+    """How many columns of rank's shard are real tokens; the padding is at the end of the vocabulary."""
+    return shard_size if vocab_size is None else max(0, min(shard_size, vocab_size - rank * shard_size))
+
+
+def combine_over_vocabulary(
+    lse: Float[Tensor, " tokens"],
+    sums: Float[Tensor, "k tokens"],
+    mean: Float[Tensor, " tokens"],
+    group: ProcessGroup | None,
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, "k tokens"], Float[Tensor, " tokens"]]:
+    """Statistics of a shard → of the whole vocabulary, by one all-gather.
+
+    Args:
+        lse: log Σ exp x over the shard, [T].
+        sums: quantities that only one rank has and the others hold as 0, [K, T].
+        mean: Σ softmax(x)·x with the softmax over the shard, [T]; 0 for a shard of −inf alone.
+    """
+    if group_size(group) == 1:
+        return lse, sums, mean
+    stats = all_gather(torch.cat((lse[None], mean[None], sums)), group)
+    shard_lse, shard_mean = stats[:, 0], stats[:, 1]
+    lse = torch.logsumexp(shard_lse, dim=0)
+    return lse, stats[:, 2:].sum(0), (torch.exp(shard_lse - lse) * shard_mean).sum(0)
+
+
+class _LogprobsFromLogits(torch.autograd.Function):
+    """(logits [T, Vp], targets [T, K]) → logprobs [T, K], entropy [T] (meaningless unless asked for)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        group: ProcessGroup | None,
+        rank: int,
+        columns: int,
+        temperature: float,
+        with_entropy: bool,
+        chunk: int,
+        normalize: bool,
+    ) -> tuple[Tensor, Tensor]:
+        count, dtype = logits.shape[0], accumulation_dtype(logits.dtype)
+        local, owned = local_targets(targets, rank * logits.shape[1], columns)
+        lse = torch.full((count,), -torch.inf, dtype=dtype, device=logits.device)
+        mean, chosen = torch.zeros_like(lse), torch.zeros_like(targets, dtype=dtype)
+        scratch = torch.empty(min(chunk, count), columns, dtype=dtype, device=logits.device)
+        for rows in slices(count if columns else 0, chunk):
+            x = _scaled(logits[rows, :columns], dtype, temperature)
+            peak = finite_peak(x)
+            z = torch.sub(x, peak[:, None], out=scratch[: len(x)]).exp_()
+            total = z.sum(dim=1)
+            lse[rows] = peak + total.log()
+            chosen[rows] = torch.where(owned[rows], x.gather(1, local[rows]), 0)
+            if with_entropy:
+                mean[rows] = weighted_mean(z, x, total)
+        lse, picked, mean = combine_over_vocabulary(lse, chosen.T, mean, group)
+        ctx.save_for_backward(logits, local, owned, lse, mean)
+        ctx.columns, ctx.temperature, ctx.with_entropy, ctx.chunk = columns, temperature, with_entropy, chunk
+        ctx.normalize = normalize
+        return picked.T - lse[:, None] if normalize else picked.T, lse - mean
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, local, owned, lse, mean = ctx.saved_tensors
+        g, h = grads[0], grads[1] if ctx.with_entropy else None
+        grad_logits, columns = torch.empty_like(logits), ctx.columns
+        grad_logits[:, columns:] = 0
+        # Rows that the loss does not use may hold anything, NaN included: they get a zero, not 0·NaN.
+        unused = ~((g != 0).any(dim=1) if h is None else (g != 0).any(dim=1) | (h != 0))
+        total = g.sum(dim=1, keepdim=True) if ctx.normalize else g.new_zeros(len(g), 1)
+        for rows in slices(logits.shape[0] if columns else 0, ctx.chunk):
+            x = _scaled(logits[rows, :columns], lse.dtype, ctx.temperature)
+            grad = grad_logits[rows, :columns] if logits.dtype == lse.dtype else torch.empty_like(x)
+            logprob_gradient(x, lse[rows], mean[rows], total[rows, 0], None if h is None else h[rows], out=grad)
+            grad.scatter_add_(1, local[rows], torch.where(owned[rows], g[rows], 0))
+            if ctx.temperature != 1:
+                grad.mul_(1 / ctx.temperature)
+            grad.masked_fill_(unused[rows, None], 0)
+            if logits.dtype != lse.dtype:
+                grad_logits[rows, :columns] = grad
+        return grad_logits, *(None,) * 8
+
+
+def finite_peak(x: Float[Tensor, "tokens columns"]) -> Float[Tensor, " tokens"]:
+    """The largest logit of each row, to be subtracted before exp; 0 where all are −inf (a masked shard)."""
+    peak = x.amax(dim=1)
+    return torch.where(peak == -torch.inf, 0, peak)
+
+
+def weighted_mean(
+    z: Float[Tensor, "tokens columns"], x: Float[Tensor, "tokens columns"], total: Float[Tensor, " tokens"]
+) -> Float[Tensor, " tokens"]:
+    """Σ z·x / total with z = exp(x − peak) and total = Σ z: a logit of −inf adds 0, and so does a shard of them."""
+    finite = x.clamp(min=torch.finfo(x.dtype).min)
+    return torch.linalg.vecdot(z, finite) / total.clamp(min=torch.finfo(x.dtype).tiny)
+
+
+def slices(total: int, step: int) -> Iterator[slice]:
+    """0 … total cut into runs of `step`, the last one shorter."""
+    return (slice(start, min(start + step, total)) for start in range(0, total, step))
+
+
+def _scaled(logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
+    """In the accumulation type, divided by the temperature; `logits` itself where that changes nothing."""
+    x = logits.to(dtype)
+    return x if temperature == 1 else x / temperature
+
+
+def logprob_gradient(
+    x: Float[Tensor, "tokens columns"],
+    lse: Float[Tensor, " tokens"],
+    mean: Float[Tensor, " tokens"],
+    g: Float[Tensor, " tokens"],
+    h: Float[Tensor, " tokens"] | None,
+    out: Float[Tensor, "tokens columns"],
+) -> Float[Tensor, "tokens columns"]:
+    """Gradient towards logits x of g·(−log Z) + h·entropy: −p·(g + h·(x − E[x])), p = exp(x − lse).
+
+    The target's own +g is left to the caller, who knows where it is. `out` may be x.
+    """
+    logp = torch.sub(x, lse[:, None], out=out)
+    if h is None:
+        return logp.exp_().mul_(-g[:, None])
+    # Where a logit is −inf, p is 0 and must not meet an infinite weight.
+    weight = logp.clamp(min=LOWEST_LOGPROB).add_((lse - mean)[:, None]).mul_(-h[:, None]).sub_(g[:, None])
+    return logp.exp_().mul_(weight)
+
+
+def local_targets(
+    targets: Int[Tensor, "tokens *k"], start: int, columns: int
+) -> tuple[Int[Tensor, "tokens *k"], Bool[Tensor, "tokens *k"]]:
+    """Columns of the shard (clamped into it), and whether the shard owns them."""
+    owned = (targets >= start) & (targets < start + columns)
+    return (targets - start).clamp(0, max(columns - 1, 0)), owned
+
+
+def vocab_parallel_logprobs(
+    logits: Float[Tensor, "tokens vocab_shard"],
+    targets: Int[Tensor, tokens * k],
+    group: ProcessGroup | None = None,
+    rank: int | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    chunk_size: int | None = None,
+    normalize: bool = True,
+) -> tuple[Float[Tensor, tokens * k], Float[Tensor, " tokens"] | None]:
+    """Log-probabilities of given tokens and, if asked for, the entropy of each distribution, in nats.
+
+    Dense equivalent: `log_softmax(logits / temperature)`, gathered at `targets`. One all-gather of
+    K + 2 numbers per token in forward, no communication in backward: every rank of `group` must
+    compute the same loss from the result, and gets the whole gradient of its own shard. Logits may be −inf.
+
+    Args:
+        logits: [T, Vp], this rank's shard of the vocabulary (last dimension split over `group`).
+        targets: [T] or [T, K] token ids in the whole vocabulary, the same on all ranks of `group`.
+        rank: which shard this is; the rank in `group` if None.
+        vocab_size: real tokens in the vocabulary; columns beyond are padding and are left out.
+        temperature: divides the logits.
+        chunk_size: tokens worked on at a time; None for as many as `CHUNK_BYTES` allows.
+        normalize: if False, return the targets' logits divided by the temperature. Tokens that are no target then have
+            a gradient of exactly 0.
+
+    Returns:
+        logprobs of `targets`' shape and entropy [T] or None, fp32 (fp64 for fp64 logits).
+
+    Raises:
+        ContractError: shapes that do not fit, or a rank that is not the group's.
+    """
+    rank = group_rank(group) if rank is None else rank
+    _check(logits, targets, group, rank, temperature)
+    columns = valid_columns(logits.shape[1], rank, vocab_size)
+    if chunk_size is None:
+        row_bytes = max(columns, 1) * accumulation_dtype(logits.dtype).itemsize
+        chunk_size = max(1, CHUNK_BYTES[logits.device.type] // row_bytes)
+    wide = targets if targets.ndim == 2 else targets[:, None]
+    logprobs, entropy = _LogprobsFromLogits.apply(
+        logits, wide, group, rank, columns, temperature, with_entropy, chunk_size, normalize
+    )
+    return logprobs if targets.ndim == 2 else logprobs[:, 0], entropy if with_entropy else None
+
+
+def _check(logits: Tensor, targets: Tensor, group: ProcessGroup | None, rank: int, temperature: float) -> None:
+    if logits.ndim != 2 or targets.ndim not in (1, 2) or targets.shape[0] != logits.shape[0]:
+        raise ContractError(
+            f"logits {tuple(logits.shape)} must be [T, Vp] and targets {tuple(targets.shape)} [T] or [T, K]"
+        )
+    if group is not None and rank != group_rank(group):
+        raise ContractError(f"vocab_parallel_rank {rank} is not this process's rank in its group ({group_rank(group)})")
+    if temperature <= 0:
+        raise ContractError(f"temperature must be positive, got {temperature}")
+
+
+@torch.no_grad()
+def vocab_parallel_topk(
+    logits: Float[Tensor, "tokens vocab_shard"],
+    k: int,
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
+    """The k largest logits of the whole vocabulary, [T, k], and their token ids; no gradient.
+
+    Each rank contributes its own k best: 2·k numbers per token are gathered.
+
+    Raises:
+        ContractError: k is not between 1 and the vocabulary's size.
+    """
+    check_topk(k, logits.shape[-1], group, vocab_size)
+    columns = valid_columns(logits.shape[-1], group_rank(group), vocab_size)
+    return combine_topk(*shard_topk(logits[:, :columns], k), k, logits.shape[-1], group)
+
+
+def check_topk(k: int, shard_size: int, group: ProcessGroup | None, vocab_size: int | None) -> None:
+    """
+    Raises:
+        ContractError: k is not between 1 and the vocabulary's size.
+    """
+    whole = shard_size * group_size(group) if vocab_size is None else vocab_size
+    if not 1 <= k <= whole:
+        raise ContractError(f"vocab_parallel_topk: k must be between 1 and the vocabulary's {whole}, got {k}")
+
+
+def shard_topk(
+    logits: Float[Tensor, "tokens columns"], k: int
+) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
+    """The k largest of a shard, and their columns; −inf, and column 0, where it has fewer."""
+    values, columns = logits.to(accumulation_dtype(logits.dtype)).topk(min(k, logits.shape[1]), dim=-1)
+    short = k - values.shape[1]
+    return F.pad(values, (0, short), value=-torch.inf), F.pad(columns, (0, short))
+
+
+def combine_topk(
+    values: Float[Tensor, "tokens k"],
+    columns: Int[Tensor, "tokens k"],
+    k: int,
+    shard_size: int,
+    group: ProcessGroup | None,
+) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
+    """`shard_topk` of all ranks' shards → of the whole vocabulary, with token ids; two all-gathers."""
+    ids = columns + group_rank(group) * shard_size
+    if group_size(group) > 1:
+        values = torch.cat(tuple(all_gather(values, group)), dim=-1)
+        ids = torch.cat(tuple(all_gather(ids, group)), dim=-1)
+    best, order = values.topk(k, dim=-1)
+    return best, ids.gather(-1, order)
+
+
+def next_token_logprobs_from_logits(
+    logits: Float[Tensor, "local_tokens vocab_shard"],
+    input_ids: Int[Tensor, "rows seq"],
+    layout: PackLayout,
+    tensor_parallel_group: ProcessGroup | None = None,
+    context_parallel_group: ProcessGroup | None = None,
+    tensor_parallel_rank: int | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> tuple[Float[Tensor, "rows predicted"], Float[Tensor, "rows predicted"] | None]:
+    """Next-token log-probabilities (and entropies) of a pack, as rows.
+
+    Args:
+        logits: [T / CP, Vp], this rank's zigzag share of the pack and shard of the vocabulary.
+        input_ids: [N, S], whole right-padded rows.
+        layout: where the rows are in the pack (unpacked rows: `PackLayout.rows`).
+
+    Returns:
+        logprobs [N, S − 1], entry (b, t) of token `input_ids[b, t + 1]`, and entropies alike or None;
+        0 where a row has no token. The same on every context-parallel rank, and gradients are summed over these
+        ranks (see `gather_context_parallel`: who computes the whole loss on each divides it by their number).
+    """
+    targets = slice_context_parallel(
+        layout.next_of(layout.pack_rows(input_ids)), layout, group_rank(context_parallel_group)
+    )
+    logprobs, entropy = vocab_parallel_logprobs(
+        logits, targets, tensor_parallel_group, tensor_parallel_rank, vocab_size, temperature, with_entropy
+    )
+    return unpack_next_token_values(logprobs, entropy, layout, input_ids.shape[1], context_parallel_group)
+
+
+def unpack_next_token_values(
+    logprobs: Float[Tensor, " local_tokens"],
+    entropy: Float[Tensor, " local_tokens"] | None,
+    layout: PackLayout,
+    width: int,
+    context_parallel_group: ProcessGroup | None,
+) -> tuple[Float[Tensor, "rows predicted"], Float[Tensor, "rows predicted"] | None]:
+    """Local per-position values [T / CP] → whole rows [N, width − 1], by one all-gather."""
+    local = logprobs[:, None] if entropy is None else torch.stack((logprobs, entropy), dim=1)
+    packed = gather_context_parallel(local, layout, context_parallel_group)
+    rows = [layout.unpack_next_token(values, width) for values in packed.unbind(1)]
+    return rows[0], None if entropy is None else rows[1]
+
+
+# (tokens, vocabulary columns) of a tile: what a CPU's cache holds; or what keeps a GPU busy, square because gradients
+# are added to once for each row and each column of tiles.
+TILE_SHAPE = {"cpu": (512, 4096), "cuda": (4096, 4096)}
+
+
+def gather_hidden_states(
+    hidden: Float[Tensor, "local_tokens hidden"], group: ProcessGroup | None, sequence_parallel: bool
+) -> Float[Tensor, "tokens hidden"]:
+    """Hidden states that every tensor-parallel rank may multiply with its shard of the LM head.
+
+    [T / TP, H] (sequence parallelism: gathered, gradients reduce-scattered) or [T, H] (gradients
+    summed over the group) → [T, H].
+    """
+    if sequence_parallel:
+        return all_gather_forward_reduce_scatter_backward(hidden, group)
+    return copy_forward_all_reduce_backward(hidden, group)
+
+
+def linear_logprobs(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "vocab_shard hidden"],
+    targets: Int[Tensor, tokens * k],
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    normalize: bool = True,
+) -> tuple[Float[Tensor, tokens * k], Float[Tensor, " tokens"] | None]:
+    """Log-probabilities of `targets` under softmax(hidden · weightᵀ / temperature), in nats.
+
+    Dense equivalent: `log_softmax(hidden @ weight.T / temperature)` gathered at `targets`, with
+    fp32 accumulation. Forward: one all-gather of K + 2 numbers per token. Backward: none here; the
+    gradient of `hidden` is this shard's part (`gather_hidden_states` sums it). A Megatron
+    `weight.main_grad` is added to directly, in its own precision.
+
+    Args:
+        hidden: [T, H], the same on all ranks of `group`; only rows that the loss uses.
+        weight: [Vp, H], this rank's rows of the LM head.
+        targets: [T] or [T, K] token ids in the whole vocabulary.
+        vocab_size: real tokens in the vocabulary; rows of `weight` beyond are padding, left out.
+        with_entropy: also return the entropy [T] of each distribution.
+        normalize: if False, return the targets' logits divided by the temperature. Tokens that are no target then have
+            a gradient of exactly 0.
+
+    Returns:
+        logprobs of `targets`' shape and entropy [T] or None, fp32 (fp64 for fp64 hidden states).
+
+    Raises:
+        ContractError: shapes that do not fit.
+    """
+    fits = hidden.ndim == 2 == weight.ndim and hidden.shape[1] == weight.shape[1]
+    if not fits or targets.ndim not in (1, 2) or targets.shape[:1] != hidden.shape[:1]:
+        raise ContractError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} "
+            "must be [T, H], [Vp, H] and [T] or [T, K]"
+        )
+    if temperature <= 0:
+        raise ContractError(f"temperature must be positive, got {temperature}")
+    columns = valid_columns(weight.shape[0], group_rank(group), vocab_size)
+    wide = targets if targets.ndim == 2 else targets[:, None]
+    logprobs, entropy = _LinearLogprobs.apply(
+        hidden, weight, wide, group, columns, temperature, with_entropy, normalize
+    )
+    return logprobs if targets.ndim == 2 else logprobs[:, 0], entropy if with_entropy else None
+
+
+@torch.no_grad()
+def linear_topk(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "vocab_shard hidden"],
+    k: int,
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
+    """The k largest logits of hidden · weightᵀ over the whole vocabulary, and their token ids; no gradient.
+
+    Dense equivalent: `(hidden @ weight.T).topk(k)`, the product in the precision of its factors, the results fp32.
+    Two all-gathers of k numbers per token.
+
+    Args:
+        hidden: [T, H], the same on all ranks of `group`.
+        weight: [Vp, H], this rank's rows of the LM head.
+        vocab_size: real tokens in the vocabulary; rows of `weight` beyond are padding, left out.
+        chunk_size: tokens whose logits exist at a time; None for as many as `CHUNK_BYTES` allows.
+
+    Raises:
+        ContractError: k is not between 1 and the vocabulary's size.
+    """
+    check_topk(k, weight.shape[0], group, vocab_size)
+    rows_of_vocabulary = weight[: valid_columns(weight.shape[0], group_rank(group), vocab_size)]
+    if chunk_size is None:  # the logits, and a copy of them in the accumulation type
+        row_bytes = max(len(rows_of_vocabulary), 1) * (hidden.itemsize + accumulation_dtype(hidden.dtype).itemsize)
+        chunk_size = max(1, CHUNK_BYTES[hidden.device.type] // row_bytes)
+    values = hidden.new_empty((len(hidden), k), dtype=accumulation_dtype(hidden.dtype))
+    columns = hidden.new_empty((len(hidden), k), dtype=torch.long)
+    for rows in slices(len(hidden), chunk_size):
+        values[rows], columns[rows] = shard_topk(F.linear(hidden[rows], rows_of_vocabulary), k)
+    return combine_topk(values, columns, k, weight.shape[0], group)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        group: ProcessGroup | None,
+        columns: int,
+        temperature: float,
+        with_entropy: bool,
+        normalize: bool,
+    ) -> tuple[Tensor, Tensor]:
+        local = targets - group_rank(group) * weight.shape[0]
+        tiles = Tiles(hidden, weight, columns, temperature)
+        lse, target_logits, mean = shard_statistics(tiles, local, with_entropy)
+        lse, picked, mean = combine_over_vocabulary(lse, target_logits.T, mean, group)
+        ctx.save_for_backward(hidden, local, lse, mean)
+        ctx.weight, ctx.columns, ctx.temperature = weight, columns, temperature
+        ctx.with_entropy, ctx.normalize = with_entropy, normalize
+        return picked.T - lse[:, None] if normalize else picked.T, lse - mean
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, local, lse, mean = ctx.saved_tensors
+        tiles = Tiles(hidden, ctx.weight, ctx.columns, ctx.temperature)
+        gradients = HeadGradients(tiles, ctx.weight, *ctx.needs_input_grad[:2])
+        g, h = grads[0], grads[1] if ctx.with_entropy else None
+        total = g.sum(dim=1) if ctx.normalize else g.new_zeros(len(g))
+        for columns in tiles.column_tiles():
+            for rows in tiles.row_tiles():
+                x = tiles.product(rows, columns)
+                grad = logprob_gradient(x, lse[rows], mean[rows], total[rows], None if h is None else h[rows], out=x)
+                _add_at_targets(grad, local[rows] - columns.start, g[rows])
+                gradients.add(rows, columns, grad)
+        return (*gradients.results(), None, None, None, None, None, None)
+
+
+WIDENING_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()
+"""Whether this torch leaves a product of half-precision factors in fp32, as it was accumulated (since 2.8)."""
+
+
+@functools.cache
+def adds_widened(device: torch.device) -> bool:
+    """Whether this torch adds products of half-precision factors to an fp32 sum where it is: asked of the operator,
+    whose first versions wanted a sum in the factors' precision. A simulated device is taken to have a newer one."""
+    if not WIDENING_PRODUCTS or device.type in ("cpu", "meta"):
+        return WIDENING_PRODUCTS and device.type == "meta"
+    total, factor = torch.zeros(16, 16, device=device), torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+class Tiles:
+    """hidden × weightᵀ / temperature, a tile at a time, in the accumulation type.
+
+    On a GPU half-precision factors are multiplied as they are, and their products accumulated and left in fp32.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, columns: int, temperature: float) -> None:
+        self._hidden, self._weight = hidden, weight.detach()
+        self.columns, self.temperature = columns, temperature
+        self.count, self.device = hidden.shape[0], hidden.device
+        self.dtype, self.hidden_dtype = accumulation_dtype(hidden.dtype), hidden.dtype
+        self.is_half = (
+            WIDENING_PRODUCTS and self.device.type != "cpu" and hidden.dtype in (torch.float16, torch.bfloat16)
+        )
+
+    def row_tiles(self) -> Iterator[slice]:
+        return slices(self.count, TILE_SHAPE[self.device.type][0])
+
+    def column_tiles(self) -> Iterator[slice]:
+        return slices(self.columns, TILE_SHAPE[self.device.type][1])
+
+    def zeros_of_hidden(self) -> Tensor:
+        return torch.zeros_like(self._hidden, dtype=self.dtype)
+
+    def factor(self, x: Tensor) -> Tensor:
+        """`x` as products take it."""
+        return x.to(self.hidden_dtype if self.is_half else self.dtype)
+
+    def hidden(self, rows: slice) -> Tensor:
+        return self.factor(self._hidden[rows])
+
+    def weight(self, columns: slice) -> Tensor:
+        return self.factor(self._weight[columns])
+
+    def product(self, rows: slice, columns: slice) -> Tensor:
+        x = self.multiply(self.hidden(rows), self.weight(columns).T)
+        return x if self.temperature == 1 else x.div_(self.temperature)
+
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        """a · b, of two factors."""
+        return torch.mm(a, b, out_dtype=self.dtype) if self.is_half else a @ b
+
+    def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+        """total += a · b"""
+        if total.dtype == a.dtype:
+            torch.addmm(total, a, b, out=total)  # torch's counter of operations does not know `addmm_`
+        elif adds_widened(total.device):
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        else:
+            total += self.multiply(a, b)
+
+
+def shard_statistics(tiles: Tiles, local: Tensor, with_mean: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Over the shard: log Σ exp x [T], the targets' logits (0 if another rank's) [T, K], Σ softmax(x)·x [T]."""
+    count = local.shape[0]
+    lse = torch.full((count,), -torch.inf, dtype=tiles.dtype, device=local.device)
+    target_logits, mean = torch.zeros_like(local, dtype=tiles.dtype), torch.zeros_like(lse)
+    for columns in tiles.column_tiles():
+        for rows in tiles.row_tiles():
+            x = tiles.product(rows, columns)
+            target_logits[rows] += _at_targets(x, local[rows] - columns.start)
+            peak = finite_peak(x)
+            z = torch.exp(x - peak[:, None]) if with_mean else x.sub_(peak[:, None]).exp_()
+            total = z.sum(dim=1)
+            block_lse = peak + total.log()
+            combined = torch.logaddexp(lse[rows], block_lse)
+            if with_mean:
+                whole = torch.where(combined == -torch.inf, 0, combined)  # nothing but −inf so far
+                before, share = torch.exp(lse[rows] - whole), torch.exp(block_lse - whole)
+                mean[rows] = mean[rows] * before + share * weighted_mean(z, x, total)
+            lse[rows] = combined
+    return lse, target_logits, mean
+
+
+def _at_targets(x: Tensor, columns: Tensor) -> Tensor:
+    """[T, K] x[t, columns[t, k]] where the tile holds that column, else 0."""
+    inside = (columns >= 0) & (columns < x.shape[1])
+    return torch.where(inside, x.gather(1, columns.clamp(0, x.shape[1] - 1)), 0)
+
+
+def _add_at_targets(x: Tensor, columns: Tensor, values: Tensor) -> None:
+    """x[t, columns[t, k]] += values[t, k] where the tile holds that column."""
+    inside = (columns >= 0) & (columns < x.shape[1])
+    x.scatter_add_(1, columns.clamp(0, x.shape[1] - 1), torch.where(inside, values, 0))
+
+
+class HeadGradients:
+    """Gradients of hidden states and of the LM head, summed up from those of tiles of logits.
+
+    The LM head's goes to Megatron's `main_grad`, in its own precision, where there is one.
+    """
+
+    def __init__(self, tiles: Tiles, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> None:
+        self.tiles, self.weight = tiles, weight
+        self._hidden = tiles.zeros_of_hidden() if needs_hidden else None
+        self._main_grad: Tensor | None = getattr(weight, "main_grad", None) if needs_weight else None
+        own = needs_weight and self._main_grad is None
+        self._own = torch.zeros_like(weight, dtype=tiles.dtype) if own else None
+
+    def add(self, rows: slice, columns: slice, grad: Tensor) -> None:
+        """
+        Args:
+            grad: of this tile of hidden × weightᵀ / temperature; may be overwritten.
+        """
+        tiles = self.tiles
+        grad = tiles.factor(grad if tiles.temperature == 1 else grad.mul_(1 / tiles.temperature))
+        if self._hidden is not None:
+            tiles.add_product(self._hidden[rows], grad, tiles.weight(columns))
+        of_weight = self._own if self._main_grad is None else self._main_grad
+        if of_weight is not None:
+            tiles.add_product(of_weight[columns], grad.T, tiles.hidden(rows))
+
+    def results(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients for autograd, in the precision of hidden states and weight."""
+        hidden = None if self._hidden is None else self._hidden.to(self.tiles.hidden_dtype)
+        if self._main_grad is not None:
+            return hidden, self._stand_in()
+        return hidden, None if self._own is None else self._own.to(self.weight.dtype)
+
+    def _stand_in(self) -> Tensor:
+        """A gradient of the weight's shape and no memory of its own, for a parameter whose `main_grad` has it already.
+
+        Megatron's hook must fire, and then drops what it is given: so it is given the weight's own memory. Where the
+        embedding is the same parameter (`zero_out_wgrad`), it adds what the two give: so these are zeros. As they are
+        where there may be no such hook, and somebody might write to the gradient.
+        """
+        is_hooked = hasattr(self.weight, "grad_added_to_main_grad")
+        if is_hooked:
+            self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        if getattr(self.weight, "zero_out_wgrad", False) or not is_hooked:
+            return self.weight.new_zeros(()).expand(self.weight.shape)
+        return self.weight.detach()

@@ -1,0 +1,497 @@
+"""Packs of sequences: the position of every token, shared prefixes, zigzag context parallelism, positions with loss.
+
+A pack is one row of T tokens holding N sequences. Each sequence is right-padded to a multiple that the parallel layout
+needs. Packing, labels, log-probabilities and losses all index through the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcore_rl import platform
+from mcore_rl.distributed.collectives import (
+    all_gather_forward_reduce_scatter_backward,
+    all_reduce_forward_all_reduce_backward,
+    group_size,
+)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `n`."""
+    return -(-n // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class PackLayout:
+    """Lengths of a pack and the index tensors that follow from them (all on the CPU, int64).
+
+    Args:
+        lengths: true lengths of the N sequences, in tokens.
+        padded_lengths: their lengths in the pack; multiples of 2·cp_size when cp_size > 1.
+        total: T, the width of the pack; at least the sum of `padded_lengths`.
+        cp_size: number of context-parallel ranks.
+    """
+
+    lengths: tuple[int, ...]
+    padded_lengths: tuple[int, ...]
+    total: int
+    cp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) != len(self.padded_lengths):
+            raise ValueError(f"{len(self.lengths)} lengths but {len(self.padded_lengths)} padded lengths")
+        for true, padded in zip(self.lengths, self.padded_lengths, strict=True):
+            if not 0 <= true <= padded:
+                raise ValueError(f"sequence of {true} tokens does not fit its padded length {padded}")
+        multiple = 2 * self.cp_size if self.cp_size > 1 else 1
+        if any(n % multiple for n in self.segment_lengths):
+            raise ValueError(
+                f"padded lengths {self.segment_lengths} must be multiples of {multiple} "
+                f"for context_parallel_size={self.cp_size}"
+            )
+
+    @classmethod
+    def pack(cls, lengths: Sequence[int], cp_size: int = 1, multiple: int = 1, total: int | None = None) -> PackLayout:
+        """Sequences behind one another, each padded to `multiple`; the pack to `total` if given."""
+        padded = tuple(round_up(n, multiple) for n in lengths)
+        return cls(tuple(lengths), padded, sum(padded) if total is None else total, cp_size)
+
+    @classmethod
+    def rows(cls, lengths: Sequence[int], width: int, cp_size: int = 1) -> PackLayout:
+        """Unpacked rows [N, width], seen as one pack of N·width tokens."""
+        return cls(tuple(lengths), (width,) * len(lengths), width * len(lengths), cp_size)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens: Int[Tensor, " boundaries"],
+        cu_seqlens_padded: Int[Tensor, " boundaries"] | None,
+        total: int,
+        cp_size: int = 1,
+    ) -> PackLayout:
+        """From cumulative lengths [N + 1]; copies them to the host once.
+
+        `cu_seqlens` may equal `cu_seqlens_padded`, and its last entry may include the pack's tail.
+        """
+        true = cu_seqlens.diff().tolist()
+        padded = true if cu_seqlens_padded is None else cu_seqlens_padded.diff().tolist()
+        return cls(tuple(min(t, p) for t, p in zip(true, padded, strict=True)), tuple(padded), total, cp_size)
+
+    @cached_property
+    def segment_lengths(self) -> tuple[int, ...]:
+        """Lengths of all segments: the padded sequences and, if there is one, the tail."""
+        tail = self.total - sum(self.padded_lengths)
+        if tail < 0:
+            raise ValueError(f"{sum(self.padded_lengths)} padded tokens do not fit a pack of {self.total}")
+        return self.padded_lengths + ((tail,) if tail else ())
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """True lengths of the rows, whole."""
+        return self.lengths
+
+    @cached_property
+    def starts(self) -> Int[Tensor, " rows"]:
+        """First pack position of each sequence, [N]."""
+        return _exclusive_cumsum(self.padded_lengths)
+
+    @cached_property
+    def cu_seqlens(self) -> Int[Tensor, " boundaries"]:
+        """Cumulative true lengths, int32 [N + 1]."""
+        return torch.tensor((0, *self.lengths)).cumsum(0).int()
+
+    @cached_property
+    def cu_seqlens_padded(self) -> Int[Tensor, " boundaries"]:
+        """Cumulative lengths of all segments, the tail included, int32; the last is T."""
+        return torch.tensor((0, *self.segment_lengths)).cumsum(0).int()
+
+    @cached_property
+    def _segment_of(self) -> Tensor:
+        lengths = torch.tensor(self.segment_lengths, dtype=torch.long)
+        return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+
+    @cached_property
+    def offsets(self) -> Int[Tensor, " tokens"]:
+        """Place of each token in its own segment, [T]."""
+        return torch.arange(self.total) - _exclusive_cumsum(self.segment_lengths)[self._segment_of]
+
+    @property
+    def position_ids(self) -> Int[Tensor, " tokens"]:
+        """Position of each token in its row, [T]."""
+        return self.offsets
+
+    def local_positions(self, cp_rank: int) -> Int[Tensor, " local_tokens"]:
+        """Pack positions that context-parallel rank `cp_rank` holds, in its order, [T / CP]."""
+        if self.cp_size == 1:
+            return torch.arange(self.total)
+        lengths = torch.tensor(self.segment_lengths, dtype=torch.long)[self._segment_of]
+        chunk = self.offsets * (2 * self.cp_size) // lengths
+        owner = torch.minimum(chunk, 2 * self.cp_size - 1 - chunk)
+        return torch.nonzero(owner == cp_rank).flatten()
+
+    @cached_property
+    def gather_order(self) -> Int[Tensor, " tokens"]:
+        """Index [T] that puts the ranks' concatenated local tokens back in pack order."""
+        return torch.argsort(torch.cat([self.local_positions(r) for r in range(self.cp_size)]))
+
+    @cached_property
+    def predictor(self) -> Int[Tensor, " tokens"]:
+        """Pack position whose hidden state predicts the token here; −1 for first tokens and padding, [T]."""
+        return torch.where(self._is_token & (self.offsets > 0), torch.arange(self.total) - 1, -1)
+
+    def token_table(self, width: int) -> tuple[Int[Tensor, "rows seq"], Bool[Tensor, "rows seq"]]:
+        """Pack position of token (row, column), 0 where there is none; and where there is one."""
+        column = torch.arange(width)
+        valid = column[None] < torch.tensor(self.lengths, dtype=torch.long)[:, None]
+        return torch.where(valid, self.starts[:, None] + column[None], 0), valid
+
+    def visible_keys(self, cp_rank: int) -> tuple[tuple[int, ...], tuple[int, ...], Int[Tensor, " keys"]]:
+        """Return the keys that the queries of context-parallel rank `cp_rank` see, once for all layers.
+
+        Returns:
+            lengths of its chunks of queries, in its order; of the keys that each may see, whose last ones are as
+            many as the queries and theirs; the pack positions of all these keys, one chunk after the other.
+        """
+        made: dict[int, Any] = self.__dict__.setdefault("_visible", {})
+        if cp_rank not in made:
+            made[cp_rank] = self._visible_keys(cp_rank)
+        found: tuple[tuple[int, ...], tuple[int, ...], Tensor] = made[cp_rank]
+        return found
+
+    def _visible_keys(self, cp_rank: int) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
+        chunks = 2 * self.cp_size if self.cp_size > 1 else 1
+        queries, keys, index = [], [], []
+        for segment, (start, length) in enumerate(
+            zip(self.cu_seqlens_padded.tolist(), self.segment_lengths, strict=False)
+        ):
+            before = self._tokens_before(segment)
+            for seen in (cp_rank + 1, chunks - cp_rank) if self.cp_size > 1 else (1,):
+                own = seen * (length // chunks)
+                queries.append(length // chunks)
+                keys.append(len(before) + own)
+                index += [before, torch.arange(start, start + own)]
+        return tuple(queries), tuple(keys), torch.cat(index)
+
+    def _tokens_before(self, segment: int) -> Tensor:
+        """Pack positions of the tokens that a segment continues."""
+        return torch.zeros(0, dtype=torch.long)
+
+    def pack_rows(self, rows: Shaped[Tensor, "rows seq"], fill: float | int = 0) -> Shaped[Tensor, " tokens"]:
+        """[N, S] right-padded rows → [T]; `fill` where the pack holds padding."""
+        row, column = self._row_and_column
+        columns = column.clamp(max=rows.shape[1] - 1)
+        values = rows[platform.sent(row, rows.device), platform.sent(columns, rows.device)]
+        return torch.where(platform.sent(self._is_token, rows.device), values, torch.as_tensor(fill, dtype=rows.dtype))
+
+    @cached_property
+    def _row_and_column(self) -> tuple[Tensor, Tensor]:
+        return self._segment_of.clamp(max=max(self.num_sequences - 1, 0)), self.offsets
+
+    @cached_property
+    def _is_token(self) -> Tensor:
+        """True where the pack holds a real token, [T]."""
+        lengths = torch.tensor((*self.lengths, 0), dtype=torch.long)
+        return self.offsets < lengths[self._segment_of]
+
+    @cached_property
+    def has_target(self) -> Bool[Tensor, " tokens"]:
+        """True at pack positions that predict a real token of their own sequence, [T]."""
+        lengths = torch.tensor((*self.lengths, 0), dtype=torch.long)
+        return self.offsets + 1 < lengths[self._segment_of]
+
+    def next_of(self, packed: Shaped[Tensor, " tokens"]) -> Shaped[Tensor, " tokens"]:
+        """`packed` [T] shifted left inside each sequence: entry p belongs to the token that p predicts.
+
+        Positions without a target hold the value of position 0; see `has_target`.
+        """
+        index = torch.where(self.has_target, torch.arange(self.total) + 1, 0)
+        return packed[platform.sent(index, packed.device)]
+
+    def next_token_index(self, width: int) -> tuple[Int[Tensor, "rows predicted"], Bool[Tensor, "rows predicted"]]:
+        """Return the positions of the predictions of each row's tokens 1 … width − 1.
+
+        Returns:
+            index [N, width − 1]: pack position that predicts token (row, column + 1), 0 if there is none.
+            valid [N, width − 1]: True where the row has that token.
+        """
+        column = torch.arange(max(width - 1, 0))
+        valid = column[None] + 1 < torch.tensor(self.lengths, dtype=torch.long)[:, None]
+        return torch.where(valid, self.starts[:, None] + column[None], 0), valid
+
+    def unpack_next_token(
+        self, packed: Shaped[Tensor, " tokens"], width: int, fill: float | int = 0.0
+    ) -> Shaped[Tensor, "rows predicted"]:
+        """Per-position values [T] (entry p scores the token after p) → [N, width − 1] rows."""
+        index, valid = self.next_token_index(width)
+        rows = packed[platform.sent(index, packed.device)]
+        return torch.where(platform.sent(valid, packed.device), rows, torch.as_tensor(fill, dtype=packed.dtype))
+
+
+def _exclusive_cumsum(lengths: Sequence[int]) -> Tensor:
+    values = torch.tensor(lengths, dtype=torch.long)
+    return values.cumsum(0) - values
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """How rows share their beginnings.
+
+    lengths: tokens of each segment, depth first: behind each stand all that continue it, and then others.
+    parents: the segment that each continues, −1 for none.
+    ends: each row's last segment.
+    """
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    @classmethod
+    def of_rows(cls, input_ids: Int[Tensor, "rows seq"], lengths: Sequence[int], min_shared: int) -> PrefixTree:
+        """Build the tree of rows [N, S] with these true lengths; beginnings below `min_shared` tokens are repeated."""
+        tree = _Growing(input_ids, list(lengths), min_shared)
+        tree.grow(list(range(len(lengths))), 0, -1)
+        return cls(tuple(tree.sizes), tuple(tree.parents), tuple(tree.ends))
+
+    @classmethod
+    def forest(cls, trees: Sequence[PrefixTree]) -> PrefixTree:
+        """Several trees behind one another, and their rows."""
+        lengths: list[int] = []
+        parents: list[int] = []
+        ends: list[int] = []
+        for tree in trees:
+            parents += [parent + len(lengths) if parent >= 0 else -1 for parent in tree.parents]
+            ends += [end + len(lengths) for end in tree.ends]
+            lengths += tree.lengths
+        return cls(tuple(lengths), tuple(parents), tuple(ends))
+
+    def padded_size(self, multiple: int) -> int:
+        """Tokens in a pack."""
+        return sum(round_up(n, multiple) for n in self.lengths)
+
+    @cached_property
+    def before(self) -> tuple[int, ...]:
+        """Tokens of each segment's ancestors."""
+        counts: list[int] = []
+        for parent in self.parents:
+            counts.append(counts[parent] + self.lengths[parent] if parent >= 0 else 0)
+        return tuple(counts)
+
+    def path(self, segment: int) -> list[int]:
+        """Segments from the root to this one."""
+        chain = [segment]
+        while (segment := self.parents[segment]) >= 0:
+            chain.append(segment)
+        return chain[::-1]
+
+
+class _Growing:
+    """A radix tree of rows, segment by segment."""
+
+    def __init__(self, input_ids: Tensor, lengths: list[int], min_shared: int) -> None:
+        self.input_ids, self.row_lengths, self.min_shared = input_ids, lengths, max(min_shared, 1)
+        self.sizes: list[int] = []
+        self.parents: list[int] = []
+        self.ends = [-1] * len(lengths)
+
+    def grow(self, rows: list[int], depth: int, parent: int) -> None:
+        """Segments for what `rows`, alike up to `depth`, have beyond it."""
+        common = self._common(rows, depth)
+        ended = [row for row in rows if self.row_lengths[row] == common]
+        branches: dict[int, list[int]] = {}
+        for row in rows:
+            if self.row_lengths[row] > common:
+                branches.setdefault(int(self.input_ids[row, common]), []).append(row)
+        if len(rows) > 1 and branches and common - depth < self.min_shared:
+            for row in ended:
+                self._end([row], self._add(common - depth, parent) if common > depth or parent < 0 else parent)
+            for group in branches.values():
+                self.grow(group, depth, parent)
+            return
+        segment = self._add(common - depth, parent) if common > depth or parent < 0 else parent
+        self._end(ended, segment)
+        for group in branches.values():
+            self.grow(group, common, segment)
+
+    def _common(self, rows: list[int], depth: int) -> int:
+        """Up to where all are alike."""
+        limit = min(self.row_lengths[row] for row in rows)
+        same = (self.input_ids[rows, depth:limit] == self.input_ids[rows[0], depth:limit]).all(0)
+        return depth + int(same.long().cumprod(0).sum())
+
+    def _add(self, size: int, parent: int) -> int:
+        self.sizes.append(size)
+        self.parents.append(parent)
+        return len(self.sizes) - 1
+
+    def _end(self, rows: list[int], segment: int) -> None:
+        for row in rows:
+            self.ends[row] = segment
+
+
+@dataclass(frozen=True)
+class PrefixLayout(PackLayout):
+    """A pack whose segments are those of `tree`, in its order; its N rows are the tree's."""
+
+    tree: PrefixTree = PrefixTree((), (), ())
+
+    @classmethod
+    def of(cls, tree: PrefixTree, cp_size: int, multiple: int, total: int | None = None) -> PrefixLayout:
+        """Each segment padded to `multiple`; the pack to `total` if given."""
+        padded = tuple(round_up(n, multiple) for n in tree.lengths)
+        return cls(tree.lengths, padded, sum(padded) if total is None else total, cp_size, tree)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.tree.ends)
+
+    @cached_property
+    def row_lengths(self) -> tuple[int, ...]:
+        return tuple(self.tree.before[end] + self.tree.lengths[end] for end in self.tree.ends)
+
+    @property
+    def position_ids(self) -> Int[Tensor, " tokens"]:
+        return self.offsets + torch.tensor((*self.tree.before, 0))[self._segment_of]
+
+    @cached_property
+    def _row_and_column(self) -> tuple[Tensor, Tensor]:
+        """A row that passes through each token, and where; any will do, since they are alike there."""
+        row_of = torch.zeros(len(self.segment_lengths), dtype=torch.long)
+        for row, end in enumerate(self.tree.ends):
+            row_of[self.tree.path(end)] = row
+        return row_of[self._segment_of], self.position_ids
+
+    @cached_property
+    def predictor(self) -> Int[Tensor, " tokens"]:
+        before = torch.where(self._is_token, torch.arange(self.total) - 1, -1)
+        starts = self.starts.tolist()
+        for start, length, parent in zip(starts, self.lengths, self.tree.parents, strict=True):
+            if length:
+                before[start] = starts[parent] + self.lengths[parent] - 1 if parent >= 0 else -1
+        return before
+
+    def token_table(self, width: int) -> tuple[Int[Tensor, "rows seq"], Bool[Tensor, "rows seq"]]:
+        index = torch.zeros(self.num_sequences, width, dtype=torch.long)
+        for row, end in enumerate(self.tree.ends):
+            tokens = self._tokens_of(self.tree.path(end))[:width]
+            index[row, : len(tokens)] = tokens
+        return index, torch.arange(width)[None] < torch.tensor(self.row_lengths)[:, None]
+
+    def _tokens_before(self, segment: int) -> Tensor:
+        return self._tokens_of(self.tree.path(segment)[:-1] if segment < len(self.lengths) else [])
+
+    def _tokens_of(self, segments: Sequence[int]) -> Tensor:
+        """Pack positions of the true tokens of segments, one after the other."""
+        ranges = [torch.arange(self.lengths[s]) + self.starts[s] for s in segments]
+        return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.long)
+
+
+def slice_context_parallel(
+    packed: Shaped[Tensor, tokens * rest], layout: PackLayout, cp_rank: int
+) -> Shaped[Tensor, local_tokens * rest]:
+    """[T, …] in pack order → [T / CP, …], this rank's zigzag share."""
+    if layout.cp_size == 1:
+        return packed
+    return packed[platform.sent(layout.local_positions(cp_rank), packed.device)]
+
+
+def gather_context_parallel(
+    local: Shaped[Tensor, local_tokens * rest], layout: PackLayout, group: ProcessGroup | None
+) -> Shaped[Tensor, tokens * rest]:
+    """[T / CP, …] zigzag shares → [T, …] in pack order on every rank.
+
+    Forward all-gathers; backward sums the ranks' gradients for the own rows (reduce-scatter), which is the adjoint
+    of what was done: every rank's copy was used. So where all ranks compute the same loss from the gathered rows,
+    and the gradients of parameters are then summed over the ranks, the loss counts CP times: its caller divides it
+    by CP, once. Every public function that takes a `context_parallel_group` follows this.
+    """
+    if group_size(group) == 1:
+        return local
+    gathered = all_gather_forward_reduce_scatter_backward(local, group)
+    return gathered[platform.sent(layout.gather_order, local.device)]
+
+
+@dataclass(frozen=True)
+class CountedPositions:
+    """The positions of one context-parallel rank that the loss counts.
+
+    n ≥ 1, so that collectives match: a rank without such positions keeps a dummy.
+
+    All tensors are on the host until `on` sends them.
+
+    layout: of the pack.
+    index, counted: [N, S − 1]; where in the pack the tokens are that rows predict, and which of them count.
+    tokens: [n] pack positions of counted tokens whose predictor this rank holds.
+    predictors: [n] places of these predictors in this rank's hidden states.
+    is_dummy: the one position stands for none.
+    """
+
+    layout: PackLayout
+    index: Int[Tensor, "rows predicted"]
+    counted: Bool[Tensor, "rows predicted"]
+    tokens: Int[Tensor, " n"]
+    predictors: Int[Tensor, " n"]
+    is_dummy: bool
+
+    @classmethod
+    def of(cls, layout: PackLayout, mask: Float[Tensor, "rows predicted"], cp_rank: int) -> CountedPositions:
+        """Return the positions that `mask` [N, S − 1] counts."""
+        index, there = layout.token_table(mask.shape[1] + 1)
+        index, counted = index[:, 1:], there[:, 1:] & (mask > 0)
+        wanted = torch.zeros(layout.total, dtype=torch.bool)  # of the tokens that are predicted
+        wanted[index[counted]] = True
+        held = layout.local_positions(cp_rank)
+        place = torch.full((layout.total + 1,), -1)  # of each position on this rank; the last: of no position
+        place[held] = torch.arange(len(held))
+        tokens = (wanted & (place[layout.predictor] >= 0)).nonzero().flatten()
+        is_dummy = not len(tokens)
+        tokens = torch.zeros(1, dtype=torch.long) if is_dummy else tokens
+        return cls(layout, index, counted, tokens, place[layout.predictor[tokens]].clamp(min=0), is_dummy)
+
+    def on(self, device: torch.device, *others: Tensor) -> tuple[CountedPositions, list[Tensor]]:
+        """The same for values that are on `device`; and `others` of the host there, all by one copy."""
+        own = self.index, self.counted, self.tokens, self.predictors
+        index, counted, tokens, predictors, *there = platform.sent_together((*own, *others), device)
+        return replace(self, index=index, counted=counted, tokens=tokens, predictors=predictors), there
+
+    def pick(self, hidden: Float[Tensor, "local_tokens hidden"]) -> Float[Tensor, "n hidden"]:
+        """Hidden states of the predictors; of a dummy zeros, whatever the model made of it, that pass gradients on."""
+        picked = hidden[self.predictors]
+        return picked.masked_fill(torch.ones_like(picked, dtype=torch.bool), 0) if self.is_dummy else picked
+
+    def targets(self, input_ids: Int[Tensor, "rows seq"]) -> Int[Tensor, " n"]:
+        """The tokens that are predicted; all on the host."""
+        return self.layout.pack_rows(input_ids)[self.tokens]
+
+    def inputs(self) -> Int[Tensor, " n"]:
+        """Places of the predictors in the flattened rows [N·S]; all on the host, which a mask on the device would make
+        wait."""
+        index, there = self.layout.token_table(self.index.shape[1] + 1)
+        place = torch.zeros(self.layout.total, dtype=torch.long)  # of each pack position in the rows
+        place[index[there]] = there.flatten().nonzero().flatten()
+        return place[self.layout.predictor[self.tokens].clamp(min=0)]
+
+    def spread(
+        self, values: Float[Tensor, n * rest], context_parallel_group: ProcessGroup | None
+    ) -> Float[Tensor, rows * predicted_and_rest]:
+        """[n, …] → [N, S − 1, …], whole on every context-parallel rank; 0 where nothing counts.
+
+        Forward and backward: an all-reduce (see `gather_context_parallel` for what that means for the loss).
+        """
+        values = values * 0 if self.is_dummy else values
+        packed = values.new_zeros(self.layout.total, *values.shape[1:])
+        packed = packed.index_copy(0, self.tokens, values)
+        packed = all_reduce_forward_all_reduce_backward(packed, context_parallel_group)
+        counted = self.counted.view(*self.counted.shape, *(1,) * (values.ndim - 1))
+        return torch.where(counted, packed[self.index], 0)

@@ -1,0 +1,484 @@
+"""Options of the losses. Each is defined once: as a YAML section, a TypedDict, and what the loss reads.
+
+A class of options is a frozen dataclass. The configuration validates it as a section, `typed_dict` gives library users
+its keys, and `from_config` reads a plain dictionary. This module imports neither torch nor pydantic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NotRequired,
+    Required,
+    Self,
+    TypedDict,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from mcore_rl.errors import ContractError
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Marks a number and the range it must be in; a bool is no number."""
+
+    ge: float | None = None
+    gt: float | None = None
+    lt: float | None = None
+
+    def problem(self, value: Any) -> str | None:
+        """What is wrong with `value`, or None."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return "must be a number"
+        if not math.isfinite(value):
+            return "must be finite"
+        if self.ge is not None and not value >= self.ge:
+            return f"must be at least {self.ge:g}"
+        if self.gt is not None and not value > self.gt:
+            return f"must be more than {self.gt:g}"
+        return f"must be less than {self.lt:g}" if self.lt is not None and not value < self.lt else None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """For the YAML section: pydantic would take true for 1."""
+        from pydantic_core import core_schema
+
+        def refuse_bool(value: Any) -> Any:
+            if isinstance(value, bool):
+                raise ValueError("must be a number, not true or false")
+            return value
+
+        return core_schema.no_info_before_validator_function(refuse_bool, handler(source))
+
+
+NonNegative = Annotated[float, Bounds(ge=0)]
+Positive = Annotated[float, Bounds(gt=0)]
+
+
+def option(default: Any) -> Any:
+    """A key that dictionaries must have (YAML files need not): one that the documented reference requires."""
+    return dataclasses.field(default=default, metadata={"required": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """Options with their defaults; whatever is wrong raises `ContractError` and names the key."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Names that other versions of the reference have for an option."""
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """Keys that a wider configuration of the reference's trainer has beside the loss's."""
+
+    def __post_init__(self) -> None:
+        for name, kind in _types(type(self)).items():
+            if problem := _problem(kind, getattr(self, name)):
+                raise ContractError(f"{name}: {problem}, got {getattr(self, name)!r}")
+        self.check()
+
+    def check(self) -> None:
+        """Raises ContractError for options that contradict each other."""
+
+    def require(self, holds: bool, message: str) -> None:
+        if not holds:
+            raise ContractError(message)
+
+    @classmethod
+    def translate(cls, cfg: Mapping[str, Any]) -> dict[str, Any]:
+        """A dictionary of another version of the reference, under the names of this one.
+
+        Raises:
+            ContractError: two names of one option with different values.
+        """
+        values: dict[str, Any] = {}
+        for key, value in cfg.items():
+            name = cls.aliases.get(key, key)
+            if name in values and values[name] != value:
+                raise ContractError(f"{name} has two values, {values[name]!r} and {value!r} ({key} is another name)")
+            values[name] = value
+        return values
+
+    @classmethod
+    def from_config(cls, cfg: Mapping[str, Any] | Self, loss: str) -> Self:
+        """From a dictionary, with aliases and the trainer's own keys.
+
+        Raises:
+            ContractError: a key is missing, unknown (the nearest is named), contradictory or of a wrong kind.
+        """
+        if isinstance(cfg, cls):
+            return cfg
+        if not isinstance(cfg, Mapping):
+            raise ContractError(f"{loss}: its configuration must be a dictionary, got a {type(cfg).__name__}")
+        values = {key: value for key, value in cls.translate(cfg).items() if key not in cls.ignored}
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        missing = [name for name, field in fields.items() if "required" in field.metadata and name not in values]
+        if missing:
+            raise ContractError(f"{loss}: its configuration lacks {', '.join(missing)}")
+        if unknown := sorted(set(values) - set(fields)):
+            nearest = difflib.get_close_matches(unknown[0], fields, n=1)
+            hint = f" (did you mean {nearest[0]}?)" if nearest else ""
+            raise ContractError(f"{loss}: its configuration has unknown keys {', '.join(unknown)}{hint}")
+        try:
+            return cls(**values)
+        except ContractError as error:
+            raise ContractError(f"{loss}: {error}") from None
+
+
+def _types(options: type[LossOptions]) -> dict[str, Any]:
+    hints = get_type_hints(options, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(options)}
+
+
+def _problem(kind: Any, value: Any) -> str | None:
+    """What is wrong with a value of an option of this type."""
+    parts = [kind] if _is_leaf(kind) or get_origin(kind) is tuple else list(get_args(kind))
+    if value is None and type(None) in parts:
+        return None
+    items = next((get_args(part)[0] for part in parts if get_origin(part) is tuple), None)
+    parts = [part for part in parts if part is not type(None) and get_origin(part) is not tuple]
+    if items is not None and (isinstance(value, list | tuple) or not parts):
+        if not isinstance(value, list | tuple) or not value:
+            return "must be a list that is not empty"
+        return next((problem for item in value if (problem := _problem(items, item))), None)
+    choices = [choice for part in parts for choice in get_args(part) if not _is_leaf_number(part)]
+    if choices:
+        return None if value in choices else f"must be one of {', '.join(map(str, choices))}"
+    bounds = next((part.__metadata__[0] for part in parts if _is_leaf_number(part)), None)
+    if bounds is not None:
+        whole = any(get_args(part)[0] is int for part in parts if _is_leaf_number(part))
+        return "must be a whole number" if whole and isinstance(value, float) else bounds.problem(value)
+    if str in parts:
+        return None if isinstance(value, str) and value.strip() else "must be a text that is not empty"
+    return None if isinstance(value, bool) else "must be true or false"
+
+
+def _is_leaf_number(kind: Any) -> bool:
+    return hasattr(kind, "__metadata__")
+
+
+def _is_leaf(kind: Any) -> bool:
+    return _is_leaf_number(kind) or kind in (bool, str) or getattr(kind, "__origin__", None) is Literal
+
+
+def typed_dict(name: str, options: type[LossOptions]) -> Any:
+    """The `TypedDict` of these options' keys."""
+    keys: dict[str, Any] = {}
+    for field in dataclasses.fields(options):
+        kind = _types(options)[field.name]
+        keys[field.name] = Required[kind] if "required" in field.metadata else NotRequired[kind]
+    made = TypedDict(name, keys)  # type: ignore[misc]
+    made.__doc__ = f"Keys of a configuration dictionary; what each means is written at `{options.__name__}`."
+    return made
+
+
+# ------------------------------------------------------------------ policy gradients
+
+
+KLEstimator = Literal["k1", "k2", "k3"]
+TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedPGOptions(LossOptions):
+    """What `ClippedPGLossFn` does. Keys of the reference's other versions: see `aliases` and `translate`."""
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "reference_policy_kl_type": "kl_estimator",
+        "kl_input_clamp_value": "kl_clamp",
+        "kl_output_clamp_value": "kl_output_clamp",
+    }
+
+    reference_policy_kl_penalty: NonNegative = option(0.0)
+    """β, the weight of KL(π ‖ π_ref)."""
+    ratio_clip_min: NonNegative = option(0.2)
+    """The ratio is clipped below at 1 − this."""
+    ratio_clip_max: NonNegative = option(0.2)
+    """The ratio is clipped above at 1 + this (DAPO's clip-higher, arXiv:2503.14476, if more than the other)."""
+    ratio_clip_c: Annotated[float, Bounds(gt=1)] | None = option(None)
+    """Dual clip: an upper bound on −A·ratio where A < 0 (arXiv:1912.09729); more than 1, or null for none."""
+    use_on_policy_kl_approximation: bool = option(False)
+    """Weight the KL estimate by exp(current − generation): samples of an old policy, estimate for this one."""
+    use_importance_sampling_correction: bool = option(False)
+    """Multiply by exp(prev − generation): the sampler's numbers differ from the trainer's."""
+    token_level_loss: bool = option(True)
+    """Mean over all tokens (DAPO) rather than over sequences of their means (GRPO, arXiv:2402.03300)."""
+    disable_ppo_ratio: bool = False
+    """REINFORCE, RLOO (arXiv:2402.14740): the log-probability itself in place of the ratio, no clip."""
+    force_on_policy_ratio: bool | None = None
+    """prev = current, so that the ratio is 1: right for the only update on samples of these very weights.
+    null: no; in GRPO: where that holds, which is said when the run begins."""
+    sequence_level_importance_ratios: bool = False
+    """GSPO (arXiv:2507.18071): one ratio a sequence, exp(mean(current − prev))."""
+    clip_type: Literal["ppo", "cispo"] = "ppo"
+    """cispo: the clipped ratio, detached, weighs the log-probability (arXiv:2506.13585)."""
+    dr_grpo_max_tokens: Annotated[int, Bounds(ge=1)] | None = None
+    """Dr.GRPO (arXiv:2503.20783): a sequence's sum over this constant, not its mean."""
+    kl_estimator: KLEstimator = "k3"
+    """See `calculate_kl`."""
+    kl_clamp: NonNegative | None = 20.0
+    """Bound on |reference − current| in nats before the estimate; null for none, as the documented reference has it."""
+    kl_output_clamp: NonNegative | None = None
+    """Bound on the absolute value of the estimate; null for none."""
+    kl_gradient: Literal["value", "unbiased"] = "value"
+    """unbiased: also the gradient of the probability of what was sampled; see `kl_weights`."""
+    use_kl_in_reward: bool = False
+    """The KL term is part of the advantages (REINFORCE++, PPO), not of the loss."""
+    importance_sampling_level: Literal["token", "sequence"] | None = None
+    """One importance weight a token or one a sequence; null for that of the ratios."""
+    truncated_importance_sampling_type: TruncationType | None = None
+    """What becomes of importance weights out of bounds; see `truncate_importance_weights`. null: tis."""
+    truncated_importance_sampling_ratio: Positive | None = None
+    """Upper bound of the importance weights; null leaves them as they are."""
+    truncated_importance_sampling_ratio_min: NonNegative | None = None
+    """Lower bound; null for none."""
+    entropy_bonus: NonNegative = 0.0
+    """This times the mean entropy is subtracted from the loss."""
+    positive_example_nll_weight: NonNegative = 0.0
+    """This times the negative log-likelihood of samples with a positive reward is added (VAPO, arXiv:2504.05118)."""
+
+    @classmethod
+    def translate(cls, cfg: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().translate(cfg)
+        if "use_cispo" in values:
+            cispo = values.pop("use_cispo")
+            if not isinstance(cispo, bool):
+                raise ContractError(f"use_cispo: must be true or false, got {cispo!r}")
+            clip_type = "cispo" if cispo else "ppo"
+            if values.setdefault("clip_type", clip_type) != clip_type:
+                raise ContractError(f"use_cispo={cispo} and clip_type={values['clip_type']} contradict each other")
+        return values
+
+    def check(self) -> None:
+        sequences = self.sequence_level_importance_ratios
+        self.require(
+            not (sequences and self.token_level_loss),
+            "sequence_level_importance_ratios needs a sequence-level loss: set token_level_loss=False",
+        )
+        self.require(
+            self.dr_grpo_max_tokens is None or not self.token_level_loss,
+            "dr_grpo_max_tokens is for a sequence-level loss: set token_level_loss=False",
+        )
+        self.require(
+            not self.disable_ppo_ratio or not (sequences or self.clip_type == "cispo" or self.ratio_clip_c),
+            "disable_ppo_ratio leaves no ratio for clip_type=cispo, ratio_clip_c or sequence-level ratios",
+        )
+        self.require(
+            self.clip_type != "cispo" or not (sequences or self.ratio_clip_c),
+            "clip_type=cispo has neither sequence-level ratios nor a dual clip (ratio_clip_c)",
+        )
+        self.require(
+            self.reference_policy_kl_penalty > 0 or not self.use_kl_in_reward,
+            "use_kl_in_reward needs a reference_policy_kl_penalty",
+        )
+        self.require(
+            not self.use_kl_in_reward or not (self.use_on_policy_kl_approximation or self.kl_gradient == "unbiased"),
+            "use_kl_in_reward leaves no KL term in the loss for use_on_policy_kl_approximation or kl_gradient=unbiased",
+        )
+        self._check_importance_sampling()
+
+    def _check_importance_sampling(self) -> None:
+        upper, lower = self.truncated_importance_sampling_ratio, self.truncated_importance_sampling_ratio_min
+        kind = self.truncated_importance_sampling_type
+        for name, value in (
+            ("truncated_importance_sampling_ratio", upper),
+            ("importance_sampling_level", self.importance_sampling_level),
+        ):
+            self.require(
+                value is None or self.use_importance_sampling_correction,
+                f"{name} needs use_importance_sampling_correction=True",
+            )
+        self.require(
+            upper is not None or (kind in (None, "tis") and lower is None),
+            "truncated_importance_sampling_type and _ratio_min need truncated_importance_sampling_ratio",
+        )
+        self.require(
+            kind in (None, "tis") or lower is not None, f"truncated_importance_sampling_ratio_min: {kind} needs one"
+        )
+        self.require(
+            upper is None or lower is None or lower <= upper,
+            f"truncated_importance_sampling_ratio_min ({lower}) must be at most "
+            f"truncated_importance_sampling_ratio ({upper})",
+        )
+        self.require(
+            kind != "seq-mask-tis" or not self.weighs_sequences,
+            "seq-mask-tis leaves out sequences and weighs tokens: importance weights must be one a token",
+        )
+
+    @property
+    def weighs_sequences(self) -> bool:
+        """True where importance weights are one a sequence."""
+        if self.importance_sampling_level is None:
+            return self.sequence_level_importance_ratios
+        return self.importance_sampling_level == "sequence"
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """True where the loss has a KL term."""
+        return self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
+
+    @property
+    def learns_without_advantages(self) -> bool:
+        """True where there is something to learn though all advantages are 0."""
+        return self.kl_in_loss or self.entropy_bonus > 0 or self.positive_example_nll_weight > 0
+
+
+# ------------------------------------------------------------------ preferences
+
+
+PreferenceLossType = Literal["sigmoid", "ipo", "hinge", "robust", "apo_zero", "apo_down", "simpo", "orpo"]
+
+WITHOUT_REFERENCE: frozenset[PreferenceLossType] = frozenset(("simpo", "orpo"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOOptions(LossOptions):
+    """What `DPOLossFn` does."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "max_num_epochs", "max_num_steps", "val_period", "val_batches", "val_global_batch_size",
+            "val_micro_batch_size", "val_at_start", "val_at_end", "seed",
+        }
+    )  # fmt: skip
+
+    reference_policy_kl_penalty: NonNegative = option(0.1)
+    """β."""
+    preference_loss_weight: NonNegative = option(1.0)
+    """Weight of the preference loss."""
+    sft_loss_weight: NonNegative = option(0.0)
+    """Weight of the negative log-likelihood of the chosen responses."""
+    preference_average_log_probs: bool = option(False)
+    """Rewards are means over a response's tokens, not sums."""
+    sft_average_log_probs: bool = option(False)
+    """The likelihood too is a mean over each response's tokens."""
+    preference_loss: PreferenceLossType | tuple[PreferenceLossType, ...] = "sigmoid"
+    """One, or a list of several, whose weighted sum is the preference loss (as in arXiv:2411.10442). Of Δr, what the
+    chosen reward is ahead by, or of both rewards (c, r):
+
+    sigmoid: L(Δr) = −log σ(β·Δr). ipo: (Δr − 1 / 2β)² (arXiv:2310.12036, eq. 17).
+    hinge: max(0, 1 − β·Δr) (SLiC-HF, arXiv:2305.10425).
+    robust: ((1 − ε)·L(Δr) − ε·L(−Δr)) / (1 − 2ε), unbiased where a share ε of the pairs is the wrong way round
+    (arXiv:2403.00409).
+    apo_zero: 1 − σ(β·c) + σ(β·r); apo_down: σ(β·c) + 1 − σ(β·Δr) (arXiv:2408.06266, eq. 7 and 8).
+    simpo: −log σ(β·Δr − γ) (arXiv:2405.14734), and orpo: −β·log σ(log odds(c) − log odds(r)) (arXiv:2403.07691), whose
+    rewards are mean log-probabilities of the policy alone: there is no reference."""
+    preference_loss_weights: tuple[NonNegative, ...] | None = None
+    """Of several preference losses: each one's weight; 1 each if not given."""
+    label_smoothing: Annotated[float, Bounds(ge=0, lt=0.5)] = 0.0
+    """ε: of robust; of sigmoid and simpo the conservative loss (1 − ε)·L(Δr) + ε·L(−Δr)
+    (cDPO, https://ericmitchell.ai/cdpo.pdf)."""
+    simpo_gamma: NonNegative = 0.5
+    """γ of simpo."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether rewards are differences from a reference's log-probabilities."""
+        return not set(self.preference_losses) & WITHOUT_REFERENCE
+
+    @property
+    def preference_losses(self) -> dict[PreferenceLossType, float]:
+        """Each preference loss and its weight."""
+        kinds = (self.preference_loss,) if isinstance(self.preference_loss, str) else self.preference_loss
+        return dict(zip(kinds, self.preference_loss_weights or (1.0,) * len(kinds), strict=True))
+
+    @property
+    def averages(self) -> bool:
+        """Whether rewards are means over a response's tokens."""
+        return self.preference_average_log_probs or not self.needs_reference
+
+    def check(self) -> None:
+        self._check_several()
+        kinds = self.preference_losses
+        self.require(
+            not self.label_smoothing or bool(kinds.keys() & {"sigmoid", "robust", "simpo"}),
+            "label_smoothing applies to preference_loss=sigmoid, robust and simpo only",
+        )
+        self.require(
+            "robust" not in kinds or self.label_smoothing > 0, "preference_loss=robust needs a label_smoothing"
+        )
+        self.require(
+            "ipo" not in kinds or self.reference_policy_kl_penalty > 0,
+            "preference_loss=ipo divides by reference_policy_kl_penalty, which is 0",
+        )
+        self.require(
+            "orpo" not in kinds or self.sft_loss_weight > 0,
+            "preference_loss=orpo is an addition to the likelihood of the chosen: set sft_loss_weight (1 in the paper)",
+        )
+        self.require(
+            "simpo" in kinds or self.simpo_gamma == 0.5,
+            f"simpo_gamma applies to preference_loss=simpo, not to {', '.join(kinds)}",
+        )
+        self.require(
+            self.preference_loss_weight > 0 or self.sft_loss_weight > 0,
+            "preference_loss_weight and sft_loss_weight are both 0: nothing would be trained",
+        )
+
+    def _check_several(self) -> None:
+        kinds, weights = self.preference_loss, self.preference_loss_weights
+        if isinstance(kinds, str):
+            self.require(
+                weights is None,
+                "preference_loss_weights are of a list of preference losses; set preference_loss_weight for one",
+            )
+            return
+        named = ", ".join(kinds)
+        self.require(len(set(kinds)) == len(kinds), f"preference_loss=[{named}] names one of them twice")
+        self.require(
+            weights is None or len(weights) == len(kinds),
+            f"preference_loss_weights: {len(weights or ())} weights for the {len(kinds)} of preference_loss=[{named}]",
+        )
+        self.require(
+            weights is None or any(weights),
+            "preference_loss_weights are all 0; set preference_loss_weight=0 to train on the likelihood alone",
+        )
+        without = WITHOUT_REFERENCE & set(kinds)
+        self.require(
+            without in (set(), set(kinds)),
+            f"preference_loss=[{named}]: {', '.join(sorted(without))} has no reference, and the others have one: their "
+            "rewards differ, so that they cannot be added",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTOOptions(LossOptions):
+    """What `KTOLossFn` does."""
+
+    reference_policy_kl_penalty: NonNegative = option(0.1)
+    """β."""
+    desirable_weight: NonNegative = option(1.0)
+    """λ_D."""
+    undesirable_weight: NonNegative = option(1.0)
+    """λ_U."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationOptions(LossOptions):
+    """What `DistillationLossFn` and `WholeVocabularyDistillationLossFn` do."""
+
+    kl_type: Literal["forward", "reverse", "mixed", "js"] = option("forward")
+    """forward: KL(teacher ‖ student); reverse: KL(student ‖ teacher); mixed: both, weighted; js: generalised
+    Jensen–Shannon, β·KL(teacher ‖ m) + (1 − β)·KL(student ‖ m) with m = β·teacher + (1 − β)·student
+    (arXiv:2306.13649, eq. 1)."""
+    mixed_kl_weight: Annotated[float, Bounds(ge=0)] = option(0.5)
+    """Share of the forward KL where kl_type is mixed."""
+    js_beta: Annotated[float, Bounds(gt=0, lt=1)] = 0.5
+    """β where kl_type is js."""
+    loss_temperature: Positive = 1.0
+    """The logits of both are divided by it before they are compared."""
+    zero_outside_topk: bool = False
+    """The student is not renormalised over the teacher's k tokens; outside them the teacher's probability is 0."""
+
+    def check(self) -> None:
+        self.require(self.mixed_kl_weight <= 1, f"mixed_kl_weight must be between 0 and 1, got {self.mixed_kl_weight}")
+        self.require(
+            self.kl_type == "js" or self.js_beta == 0.5, f"js_beta applies to kl_type=js, not to {self.kl_type}"
+        )
