@@ -24,10 +24,10 @@ from bench_results import Row, finish
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mcore_rl.config import GRPOConfig, build_config
-from mcore_rl.data.prompts import Prompt
+from mcore_rl.data.datasets import Prompt
 from mcore_rl.data.sample_order import SampleOrder
 from mcore_rl.platform import initialize_platform
-from mcore_rl.utils.quiet import quiet_libraries
+from mcore_rl.utils.console import quiet_libraries
 
 BOUND = 1.6
 PROMPTS, GROUP, NEW_TOKENS, VOCABULARY = 4, 4, 64, 1024

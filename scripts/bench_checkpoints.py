@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mcore_rl.config import SFTConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.platform import initialize_platform
-from mcore_rl.utils.quiet import quiet_libraries
+from mcore_rl.utils.console import quiet_libraries
 
 SHARD_BYTES = 10**8
 

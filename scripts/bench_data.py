@@ -34,7 +34,7 @@ RANK = """
 import json, resource, sys, time
 started = time.perf_counter()
 from pathlib import Path
-from mcore_rl.data.batches import collate
+from mcore_rl.data.batching import collate
 from mcore_rl.data.sample_order import SampleOrder
 from mcore_rl.data.token_store import TokenStore
 

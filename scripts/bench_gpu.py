@@ -32,7 +32,7 @@ from mcore_rl.cli.entry_point import Parser, told_in_one_line
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.step import RankReport
-from mcore_rl.utils.quiet import quiet_libraries
+from mcore_rl.utils.console import quiet_libraries
 
 PEAK_MEMORY = (0.9, 1.1)
 UTILIZATION = 0.5 if find_spec("transformer_engine") else 0.45

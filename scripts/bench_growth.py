@@ -28,7 +28,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mcore_rl.config import GRPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.testing.processes import run_processes
-from mcore_rl.utils.quiet import quiet_libraries
+from mcore_rl.utils.console import quiet_libraries
 
 VOCABULARY, PROMPT, RESPONSE, WIDTH, HEIGHT = 1024, 512, 64, 460, 220
 PICTURES = RESULTS / "growth"

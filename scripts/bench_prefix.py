@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mcore_rl.config import DPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.platform import initialize_platform
-from mcore_rl.utils.quiet import quiet_libraries
+from mcore_rl.utils.console import quiet_libraries
 
 VOCABULARY = 8192
 # name, rows of a group, tokens of prompt and of each response, groups in a batch, bound on the ratio

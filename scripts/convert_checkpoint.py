@@ -18,7 +18,7 @@ from mcore_rl.config import read_chat_template, read_yaml
 from mcore_rl.errors import UserError
 from mcore_rl.run.preflight import check_model_directory
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
-from mcore_rl.utils.quiet import quiet_libraries
+from mcore_rl.utils.console import quiet_libraries
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.config import RLConfig, TrainingConfig
-from mcore_rl.config.reference import SectionReference, as_markdown, reference_of
+from mcore_rl.config.schema import SectionReference, as_markdown, reference_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 

@@ -9,7 +9,7 @@ from mcore_rl.cli.entry_point import Parser, count, told_in_one_line
 from mcore_rl.config import DPOConfig, load_config
 from mcore_rl.data.readers import check_file
 from mcore_rl.run.preflight import check_model_directory
-from mcore_rl.utils.quiet import quiet_libraries
+from mcore_rl.utils.console import quiet_libraries
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def train(config: DPOConfig, workers: int, steps: int) -> None:
 
     initialize_platform()
     from mcore_rl.algorithms.build_loss import loss_of
-    from mcore_rl.data.batches import collate
+    from mcore_rl.data.batching import collate
     from mcore_rl.models.policy.ray_policy import Policy
     from mcore_rl.run.setup import load_inputs
 

@@ -11,7 +11,7 @@ from mcore_rl.cli.entry_point import Parser, told_in_one_line
 from mcore_rl.config import GRPOConfig, load_config
 from mcore_rl.errors import TrainingError
 from mcore_rl.run.preflight import check_model_directory, check_vllm
-from mcore_rl.utils.quiet import quiet_libraries
+from mcore_rl.utils.console import quiet_libraries
 
 
 def main() -> None:

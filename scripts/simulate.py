@@ -18,7 +18,7 @@ from mcore_rl.config import DPOConfig, ParallelConfig, TrainingConfig
 from mcore_rl.config.base import whole_number
 from mcore_rl.errors import UserError
 from mcore_rl.run.preflight import check_layout, check_sources
-from mcore_rl.utils.quiet import quiet_libraries
+from mcore_rl.utils.console import quiet_libraries
 
 
 def main() -> None:

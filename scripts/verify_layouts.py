@@ -22,11 +22,11 @@ from mcore_rl.config import (
     ParallelConfig,
     SFTConfig,
 )
-from mcore_rl.config.layouts import own_split, parse_layouts
+from mcore_rl.config.parallel import own_split, parse_layouts
 from mcore_rl.data.readers import check_file
 from mcore_rl.errors import UserError
 from mcore_rl.run.preflight import check_model_directory
-from mcore_rl.utils.quiet import quiet_libraries
+from mcore_rl.utils.console import quiet_libraries
 
 DEFAULT_LAYOUTS = ["tp=1,2", "pp=1,2", "cp=1,2"]
 
@@ -98,8 +98,8 @@ def verify(arguments, config, layouts):
 
 
 def first_batch(config, tokenizer):
-    from mcore_rl.data.batches import collate
-    from mcore_rl.data.records import load_preference_dataset, load_sft_dataset, load_unpaired_dataset
+    from mcore_rl.data.batching import collate
+    from mcore_rl.data.datasets import load_preference_dataset, load_sft_dataset, load_unpaired_dataset
 
     loaders = {SFTConfig: load_sft_dataset, DistillationConfig: load_sft_dataset, KTOConfig: load_unpaired_dataset}
     load_dataset = loaders.get(type(config), load_preference_dataset)
@@ -120,7 +120,7 @@ def invent_rollouts(config, tokenizer):
 
     from mcore_rl.algorithms.advantages import advantages_of
     from mcore_rl.algorithms.grpo import add_positive_examples
-    from mcore_rl.data.prompts import load_prompt_dataset
+    from mcore_rl.data.datasets import load_prompt_dataset
     from mcore_rl.rollouts.samples import Rollout, to_batch
 
     dataset = load_prompt_dataset(config.data.train, tokenizer, config.data, config.max_prompt_length)

@@ -23,7 +23,7 @@ from small_models import models_below
 
 from mcore_rl.platform import initialize_platform
 from mcore_rl.testing.processes import serve_processes
-from mcore_rl.utils.quiet import quiet_libraries
+from mcore_rl.utils.console import quiet_libraries
 
 # The same examples in every run, so that a failure is the change's own; `--hypothesis-profile=default` draws others.
 hypothesis.settings.register_profile("repeatable", derandomize=True)

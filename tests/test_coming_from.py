@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from mcore_rl.cli.train import PROGRAMS
-from mcore_rl.config.reference import reference_of
+from mcore_rl.config.schema import reference_of
 
 PAGE = (Path(__file__).parent.parent / "docs" / "coming_from.md").read_text()
 ROWS = re.findall(r"^\| (?:(\w+): )?`([\w.]+)` \| `([\w.]+)` \|", PAGE, re.MULTILINE)

@@ -8,8 +8,7 @@ from make_config_reference import PAGE, page
 
 from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.config import build_config, read_yaml
-from mcore_rl.config.reference import as_text, reference_of, section_of
-from mcore_rl.config.schema import json_schema
+from mcore_rl.config.schema import as_text, json_schema, reference_of, section_of
 from mcore_rl.errors import UserError
 
 EXPLAINED_BY_THEIR_SECTION = {"dpo", "kto", "loss", "distillation", "vllm"}

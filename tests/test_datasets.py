@@ -11,12 +11,11 @@ from pydantic import ValidationError
 from small_models import make_tokenizer
 
 from mcore_rl.config import DataConfig
-from mcore_rl.data.batches import collate, valid_counts
-from mcore_rl.data.batching import Batching
-from mcore_rl.data.prompts import load_prompt_dataset
-from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
+from mcore_rl.data.batching import Batching, collate, valid_counts
+from mcore_rl.data.datasets import load_preference_dataset, load_prompt_dataset, load_sft_dataset
 from mcore_rl.data.sample_order import SampleOrder
-from mcore_rl.data.tokenize import TokenSequence, tokenize_completion, tokenize_messages
+from mcore_rl.data.token_store import TokenSequence
+from mcore_rl.data.tokenize import tokenize_completion, tokenize_messages
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.packs import round_up
 from mcore_rl.errors import UserError

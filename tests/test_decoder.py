@@ -8,7 +8,7 @@ from test_megatron_generation import LIMIT, NEW_TOKENS, config_of, generate, mak
 
 from mcore_rl import platform
 from mcore_rl.config import GRPOConfig
-from mcore_rl.config.layouts import Layout
+from mcore_rl.config.parallel import Layout
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.models.generation.kv_cache import Blocks
 from mcore_rl.models.generation.sampling import SamplingParams

@@ -146,7 +146,7 @@ def judge_slowly(store, numbers):
     import torch.distributed as dist
     from topologies import grid
 
-    from mcore_rl.data.prompts import Prompt
+    from mcore_rl.data.datasets import Prompt
     from mcore_rl.models.generation.interfaces import Response
     from mcore_rl.rollouts.samples import Rollout
     from mcore_rl.rollouts.worker import Conversation, RolloutWorker

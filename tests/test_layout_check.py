@@ -446,7 +446,7 @@ def test_a_shrunken_mixture_has_experts(family, changes, tmp_path):
 
 
 def test_uneven_pipelines_can_be_asked_for(model_of):
-    from mcore_rl.config.layouts import own_split, parse_layouts
+    from mcore_rl.config.parallel import own_split, parse_layouts
 
     assert parse_layouts(["pp=1,2", "first=1"]) == [Layout(pp=2, first=1)]
     assert parse_layouts(["pp=2", "vpp=1,2", "stages=E|t*4L,Et|t|t|tL"]) == [

@@ -7,7 +7,7 @@ from small_models import make_model
 from test_simulated_step import EQUAL, MIXTURE, SEQUENCES, call, config_of
 
 from mcore_rl.config import DPOConfig, ParallelConfig, SFTConfig
-from mcore_rl.config.layouts import Layout
+from mcore_rl.config.parallel import Layout
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.report import table
 from mcore_rl.simulation.run import chosen_ranks, layouts_to_try, search

@@ -15,10 +15,8 @@ from topologies import grid
 
 from mcore_rl.algorithms import supervised
 from mcore_rl.algorithms.build_loss import loss_of
-from mcore_rl.data.batches import collate, valid_counts
-from mcore_rl.data.batching import Batching
-from mcore_rl.data.token_store import TokenizedChunk, collect
-from mcore_rl.data.tokenize import TokenSequence
+from mcore_rl.data.batching import Batching, collate, valid_counts
+from mcore_rl.data.token_store import TokenizedChunk, TokenSequence, collect
 from mcore_rl.distributed import collectives
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, Share, share_of
 from mcore_rl.distributed.collectives import gather_from_replicas, gather_on_first, share_in_replica, share_numbers
@@ -222,7 +220,7 @@ def test_every_rank_knows_what_came_of_all(places_of):
 
 
 def divided(lengths, ids, batching, known):
-    from mcore_rl.data.division import divide
+    from mcore_rl.data.batching import divide
 
     replicas = grid().data
     own = None if known is None else known[replicas.rank]
@@ -423,7 +421,7 @@ class Units:
 
 def batch_of_records(rows_per_group):
     from mcore_rl.algorithms.supervised import SupervisedRun
-    from mcore_rl.data.division import divide
+    from mcore_rl.data.batching import divide
 
     replicas, run = grid().data, object.__new__(SupervisedRun)
     batching = Batching(True, 256, 1, 2, dp_size=replicas.size, rows_per_group=rows_per_group)
@@ -511,7 +509,7 @@ class Nine:
 def shared_out(rows_per_group, with_experts, led):
     """The first rollouts, of which each of two replicas has led some."""
     from mcore_rl.algorithms.grpo import GRPORun
-    from mcore_rl.data.division import divide
+    from mcore_rl.data.batching import divide
 
     topology, run = grid(width=2), object.__new__(GRPORun)
     batching = Batching(True, 256, 1, 1, dp_size=2, rows_per_group=rows_per_group, min_shared=4)

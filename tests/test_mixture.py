@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from small_models import make_model
 
 from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, SFTConfig, build_config
-from mcore_rl.data.mixture import MixedStore
 from mcore_rl.data.sample_order import PERIOD, MixedOrder, quotas_of
-from mcore_rl.data.token_store import TokenizedChunk, collect
-from mcore_rl.data.tokenize import TokenSequence
+from mcore_rl.data.token_store import MixedStore, TokenizedChunk, TokenSequence, collect
 from mcore_rl.errors import UserError
 from mcore_rl.testing.processes import run_processes
 

@@ -350,7 +350,7 @@ def test_sampled_experts_replayed(dtype, layout, tmp_path):
 
 
 def test_a_recording_and_the_option_agree_on_experts(tmp_path):
-    from mcore_rl.data.prompts import Prompt
+    from mcore_rl.data.datasets import Prompt
     from mcore_rl.rollouts.recordings import read_recording, recorded_step
     from mcore_rl.rollouts.samples import Rollout
 

@@ -8,7 +8,7 @@ from small_models import make_config
 
 from mcore_rl.cli.dry_run import layout_picture
 from mcore_rl.config import ModelConfig, ParallelConfig
-from mcore_rl.config.pipeline import layers_of_layout
+from mcore_rl.config.parallel import layers_of_layout
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.hf_config import check_model_fits
 

@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.dpo import precomputes_reference
 from mcore_rl.config import DPOConfig
-from mcore_rl.data.batches import collate
-from mcore_rl.data.token_store import TokenizedChunk, collect
-from mcore_rl.data.tokenize import TokenSequence
+from mcore_rl.data.batching import collate
+from mcore_rl.data.token_store import TokenizedChunk, TokenSequence, collect
 from mcore_rl.testing.layout_check import Layout
 from mcore_rl.testing.processes import run_processes
 

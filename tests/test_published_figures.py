@@ -7,7 +7,7 @@ from small_models import and_long
 from test_simulated_step import config_of, in_processes
 
 from mcore_rl.config import DPOConfig
-from mcore_rl.config.layouts import Layout
+from mcore_rl.config.parallel import Layout
 from mcore_rl.simulation.loading import simulate_loading
 from mcore_rl.simulation.step import Sequences, simulate_rank
 

@@ -10,8 +10,8 @@ from test_layout_check import make_config, make_data
 from test_moe_routing import with_experts
 
 from mcore_rl.config import ModelConfig, PPOConfig
-from mcore_rl.config.layouts import Layout
-from mcore_rl.config.loading import build_config
+from mcore_rl.config.load import build_config
+from mcore_rl.config.parallel import Layout
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.hf_config import check_model_fits
 from mcore_rl.simulation.hardware import Hardware

@@ -8,7 +8,7 @@ from ports import free_port
 from small_models import and_long, make_model
 from test_simulated_step import EQUAL, SEQUENCES, config_of, in_processes
 
-from mcore_rl.config.layouts import Layout
+from mcore_rl.config.parallel import Layout
 from mcore_rl.simulation.step import invented_batch, simulate_rank
 
 SIZES = {

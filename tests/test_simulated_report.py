@@ -14,11 +14,11 @@ from test_simulated_step import MIXTURE, config_of, in_processes
 from mcore_rl import platform
 from mcore_rl.cli.dry_run import first_batch
 from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, PPOConfig, SFTConfig
-from mcore_rl.config.layouts import Layout
-from mcore_rl.config.second_models import config_of_critic
+from mcore_rl.config.algorithms import config_of_critic
+from mcore_rl.config.parallel import Layout
 from mcore_rl.data.batching import Batching
-from mcore_rl.data.prompts import PromptDataset
-from mcore_rl.data.tokenize import TokenSequence
+from mcore_rl.data.datasets import PromptDataset
+from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
 from mcore_rl.simulation import rank
 from mcore_rl.simulation.hardware import Hardware

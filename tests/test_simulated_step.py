@@ -26,7 +26,7 @@ from mcore_rl.config import (
     RLConfig,
     SFTConfig,
 )
-from mcore_rl.config.layouts import Layout
+from mcore_rl.config.parallel import Layout
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.loading import simulate_loading
 from mcore_rl.simulation.models import PHASES

@@ -129,7 +129,7 @@ def test_files_and_the_root_are_small():
 NEED_NO_DEVICE = (
     "algorithms.loss_functions",
     "rollouts.samples",
-    "data.records",
+    "data.datasets",
     "distributed.batched_data_dict",
     "testing.layout_check",
     "models.policy.interfaces",

@@ -14,16 +14,14 @@ import pytest
 from small_models import make_tokenizer
 
 from mcore_rl.config import DataConfig
-from mcore_rl.data import token_cache, token_store, tokenization
-from mcore_rl.data.prompts import load_prompt_dataset
-from mcore_rl.data.records import load_preference_dataset, load_sft_dataset
+from mcore_rl.data import token_cache, token_store, tokenize
+from mcore_rl.data.datasets import load_preference_dataset, load_prompt_dataset, load_sft_dataset
 from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.data.token_store import TokenStore
-from mcore_rl.data.tokenization import TokenizerSource
-from mcore_rl.data.tokenize import load_tokenizer
+from mcore_rl.data.tokenize import TokenizerSource, load_tokenizer
 from mcore_rl.errors import UserError
 from mcore_rl.testing.processes import run_processes
-from mcore_rl.utils.progress import silent
+from mcore_rl.utils.console import silent
 
 SETTINGS = DataConfig(train="x", max_sequence_length=40)
 RECORDS = [
@@ -217,14 +215,14 @@ from pathlib import Path
 from mcore_rl.config import DataConfig
 from mcore_rl.data import records, token_cache, tokenization
 from mcore_rl.data.tokenize import load_tokenizer
-from mcore_rl.data.tokenization import TokenizerSource
+from mcore_rl.data.tokenize import TokenizerSource
 
 def slow(*arguments):
     time.sleep(1000)
 
 if __name__ == "__main__":
     files = Path(sys.argv[1])
-    tokenization.SOURCE_BYTES_FOR_PROCESSES, token_cache.available_workers = 0, lambda: 2
+    tokenize.SOURCE_BYTES_FOR_PROCESSES, token_cache.available_workers = 0, lambda: 2
     records._tokenize_sft = slow
     cache = token_cache.TokenCache(files / "cache", TokenizerSource(files / "model", False, None))
     settings = DataConfig(train="x", max_sequence_length=40)
@@ -256,7 +254,7 @@ def test_workers_end_with_a_killed_parent_and_what_it_left_is_removed(files):
 
 @pytest.mark.long
 def test_several_processes_tokenize_the_same(files, monkeypatch):
-    monkeypatch.setattr(tokenization, "SOURCE_BYTES_FOR_PROCESSES", 0)
+    monkeypatch.setattr(tokenize, "SOURCE_BYTES_FOR_PROCESSES", 0)
     source, said = TokenizerSource(files / "model", False, None), []
     tokenizer = load_tokenizer(files / "model")
     plain = load_sft_dataset(str(files / "data.jsonl"), tokenizer, SETTINGS)

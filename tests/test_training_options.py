@@ -20,12 +20,10 @@ from mcore_rl import platform
 from mcore_rl.algorithms import grpo, rl
 from mcore_rl.algorithms.ppo import PPORun
 from mcore_rl.config import EnvironmentConfig, GRPOConfig, ModelConfig, PPOConfig, SFTConfig, load_config
-from mcore_rl.data.batching import Batching
-from mcore_rl.data.division import divide
-from mcore_rl.data.prompts import PromptDataset, StoredPrompts
+from mcore_rl.data.batching import Batching, divide
+from mcore_rl.data.datasets import PromptDataset, StoredPrompts
 from mcore_rl.data.sample_order import SampleOrder
-from mcore_rl.data.token_store import TokenizedChunk, collect
-from mcore_rl.data.tokenize import TokenSequence
+from mcore_rl.data.token_store import TokenizedChunk, TokenSequence, collect
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.environments.interfaces import Sample
 from mcore_rl.environments.judge_processes import JudgedEnvironment

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_vllm_client import GROUPS, PARAMS, config_of, pool_of
 
-from mcore_rl.data.prompts import Prompt
+from mcore_rl.data.datasets import Prompt
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.interfaces import Response, output_of
 from mcore_rl.models.generation.routed_experts import decode_routed_experts

@@ -12,7 +12,7 @@ import pytest
 from small_models import and_long, make_tokenizer
 
 from mcore_rl.config import GRPOConfig, build_config
-from mcore_rl.data.prompts import Prompt
+from mcore_rl.data.datasets import Prompt
 from mcore_rl.data.sample_order import SampleOrder
 from mcore_rl.environments.interfaces import Step
 from mcore_rl.errors import TrainingError, UserError, WorkerError

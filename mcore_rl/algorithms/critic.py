@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config import PPOConfig
-from mcore_rl.config.second_models import CRITIC, config_of_critic
+from mcore_rl.config.algorithms import CRITIC, config_of_critic
 from mcore_rl.distributed.batched_data_dict import OwnRows, Share
 from mcore_rl.losses.common import over_steps, reductions_of
 from mcore_rl.losses.policy_gradient import ValueLossFn

@@ -12,16 +12,16 @@ import torch
 from mcore_rl.algorithms.build_loss import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import DistillationConfig
-from mcore_rl.config.second_models import TEACHER, config_of_teacher
+from mcore_rl.config.algorithms import TEACHER, config_of_teacher
 from mcore_rl.data.chat import end_token_ids
-from mcore_rl.data.records import Dataset
+from mcore_rl.data.datasets import Dataset
 from mcore_rl.distributed.batched_data_dict import OwnRows, Share
 from mcore_rl.models.generation.interfaces import prompts_to_answer
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.models.policy.teacher import TeacherModel
-from mcore_rl.run.metrics import speaker
 from mcore_rl.run.setup import claim_output, load_inputs
+from mcore_rl.utils.console import speaker
 
 
 def train_distill(config: DistillationConfig) -> Path | None:

@@ -12,19 +12,18 @@ from torch import Tensor
 from mcore_rl.algorithms.build_loss import loss_of
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import DPOConfig, ModelConfig
-from mcore_rl.config.second_models import config_of_reference
-from mcore_rl.data.records import Dataset
+from mcore_rl.config.algorithms import config_of_reference
+from mcore_rl.data.datasets import Dataset
 from mcore_rl.distributed.batched_data_dict import OwnRows
 from mcore_rl.distributed.collectives import broadcast_object
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.models.policy.precomputed_reference import PrecomputedReference
 from mcore_rl.models.policy.scoring import ScoringModel
-from mcore_rl.run.metrics import speaker
 from mcore_rl.run.preflight import find_checkpoints
 from mcore_rl.run.setup import Inputs, claim_output, load_inputs
 from mcore_rl.utils import torchrun
-from mcore_rl.utils.progress import Say
+from mcore_rl.utils.console import Say, speaker
 
 # Before the first update policy and reference are the same weights; what is left is rounding, in nats a token.
 FIRST_MARGIN_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}

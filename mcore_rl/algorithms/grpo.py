@@ -16,7 +16,7 @@ import torch
 from mcore_rl.algorithms.advantages import advantages_of, has_signal
 from mcore_rl.algorithms.rl import train_on_rollouts
 from mcore_rl.config import GRPOConfig, RLConfig
-from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, Share, share_of
 from mcore_rl.distributed.collectives import broadcast_in_replica
 from mcore_rl.errors import TrainingError

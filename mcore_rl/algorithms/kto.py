@@ -13,8 +13,8 @@ from mcore_rl.algorithms.build_loss import loss_of
 from mcore_rl.algorithms.dpo import FIRST_MARGIN_TOLERANCE
 from mcore_rl.algorithms.supervised import SupervisedRun
 from mcore_rl.config import KTOConfig
-from mcore_rl.data.batches import collate
-from mcore_rl.data.records import Dataset, UnpairedDataset
+from mcore_rl.data.batching import collate
+from mcore_rl.data.datasets import Dataset, UnpairedDataset
 from mcore_rl.distributed.batched_data_dict import OwnRows, Share
 from mcore_rl.errors import TrainingError
 from mcore_rl.losses.preference import kto_reference_point

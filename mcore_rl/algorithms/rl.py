@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rl.config import RLConfig
-from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment
 from mcore_rl.environments.judge_processes import JudgedEnvironment, probe
 from mcore_rl.environments.reward_model import RewardModelEnvironment
@@ -17,12 +17,12 @@ from mcore_rl.rollouts.recordings import REPLAYED_OPTIONS, check_record, read_re
 from mcore_rl.rollouts.samples import Rollout
 from mcore_rl.rollouts.worker import Conversation, RolloutWorker
 from mcore_rl.run.directory import JUDGE_LOG
-from mcore_rl.run.metrics import speaker
 from mcore_rl.run.preflight import find_checkpoints, is_restart
 from mcore_rl.run.setup import Inputs, claim_output, load_inputs
 from mcore_rl.run.step_log import StepLog
 from mcore_rl.utils import torchrun
 from mcore_rl.utils.checkpoint_store import digest_of_file
+from mcore_rl.utils.console import speaker
 
 if TYPE_CHECKING:
     from mcore_rl.algorithms.grpo import GRPORun

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.data.batches import collate, valid_counts
-from mcore_rl.data.division import share_records
-from mcore_rl.data.records import Dataset
+from mcore_rl.data.batching import collate, share_records, valid_counts
+from mcore_rl.data.datasets import Dataset
 from mcore_rl.distributed.batched_data_dict import OwnRows, Share
 from mcore_rl.losses.common import LossFunction
 from mcore_rl.run import watchdog

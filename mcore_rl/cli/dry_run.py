@@ -7,8 +7,8 @@ from typing import Any
 
 from mcore_rl.config import ParallelConfig, PPOConfig, RLConfig, TrainingConfig
 from mcore_rl.data.batching import batching_of
-from mcore_rl.data.prompts import PromptDataset
-from mcore_rl.data.tokenize import TokenSequence
+from mcore_rl.data.datasets import PromptDataset
+from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.run import chosen_ranks, simulate
 from mcore_rl.simulation.step import Sequences

@@ -20,13 +20,13 @@ from typing import Any, NoReturn, TypeVar
 
 from mcore_rl.config import TrainingConfig, build_config, laid_over, read_overridable, resolved_yaml
 from mcore_rl.config.base import whole_number
-from mcore_rl.config.reference import as_list, as_text, reference_of, section_of
+from mcore_rl.config.schema import as_list, as_text, reference_of, section_of
 from mcore_rl.errors import TrainingError, UserError, is_lost_peer
 from mcore_rl.run import directory, watchdog
 from mcore_rl.run.identity import models_of
 from mcore_rl.run.preflight import preflight
+from mcore_rl.utils.console import quiet_libraries
 from mcore_rl.utils.hub import download, is_hub_name
-from mcore_rl.utils.quiet import quiet_libraries
 from mcore_rl.utils.torchrun import error_file, is_launched, is_under_torchrun, pretend, rank, world_size
 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)

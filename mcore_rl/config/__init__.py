@@ -9,29 +9,38 @@ from mcore_rl.config.algorithms import (
     DistillationConfig,
     DPOAlgorithmConfig,
     DPOConfig,
-    GRPOAlgorithmConfig,
-    GRPOConfig,
     KTOConfig,
     RewardAlgorithmConfig,
     RMConfig,
     SFTConfig,
 )
 from mcore_rl.config.base import Section
-from mcore_rl.config.checkpoint import CheckpointConfig, greatest_is_best
-from mcore_rl.config.data import DataConfig, read_chat_template
-from mcore_rl.config.environment import EnvironmentConfig
-from mcore_rl.config.files import laid_over, read_overridable, read_yaml
-from mcore_rl.config.generation import GenerationConfig, VLLMConfig
-from mcore_rl.config.loading import build_config, load_config, resolved_yaml
-from mcore_rl.config.model import LoRAConfig, ModelConfig, ParallelConfig
-from mcore_rl.config.ppo import CriticConfig, PPOAlgorithmConfig, PPOConfig
-from mcore_rl.config.rollouts import RLConfig, RolloutOptions
+from mcore_rl.config.load import build_config, laid_over, load_config, read_overridable, read_yaml, resolved_yaml
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.rl import (
+    CriticConfig,
+    EnvironmentConfig,
+    GenerationConfig,
+    GRPOAlgorithmConfig,
+    GRPOConfig,
+    PPOAlgorithmConfig,
+    PPOConfig,
+    RLConfig,
+    RolloutOptions,
+    VLLMConfig,
+)
 from mcore_rl.config.sections import (
     BatchConfig,
+    CheckpointConfig,
+    DataConfig,
     LoggingConfig,
+    LoRAConfig,
+    ModelConfig,
     OptimizerConfig,
     TrainerConfig,
     TrainingConfig,
+    greatest_is_best,
+    read_chat_template,
 )
 
 __all__ = [

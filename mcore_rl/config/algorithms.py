@@ -1,15 +1,16 @@
-"""The configuration of each algorithm: the shared sections and its own."""
+"""Configurations of training on a fixed dataset, and of the models beside the policy (reference, teacher, …)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import model_validator
 
 from mcore_rl.config.base import BelowOne, NonNegative, Section
-from mcore_rl.config.rollouts import RLConfig, RolloutOptions
-from mcore_rl.config.sections import OptimizerConfig, ReferenceSyncConfig, TrainingConfig
+from mcore_rl.config.rl import PPOConfig, RLConfig
+from mcore_rl.config.sections import ModelConfig, OptimizerConfig, ReferenceSyncConfig, TrainingConfig
 from mcore_rl.losses.options import Bounds, DistillationOptions, DPOOptions, KTOOptions
 
 
@@ -70,62 +71,6 @@ class DPOConfig(TrainingConfig):
     @property
     def rows_per_unit(self) -> int:
         return 2  # chosen and rejected
-
-
-class GRPOAlgorithmConfig(RolloutOptions):
-    """Rollouts and what becomes of their rewards."""
-
-    advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"
-    """How rewards become advantages."""
-    use_leave_one_out_baseline: bool | None = None
-    """grpo: compare each response with the others of its group, not with all of them; null: no."""
-    normalize_rewards: bool | None = None
-    """grpo: divide by the deviation of those that it is compared with; null: yes. dr_grpo is grpo without this,
-    rloo without this and with the other."""
-    advantage_deviation: Literal["sample", "population"] = "sample"
-    """grpo: whether that deviation divides by n − 1 or by n."""
-    minus_baseline: bool = False
-    """reinforce_plus_plus: subtract the mean of each prompt's rewards first."""
-
-    @property
-    def compared(self) -> Literal["group", "batch"]:
-        whole_batch = self.advantage_estimator == "reinforce_plus_plus" and not self.minus_baseline
-        return "batch" if whole_batch else "group"
-
-    @property
-    def baseline_and_scale(self) -> tuple[bool, bool]:
-        """Whether the baseline leaves one out, and whether advantages are divided by the deviation."""
-        if self.advantage_estimator == "grpo":
-            return bool(self.use_leave_one_out_baseline), self.normalize_rewards is not False
-        return self.advantage_estimator == "rloo", False
-
-    @model_validator(mode="after")
-    def _estimates(self) -> GRPOAlgorithmConfig:
-        of_grpo = {"use_leave_one_out_baseline", "normalize_rewards", "advantage_deviation"}
-        for name in sorted(self.model_fields_set & (of_grpo | {"minus_baseline"})):
-            owner = "grpo" if name in of_grpo else "reinforce_plus_plus"
-            if self.advantage_estimator != owner and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name}: is an option of advantage_estimator={owner}")
-        return self
-
-    @model_validator(mode="after")
-    def _grouped(self) -> GRPOAlgorithmConfig:
-        if self.num_generations_per_prompt == 1 and self.advantage_estimator != "reinforce_plus_plus":
-            raise ValueError(
-                f"num_generations_per_prompt: {self.advantage_estimator} compares responses; use 2 or more"
-            )
-        return self
-
-
-class GRPOConfig(RLConfig):
-    algorithm: ClassVar[str] = "grpo"
-    grpo: GRPOAlgorithmConfig = GRPOAlgorithmConfig()
-
-    @model_validator(mode="after")
-    def _rewards_tokens(self) -> GRPOConfig:
-        if self.loss.use_kl_in_reward and self.grpo.advantage_estimator != "reinforce_plus_plus":
-            raise ValueError("loss.use_kl_in_reward: needs grpo.advantage_estimator=reinforce_plus_plus")
-        return self
 
 
 class KTOConfig(TrainingConfig):
@@ -222,3 +167,59 @@ class RMConfig(TrainingConfig):
 class SFTConfig(TrainingConfig):
     algorithm: ClassVar[str] = "sft"
     optimizer: SFTOptimizerConfig = SFTOptimizerConfig()
+
+
+ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
+
+REFERENCE, TEACHER, CRITIC, JUDGE = "dpo.reference_model", "distillation.teacher", "critic.path", "environment.path"
+"""The keys that name them."""
+
+
+def configs_beside(config: TrainingConfig) -> dict[str, TrainingConfig]:
+    """Of all models beside the policy that a run has, by their keys."""
+    found: dict[str, TrainingConfig] = {}
+    if isinstance(config, DPOConfig) and config.dpo.reference_model is not None:
+        found[REFERENCE] = config_of_reference(config)
+    if isinstance(config, DistillationConfig):
+        found[TEACHER] = config_of_teacher(config)
+    if isinstance(config, RLConfig) and config.environment.name == "reward_model":
+        found[JUDGE] = config_of_judge(config)
+    if isinstance(config, PPOConfig):
+        found[CRITIC] = config_of_critic(config)
+    return found
+
+
+def config_of_reference(config: DPOConfig) -> DPOConfig:
+    """Of a reference that is not the initial policy."""
+    return _with_frozen(config, Path(config.dpo.reference_model or ""))
+
+
+def config_of_teacher(config: DistillationConfig) -> DistillationConfig:
+    """Of a student's teacher."""
+    return _with_frozen(config, Path(config.distillation.teacher))
+
+
+def _with_frozen(config: ConfigT, path: Path) -> ConfigT:
+    own = config.model
+    model = ModelConfig(path=path, dtype=own.dtype, trust_remote_code=own.trust_remote_code)
+    return config.model_copy(update={"model": model})
+
+
+def config_of_critic(config: PPOConfig) -> PPOConfig:
+    """Of a critic, which has an optimizer of its own."""
+    return config.model_copy(update={"model": config.critic_model, "optimizer": config.critic.optimizer})
+
+
+def config_of_judge(config: RLConfig) -> RLConfig:
+    """Of a reward model that judges, whose conversations have a limit of their own."""
+    path = config.environment.path
+    assert path is not None, "the configuration asks for it"
+    limit = config.environment.max_sequence_length or 2 * config.data.max_sequence_length
+    model = ModelConfig(path=path, dtype=config.model.dtype, head="reward")
+    data = config.data.model_copy(update={"max_sequence_length": limit})
+    batch = config.batch.model_copy(update={"share_prefixes": False, "tokens_per_pack": None})
+    parallel = config.parallel
+    if config.batch.tokens_per_pack is not None and config.batch.packing:
+        longest = -(-limit // parallel.sequence_multiple) * parallel.sequence_multiple
+        batch = batch.model_copy(update={"tokens_per_pack": max(config.batch.tokens_per_pack, longest)})
+    return config.model_copy(update={"model": model, "data": data, "batch": batch})

@@ -1,13 +1,195 @@
-"""The JSON schema of a configuration file, by which editors complete and check it."""
+"""The keys of a configuration as text: for `--help`, for the reference page, and as a JSON schema for editors."""
 
 from __future__ import annotations
 
-from typing import Any
+import ast
+import dataclasses
+import functools
+import inspect
+import re
+import textwrap
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
 
-from mcore_rl.config.files import BASE
-from mcore_rl.config.reference import meaning_of_section, meanings_of, section_classes
+from mcore_rl.config.load import BASE
+from mcore_rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a section. default: as YAML writes it; "required" if there is none."""
+
+    name: str
+    kind: str
+    default: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class SectionReference:
+    """Keys of a section; the nameless one holds those that stand outside of all."""
+
+    name: str
+    meaning: str
+    keys: tuple[Key, ...]
+
+
+def reference_of(config: type[BaseModel]) -> list[SectionReference]:
+    """All sections of a configuration, those inside others under `outer.inner`."""
+    return list(_sections("", config))
+
+
+def section_of(config: type[BaseModel], name: str) -> SectionReference:
+    """One section.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    sections = {section.name: section for section in reference_of(config)}
+    if name not in sections:
+        known = ", ".join(filter(None, sections))
+        raise UserError(f"--help {name}: there is no such section; there are {known}")
+    return sections[name]
+
+
+def as_list(sections: list[SectionReference]) -> Iterator[str]:
+    """For a terminal: the names alone."""
+    for section in sections:
+        names = ", ".join(key.name for key in section.keys)
+        line = f"{section.name or '(none)'}: {names}"
+        yield textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="      ")
+
+
+def as_markdown(sections: list[SectionReference], level: str = "##") -> Iterator[str]:
+    """For a page: a table a section."""
+    for section in sections:
+        yield f"{level} `{section.name}`" if section.name else f"{level} Outside of sections"
+        yield ""
+        if section.meaning:
+            yield section.meaning
+            yield ""
+        yield "| key | kind | default | meaning |"
+        yield "|---|---|---|---|"
+        for key in section.keys:
+            cells = (f"`{key.name}`", key.kind, f"`{key.default}`" if key.default else "required", key.meaning)
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield ""
+
+
+def as_text(sections: list[SectionReference]) -> Iterator[str]:
+    """For a terminal: each key on a line, its meaning behind it."""
+    for section in sections:
+        yield f"\n{section.name or 'outside of sections'}: {section.meaning}"
+        for key in section.keys:
+            yield f"  {key.name}: {key.kind} = {key.default}" if key.default else f"  {key.name}: {key.kind}, required"
+            if key.meaning:
+                yield textwrap.fill(key.meaning, 110, initial_indent="      ", subsequent_indent="      ")
+
+
+def section_classes(config: Any) -> Iterator[Any]:
+    """The class of a configuration, and those of its sections."""
+    yield config
+    for annotation, _ in _fields(config).values():
+        if (section := _section_class(annotation)) is not None:
+            yield from section_classes(section)
+
+
+def _sections(name: str, cls: Any) -> Iterator[SectionReference]:
+    keys, inner = [], []
+    meanings = meanings_of(cls)
+    for key, (annotation, default) in _fields(cls).items():
+        section = _section_class(annotation)
+        path = f"{name}.{key}" if name else key
+        if section is not None:
+            inner.append((path, section))
+        if section is None or name:
+            keys.append(Key(key, _kind(annotation), default, meanings.get(key, "")))
+    yield SectionReference(name, meaning_of_section(cls), tuple(keys))
+    for path, section in inner:
+        yield from _sections(path, section)
+
+
+def _fields(cls: Any) -> dict[str, tuple[Any, str]]:
+    """Annotation and default of each field of a pydantic model or a dataclass."""
+    hints = get_type_hints(cls, include_extras=True)
+    if dataclasses.is_dataclass(cls):
+        return {field.name: (hints[field.name], _default(field.default)) for field in dataclasses.fields(cls)}
+    return {name: (hints[name], _default(field.default)) for name, field in cls.model_fields.items()}
+
+
+def _default(value: Any) -> str:
+    if value is PydanticUndefined or value is dataclasses.MISSING:
+        return ""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | dict):
+        return str(list(value)) if isinstance(value, tuple) else str(value)
+    return "see its own keys" if isinstance(value, BaseModel) or dataclasses.is_dataclass(value) else str(value)
+
+
+def _section_class(annotation: Any) -> Any:
+    """The section that an annotation is, alone or beside null; None if it is a value's."""
+    for part in (annotation, *get_args(annotation)):
+        if inspect.isclass(part) and (issubclass(part, BaseModel) or dataclasses.is_dataclass(part)):
+            return part
+    return None
+
+
+def _kind(annotation: Any) -> str:
+    """An annotation as a person reads it: `text | null`, `float`, `swap | precompute`."""
+    names = {str: "text", int: "integer", float: "number", bool: "true | false", type(None): "null", Any: "any"}
+    if annotation in names:
+        return names[annotation]
+    if hasattr(annotation, "__metadata__"):  # Annotated
+        return _kind(annotation.__origin__)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " | ".join(map(str, arguments))
+    if origin in (Union, types.UnionType):
+        return " | ".join(map(_kind, arguments))
+    if origin in (tuple, list):
+        return f"list of {_kind(arguments[0])}"
+    if origin is dict:
+        key, value = map(_kind, arguments)
+        return f"{key}: ({value})" if ": " in value else f"{key}: {value}"
+    return "section" if _section_class(annotation) else {"Path": "path"}.get(annotation.__name__, annotation.__name__)
+
+
+@functools.cache
+def meanings_of(cls: Any) -> dict[str, str]:
+    """The text below each field, of the class and its bases."""
+    found: dict[str, str] = {}
+    for base in reversed(inspect.getmro(cls)):
+        if not base.__module__.startswith("mcore_rl"):
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in zip(definition.body, definition.body[1:], strict=False):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(meaning))):
+                    found[name] = _joined(meaning)
+    return found
+
+
+def meaning_of_section(cls: Any) -> str:
+    """The first paragraph of a section's docstring, or of the section's that it varies."""
+    for base in inspect.getmro(cls):
+        text = base.__dict__.get("__doc__") or ""
+        if base.__module__.startswith("mcore_rl") and text and not text.startswith(f"{base.__name__}("):
+            return _joined(inspect.cleandoc(text).partition("\n\n")[0])
+    return ""
+
+
+def _joined(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()
+
 
 VARIABLE = {"type": "string", "pattern": r"\$\{"}
 """A value that the environment gives, whatever it is."""

@@ -1,9 +1,12 @@
-"""The sections that all configurations share."""
+"""Sections of the configuration that all algorithms share."""
 
 from __future__ import annotations
 
 import math
+import os
+import re
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -11,19 +14,265 @@ from pydantic import BeforeValidator, Field, model_validator
 from mcore_rl.config.base import (
     AboveZero,
     BelowOne,
+    Columns,
     Count,
     Directory,
     Name,
+    NamedSources,
     NonNegative,
     Positive,
     Section,
     Seed,
+    Sources,
     refuse_bool,
 )
-from mcore_rl.config.checkpoint import CheckpointConfig
-from mcore_rl.config.data import DataConfig
-from mcore_rl.config.model import ModelConfig, ParallelConfig
+from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import UserError
+from mcore_rl.utils.hub import is_repository_name
+
+
+class LoRAConfig(Section):
+    """Low-rank adapters (arXiv:2106.09685) on linear layers, in fp32; they alone are trained."""
+
+    rank: Positive | None = None
+    """16 if not given, or that of `path`."""
+    alpha: AboveZero | None = None
+    """The adapters' product is multiplied with alpha / rank; 32 if not given, or that of `path`."""
+    lr_ratio: AboveZero = 1.0
+    """Learning rate of the matrices B (which begin as zeros) by that of the matrices A (LoRA+, arXiv:2402.12354)."""
+    dropout: BelowOne = 0.0
+    """Share of an adapter's inputs that are left out while training."""
+    target_modules: tuple[Name, ...] = ()
+    """Projections by their names in the Hugging Face model (`q_proj`, …; of mixtures' routed experts
+    `experts.gate_up_proj`, `experts.down_proj`); if none is given, those of `path`, or all of attention and MLP (of
+    mixtures of experts, of attention alone)."""
+    path: Directory | None = None
+    """A PEFT adapter to begin from."""
+
+
+class ModelConfig(Section):
+    """The model directory and how it is held."""
+
+    path: Directory
+    """A Hugging Face model directory, with its weights in safetensors and its tokenizer; or NAME or NAME@REVISION of
+    a model on the hub, which is downloaded to its cache."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations; gradients and optimizer are in fp32."""
+    head: Literal["lm", "reward"] = "lm"
+    """reward: one number a sequence, from its last token, in place of the vocabulary."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model's configuration and tokenizer."""
+    lora: LoRAConfig | None = None
+    """Train adapters; the model's own weights stay as they are."""
+    recompute_activations: bool = False
+    """Keep only each layer's input for the backward pass and compute the layer again."""
+    recompute_modules: tuple[Literal["mlp", "moe", "shared_experts"], ...] = ()
+    """Instead: parts of each layer that are computed again, where the rest is kept. mlp is that of layers without
+    experts, moe the whole of one with experts, of which shared_experts are a part. Attention's scores are never kept,
+    so that there is nothing to gain by its core."""
+    moe_aux_loss_coeff: NonNegative = 0.0
+    """Of the loss that balances the experts within each sequence, which no cut of the batch changes."""
+    moe_z_loss_coeff: NonNegative = 0.0
+    """Of the loss that keeps the routers' logits small."""
+    moe_grouped_gemm: bool = False
+    """Compute a layer's experts in one product per linear layer instead of one after the other; for GPUs."""
+    moe_router_replay: bool = False
+    """Send tokens to the experts that they went to while sampling, in log-probabilities and training
+    (arXiv:2510.11370); for GRPO and PPO."""
+    moe_router_bias_update_rate: NonNegative = 0.0
+    """How far each step moves the biases that experts are chosen with, in families that have them."""
+
+    @property
+    def begins_with_dropout(self) -> bool:
+        """Whether already the first step trains another function than what scores: adapters that begin from nothing
+        drop out nothing before they have been trained."""
+        return self.lora is not None and self.lora.path is not None and self.lora.dropout > 0
+
+    @model_validator(mode="after")
+    def _recomputes_once(self) -> ModelConfig:
+        if self.recompute_activations and self.recompute_modules:
+            raise ValueError("recompute_modules: recompute_activations=true computes whole layers again; choose one")
+        if len(set(self.recompute_modules)) < len(self.recompute_modules):
+            raise ValueError(f"recompute_modules: {list(self.recompute_modules)} names a module twice")
+        if {"moe", "shared_experts"} <= set(self.recompute_modules):
+            raise ValueError("recompute_modules: shared_experts are a part of moe; choose one")
+        return self
+
+
+class DataConfig(Section):
+    """Where records come from and what happens to long ones."""
+
+    train: Sources
+    """A .jsonl, .json or .parquet file, a directory of them, or NAME or NAME:SPLIT of a dataset on the hub. Or several,
+    each with the weight of its samples: `{chat.jsonl: 3, math.jsonl: 1}`; one that is used up begins again. An epoch is
+    as many samples as they have together."""
+    validation: NamedSources | None = None
+    """The same, for validation: one source, or several by the names that their metrics get, as
+    `{math: math_test.jsonl}`."""
+    max_sequence_length: Positive = 1024
+    """Tokens of a sequence, prompt and response together."""
+    overlong: Literal["drop", "truncate"] = "drop"
+    """What becomes of longer records: left out, or cut at their end."""
+    chat_template: str | None = None
+    """A Jinja template in place of the tokenizer's, or the path of a file with one; the exported model has it too."""
+    columns: Columns = Field(default={})
+    """Names of columns, of all sources and sets, by those wanted: `{prompt: question, completion: answer}`. Or by
+    source: `{math.jsonl: {prompt: question, completion: answer}}`, the others' being right."""
+    max_samples: Positive | None = None
+    """Only the first records of each source of `train` are read."""
+    cache_dir: Path | None = None
+    """Where tokenized data is kept for later runs; `$MCORE_RL_CACHE` or ~/.cache/mcore_rl if not given."""
+
+    @model_validator(mode="after")
+    def _template_is_there(self) -> DataConfig:
+        self.read_chat_template()
+        return self
+
+    @model_validator(mode="after")
+    def _sets_have_plain_names(self) -> DataConfig:
+        for name in self.validation_sets:
+            if name and not re.fullmatch(r"[\w.-]+", name):
+                raise ValueError(f"validation: the set's name {name!r} must be of letters, digits, '_', '.' and '-'")
+        return self
+
+    @model_validator(mode="after")
+    def _sources_are_there_once(self) -> DataConfig:
+        found: dict[str, str] = {}
+        for source in self.train_sources:
+            other = found.setdefault(os.path.realpath(source), source)
+            if other != source:
+                raise ValueError(f"train: {other} and {source} are one source; leave one out, and add up their weights")
+        for path, source in found.items():
+            for directory in Path(path).parents:
+                if str(directory) in found:
+                    whole = found[str(directory)]
+                    raise ValueError(f"train: {source} is one of the files in {whole}; leave one out")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_have_a_sum(self) -> DataConfig:
+        if not isinstance(self.train, str) and math.isinf(sum(self.train.values())):
+            raise ValueError("train: the sum of the weights is too large for a number")
+        return self
+
+    @model_validator(mode="after")
+    def _columns_are_of_something(self) -> DataConfig:
+        sources = {*self.train_sources, *self.validation_sets.values()}
+        for key, names in self.columns.items():
+            if not isinstance(names, str) and key not in sources:
+                raise ValueError(f"columns: {key} is no source of train or validation ({', '.join(sorted(sources))})")
+        for source in sources:
+            wanted: dict[str, str] = {}
+            for name, column in self.columns_of(source).items():
+                if (other := wanted.setdefault(column, name)) != name:
+                    raise ValueError(f"columns: {column} cannot be both {other} and {name}")
+        return self
+
+    def columns_of(self, source: str) -> dict[str, str]:
+        """A source's names of columns, by those wanted."""
+        by_source = {key: names for key, names in self.columns.items() if not isinstance(names, str)}
+        if by_source:
+            return by_source.get(source, {})
+        return {name: column for name, column in self.columns.items() if isinstance(column, str)}
+
+    @property
+    def train_sources(self) -> list[str]:
+        """All that is trained on."""
+        return [self.train] if isinstance(self.train, str) else list(self.train)
+
+    @property
+    def validation_sets(self) -> dict[str, str]:
+        """What is validated on, by name; the only one has none."""
+        if self.validation is None or isinstance(self.validation, str):
+            return {} if self.validation is None else {"": self.validation}
+        return self.validation
+
+    def read_chat_template(self) -> str | None:
+        """The template's text."""
+        return read_chat_template(self.chat_template)
+
+
+def read_chat_template(template: str | None) -> str | None:
+    """The text of a template that is given as such, or as a file's path.
+
+    Raises:
+        UserError: neither.
+    """
+    if template is None or "{" in template:
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"chat_template: {template} is neither a template nor a file with one") from None
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written, which stay, and where a run begins."""
+
+    save_interval: Positive | None = None
+    """Steps between checkpoints; the end of the run always saves one."""
+    save_minutes: AboveZero | None = 30.0
+    """Minutes after which one is saved in any case; it goes when a later one is there, unless `keep_last` keeps it."""
+    keep_last: Positive | None = None
+    """How many of the newest checkpoints stay; all if not given."""
+    keep_every: Positive | None = None
+    """Checkpoints at multiples of this many steps stay whatever `keep_last` says."""
+    on_failure: Literal["stop", "continue"] = "stop"
+    """Whether training goes on when a checkpoint cannot be written."""
+    asynchronous: bool = True
+    """Whether training goes on while a checkpoint is being written."""
+    timeout_seconds: Positive = 1800
+    """Writing that takes longer is a failure."""
+    allow_partial: bool = False
+    """Whether to go on from a checkpoint that lacks optimizer, schedule, random states or data position."""
+    resume: str = "auto"
+    """auto: the newest checkpoint in output_dir; none: start afresh; or a directory, to begin from if there is
+    no checkpoint in output_dir yet, or to go back to if it is one of them."""
+    overwrite: bool = False
+    """With resume=none: whether what an earlier run left in output_dir is removed; without it, that is refused."""
+    best_metric: Name | None = None
+    """A metric of the validations, as `loss` or, of one of several sets, `math/accuracy`: whenever it is better than
+    ever before a checkpoint is saved, and retention keeps the best."""
+    best_mode: Literal["min", "max"] | None = None
+    """Whether the least or the greatest best_metric is the best; if not given, the least of losses and errors, the
+    greatest of accuracies, rewards and margins."""
+    export_best: bool = False
+    """Export the weights of the best checkpoint instead of the last ones."""
+    export_hf: bool = True
+    """Whether the trained model is written to output_dir/hf at the end, and adapters, if any, to output_dir/adapter."""
+    push_to_hub: Name | None = None
+    """OWNER/NAME on the Hugging Face hub, to which what is in output_dir/hf is uploaded at the end; private, if it is
+    new. Needs `hf auth login` or $HF_TOKEN; whether one may write there is found out before training."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CheckpointConfig:
+        if self.overwrite and self.resume != "none":
+            raise ValueError("overwrite: removes an earlier run; it goes with resume=none alone")
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError("keep_every: without keep_last all checkpoints stay; give both, or leave it out")
+        if self.best_metric is None and (self.best_mode is not None or self.export_best):
+            raise ValueError("best_mode, export_best: need best_metric")
+        if self.best_metric is not None and self.best_is_highest is None:
+            raise ValueError(f"best_mode: say whether the least (min) or the greatest (max) {self.best_metric} is best")
+        if self.export_best and not self.export_hf:
+            raise ValueError("export_best: nothing is exported with export_hf=false")
+        if self.push_to_hub is not None and not is_repository_name(self.push_to_hub):
+            raise ValueError(f"push_to_hub: must read OWNER/NAME, got {self.push_to_hub}")
+        if self.push_to_hub is not None and not self.export_hf:
+            raise ValueError("push_to_hub: nothing is exported with export_hf=false")
+        return self
+
+    @property
+    def best_is_highest(self) -> bool | None:
+        """Whether the greatest best_metric is the best; None where nobody has said so and its name does not tell."""
+        return greatest_is_best(self.best_metric or "") if self.best_mode is None else self.best_mode == "max"
+
+
+def greatest_is_best(metric: str) -> bool | None:
+    """Whether more of a metric is better than less, as its name tells; None where it does not."""
+    if metric.endswith(("loss", "error")):
+        return False
+    return True if re.search("accuracy|reward|margin|explained_variance", metric) else None
 
 
 class BatchConfig(Section):

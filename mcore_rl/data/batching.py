@@ -1,19 +1,53 @@
-"""The schedule of a step's microbatches: a function of lengths and layout, the same on every rank."""
+"""Batches: records to padded rows, rows of the global batch to replicas with equal work, rows to microbatches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, share_of
+from mcore_rl.data.token_store import SequenceGroup, TokenStore
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, Share, share_of
 from mcore_rl.distributed.bin_packing import assign, pack, split_until_divisible
+from mcore_rl.distributed.collectives import all_gather
 from mcore_rl.distributed.packs import PackLayout, PrefixLayout, PrefixTree, round_up
+from mcore_rl.distributed.topology import ParallelDimension
+
+
+def collate(units: Sequence[SequenceGroup], pad_token_id: int) -> BatchedDataDict[Any]:
+    """Right-padded rows, a unit's sequences next to one another.
+
+    Returns `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B].
+    """
+    sequences = [sequence for unit in units for sequence in unit]
+    rows = padded_rows([sequence.input_ids for sequence in sequences], pad_token_id)
+    token_mask = torch.zeros(rows["input_ids"].shape)
+    for row, sequence in enumerate(sequences):
+        token_mask[row, : len(sequence)] = torch.tensor(sequence.token_mask, dtype=torch.float32)
+    return BatchedDataDict(**rows, token_mask=token_mask, sample_mask=torch.ones(len(sequences)))
+
+
+def padded_rows(sequences: Sequence[Sequence[int]], pad_token_id: int = 0) -> dict[str, Tensor]:
+    """`input_ids` [B, S], right-padded, and `input_lengths` [B]; there may be none."""
+    input_ids = torch.full((len(sequences), max(map(len, sequences), default=1)), pad_token_id, dtype=torch.long)
+    for row, sequence in enumerate(sequences):
+        input_ids[row, : len(sequence)] = torch.tensor(sequence)
+    return {"input_ids": input_ids, "input_lengths": torch.tensor([len(s) for s in sequences], dtype=torch.long)}
+
+
+def valid_counts(data: BatchedDataDict[Any]) -> tuple[Tensor, Tensor]:
+    """(global_valid_seqs, global_valid_toks) of a global batch, fp32 scalars; collective, of a replica's own rows."""
+    sample_mask = data["sample_mask"].double()
+    tokens = data["token_mask"][:, 1:].double() * sample_mask[:, None]
+    sequences, total = torch.tensor(share_of(data).sum(float(sample_mask.sum()), float(tokens.sum())))
+    return sequences, total
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +119,7 @@ class Batching:
 
     def _units(
         self, lengths: Sequence[int], input_ids: torch.Tensor | None, indices: Sequence[int] | None = None
-    ) -> list[Unit]:
+    ) -> list[PackUnit]:
         """Return the rows that stay together: pairs, or (with shared beginnings) as much of a group as fits a pack.
 
         Args:
@@ -110,30 +144,30 @@ class Batching:
         padded = round_up(length, self.multiple)
         return padded + padded * (2 * before + padded) / self.attention_length
 
-    def _apart(self, rows: list[int], lengths: Sequence[int]) -> Unit:
+    def _apart(self, rows: list[int], lengths: Sequence[int]) -> PackUnit:
         own = tuple(lengths[row] for row in rows)
-        return Unit(rows, PrefixTree(own, (-1,) * len(own), tuple(range(len(own)))))
+        return PackUnit(rows, PrefixTree(own, (-1,) * len(own), tuple(range(len(own)))))
 
-    def _sharing(self, rows: list[int], lengths: Sequence[int], input_ids: torch.Tensor) -> list[Unit]:
+    def _sharing(self, rows: list[int], lengths: Sequence[int], input_ids: torch.Tensor) -> list[PackUnit]:
         """Return a unit of a group's rows, or of each half where they do not fit a pack together."""
         # Segments are padded one by one: what is gained by sharing must be more than that.
         min_shared = max(self.min_shared, self.multiple + 1)
         tree = PrefixTree.of_rows(input_ids[rows], [lengths[row] for row in rows], min_shared)
         half = len(rows) // 2 // self.rows_per_unit * self.rows_per_unit
         if tree.padded_size(self.multiple) <= self.tokens_per_pack or not half:
-            return [Unit(rows, tree)]
+            return [PackUnit(rows, tree)]
         return [u for part in (rows[:half], rows[half:]) for u in self._sharing(part, lengths, input_ids)]
 
-    def _assign(self, units: Sequence[Unit]) -> list[list[list[Unit]]]:
+    def _assign(self, units: Sequence[PackUnit]) -> list[list[list[PackUnit]]]:
         shards = self._shards([self._size(unit) for unit in units])
         return [[[units[index] for index in sorted(box)] for box in boxes] for boxes in shards]
 
-    def _size(self, unit: Unit) -> UnitSize:
+    def _size(self, unit: PackUnit) -> PackUnitSize:
         tree = unit.tree
         work = sum(self._work(before, length) for before, length in zip(tree.before, tree.lengths, strict=True))
-        return UnitSize(unit.rows, tree.padded_size(self.multiple), work)
+        return PackUnitSize(unit.rows, tree.padded_size(self.multiple), work)
 
-    def _shards(self, units: Sequence[UnitSize]) -> list[list[list[int]]]:
+    def _shards(self, units: Sequence[PackUnitSize]) -> list[list[list[int]]]:
         """[data-parallel rank][microbatch] → units by number."""
         size, cost = [unit.tokens for unit in units], [unit.cost for unit in units]
         if self.packing:
@@ -169,14 +203,14 @@ class Batching:
         units = [self._apart(list(range(self.rows_per_unit)), [1] * self.rows_per_unit)]
         return self._microbatches(blank, boxes, units, width)
 
-    def plan_of_replica(self, data: OwnRows[Any]) -> tuple[list[list[Unit]], list[Unit], int]:
+    def plan_of_replica(self, data: OwnRows[Any]) -> tuple[list[list[PackUnit]], list[PackUnit], int]:
         """A replica's packs as it would have them if it were alone, its units, and the width of the widest pack."""
         units = self._units(data["input_lengths"].tolist(), data["input_ids"], data.share.indices)
         (boxes,) = replace(self, dp_size=1)._assign(units)
         return boxes, units, max(map(self._width, boxes), default=0)
 
     def _microbatches(
-        self, data: BatchedDataDict[Any], boxes: Sequence[list[Unit]], units: Sequence[Unit], width: int
+        self, data: BatchedDataDict[Any], boxes: Sequence[list[PackUnit]], units: Sequence[PackUnit], width: int
     ) -> list[Microbatch]:
         """Return a microbatch for each box, the smallest one for an empty box; `width` is the widest of all ranks."""
         common = width if self.one_width else None
@@ -184,7 +218,7 @@ class Batching:
         return [self._microbatch(data, box, filler, common) for box in boxes]
 
     def _microbatch(
-        self, data: BatchedDataDict[Any], units: list[Unit], filler: list[Unit], common: int | None
+        self, data: BatchedDataDict[Any], units: list[PackUnit], filler: list[PackUnit], common: int | None
     ) -> Microbatch:
         counts, units = bool(units), units or filler
         rows, tree = _rows(units), PrefixTree.forest([unit.tree for unit in units])
@@ -207,7 +241,7 @@ class Batching:
         assert layout.row_lengths == own, "the layout has the rows in another order than the data"
         return Microbatch(rows, selected, layout, self.packing, counts)
 
-    def _width(self, units: list[Unit]) -> int:
+    def _width(self, units: list[PackUnit]) -> int:
         """Tokens that a microbatch of these units takes; a filler is no wider than what it stands beside."""
         if self.packing:
             return sum(unit.tree.padded_size(self.multiple) for unit in units)
@@ -216,7 +250,7 @@ class Batching:
 
     def unit_sizes(
         self, lengths: Sequence[int], input_ids: torch.Tensor | None, indices: Sequence[int]
-    ) -> list[UnitSize]:
+    ) -> list[PackUnitSize]:
         """Return the sizes of the units that some rows of a global batch make.
 
         Args:
@@ -229,23 +263,25 @@ class Batching:
         sizes = map(self._size, self._units(lengths, input_ids, indices))
         return [replace(size, rows=[indices[row] for row in size.rows]) for size in sizes]
 
-    def _sizes_apart(self, lengths: Sequence[int], indices: Sequence[int]) -> list[UnitSize]:
+    def _sizes_apart(self, lengths: Sequence[int], indices: Sequence[int]) -> list[PackUnitSize]:
         """Compute `unit_sizes` where nothing is shared, without an object for each sequence."""
         step = self._whole_units(lengths)
         padded = [round_up(length, self.multiple) for length in lengths]
         work = [self._work(0, length) for length in lengths]
         starts = range(0, len(lengths), step)
         return [
-            UnitSize(indices[first : first + step], sum(padded[first : first + step]), sum(work[first : first + step]))
+            PackUnitSize(
+                indices[first : first + step], sum(padded[first : first + step]), sum(work[first : first + step])
+            )
             for first in starts
         ]
 
-    def divide(self, units: Sequence[UnitSize]) -> list[list[int]]:
+    def divide(self, units: Sequence[PackUnitSize]) -> list[list[int]]:
         """[data-parallel rank] → rows of the global batch, in their order; as `plan` shares them out."""
         shards = self._shards(units)
         return [sorted(row for box in boxes for unit in box for row in units[unit].rows) for boxes in shards]
 
-    def shares_of_work(self, units: Sequence[UnitSize]) -> list[float]:
+    def shares_of_work(self, units: Sequence[PackUnitSize]) -> list[float]:
         """[data-parallel rank] → its work by the mean of all ranks."""
         work = [sum(units[unit].cost for box in boxes for unit in box) for boxes in self._shards(units)]
         return [own * len(work) / sum(work) for own in work]
@@ -260,7 +296,7 @@ class Batching:
 
 
 @dataclass(frozen=True)
-class Unit:
+class PackUnit:
     """Neighbouring rows of a global batch that go into one pack, and what they have in common."""
 
     rows: list[int]
@@ -268,7 +304,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class UnitSize:
+class PackUnitSize:
     """The size of a unit, without its tokens.
 
     rows: of the global batch. tokens: of a pack, with their padding. cost: work, in tokens.
@@ -291,7 +327,7 @@ def _blank(data: BatchedDataDict[Any], rows: int) -> BatchedDataDict[Any]:
     return blank
 
 
-def _rows(units: Sequence[Unit]) -> list[int]:
+def _rows(units: Sequence[PackUnit]) -> list[int]:
     return [row for unit in units for row in unit.rows]
 
 
@@ -323,3 +359,71 @@ def batching_of(config: TrainingConfig, rows_per_unit: int, dp_size: int) -> Bat
         rows_per_group=config.rows_per_group if config.batch.share_prefixes else 0,
         min_shared=config.batch.min_shared_tokens,
     )
+
+
+def divide(
+    batching: Batching,
+    lengths: Sequence[int],
+    tokens_of: Callable[[Sequence[int]], Tensor],
+    replicas: ParallelDimension,
+    known: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """[replica] → rows of the global batch in their order, even shares of the work. Collective over the replicas.
+
+    Where common beginnings are shared, each replica tells the sizes of what it knows.
+
+    Args:
+        lengths: of all rows.
+        tokens_of: [b, S] tokens of some rows, right-padded; not called unless beginnings are shared.
+        known: rows that this replica can tell the tokens of, each known by one replica; any, if left out.
+    """
+    if not batching.rows_per_group:
+        return batching.divide(batching.unit_sizes(lengths, torch.empty(0), range(len(lengths))))
+    if known is None and (replicas.size == 1 or platform.simulates()):  # where no other replica would tell anything
+        rows = range(len(lengths))
+        return batching.divide(batching.unit_sizes(lengths, tokens_of(rows), rows))
+    if known is None:
+        size = batching.rows_per_group
+        known = [row for row in range(len(lengths)) if row // size % replicas.size == replicas.rank]
+    own = batching.unit_sizes([lengths[row] for row in known], tokens_of(known), known) if known else []
+    return batching.divide(sorted(_all_gather_units(own, replicas), key=lambda unit: unit.rows[0]))
+
+
+def share_records(
+    divide: Callable[[Sequence[int], Callable[[Sequence[int]], Tensor]], list[list[int]]],
+    replicas: ParallelDimension,
+    units: TokenStore,
+    indices: Sequence[int],
+) -> tuple[Share, list[int]]:
+    """This replica's share of the rows that some records make; and their records' places in `indices`. Collective.
+
+    Args:
+        divide: as that of a model.
+    """
+    lengths = [units.lengths_of(index) for index in indices]
+    size = len(lengths[0])
+
+    def places_of(rows: Sequence[int]) -> list[int]:
+        return list(dict.fromkeys(row // size for row in rows))
+
+    def tokens_of(rows: Sequence[int]) -> Tensor:
+        sequences = [sequence.input_ids for place in places_of(rows) for sequence in units[indices[place]]]
+        return padded_rows(sequences)["input_ids"]
+
+    rows = [length for unit in lengths for length in unit]
+    share = Share(divide(rows, tokens_of)[replicas.rank], len(rows), replicas)
+    return share, places_of(share.indices)
+
+
+def _all_gather_units(own: Sequence[PackUnitSize], replicas: ParallelDimension) -> list[PackUnitSize]:
+    """Return the units of all replicas; a unit's rows are neighbours."""
+    rows = [[unit.rows[0], len(unit.rows), unit.tokens, unit.cost] for unit in own]
+    (most,) = Share((), 0, replicas).max(len(rows))
+    padded = torch.zeros(int(most), 4, dtype=torch.float64)
+    padded[: len(rows)] = torch.tensor(rows, dtype=torch.float64).view(-1, 4)
+    everyone = all_gather(padded.to(platform.device()), replicas.group).flatten(0, 1).tolist()
+    return [
+        PackUnitSize(range(int(first), int(first + count)), int(tokens), cost)
+        for first, count, tokens, cost in everyone
+        if count
+    ]

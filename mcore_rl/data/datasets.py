@@ -1,19 +1,388 @@
-"""Which records an algorithm is trained on."""
+"""Datasets: pairs, conversations, unpaired responses and prompts, loaded through the token cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
-from mcore_rl.config import RLConfig, TrainingConfig
-from mcore_rl.data.prompts import load_prompt_dataset
-from mcore_rl.data.records import (
-    load_preference_dataset,
-    load_reward_dataset,
-    load_sft_dataset,
-    load_unpaired_dataset,
+from mcore_rl.config import DataConfig, RLConfig, TrainingConfig
+from mcore_rl.data.chat import Messages, check_messages
+from mcore_rl.data.readers import require
+from mcore_rl.data.sample_order import Order
+from mcore_rl.data.token_cache import TokenCache
+from mcore_rl.data.token_store import MixedStore, SequenceGroup, TokenSequence, TokenStore, collect
+from mcore_rl.data.tokenize import (
+    Tokenization,
+    tokenize_completion,
+    tokenize_judged,
+    tokenize_messages,
+    tokenize_prompt,
+    tokenize_source,
 )
+from mcore_rl.errors import UserError
+from mcore_rl.utils.console import Say, silent
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Tokenized units, and how many records were left out or shortened for their length."""
+
+    units: TokenStore
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    @property
+    def num_dropped(self) -> int:
+        return self.units.counts["dropped"]
+
+    @property
+    def num_truncated(self) -> int:
+        return self.units.counts["truncated"]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of token ids and masks."""
+        return self.units.fingerprint
+
+    def describe(self, name: str, limit: int) -> str:
+        """Describe the dataset in one line for the user: its size and what was done to it."""
+        parts = [f"{name}: {len(self.units):,} records, {self.units.num_tokens:,} tokens"]
+        if self.num_dropped:
+            parts.append(f"{self.num_dropped:,} dropped (longer than {limit} tokens)")
+        if self.num_truncated:
+            parts.append(f"{self.num_truncated:,} truncated to {limit} tokens")
+        return ", ".join(parts) + described_shares(self.units)
+
+    def order(self, seed: int) -> Order:
+        """In which a run meets the records."""
+        return self.units.order(seed)
+
+
+@dataclass(frozen=True)
+class UnpairedDataset(Dataset):
+    """Single responses, each desirable or not."""
+
+    def is_desirable(self, index: int) -> bool:
+        return bool(json.loads(self.units.extra(index)))
+
+    def mismatched(self, index: int) -> TokenSequence:
+        """A record's prompt with the response of one half a dataset away: neighbours often share their prompts."""
+        (own,), (other,) = self.units[index], self.units[(index + len(self) // 2) % len(self)]
+        end, start = own.token_mask.index(True), other.token_mask.index(True)
+        return TokenSequence(
+            own.input_ids[:end] + other.input_ids[start:], own.token_mask[:end] + other.token_mask[start:]
+        )
+
+    def describe(self, name: str, limit: int) -> str:
+        return f"{super().describe(name, limit)}, {self.units.counts['desirable']:,} desirable"
+
+
+Source = str | Mapping[str, float]
+"""The origin of records: a source, or several sources and the weights of their samples."""
+
+
+def named(source: Source) -> str:
+    """For messages."""
+    return source if isinstance(source, str) else ", ".join(source)
+
+
+def described_shares(store: TokenStore) -> str:
+    """For the line about a dataset; empty where it has one source."""
+    shares = ", ".join(f"{share:.4g} from {name}" for name, share in store.shares.items())
+    return f"; of the samples {shares}" if shares else ""
+
+
+def load_store(
+    source: Source,
+    tokenizer: Any,
+    data: DataConfig,
+    what: Tokenization,
+    say: Say = silent,
+    cache: TokenCache | None = None,
+) -> TokenStore:
+    """A source's records, tokenized: from the cache, or else in memory.
+
+    Raises:
+        UserError: names the file and line of a record that is wrong.
+    """
+    if not isinstance(source, str):
+        return MixedStore({name: load_store(name, tokenizer, data, what, say, cache) for name in source}, source)
+    what = replace(what, columns=data.columns_of(source))
+    if cache is not None:
+        return cache.store(source, tokenizer, what, say)
+    return collect(tokenize_source(source, tokenizer, what, say), what.sequences_per_unit)
+
+
+def tokenization_of(data: DataConfig, name: str, *functions: Any, **options: Any) -> Tokenization:
+    """What a configuration asks for, of a kind of records, but for the columns, which each source has its own of."""
+    common = {
+        "max_length": data.max_sequence_length,
+        "overlong": data.overlong,
+        "max_records": data.max_samples,
+    }
+    return Tokenization(name, *functions, **{**common, **options})
+
+
+def load_preference_dataset(
+    source: Source, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
+) -> Dataset:
+    """Pairs from records `prompt, chosen, rejected` (strings or messages; the prompt may be implicit)."""
+    return _load_pairs(source, tokenizer, data, "preference", _tokenize_preference, say, cache)
+
+
+def load_reward_dataset(
+    source: Source, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
+) -> Dataset:
+    """Load pairs as for preference, each conversation rendered whole, as a reward model reads it."""
+    return _load_pairs(source, tokenizer, data, "reward", _tokenize_reward, say, cache)
+
+
+def _load_pairs(
+    source: Source, tokenizer: Any, data: DataConfig, name: str, unit_of: Any, say: Say, cache: TokenCache | None
+) -> Dataset:
+    what = tokenization_of(data, name, unit_of, 2, seen_in=_same)
+    dataset = _load(source, tokenizer, data, what, say, cache)
+    equal = dataset.units.counts["equal"]
+    if equal == len(dataset):
+        raise UserError(
+            f"{named(source)}: chosen and rejected are the same in every record; there is nothing to prefer"
+        )
+    if equal:
+        say(
+            f"{named(source)}: chosen and rejected are the same in {equal:,} of {len(dataset):,} records, which teach "
+            "nothing"
+        )
+    return dataset
+
+
+def load_sft_dataset(
+    source: Source, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
+) -> Dataset:
+    """Sequences from records `prompt, completion` or `messages`, with `tools` if there are any."""
+    what = tokenization_of(data, "sft", _tokenize_sft, 1)
+    return _load(source, tokenizer, data, what, say, cache)
+
+
+def load_unpaired_dataset(
+    source: Source, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
+) -> UnpairedDataset:
+    """Sequences from records as for SFT, with a `label`: true where the response is desirable."""
+    what = tokenization_of(data, "unpaired", _tokenize_unpaired, 1, extra_of=_label_of, seen_in=_kind_of)
+    dataset = UnpairedDataset(_load(source, tokenizer, data, what, say, cache).units)
+    if len(dataset) < 2:
+        raise UserError(f"{named(source)}: KTO compares with other records' responses, and there is only one record")
+    if (desirable := dataset.units.counts["desirable"]) in (0, len(dataset)):
+        say(f"{named(source)}: all responses are {'desirable' if desirable else 'undesirable'}")
+    return dataset
+
+
+def _tokenize_unpaired(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
+    require(record, "label")
+    if not isinstance(record["label"], bool):
+        raise ValueError(f"label must be true or false, got {record['label']!r}")
+    return _tokenize_sft(tokenizer, record)
+
+
+def _label_of(record: dict[str, Any]) -> bool:
+    return bool(record["label"])
+
+
+def _kind_of(unit: SequenceGroup, record: dict[str, Any]) -> tuple[str, ...]:
+    return ("desirable",) if record["label"] else ()
+
+
+def _load(
+    source: Source, tokenizer: Any, data: DataConfig, what: Tokenization, say: Say, cache: TokenCache | None
+) -> Dataset:
+    store = load_store(source, tokenizer, data, what, say, cache)
+    counts = store.counts
+    if not len(store):
+        raise UserError(
+            f"{named(source)}: no record is left ({counts['dropped']} longer than data.max_sequence_length)"
+        )
+    if not counts["teach_end"] and what.name != "reward":  # a reward model learns no ends
+        say(
+            f"{named(source)}: no response is trained to end: the chat template writes no end token inside what it "
+            "marks by {% generation %}; close the block behind the end token"
+        )
+    return Dataset(store)
+
+
+def _same(unit: SequenceGroup, record: dict[str, Any]) -> list[str]:
+    return ["equal"] if unit[0] == unit[1] else []
+
+
+def _tokenize_preference(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
+    prompt, *responses = _pair_of(record)
+    return tuple(tokenize_completion(tokenizer, prompt, response, record.get("tools")) for response in responses)
+
+
+def _tokenize_reward(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
+    prompt, *responses = _pair_of(record)
+    return tuple(tokenize_judged(tokenizer, prompt, response, record.get("tools")) for response in responses)
+
+
+def _pair_of(record: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The prompt, the chosen and the rejected response."""
+    require(record, "chosen", "rejected")
+    prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
+    if prompt is None:
+        prompt, chosen, rejected = _split_shared_prompt(chosen, rejected)
+    elif isinstance(prompt, list) and all(
+        isinstance(response, list) and response[: len(prompt)] == prompt for response in (chosen, rejected)
+    ):  # whole conversations, beside the prompt that they begin with
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    return prompt, chosen, rejected
+
+
+def _split_shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """The messages that both responses begin with are the prompt; the last of each is its response in any case."""
+    if not (isinstance(chosen, list) and isinstance(rejected, list)):
+        raise ValueError("lacks the key prompt (it may be left out of message lists only)")
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+        shared += 1
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _tokenize_sft(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
+    if record.get("messages") is not None:
+        if record.get("completion") is not None:  # a prompt alone is no second conversation
+            raise ValueError("has both messages and a completion; leave out the one that is not to be trained on")
+        return (tokenize_messages(tokenizer, record["messages"], record.get("tools")),)
+    require(record, "prompt", "completion")
+    return (tokenize_completion(tokenizer, record["prompt"], record["completion"], record.get("tools")),)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, the text or messages they come from, and the record's other fields."""
+
+    input_ids: tuple[int, ...]
+    content: str | Messages
+    record: dict[str, Any]
+
+    @property
+    def message_log(self) -> list[dict[str, str]]:
+        """The prompt as messages; a plain text becomes a message of the user."""
+        return [{"role": "user", "content": self.content}] if isinstance(self.content, str) else list(self.content)
+
+
+class StoredPrompts(Sequence[Prompt]):
+    """The prompts of a store, each made when it is asked for."""
+
+    def __init__(self, store: TokenStore) -> None:
+        self.store = store
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        ((sequence,), record) = self.store[index], json.loads(self.store.extra(index % len(self)))
+        return Prompt(sequence.input_ids, record.pop("prompt"), record)
+
+
+@dataclass(frozen=True)
+class PromptDataset:
+    """Prompts, and how many were left out for their length."""
+
+    prompts: StoredPrompts
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether any prompt is a conversation."""
+        return self.prompts.store.counts["messages"] > 0
+
+    def describe(self, name: str, limit: int) -> str:
+        """Describe the dataset in one line for the user."""
+        store = self.prompts.store
+        dropped = store.counts["dropped"]
+        text = f"{name}: {len(self):,} prompts, {store.num_tokens:,} tokens"
+        text += f", {dropped:,} dropped (longer than {limit} tokens)" if dropped else ""
+        return text + described_shares(store)
+
+    def order(self, seed: int) -> Order:
+        """In which a run meets the prompts."""
+        return self.prompts.store.order(seed)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of token ids and records."""
+        return self.prompts.store.fingerprint
+
+
+def load_prompt_dataset(
+    source: Source,
+    tokenizer: Any,
+    data: DataConfig,
+    max_prompt_length: int,
+    say: Say = silent,
+    valued: Sequence[str] = (),
+    cache: TokenCache | None = None,
+) -> PromptDataset:
+    """Prompts from records `prompt` (a string or messages, with `tools` if there are any), with all else they have.
+
+    What JSON has no form for (a table's dates) is text from here on.
+
+    Args:
+        valued: other keys that must not be null where a record has them.
+
+    Raises:
+        UserError: names the file and line of a bad record, or says that no prompt is short enough.
+    """
+    what = tokenization_of(
+        data,
+        f"prompts {sorted(valued)}",
+        partial(_unit_of, valued=tuple(valued)),
+        1,
+        max_length=max_prompt_length,
+        overlong="drop",
+        needs_response=False,
+        extra_of=_checked_record,
+        seen_in=_prompt_kind_of,
+    )
+    store = load_store(source, tokenizer, data, what, say, cache)
+    if not len(store):
+        raise UserError(
+            f"{named(source)}: no prompt is left ({store.counts['dropped']} longer than {max_prompt_length} tokens, "
+            "which is data.max_sequence_length - max_new_tokens)"
+        )
+    return PromptDataset(StoredPrompts(store))
+
+
+def _unit_of(tokenizer: Any, record: dict[str, Any], valued: Sequence[str]) -> SequenceGroup:
+    require(record, "prompt", *[key for key in valued if key in record])
+    input_ids = tokenize_prompt(tokenizer, _content_of(record), record.get("tools"))
+    if not input_ids:
+        raise ValueError("the prompt has no tokens")
+    return (TokenSequence(input_ids, (False,) * len(input_ids)),)
+
+
+def _content_of(record: dict[str, Any]) -> str | Messages:
+    content = record["prompt"]
+    return content if isinstance(content, str) else check_messages(content, "prompt")
+
+
+def _checked_record(record: dict[str, Any]) -> dict[str, Any]:
+    return {**record, "prompt": _content_of(record)}
+
+
+def _prompt_kind_of(unit: SequenceGroup, record: dict[str, Any]) -> list[str]:
+    return [] if isinstance(record["prompt"], str) else ["messages"]
+
 
 SUPERVISED: dict[str, Callable[..., Any]] = {
     "sft": load_sft_dataset,

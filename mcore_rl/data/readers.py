@@ -1,10 +1,11 @@
-"""Records of a data file or a dataset's name, as plain dictionaries."""
+"""Readers of records: JSON Lines, JSON, Parquet and datasets of the hub."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
+import re
 import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,8 +13,36 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from mcore_rl.data.strict_json import parse_json
 from mcore_rl.errors import UserError
+
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON, a key stands twice in an object, or a text has half a character, which
+            tokenizers refuse.
+    """
+    value = json.loads(text, object_pairs_hook=_unique)
+    if SURROGATE.search(text):  # two halves of a character become one
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ord(error.object[error.start])
+            raise ValueError(f"\\u{half:04x} is half a character (a surrogate without its other half)") from None
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in found if keys.count(key) > 1)
+        raise ValueError(f"the key {repeated} stands twice in an object")
+    return found
+
 
 ItemT = TypeVar("ItemT")
 

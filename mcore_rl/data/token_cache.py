@@ -21,11 +21,11 @@ from typing import Any
 from mcore_rl.data.chat import chat_day
 from mcore_rl.data.readers import SUFFIXES, files_of, load_hub_dataset
 from mcore_rl.data.token_store import TokenStore, collect
-from mcore_rl.data.tokenization import Tokenization, TokenizerSource, available_workers, tokenize_source
+from mcore_rl.data.tokenize import Tokenization, TokenizerSource, available_workers, tokenize_source
 from mcore_rl.errors import UserError
 from mcore_rl.utils import torchrun
 from mcore_rl.utils.checkpoint_store import digest_of_file
-from mcore_rl.utils.progress import Say
+from mcore_rl.utils.console import Say
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 """Of a model directory: files that are not the tokenizer's. All others may be."""

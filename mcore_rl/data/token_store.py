@@ -1,7 +1,7 @@
-"""Tokenized records as flat arrays, in memory or in files: nothing of it is a Python object until it is used.
+"""Token stores: sequences of token ids in memory-mapped files, of one source or mixed from several.
 
 A directory holds `ids.bin` (int32), `mask.bin` (a byte a token: whether it carries loss), `ends.bin` (int64: where each
-sequence ends), `extra.bin` and `extra_ends.bin` (a JSON text a record, for what is no token), and `meta.json`.
+sequence ends), and what belongs to a whole sequence as JSON.
 """
 
 from __future__ import annotations
@@ -9,18 +9,45 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
-from mcore_rl.data.sample_order import Order, SampleOrder
-from mcore_rl.data.tokenize import TokenSequence
+from mcore_rl.data.sample_order import PERIOD, MixedOrder, Order, SampleOrder, quotas_of
+from mcore_rl.errors import UserError
 
-Unit = tuple[TokenSequence, ...]
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """Token ids and, for each, whether it carries loss (a response token or its end token)."""
+
+    input_ids: tuple[int, ...]
+    token_mask: tuple[bool, ...]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def truncate(self, length: int) -> TokenSequence:
+        return TokenSequence(self.input_ids[:length], self.token_mask[:length])
+
+    @property
+    def trained_ids(self) -> set[int]:
+        """The tokens that carry loss."""
+        return {token for token, trained in zip(self.input_ids, self.token_mask, strict=True) if trained}
+
+    @property
+    def is_trainable(self) -> bool:
+        """True if some token after the first, which nothing predicts, carries loss."""
+        return any(self.token_mask[1:])
+
+
+SequenceGroup = tuple[TokenSequence, ...]
 """Sequences that must stay together: one for SFT, (chosen, rejected) for pairs."""
 
 KINDS = {"ids": np.int32, "mask": np.uint8, "ends": np.int64, "extra": np.uint8, "extra_ends": np.int64}
@@ -41,7 +68,7 @@ class TokenizedChunk:
     extra: list[bytes] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
-    def add(self, unit: Unit, extra: bytes | None = None) -> None:
+    def add(self, unit: SequenceGroup, extra: bytes | None = None) -> None:
         for sequence in unit:
             self.ids += sequence.input_ids
             self.mask += bytes(sequence.token_mask)
@@ -50,7 +77,7 @@ class TokenizedChunk:
             self.extra.append(extra)
 
 
-class TokenStore(Sequence[Unit]):
+class TokenStore(Sequence[SequenceGroup]):
     """Units by number. Two are equal if their units are, wherever they lie."""
 
     def __init__(self, arrays: Mapping[str, Any], meta: dict[str, Any]) -> None:
@@ -118,10 +145,10 @@ class TokenStore(Sequence[Unit]):
         return len(self._arrays["ends"]) // self._rows
 
     @overload
-    def __getitem__(self, index: int) -> Unit: ...
+    def __getitem__(self, index: int) -> SequenceGroup: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Unit]: ...
-    def __getitem__(self, index: int | slice) -> Unit | list[Unit]:
+    def __getitem__(self, index: slice) -> list[SequenceGroup]: ...
+    def __getitem__(self, index: int | slice) -> SequenceGroup | list[SequenceGroup]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
@@ -135,7 +162,7 @@ class TokenStore(Sequence[Unit]):
         ids, mask = self._arrays["ids"][place], self._arrays["mask"][place]
         return TokenSequence(tuple(ids.tolist()), tuple(mask.astype(bool).tolist()))
 
-    def __iter__(self) -> Iterator[Unit]:
+    def __iter__(self) -> Iterator[SequenceGroup]:
         return (self[i] for i in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
@@ -217,3 +244,66 @@ def collect(chunks: Iterable[TokenizedChunk], sequences_per_unit: int, directory
         return TokenStore.open(directory)
     arrays = {name: np.concatenate([np.empty(0, kind), *kept[name]]).astype(kind) for name, kind in KINDS.items()}
     return TokenStore(arrays, meta)
+
+
+class MixedStore(TokenStore):
+    """The units of several stores, one store after the other.
+
+    Args:
+        stores: by the names of their sources.
+        weights: of each source's samples, in proportion.
+
+    Raises:
+        UserError: a source is empty, or its share of the samples rounds to nothing.
+    """
+
+    def __init__(self, stores: Mapping[str, TokenStore], weights: Mapping[str, float]) -> None:
+        self._stores: Sequence[TokenStore] = list(stores.values())
+        self.quotas = quotas_of([weights[name] for name in stores])
+        for (name, store), quota in zip(stores.items(), self.quotas, strict=True):
+            if not len(store):
+                raise UserError(f"data.train: no record of {name} is left, which has a weight; leave it out")
+            if not quota:
+                raise UserError(f"data.train: the weight of {name} is less than a sample in {PERIOD:,}; leave it out")
+        self._names, self._ends = list(stores), list(accumulate(map(len, self._stores)))
+        digest = hashlib.sha256(
+            repr([(s.fingerprint, q) for s, q in zip(self._stores, self.quotas, strict=True)]).encode()
+        )
+        counts: Counter[str] = sum((store.counts for store in self._stores), Counter())
+        meta = {"fingerprint": digest.hexdigest(), "counts": dict(counts)}
+        super().__init__({}, {**meta, "sequences_per_unit": self._stores[0].meta["sequences_per_unit"]})
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(store.num_tokens for store in self._stores)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        return {name: quota / PERIOD for name, quota in zip(self._names, self.quotas, strict=True)}
+
+    def order(self, seed: int) -> MixedOrder:
+        return MixedOrder(tuple(map(len, self._stores)), tuple(self.quotas), seed)
+
+    def lengths(self) -> np.ndarray:
+        return np.concatenate([store.lengths() for store in self._stores])
+
+    def lengths_of(self, unit: int) -> list[int]:
+        store, own = self._place(unit)
+        return store.lengths_of(own)
+
+    def extra(self, index: int) -> bytes:
+        store, own = self._place(index)
+        return store.extra(own)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def _sequence(self, index: int) -> TokenSequence:
+        store, own = self._place(index // self._rows)
+        return store._sequence(own * self._rows + index % self._rows)
+
+    def _place(self, index: int) -> tuple[TokenStore, int]:
+        """The store that has a unit, and the unit's number there."""
+        number = bisect_right(self._ends, index)
+        store = self._stores[number]
+        return store, index - (self._ends[number] - len(store))

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from mcore_rl.config import RLConfig
-from mcore_rl.config.second_models import config_of_judge
-from mcore_rl.data.batches import padded_rows
-from mcore_rl.data.messages import check_tools
+from mcore_rl.config.algorithms import config_of_judge
+from mcore_rl.data.batching import padded_rows
+from mcore_rl.data.chat import check_tools
 from mcore_rl.data.tokenize import judged_tokens, load_tokenizer, tokenize_completion
 from mcore_rl.distributed.batched_data_dict import OwnRows, Share
 from mcore_rl.environments.interfaces import MessageLog, Sample, Step

@@ -12,7 +12,7 @@ import torch
 
 from mcore_rl.algorithms.advantages import has_signal
 from mcore_rl.config import RLConfig
-from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.distributed.collectives import gather_on_first
 from mcore_rl.models.megatron.weights import own_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -22,7 +22,7 @@ from mcore_rl.rollouts.samples import Rollout, Rollouts
 from mcore_rl.rollouts.worker import Asked, Begun, RolloutWorker
 from mcore_rl.run.setup import Inputs
 from mcore_rl.run.step_log import StepLog
-from mcore_rl.utils.progress import Say
+from mcore_rl.utils.console import Say
 
 SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", *REPLAYED_OPTIONS}
 

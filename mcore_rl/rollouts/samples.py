@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mcore_rl.data.prompts import Prompt
+from mcore_rl.data.datasets import Prompt
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.environments.interfaces import MessageLog, Step

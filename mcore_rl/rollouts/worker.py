@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from mcore_rl.data.chat import tokens_between
-from mcore_rl.data.prompts import Prompt
+from mcore_rl.data.datasets import Prompt
 from mcore_rl.distributed.batched_data_dict import OwnRows, Share
 from mcore_rl.distributed.collectives import settle, share_numbers
 from mcore_rl.distributed.topology import Topology

@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_rl.config import TrainingConfig
 from mcore_rl.errors import UserError
-from mcore_rl.utils.progress import Say, silent
+from mcore_rl.utils.console import Say, silent
 
 
 @dataclass

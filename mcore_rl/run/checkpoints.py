@@ -13,7 +13,7 @@ from mcore_rl.models.megatron.checkpoint.checkpoint import SaveError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.run.identity import RunIdentity, architecture_changes, architecture_of_checkpoint, identity_of
 from mcore_rl.utils.checkpoint_store import CheckpointStore, remove_listed
-from mcore_rl.utils.progress import Say
+from mcore_rl.utils.console import Say
 
 LOST_PEER_SECONDS = 2.0
 """How long a run that has lost a rank waits for a checkpoint: torchrun is about to start it again."""

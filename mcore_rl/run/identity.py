@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config import TrainingConfig, read_yaml
-from mcore_rl.config.second_models import CRITIC, JUDGE, REFERENCE, TEACHER
+from mcore_rl.config.algorithms import CRITIC, JUDGE, REFERENCE, TEACHER
 from mcore_rl.errors import UserError
 from mcore_rl.utils.torchrun import launch_id
 

@@ -18,9 +18,10 @@ from mcore_rl.run.best import BestValidation
 from mcore_rl.run.checkpoints import RunCheckpoints
 from mcore_rl.run.directory import RunDirectory
 from mcore_rl.run.interruption import Interruption
-from mcore_rl.run.metrics import SHOWN, Reporter, speaker
+from mcore_rl.run.metrics import SHOWN, Reporter
 from mcore_rl.run.preflight import is_restart
 from mcore_rl.run.setup import DatasetT, Inputs, tell_what_never_comes
+from mcore_rl.utils.console import speaker
 
 
 def _divides(interval: int | None, step: int) -> bool:

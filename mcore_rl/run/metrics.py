@@ -9,24 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from mcore_rl.config import TrainingConfig, greatest_is_best
 from mcore_rl.run import watchdog
 from mcore_rl.run.step_log import StepLog
 from mcore_rl.run.trackers import Trackers
-from mcore_rl.utils.progress import Say, silent
-
-console = Console(soft_wrap=True, highlight=False)
+from mcore_rl.utils.console import console, speaker
 
 SHOWN = ("reward_mean", "loss", "value_loss", "explained_variance", "accuracy")
 """Metrics for people."""
-
-
-def speaker(is_writer: bool) -> Say:
-    """`Say` of this rank."""
-    return (lambda message: console.print(message, markup=False)) if is_writer else silent
 
 
 class Reporter:

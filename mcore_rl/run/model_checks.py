@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config import DistillationConfig, RLConfig, TrainingConfig
-from mcore_rl.config.second_models import JUDGE, TEACHER, configs_beside
+from mcore_rl.config.algorithms import JUDGE, TEACHER, configs_beside
 from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.base import REWARD_HEAD

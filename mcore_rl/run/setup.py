@@ -16,19 +16,17 @@ from mcore_rl.data.chat import chat_day, check_keeps_turns, set_chat_day
 from mcore_rl.data.datasets import loader_of
 from mcore_rl.data.sample_order import Order
 from mcore_rl.data.token_cache import TokenCache, default_directory
-from mcore_rl.data.tokenization import TokenizerSource
-from mcore_rl.data.tokenize import load_tokenizer
+from mcore_rl.data.tokenize import TokenizerSource, load_tokenizer
 from mcore_rl.models.megatron.lora import PEFTDirectory
 from mcore_rl.run.agreement import check_agreement
 from mcore_rl.run.checkpoints import check_identity
 from mcore_rl.run.directory import RunDirectory
 from mcore_rl.run.identity import RunIdentity, identity_of
-from mcore_rl.run.metrics import speaker
 from mcore_rl.run.model_checks import POLICY, check_models, check_tokenizers, check_weights
 from mcore_rl.run.preflight import check_layout, check_output, find_checkpoints
 from mcore_rl.utils import torchrun
+from mcore_rl.utils.console import Say, silent, speaker
 from mcore_rl.utils.hub import make_repository
-from mcore_rl.utils.progress import Say, silent
 
 
 class RunDataset(Protocol):

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from mcore_rl.config import TrainingConfig
 from mcore_rl.run.directory import WANDB_ID
 from mcore_rl.run.identity import flattened
-from mcore_rl.utils.progress import Say
+from mcore_rl.utils.console import Say
 
 
 class Tracker(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
-from mcore_rl.config.second_models import CRITIC, JUDGE, REFERENCE, TEACHER, configs_beside
+from mcore_rl.config.algorithms import CRITIC, JUDGE, REFERENCE, TEACHER, configs_beside
 
 if TYPE_CHECKING:
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy

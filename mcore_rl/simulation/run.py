@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from mcore_rl.config import RLConfig, TrainingConfig, build_config
 from mcore_rl.config.base import whole_number
-from mcore_rl.config.layouts import Layout
+from mcore_rl.config.parallel import Layout
 from mcore_rl.errors import ContractError, UserError
 from mcore_rl.run.identity import flattened
 from mcore_rl.simulation.hardware import Hardware

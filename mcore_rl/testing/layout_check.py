@@ -27,7 +27,7 @@ from mcore_rl.config import (
     RMConfig,
     TrainingConfig,
 )
-from mcore_rl.config.layouts import Layout
+from mcore_rl.config.parallel import Layout
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import UserError
 from mcore_rl.testing.processes import run_processes

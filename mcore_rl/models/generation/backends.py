@@ -8,7 +8,7 @@ from mcore_rl.config import RLConfig
 from mcore_rl.models.generation.interfaces import GenerationInterface
 from mcore_rl.models.generation.megatron_generation import megatron_generation_of, sampling_params_of
 from mcore_rl.models.generation.vllm_generation import VLLMGeneration
-from mcore_rl.utils.progress import Say, silent
+from mcore_rl.utils.console import Say, silent
 
 
 def generation_of(config: RLConfig, policy: Any, tokenizer: Any, say: Say = silent) -> GenerationInterface:

@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
-from mcore_rl.data.batches import padded_rows
+from mcore_rl.data.batching import padded_rows
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import TrainingError, UserError
 

@@ -49,7 +49,7 @@ from mcore_rl.models.megatron.build import BuiltModel
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
 from mcore_rl.models.megatron.weights import export_hf_weights
 from mcore_rl.run.directory import SERVER_LOGS
-from mcore_rl.utils.progress import Say
+from mcore_rl.utils.console import Say
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config import TrainingConfig
-from mcore_rl.data.batches import valid_counts
+from mcore_rl.data.batching import valid_counts
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, share_of
 from mcore_rl.distributed.collectives import Acquainted
 from mcore_rl.errors import ContractError

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config import ModelConfig
-from mcore_rl.data.batches import collate
-from mcore_rl.data.division import share_records
+from mcore_rl.data.batching import collate, share_records
 from mcore_rl.data.token_store import TokenStore
 from mcore_rl.distributed.batched_data_dict import OwnRows
 from mcore_rl.distributed.collectives import broadcast_object, gather_on_first
@@ -26,7 +25,7 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.checkpoint.writer import SaveError, on_first_rank
 from mcore_rl.models.policy.scoring import ScoringModel
 from mcore_rl.run.identity import digest_of_weights
-from mcore_rl.utils.progress import Progress, Say
+from mcore_rl.utils.console import Progress, Say
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 """At the end of a stored file: the digest of what stands before."""

@@ -24,7 +24,7 @@ from mcore_rl.models.policy.interfaces import (
     ReferenceLogprobOutputSpec,
 )
 from mcore_rl.platform import initialize_platform
-from mcore_rl.utils.quiet import quiet_libraries
+from mcore_rl.utils.console import quiet_libraries
 
 try:
     import ray

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
-from mcore_rl.data.batching import Microbatch, batching_of
-from mcore_rl.data.division import divide
+from mcore_rl.data.batching import Microbatch, batching_of, divide
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, Share, share_of
 from mcore_rl.distributed.collectives import all_reduce
 from mcore_rl.errors import ContractError, TrainingError, UserError

@@ -1,0 +1,436 @@
+"""The parallel layout: the section `parallel`, the layers of pipeline stages, and layouts as text (`tp2 cp2 sp`)."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import model_validator
+
+from mcore_rl.config.base import Name, Positive, Section
+from mcore_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from mcore_rl.config.sections import TrainingConfig
+
+
+EMBEDDING, LAYER, LOSS = "E", "t", "L"
+LONGEST_LAYOUT = 10_000
+"""Letters and bars of a layout string without repetitions."""
+_TERM = re.compile(r"\((?P<group>[^()]+)\)\*(?P<times>\d{1,4})|(?P<one>[EtL|])(?:\*(?P<count>\d{1,4}))?")
+
+
+class PipelineConfig(Section):
+    """The pipeline's part of the parallel layout."""
+
+    pipeline_model_parallel_size: Positive = 1
+    """Stages that share out the layers."""
+    virtual_pipeline_model_parallel_size: Positive | None = None
+    """Chunks of layers on each pipeline stage, whose passes interleave; if not given, as many as the layout string
+    makes, otherwise 1."""
+    num_layers_in_first_pipeline_stage: Positive | None = None
+    """See the next."""
+    num_layers_in_last_pipeline_stage: Positive | None = None
+    """Layers of the stages that also have the embedding, and the vocabulary's projection; an even share if not
+    given. The other stages share the rest evenly."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer where layers are shared out evenly: its chunk has one fewer."""
+    account_for_loss_in_pipeline_split: bool = False
+    """The same for the vocabulary's projection, in the last chunk."""
+    pipeline_model_parallel_layout: Name | None = None
+    """In place of the four before, what each stage has, as Megatron writes it: `E` the embedding, `t` a layer, `L` the
+    vocabulary's projection, `|` between stages, `*3` for repetitions (`Et*3|(tt|)*2tL`). With more stages than
+    `pipeline_model_parallel_size` they are virtual ones, dealt out in turn."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> PipelineConfig:
+        size, chunks, layout = (
+            self.pipeline_model_parallel_size,
+            self.chunks_per_stage,
+            self.pipeline_model_parallel_layout,
+        )
+        for given, keys in (
+            ((self.virtual_pipeline_model_parallel_size or 1) > 1, "virtual_pipeline_model_parallel_size: needs"),
+            (self._ends, "num_layers_in_first/last_pipeline_stage: need"),
+            (self._accounts, "account_for_embedding/loss_in_pipeline_split: need"),
+            (layout, "pipeline_model_parallel_layout: needs"),
+        ):
+            if given and size == 1:
+                raise ValueError(f"{keys} pipeline_model_parallel_size > 1")
+        if self._ends and self._accounts:
+            raise ValueError(
+                "account_for_embedding/loss_in_pipeline_split: is for layers that are shared out evenly; leave it or "
+                "num_layers_in_first/last_pipeline_stage out"
+            )
+        if layout and (self._ends or self._accounts):
+            raise ValueError(
+                "pipeline_model_parallel_layout: says what every stage has; leave "
+                "num_layers_in_first/last_pipeline_stage and account_for_embedding/loss_in_pipeline_split out"
+            )
+        if layout and (stages := len(layers_of_layout(layout))) != size * chunks:
+            raise ValueError(
+                f"pipeline_model_parallel_layout: {layout!r} has {stages} stages, which is not "
+                f"pipeline_model_parallel_size ({size}) x virtual_pipeline_model_parallel_size ({chunks})"
+            )
+        return self
+
+    @property
+    def _ends(self) -> bool:
+        return bool(self.num_layers_in_first_pipeline_stage or self.num_layers_in_last_pipeline_stage)
+
+    @property
+    def _accounts(self) -> bool:
+        return self.account_for_embedding_in_pipeline_split or self.account_for_loss_in_pipeline_split
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether it is said what stages have."""
+        return self._ends or self._accounts or self.pipeline_model_parallel_layout is not None
+
+    @property
+    def chunks_per_stage(self) -> int:
+        """Virtual stages on each stage, given or those of the layout string."""
+        given, layout = self.virtual_pipeline_model_parallel_size, self.pipeline_model_parallel_layout
+        if given is None and layout is not None:
+            return max(1, len(layers_of_layout(layout)) // self.pipeline_model_parallel_size)
+        return given or 1
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """The number of microbatches is a multiple of this: interleaved chunks run in rounds of all stages."""
+        return self.pipeline_model_parallel_size if self.chunks_per_stage > 1 else 1
+
+    def layers_of_chunks(self, layers: int) -> list[int]:
+        """How many of a model's layers each chunk has, in the order in which tokens pass them.
+
+        Chunk i is on pipeline stage i mod `pipeline_model_parallel_size`; each stage has one without virtual stages.
+
+        Raises:
+            UserError: they cannot be shared out so.
+        """
+        size, chunks = self.pipeline_model_parallel_size, self.chunks_per_stage
+        if layout := self.pipeline_model_parallel_layout:
+            counts = layers_of_layout(layout)
+            if sum(counts) != layers:
+                raise UserError(
+                    f"parallel.pipeline_model_parallel_layout={layout}: has {sum(counts)} layers; "
+                    f"the model has {layers}"
+                )
+            return counts
+        embedding, loss = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
+        first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
+        stages = _share_out(layers + embedding + loss, size, first, last)
+        if stages is None:
+            given = f" beside the {(first or 0) + (last or 0)} of the first or last stage" if self._ends else ""
+            given += f" with {embedding + loss} more for embedding or loss" if self._accounts else ""
+            raise UserError(
+                f"parallel.pipeline_model_parallel_size={size}: the model's {layers} layers cannot be shared out "
+                f"evenly{given}; set num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage or "
+                "pipeline_model_parallel_layout"
+                + (" and leave account_for_embedding/loss_in_pipeline_split out" if self._accounts else "")
+            )
+        if any(count % chunks for count in stages):
+            raise UserError(
+                f"parallel.virtual_pipeline_model_parallel_size={chunks}: must divide the layers of every stage "
+                f"({', '.join(map(str, stages))})"
+            )
+        counts = [count // chunks for count in stages] * chunks
+        counts[0] -= embedding
+        counts[-1] -= loss
+        return counts
+
+    def layers_of_stages(self, layers: int) -> list[int]:
+        """How many of a model's layers each pipeline stage has, in all of its chunks.
+
+        Raises:
+            UserError: they cannot be shared out so.
+        """
+        counts, size = self.layers_of_chunks(layers), self.pipeline_model_parallel_size
+        return [sum(counts[stage::size]) for stage in range(size)]
+
+    def stages_of_layers(self, layers: int) -> list[int]:
+        """The pipeline stage of each of a model's layers.
+
+        Raises:
+            UserError: they cannot be shared out so.
+        """
+        counts, size = self.layers_of_chunks(layers), self.pipeline_model_parallel_size
+        return [chunk % size for chunk, count in enumerate(counts) for _ in range(count)]
+
+    def distinct_stages(self) -> list[int]:
+        """The first and the last stage, and of those between them, if uneven, the first with each share of layers:
+        of equal ones it keeps the activations of the most microbatches."""
+        size, between = self.pipeline_model_parallel_size, []
+        if layout := self.pipeline_model_parallel_layout:
+            counts = layers_of_layout(layout)
+            between = list({tuple(counts[stage::size]): stage for stage in range(size - 2, 0, -1)}.values())
+        elif size > 2 and (self._ends or self._accounts):
+            between = [1]
+        return sorted({0, *between, size - 1})
+
+
+def layers_of_layout(layout: str) -> list[int]:
+    """Layers of each chunk of a layout string, in the order in which tokens pass them: `Et*3|(tt|)*2L` → 3, 2, 2, 0.
+
+    Raises:
+        ValueError: it cannot be read, has not one embedding and one loss at its ends, or a chunk of nothing.
+    """
+    chunks = _without_repetitions(layout.replace(",", "")).split("|")
+    whole = "".join(chunks)
+    if whole != EMBEDDING + LAYER * (len(whole) - 2) + LOSS:
+        raise ValueError(f"pipeline_model_parallel_layout: {layout!r} must begin with its one E and end with its one L")
+    if "" in chunks:
+        raise ValueError(
+            f"pipeline_model_parallel_layout: stage {chunks.index('') + 1} of the {len(chunks)} of {layout!r} is empty"
+        )
+    return [chunk.count(LAYER) for chunk in chunks]
+
+
+def _without_repetitions(text: str) -> str:
+    out, end = "", 0
+    while term := _TERM.match(text, end):
+        end = term.end()
+        part, times = term["one"], int(term["times"] or term["count"] or 1)
+        if term["group"]:
+            part = _without_repetitions(term["group"])
+        if len(out) + len(part) * times > LONGEST_LAYOUT:
+            raise ValueError(
+                f"pipeline_model_parallel_layout: {text!r} is longer than {LONGEST_LAYOUT:,} with its repetitions"
+            )
+        out += part * times
+    if end < len(text):
+        raise ValueError(
+            f"pipeline_model_parallel_layout: cannot be read from {text[end:]!r} on; E, t, L, |, t*3 and (tt|)*3 can"
+        )
+    return out
+
+
+def _share_out(places: int, stages: int, first: int | None, last: int | None) -> list[int] | None:
+    """So many on each stage, evenly but for a first and a last that are given; None if it cannot be."""
+    counts = [first, *[None] * (stages - 2), last] if stages > 1 else [None]
+    open_stages = counts.count(None)
+    left = places - sum(count or 0 for count in counts)
+    if left < open_stages or (left % open_stages if open_stages else left):
+        return None
+    return [left // open_stages if count is None else count for count in counts]
+
+
+class ParallelConfig(PipelineConfig):
+    """Sizes of the parallel layout; data parallelism takes the processes that are left."""
+
+    tensor_model_parallel_size: Positive = 1
+    """Processes that share out each layer's weights; within a node."""
+    context_parallel_size: Positive = 1
+    """Processes that share out the tokens of each sequence."""
+    expert_model_parallel_size: Positive = 1
+    """Processes that share out the experts of a mixture; taken from data, context and tensor parallelism."""
+    expert_tensor_parallel_size: Positive | None = None
+    """Processes that share out each expert's weights; as `tensor_model_parallel_size` if not given."""
+    sequence_parallel: bool = False
+    """Share out the norms' activations over the tensor-parallel processes; the numbers stay."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over the replicas bucket by bucket, while the backward pass goes on; the numbers stay."""
+    overlap_param_gather: bool = False
+    """Gather updated weights from the replicas bucket by bucket, while the next training step's forward pass goes on;
+    the numbers stay."""
+    timeout_seconds: Positive = 600
+    """A collective that takes longer ends the run instead of hanging it."""
+
+    @model_validator(mode="after")
+    def _supported(self) -> ParallelConfig:
+        # Megatron would reduce the gradients of whole experts over the wrong ranks, without a word.
+        if self.expert_model_parallel_size == 1 and self.expert_tensor_size != self.tensor_model_parallel_size:
+            raise ValueError(
+                "expert_tensor_parallel_size: other than tensor_model_parallel_size it needs "
+                "expert_model_parallel_size > 1"
+            )
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError("sequence_parallel: needs tensor_model_parallel_size > 1")
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError("overlap_param_gather: needs overlap_grad_reduce=true, which makes the buckets")
+        return self
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Processes that share out each expert's weights."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Processes that hold one replica of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def meeting_seconds(self) -> float:
+        """How often ranks meet that wait for something beside, so that no collective times out."""
+        return min(5.0, self.timeout_seconds / 4)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every packed sequence is padded to a multiple of this many tokens.
+
+        Context parallelism cuts a sequence into 2·CP chunks; sequence parallelism cuts what is left
+        into TP parts.
+        """
+        zigzag = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        return zigzag * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Replicas in `world_size` processes.
+
+        Raises:
+            UserError: the layout does not divide the processes.
+        """
+        if world_size % self.model_parallel_size:
+            raise UserError(
+                f"parallel: tensor {self.tensor_model_parallel_size} x pipeline "
+                f"{self.pipeline_model_parallel_size} x context {self.context_parallel_size} = "
+                f"{self.model_parallel_size} must divide the number of processes ({world_size}); start "
+                f"{self.model_parallel_size} or a multiple (torchrun --nproc-per-node, or --world-size)"
+            )
+        experts = self.expert_model_parallel_size * self.expert_tensor_size * self.pipeline_model_parallel_size
+        if world_size % experts:
+            raise UserError(
+                f"parallel: expert {self.expert_model_parallel_size} x expert tensor {self.expert_tensor_size} x "
+                f"pipeline {self.pipeline_model_parallel_size} = {experts} must divide the number of processes "
+                f"({world_size})"
+            )
+        return world_size // self.model_parallel_size
+
+
+SIZES = ("tp", "pp", "cp", "dp", "ep", "vpp")
+FLAGS = ("sp", "packing", "prefix")
+SPLIT = ("first", "last", "stages")
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """Sizes of the parallel dimensions, and how microbatches are made."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    sp: bool = False
+    packing: bool = True
+    tokens_per_pack: int | None = None
+    ep: int = 1
+    etp: int = 0
+    """Of each expert; as `tp` if 0."""
+    vpp: int = 1
+    first: int | None = None
+    """Layers of the first pipeline stage."""
+    last: int | None = None
+    """Layers of the last pipeline stage."""
+    stages: str | None = None
+    """Layers of all of them, as `parallel.pipeline_model_parallel_layout` has them."""
+    prefix: bool = False
+    """Common beginnings stand in a pack once."""
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the sizes go together."""
+        etp = self.etp or self.tp
+        if self.stages and (self.first or self.last or len(layers_of_layout(self.stages)) != self.pp * self.vpp):
+            return False
+        return (
+            (not self.sp or self.tp > 1)
+            and (not self.prefix or self.packing)
+            and (self.pp > 1 or (self.vpp == 1 and not (self.first or self.last or self.stages)))
+            and (self.ep > 1 or etp == self.tp)
+            and not self.world_size % (self.pp * self.ep * etp)
+        )
+
+    def __str__(self) -> str:
+        sizes = [f"{name}{getattr(self, name)}" for name in SIZES if getattr(self, name) > 1]
+        sizes += [f"etp{self.etp}"] * bool(self.etp) + [f"first{self.first}"] * bool(self.first)
+        sizes += [f"last{self.last}"] * bool(self.last) + [str(self.stages)] * bool(self.stages)
+        extras = (
+            ["sp"] * self.sp
+            + ["prefix"] * self.prefix
+            + ["unpacked"] * (not self.packing)
+            + ["small packs"] * bool(self.tokens_per_pack)
+        )
+        return " ".join([*sizes, *extras]) or "one process"
+
+    @property
+    def parallel_values(self) -> dict[str, Any]:
+        """Every key of the section `parallel` that says a layout."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
+            "num_layers_in_first_pipeline_stage": self.first,
+            "num_layers_in_last_pipeline_stage": self.last,
+            "account_for_embedding_in_pipeline_split": False,
+            "account_for_loss_in_pipeline_split": False,
+            "pipeline_model_parallel_layout": self.stages,
+            "context_parallel_size": self.cp,
+            "sequence_parallel": self.sp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp or None,
+        }
+
+    def apply(self, config: TrainingConfig) -> TrainingConfig:
+        """`config` under this layout."""
+        values = config.model_dump()
+        values["parallel"].update(self.parallel_values)
+        values["batch"].update(packing=self.packing, tokens_per_pack=self.tokens_per_pack, share_prefixes=self.prefix)
+        if self.packing:
+            values["batch"]["micro_batch_size"] = 1
+        if not self.prefix:
+            del values["batch"]["min_shared_tokens"]
+        return type(config).model_validate(values)
+
+
+def parse_layouts(choices: Sequence[str]) -> list[Layout]:
+    """`["tp=1,2", "cp=1,2"]` → every combination; keys tp, pp, vpp, cp, dp, ep, etp, sp, packing and prefix (0 or 1),
+    and of a pipeline first, last (layers of these stages) and stages (what each has, as `E|t*4L`).
+
+    Raises:
+        UserError: not of that form.
+    """
+    known = {*SIZES, "etp", *FLAGS, *SPLIT}
+    values: dict[str, list[Any]] = {}
+    for choice in choices:
+        key, _, text = choice.partition("=")
+        if key == "stages":
+            values[key] = text.split(",")
+            try:
+                for layout in values[key]:
+                    layers_of_layout(layout)
+            except ValueError as error:
+                raise UserError(f"--layouts {choice!r}: {error}") from None
+            continue
+        if key not in known or not all(part.isdecimal() for part in text.split(",")):
+            raise UserError(f"--layouts {choice!r}: write KEY=1,2 with KEY one of {', '.join(sorted(known))}")
+        values[key] = [int(part) for part in text.split(",")]
+        if key in FLAGS and not {*values[key]} <= {0, 1}:
+            raise UserError(f"--layouts {choice!r}: {key} is 0 or 1")
+        if key not in FLAGS and 0 in values[key]:
+            raise UserError(f"--layouts {choice!r}: sizes are 1 or more")
+    combinations = itertools.product(*values.values())
+    layouts = [Layout(**dict(zip(values, combination, strict=True))) for combination in combinations]
+    return sorted(
+        {layout for layout in layouts if layout.is_possible}, key=lambda layout: (layout.world_size, str(layout))
+    )
+
+
+def own_split(config: TrainingConfig, layers: int) -> Layout | None:
+    """The configuration's own pipeline of a model of so many layers; None if it has none, or an even one.
+
+    Raises:
+        UserError: its layers are others.
+    """
+    parallel = config.parallel
+    if not parallel.is_uneven:
+        return None
+    stages = "|".join("t" * count for count in parallel.layers_of_chunks(layers))
+    return Layout(pp=parallel.pipeline_model_parallel_size, vpp=parallel.chunks_per_stage, stages=f"E{stages}L")

@@ -1,0 +1,559 @@
+"""Configurations of training on rollouts: environment, generation, GRPO and PPO."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from mcore_rl.config.base import (
+    AboveZero,
+    BelowOne,
+    Count,
+    Directory,
+    Name,
+    NonNegative,
+    Positive,
+    Section,
+    refuse_bool,
+)
+from mcore_rl.config.sections import ModelConfig, OptimizerConfig, ReferenceSyncConfig, TrainerConfig, TrainingConfig
+from mcore_rl.errors import UserError
+from mcore_rl.losses.options import ClippedPGOptions
+
+
+class JudgeOptions(Section):
+    """What a judge of one kind or another needs."""
+
+    name: str
+    pattern: str | None = None
+    """exact_match, try_again: a regular expression whose first group, in its last match, is the answer."""
+    function: str | None = None
+    """function: `module:function`, called with (message_log, record); returns a reward or a Step. trl: one that is
+    called as TRL's trainer does (docs/environments.md). Either may be a coroutine function (`async def`)."""
+    url: Annotated[str, Field(pattern=r"^https?://[^/?#]+")] | None = None
+    """http: where responses are judged (docs/environments.md)."""
+    headers: dict[str, str] = Field(default={})
+    """http: of each request, for example {Authorization: "Bearer ${JUDGE_TOKEN}"}. ${NAME} is taken from the
+    environment, so that no secret is in the configuration."""
+    retries: Count = 2
+    """http: attempts after the first one; they share time_limit_seconds in equal parts."""
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        name = self.name
+        for key, owners in (("function", ("function", "trl")), ("url", ("http",))):
+            value = getattr(self, key)
+            if value is not None and name not in owners:
+                raise ValueError(f"{key}: goes with name={' and '.join(owners)} alone, not with {name}")
+            if value is None and name in owners and key == "url":
+                raise ValueError(f"{key}: name={name} needs one")
+        if name in ("function", "trl") and not re.fullmatch(r"[\w.]+:\w+", self.function or ""):
+            raise ValueError(f"function: name the function, as module:function (got {self.function!r})")
+        if name != "http" and self.headers:
+            raise ValueError(f"headers: goes with name=http alone, not with {name}")
+        if name != "http" and self.retries != 2:
+            raise ValueError(f"retries: goes with name=http alone, not with {name}")
+        if self.pattern is not None:
+            if name not in ("exact_match", "try_again"):
+                raise ValueError(f"pattern: goes with name=exact_match and try_again alone, not with {name}")
+            try:
+                re.compile(self.pattern)
+            except re.error as error:
+                raise ValueError(f"pattern: {self.pattern!r} is not a regular expression ({error})") from None
+        return self
+
+    @property
+    def may_observe(self) -> bool:
+        """Whether conversations may go on after a response."""
+        return self.name in ("try_again", "function", "http")
+
+    @property
+    def valued_columns(self) -> tuple[str, ...]:
+        """Of a prompt's record: this package's judges compare with the answer as a text, which null has as well."""
+        return ("answer",) if self.compares else ()
+
+    @property
+    def compares(self) -> bool:
+        """Whether responses are compared with a record's `answer`."""
+        return self.name in ("exact_match", "math", "try_again")
+
+
+class RewardConfig(JudgeOptions):
+    """weighted: one of several judges."""
+
+    name: Literal["exact_match", "math", "try_again", "function", "trl", "http"]
+    """What judges; see `environment`, as for the other keys."""
+    weight: Annotated[float, BeforeValidator(refuse_bool)] = 1.0
+    """Its rewards are multiplied by this; they are in the metrics as they are."""
+
+
+class EnvironmentConfig(JudgeOptions):
+    """Who judges responses: see docs/environments.md."""
+
+    name: Literal["exact_match", "math", "try_again", "function", "trl", "http", "weighted", "reward_model"] = (
+        "exact_match"
+    )
+    """What judges responses."""
+    rewards: dict[Annotated[str, Field(pattern=r"^\w+$")], RewardConfig] = Field(default={})
+    """weighted: judges by names of your own; the reward is the weighted sum, and the mean of each is in the metrics as
+    `reward_NAME_mean`."""
+    path: Directory | None = None
+    """reward_model: a directory that train_rm.py exported, or any sequence classifier of one label."""
+    format: Literal["chat", "text"] = "chat"
+    """reward_model: chat: it sees the conversation as its own chat template renders it; text: the texts, one after
+    the other, and an end token, as of plain prompts and completions."""
+    max_sequence_length: Positive | None = None
+    """reward_model: a conversation of more tokens of its own fails; twice data.max_sequence_length if not given."""
+    max_turns: Positive = 1
+    """Responses in a conversation at most."""
+    time_limit_seconds: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 10.0
+    """A sample whose judgement takes longer counts as failed; several that are judged together have as many times this
+    limit."""
+    start_seconds: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 60.0
+    """Within this time a judging process must have imported its judge and be ready."""
+    num_workers: Positive = 2
+    """Judging processes of each data-parallel replica, which judge the replica's own samples."""
+    batch_size: Positive = 1
+    """Samples that a judging process is handed at a time at most, of those that wait; one that makes the others fail is
+    judged apart from them."""
+    max_failed_fraction: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)] = 0.5
+    """A step of whose samples a larger part could not be judged makes no update. In any other step those that could not
+    be judged are left out of the loss and of what the others are compared with."""
+    max_failed_steps: Positive = 3
+    """So many steps on end in which no sample could be judged end the run."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EnvironmentConfig:
+        name, is_model = self.name, self.name == "reward_model"
+        if is_model != (self.path is not None):
+            raise ValueError(f"path: goes with name=reward_model, which needs it (name={name}, path={self.path})")
+        if not is_model and (self.max_sequence_length is not None or self.format != "chat"):
+            raise ValueError(f"max_sequence_length, format: go with name=reward_model alone, not with {name}")
+        if is_model and self.batch_size > 1:
+            raise ValueError("batch_size: a reward model judges in packs (batch.tokens_per_pack); leave it out")
+        if (name == "weighted") != bool(self.rewards):
+            raise ValueError("rewards: goes with name=weighted, which needs at least one")
+        if self.max_turns > 1 and not (self.may_observe or any(reward.may_observe for reward in self.rewards.values())):
+            raise ValueError(f"max_turns: {name} ends every conversation after one response")
+        return self
+
+    @property
+    def compares(self) -> bool:
+        return super().compares or any(reward.compares for reward in self.rewards.values())
+
+
+class VLLMConfig(Section):
+    """vLLM's servers, which have an environment and processes of their own (docs/rollouts.md)."""
+
+    urls: tuple[Annotated[str, Field(pattern=r"^http://[^/?#:]+:\d+$")], ...] = ()
+    """Of servers that `scripts/serve_vllm.py` has started, as http://HOST:PORT; without any, the run starts its own on
+    the machine of its first rank."""
+    num_servers: Positive = 1
+    """How many are started."""
+    tensor_parallel_size: Positive = 1
+    """Processes that share out the model in each."""
+    devices: tuple[Count, ...] = ()
+    """GPUs of the servers, one a process in their order; those that this machine shows first if not given."""
+    host: Name = "127.0.0.1"
+    """Address that they listen on. Whoever can reach it can replace the weights and run code, without a password: this
+    machine alone, or a network that is all yours."""
+    port: Annotated[int, Field(ge=1024, lt=2**16), BeforeValidator(refuse_bool)] = 8100
+    """Of the first server; the others take those behind it."""
+    python: Directory = Path(".venv-vllm/bin/python")
+    """The interpreter that has vLLM (`make install-vllm`)."""
+    arguments: tuple[str, ...] = ()
+    """More arguments of vLLM's server, such as [--gpu-memory-utilization, "0.5"]."""
+    start_seconds: AboveZero = 900.0
+    """A server that does not answer within this time has failed."""
+    request_seconds: AboveZero = 1800.0
+    """A server that takes longer over a response is given up."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> VLLMConfig:
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("urls: a server stands there twice")
+        if self.port + self.num_servers > 2**16:
+            raise ValueError(f"port: there are no {self.num_servers} ports from {self.port} on")
+        needed = self.num_servers * self.tensor_parallel_size
+        if self.devices and (len(self.devices) != needed or len(set(self.devices)) != needed):
+            raise ValueError(f"devices: name {needed} different GPUs (num_servers x tensor_parallel_size)")
+        return self
+
+
+class GenerationConfig(Section):
+    """Who answers the prompts."""
+
+    backend: Literal["megatron", "vllm"] = "megatron"
+    """megatron: the training processes, by the weights that they train. vllm: servers that are sent them."""
+    max_token_mult_prob_error: Annotated[float, Field(gt=1), BeforeValidator(refuse_bool)] | None = None
+    """A step whose `token_mult_prob_error` is larger ends the run: sampler and trainer disagree too much."""
+    offload: bool = False
+    """While prompts are answered, what the policy does not need for it is in the host's memory. megatron: all but its
+    weights. vllm: everything, as the servers are on the GPUs that train; while it scores and trains they sleep."""
+    vllm: VLLMConfig = VLLMConfig()
+
+    @model_validator(mode="after")
+    def _used(self) -> GenerationConfig:
+        if self.backend != "vllm" and self.vllm != VLLMConfig():
+            raise ValueError(f"vllm: goes with backend=vllm alone, not with {self.backend}")
+        return self
+
+
+class RolloutOptions(Section):
+    """Of every algorithm that trains on rollouts."""
+
+    num_prompts_per_step: Positive = 16
+    """Prompts of a step, over all processes."""
+    num_generations_per_prompt: Positive = 8
+    """Responses to each prompt: its group."""
+    max_new_tokens: Positive = 256
+    """Tokens of a response at most."""
+    temperature: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 1.0
+    """Logits are divided by it, in sampling and in training."""
+    top_k: Positive | None = None
+    """Sample among the k likeliest tokens only."""
+    top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(refuse_bool)] = 1.0
+    """Sample among the likeliest tokens that together have this probability."""
+    min_p: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)] = 0.0
+    """Sample among tokens that have at least this part of the likeliest one's probability."""
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a response."""
+    generation_batch_size: Positive = 64
+    """Sequences that a replica generates at a time."""
+    advantage_epsilon: NonNegative = 1e-4
+    """Added to the deviation that advantages are divided by."""
+    num_updates_per_rollout: Positive = 1
+    """Passes over each step's rollouts; each is one optimizer step, or several with train_global_batch_size."""
+    train_global_batch_size: Positive | None = None
+    """Responses of one update, over all processes: whole groups, shuffled anew in each step. Each response is in one
+    update of a pass. All responses of a step if not given."""
+    dynamic_sampling_rounds: Positive = 1
+    """More than 1: groups without signal are replaced by new prompts, in so many rounds at most (DAPO)."""
+    max_staleness: Count = 0
+    """Responses for so many further steps are generated while a step is trained; their weights are so many versions old
+    at most when they are trained on. More than 0 needs generation.backend=vllm (docs/rollouts.md)."""
+    overlong_cache_length: Positive | None = None
+    """Soft penalty on the last so many tokens before max_new_tokens (DAPO); none if not given."""
+    mask_truncated: bool = False
+    """Whether responses cut off by max_new_tokens are left out of the loss."""
+    num_logged_samples: Count = 4
+    """Completions written to samples.jsonl each step, of as many prompts as there are."""
+
+    @property
+    def filters_tokens(self) -> bool:
+        """Whether some tokens are never drawn, so that samples are of another distribution than what is trained."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def compared(self) -> Literal["group", "batch"] | None:
+        """Among which responses rewards must differ for there to be something to learn; None: they need not."""
+        return None
+
+    @model_validator(mode="after")
+    def _has_room(self) -> Self:
+        if self.overlong_cache_length is not None and self.overlong_cache_length > self.max_new_tokens:
+            raise ValueError(f"overlong_cache_length: must be at most max_new_tokens ({self.max_new_tokens})")
+        if self.dynamic_sampling_rounds > 1 and self.num_generations_per_prompt == 1:
+            raise ValueError("dynamic_sampling_rounds: compares a prompt's responses; use 2 generations or more")
+        return self
+
+
+def _translated(loss: Any) -> Any:
+    """Under this package's names, if written under the reference's."""
+    return ClippedPGOptions.translate(loss) if isinstance(loss, dict) else loss
+
+
+class GRPOTrainerConfig(TrainerConfig):
+    validate_at_start: bool = True
+
+
+class RLConfig(TrainingConfig):
+    """What GRPO and PPO share: rollouts, their judging, a clipped policy gradient."""
+
+    trainer: GRPOTrainerConfig = GRPOTrainerConfig(max_epochs=1)
+    loss: Annotated[ClippedPGOptions, BeforeValidator(_translated)] = ClippedPGOptions()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    generation: GenerationConfig = GenerationConfig()
+    reference_sync: ReferenceSyncConfig | None = None
+
+    @property
+    def rollouts(self) -> RolloutOptions:
+        """The algorithm's own options, in the section of its name."""
+        options: RolloutOptions = getattr(self, self.algorithm)
+        return options
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of one step."""
+        whole = self.batch.global_batch_size
+        return self.rollouts.num_updates_per_rollout * (whole // (self.rollouts.train_global_batch_size or whole))
+
+    @property
+    def first_update_step(self) -> int:
+        """The first step that trains the policy."""
+        return 1
+
+    @model_validator(mode="after")
+    def _has_a_reference(self) -> Self:
+        if self.reference_sync is not None and self.loss.reference_policy_kl_penalty == 0:
+            raise ValueError("reference_sync: there is no reference with loss.reference_policy_kl_penalty=0")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_batch_size(cls, values: Any) -> Any:
+        """The global batch is all responses of a step."""
+        if not (isinstance(values, dict) and isinstance(values.get(cls.algorithm, {}), dict)):
+            return values
+        given, defaults = values.get(cls.algorithm, {}), cls.model_fields[cls.algorithm].default
+        names = ("num_prompts_per_step", "num_generations_per_prompt")
+        sizes = [given.get(name, getattr(defaults, name)) for name in names]
+        batch = values.get("batch") or {}
+        if isinstance(batch, dict) and all(isinstance(size, int) for size in sizes):
+            total = sizes[0] * sizes[1]
+            if batch.get("global_batch_size", total) != total:
+                raise ValueError(f"batch.global_batch_size: is prompts x generations here ({total}); leave it out")
+            values = {**values, "batch": {**batch, "global_batch_size": total}}
+        return values
+
+    @property
+    def samples(self) -> bool:
+        return True
+
+    @property
+    def max_answer_length(self) -> int:
+        return self.rollouts.max_new_tokens * self.environment.max_turns
+
+    @property
+    def keeps_reference(self) -> bool:
+        return self.loss.reference_policy_kl_penalty > 0
+
+    def samples_exactly(self, replays: bool = False) -> bool:
+        """Whether the sampler's log-probabilities are the policy's own: it samples itself, in the precision that it is
+        trained in, from all tokens.
+
+        Args:
+            replays: trains on a recording's rollouts.
+        """
+        own = not replays and self.generation.backend == "megatron"
+        return own and self.model.dtype == "float32" and not self.rollouts.filters_tokens
+
+    def is_on_policy(self, replays: bool = False) -> bool:
+        """Whether the only update on samples begins from what they were drawn with, unless the loss's options say
+        which."""
+        chosen = self.loss.force_on_policy_ratio
+        only = self.updates_per_step == 1
+        return (only and self.samples_exactly(replays)) if chosen is None else chosen
+
+    def scores_samples(self, replays: bool = False) -> bool:
+        """Whether a step computes its samples' log-probabilities before its updates: where the loss or the rewards need
+        others than the sampler's."""
+        return not self.is_on_policy(replays) or (self.loss.use_kl_in_reward and not self.samples_exactly(replays))
+
+    def decided_loss(self, replays: bool = False) -> ClippedPGOptions:
+        """`loss`, with `force_on_policy_ratio` as it is for a run."""
+        return replace(self.loss, force_on_policy_ratio=self.is_on_policy(replays))
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.rollouts.num_prompts_per_step
+
+    @property
+    def rows_per_group(self) -> int:
+        return self.rollouts.num_generations_per_prompt
+
+    @property
+    def max_prompt_length(self) -> int:
+        """Tokens of a prompt at most, so that a response has room."""
+        return self.data.max_sequence_length - self.rollouts.max_new_tokens
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        own = self.algorithm
+        if self.rollouts.max_new_tokens >= self.data.max_sequence_length:
+            raise ValueError(
+                f"{own}.max_new_tokens: must be less than data.max_sequence_length ({self.data.max_sequence_length}), "
+                "which holds the prompt too"
+            )
+        size, group = self.rollouts.train_global_batch_size, self.rollouts.num_generations_per_prompt
+        if size is not None and (size % group or self.batch.global_batch_size % size):
+            raise ValueError(
+                f"{own}.train_global_batch_size: {size} must be a multiple of {own}.num_generations_per_prompt "
+                f"({group}) and divide the {self.batch.global_batch_size} responses of a step"
+            )
+        if self.loss.force_on_policy_ratio and self.updates_per_step > 1:
+            why = "num_updates_per_rollout" if self.rollouts.num_updates_per_rollout > 1 else "train_global_batch_size"
+            raise ValueError(f"loss.force_on_policy_ratio: is for a single update a step; {own}.{why} makes several")
+        if self.rollouts.max_staleness:
+            self._check_stale()
+        if self.data.overlong != "drop":
+            raise ValueError("data.overlong: prompts are never truncated, only dropped; leave it out")
+        return self
+
+    def _check_stale(self) -> None:
+        """Raises ValueError for what does not go with samples of older weights."""
+        name, loss = f"{self.algorithm}.max_staleness", self.loss
+        if self.generation.backend != "vllm":
+            raise ValueError(f"{name}: needs generation.backend=vllm, which answers while others train")
+        if self.generation.offload:
+            raise ValueError(f"{name}: servers that sleep do not answer while others train; no generation.offload")
+        if self.environment.name == "reward_model":
+            raise ValueError(f"{name}: a reward model judges in the training processes; use another environment")
+        if self.rollouts.dynamic_sampling_rounds > 1:
+            raise ValueError(f"{name}: which prompts a step takes must be known; no dynamic_sampling_rounds")
+        if not loss.use_importance_sampling_correction or loss.truncated_importance_sampling_ratio is None:
+            raise ValueError(
+                f"{name}: samples are of older weights; set loss.use_importance_sampling_correction=true "
+                "and a loss.truncated_importance_sampling_ratio, such as 2"
+            )
+        if loss.force_on_policy_ratio:
+            raise ValueError(f"{name}: samples are of older weights; leave out loss.force_on_policy_ratio")
+        if self.generation.max_token_mult_prob_error is not None:
+            raise ValueError(
+                f"{name}: samples are of older weights, which is no mismatch; leave out "
+                "generation.max_token_mult_prob_error"
+            )
+
+
+class GRPOAlgorithmConfig(RolloutOptions):
+    """Rollouts and what becomes of their rewards."""
+
+    advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"
+    """How rewards become advantages."""
+    use_leave_one_out_baseline: bool | None = None
+    """grpo: compare each response with the others of its group, not with all of them; null: no."""
+    normalize_rewards: bool | None = None
+    """grpo: divide by the deviation of those that it is compared with; null: yes. dr_grpo is grpo without this,
+    rloo without this and with the other."""
+    advantage_deviation: Literal["sample", "population"] = "sample"
+    """grpo: whether that deviation divides by n − 1 or by n."""
+    minus_baseline: bool = False
+    """reinforce_plus_plus: subtract the mean of each prompt's rewards first."""
+
+    @property
+    def compared(self) -> Literal["group", "batch"]:
+        whole_batch = self.advantage_estimator == "reinforce_plus_plus" and not self.minus_baseline
+        return "batch" if whole_batch else "group"
+
+    @property
+    def baseline_and_scale(self) -> tuple[bool, bool]:
+        """Whether the baseline leaves one out, and whether advantages are divided by the deviation."""
+        if self.advantage_estimator == "grpo":
+            return bool(self.use_leave_one_out_baseline), self.normalize_rewards is not False
+        return self.advantage_estimator == "rloo", False
+
+    @model_validator(mode="after")
+    def _estimates(self) -> GRPOAlgorithmConfig:
+        of_grpo = {"use_leave_one_out_baseline", "normalize_rewards", "advantage_deviation"}
+        for name in sorted(self.model_fields_set & (of_grpo | {"minus_baseline"})):
+            owner = "grpo" if name in of_grpo else "reinforce_plus_plus"
+            if self.advantage_estimator != owner and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: is an option of advantage_estimator={owner}")
+        return self
+
+    @model_validator(mode="after")
+    def _grouped(self) -> GRPOAlgorithmConfig:
+        if self.num_generations_per_prompt == 1 and self.advantage_estimator != "reinforce_plus_plus":
+            raise ValueError(
+                f"num_generations_per_prompt: {self.advantage_estimator} compares responses; use 2 or more"
+            )
+        return self
+
+
+class GRPOConfig(RLConfig):
+    algorithm: ClassVar[str] = "grpo"
+    grpo: GRPOAlgorithmConfig = GRPOAlgorithmConfig()
+
+    @model_validator(mode="after")
+    def _rewards_tokens(self) -> GRPOConfig:
+        if self.loss.use_kl_in_reward and self.grpo.advantage_estimator != "reinforce_plus_plus":
+            raise ValueError("loss.use_kl_in_reward: needs grpo.advantage_estimator=reinforce_plus_plus")
+        return self
+
+
+Share = Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)]
+
+
+class PPOAlgorithmConfig(RolloutOptions):
+    """Rollouts, and how their rewards become advantages: GAE (arXiv:1506.02438)."""
+
+    num_generations_per_prompt: Positive = 1
+    """Responses to each prompt."""
+    gamma: Share = 1.0
+    """Discount of what is earned one token later."""
+    gae_lambda: Share = 0.95
+    """1: advantages are of returns alone; less: values stand in for what comes later, with less variance."""
+    whiten_advantages: bool = True
+    """Subtract the mean of all tokens' advantages and divide by their deviation."""
+
+
+class CriticOptimizerConfig(OptimizerConfig):
+    lr: BelowOne = 1e-5
+
+
+class CriticConfig(Section):
+    """The model that tells values: what is still to be earned when a token is chosen."""
+
+    path: Directory | None = None
+    """Where its weights begin: a reward model, or a language model, whose head then begins at zero. Of any size, with
+    the policy's vocabulary, and such that the policy's layout fits it; `model.path` if not given, and then with the
+    losses and biases of `model`'s routers, and its recompute_modules, too: another family may lack them."""
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    """As the policy's; it takes a step for each of the policy's, and those of pretraining_steps."""
+    value_clip: AboveZero | None = 0.2
+    """How far values may move from those before the step's first update, beyond which nothing is gained; null: as far
+    as they like."""
+    pretraining_steps: Count = 0
+    """Steps at the beginning in which it alone is trained."""
+    offload: bool = False
+    """Keep it in the host's memory while it is not used."""
+    export_hf: bool = False
+    """Whether it is written to output_dir/critic at the end, as a sequence classifier of one label."""
+
+
+class PPOConfig(RLConfig):
+    algorithm: ClassVar[str] = "ppo"
+    ppo: PPOAlgorithmConfig = PPOAlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
+
+    @property
+    def first_update_step(self) -> int:
+        return 1 + self.critic.pretraining_steps
+
+    def check_steps(self, steps: int) -> None:
+        if self.critic.pretraining_steps >= steps:
+            raise UserError(
+                f"critic.pretraining_steps={self.critic.pretraining_steps}: the run has {steps} steps, in none of "
+                "which the policy would be trained"
+            )
+
+    @property
+    def critic_model(self) -> ModelConfig:
+        """The critic, as the policy is held."""
+        own = self.model
+        if self.critic.path is None or self.critic.path.resolve() == own.path.resolve():
+            return own.model_copy(update={"head": "reward", "lora": None, "moe_router_replay": False})
+        return ModelConfig(
+            path=self.critic.path,
+            dtype=own.dtype,
+            head="reward",
+            trust_remote_code=own.trust_remote_code,
+            recompute_activations=own.recompute_activations,
+        )
+
+    @model_validator(mode="after")
+    def _whitens(self) -> PPOConfig:
+        epsilon = type(self.ppo).model_fields["advantage_epsilon"].default
+        if not self.ppo.whiten_advantages and self.ppo.advantage_epsilon != epsilon:
+            raise ValueError("ppo.advantage_epsilon: is for whiten_advantages=true; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _exports(self) -> PPOConfig:
+        if self.critic.export_hf and not self.checkpoint.export_hf:
+            raise ValueError("critic.export_hf: nothing is exported with checkpoint.export_hf=false")
+        return self

@@ -1,0 +1,56 @@
+"""The console: lines that one rank prints, progress of long work, silence of library messages."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable
+
+from rich.console import Console
+
+
+def quiet_libraries() -> None:
+    """Silence messages of libraries about parts that are not used here."""
+    warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*|transformers\..*")
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine).*")
+    for name in ("transformers", "datasets", "megatron", "torch.distributed", "torch.utils", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of every rank at once
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of processes started from here
+
+
+Say = Callable[[str], None]
+"""Prints a line for the user, once however many ranks there are."""
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def silent(message: str) -> None:
+    """Says nothing."""
+
+
+class Progress:
+    """Says how far something is every 10 seconds; nothing if it is done before."""
+
+    def __init__(self, what: str, say: Say) -> None:
+        self._what, self._say = what, say
+        self._started = self._told = time.monotonic()
+
+    def reached(self, part: float, count: int) -> None:
+        """`part` of all records is done, `count` of them."""
+        now = time.monotonic()
+        if now - self._told > SECONDS_BETWEEN_LINES and part > 0:
+            self._told = now
+            left = (now - self._started) * (1 - part) / part
+            self._say(f"{self._what}: {count:,} records, {part:.0%}, about {left:,.0f} s left")
+
+
+console = Console(soft_wrap=True, highlight=False)
+
+
+def speaker(is_writer: bool) -> Say:
+    """`Say` of this rank."""
+    return (lambda message: console.print(message, markup=False)) if is_writer else silent
