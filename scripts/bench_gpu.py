@@ -221,7 +221,7 @@ def trace(rehearses: bool) -> list[Row]:
     """Of one step: how often the device is told something, and how long it has nothing to do."""
     from torch.profiler import ProfilerActivity, profile
 
-    from mcore_rl.simulation.models import Models, run_step
+    from mcore_rl.simulation.rank import Models, run_step
     from mcore_rl.simulation.step import invented_batch
 
     case, dtype = (REHEARSED if rehearses else CASES)["sft_1b"][0], "float32" if rehearses else "bfloat16"

@@ -158,7 +158,7 @@ class Measured:
 
 def simulate_case(case: Case, directory: Path, dtype: str) -> RankReport:
     """What a rank of its own makes of the case, from the model's configuration alone."""
-    from mcore_rl.simulation.run import simulate
+    from mcore_rl.simulation.search import simulate
 
     config = case.config(case.write_config(directory), dtype)
     return simulate(config, 1, [0], case.sequences(config))[0]
@@ -171,7 +171,7 @@ def measure_case(case: Case, directory: Path, dtype: str) -> Measured:
     from mcore_rl import platform
 
     platform.initialize_platform()
-    from mcore_rl.simulation.models import Models, run_step
+    from mcore_rl.simulation.rank import Models, run_step
     from mcore_rl.simulation.step import invented_batch
 
     meter = DeviceMeter()

@@ -58,8 +58,16 @@ def main() -> None:
 
 def report(config: TrainingConfig, sequences, gpu, arguments: Namespace) -> None:
     """Simulate, and print what came of it."""
-    from mcore_rl.simulation.report import GENERATION, describe, describe_loading, table
-    from mcore_rl.simulation.run import chosen_ranks, search, simulate, simulate_loadings
+    from mcore_rl.simulation.search import (
+        GENERATION,
+        chosen_ranks,
+        describe,
+        describe_loading,
+        search,
+        simulate,
+        simulate_loadings,
+        table,
+    )
 
     size = arguments.world_size
     if config.max_answer_length is not None:
@@ -82,7 +90,7 @@ def report(config: TrainingConfig, sequences, gpu, arguments: Namespace) -> None
 
 def check_options(config: TrainingConfig, gpu, arguments: Namespace) -> None:
     """Raises UserError for an option that is wrong, before anything is read."""
-    from mcore_rl.simulation.run import chosen_ranks
+    from mcore_rl.simulation.search import chosen_ranks
 
     if config.model.dtype not in gpu.flops_per_second:
         raise UserError(f"--hardware {arguments.hardware}: tells no peak for model.dtype={config.model.dtype}")

@@ -7,13 +7,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from mcore_rl.algorithms.advantages import (
-    advantages_of,
-    group_advantages,
-    has_signal,
-    reinforce_plus_plus_advantages,
-)
+from mcore_rl.algorithms.advantages import advantages_of, group_advantages, reinforce_plus_plus_advantages
 from mcore_rl.config import GRPOAlgorithmConfig
+from mcore_rl.rollouts.samples import has_signal
 
 REWARDS = [[1.1, 0.3, 0.7, 2.3], [0.1, 0.1, 0.1, 0.1], [-1.7, 4.1, 0.3, 0.3], [0.7, 0.7, 0.7, 0.1]]
 

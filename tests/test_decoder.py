@@ -10,7 +10,7 @@ from mcore_rl import platform
 from mcore_rl.config import GRPOConfig
 from mcore_rl.config.parallel import Layout
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.models.generation.kv_cache import Blocks
+from mcore_rl.models.generation.decoder import Blocks
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.testing.processes import run_processes
 
@@ -25,9 +25,9 @@ def model_path(tmp_path_factory):
 def use_small_blocks(lag=0):
     """Blocks of a few tokens, few of them gathered at a time; looks that come late, as on a GPU."""
     from mcore_rl.distributed import logprobs
-    from mcore_rl.models.generation import continuous_batching, kv_cache
+    from mcore_rl.models.generation import continuous_batching, decoder
 
-    kv_cache.BLOCK_SIZE = continuous_batching.BLOCK_SIZE = BLOCK
+    decoder.BLOCK_SIZE = continuous_batching.BLOCK_SIZE = BLOCK
     continuous_batching.LOOK_AHEAD = BLOCK // 2
     logprobs.CHUNK_BYTES["cpu"] = 2**16
     platform.is_asynchronous = lambda: bool(lag)

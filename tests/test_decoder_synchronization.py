@@ -9,7 +9,7 @@ from test_simulated_step import config_of, in_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.simulation.process import simulated_process
+from mcore_rl.simulation.rank import simulated_process
 
 
 def where():

@@ -114,7 +114,7 @@ def distilled(config, kind, topk):
     from mcore_rl.models.megatron.optimizer import gather_gradients
     from mcore_rl.models.megatron.weights import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-    from mcore_rl.models.policy.teacher import TeacherModel
+    from mcore_rl.models.policy.scoring import TeacherModel
     from mcore_rl.testing.layout_check import _main_grad
 
     options = {"teacher": config.distillation.teacher, "topk": topk, "kl_type": kind, **EXTRA.get(kind, {})}

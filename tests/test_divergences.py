@@ -12,7 +12,7 @@ from mcore_rl.distributed.collectives import all_gather
 from mcore_rl.distributed.divergences import LastStates, LinearLogits, linear_divergences
 from mcore_rl.distributed.logprobs import gather_hidden_states
 from mcore_rl.distributed.packs import CountedPositions, gather_context_parallel, slice_context_parallel
-from mcore_rl.simulation.memory import LiveBytes
+from mcore_rl.simulation.counters import LiveBytes
 from mcore_rl.testing.processes import run_processes
 
 TEMPERATURE, BETA, TEACHER_HIDDEN = 1.3, 0.2, 5

@@ -8,8 +8,9 @@ import yaml
 from small_models import make_model
 from test_training_programs import metrics_of, run
 
-from mcore_rl.algorithms.advantages import advantages_of, group_advantages, has_signal
+from mcore_rl.algorithms.advantages import advantages_of, group_advantages
 from mcore_rl.config import GRPOAlgorithmConfig
+from mcore_rl.rollouts.samples import has_signal
 
 JUDGES = """\
 def sometimes(log, record):

@@ -8,7 +8,7 @@ from test_simulated_step import LENGTHS, SEQUENCES, config_of, in_processes
 
 from mcore_rl import platform
 from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, RMConfig, SFTConfig
-from mcore_rl.simulation.process import simulated_process
+from mcore_rl.simulation.rank import simulated_process
 from mcore_rl.simulation.step import Sequences, invented_batch
 from mcore_rl.testing.layout_check import Layout
 
@@ -30,7 +30,7 @@ def copies_of(config, step):
         from mcore_rl.algorithms.build_loss import loss_of
         from mcore_rl.models.policy import megatron_policy, scoring
         from mcore_rl.models.policy.microbatch_results import MicrobatchResult
-        from mcore_rl.simulation.rank import replaced
+        from mcore_rl.simulation.counters import replaced
 
         policy = megatron_policy.MegatronPolicy(config, 2, rows_per_unit=config.rows_per_unit)
         sequences = Sequences(2 * LENGTHS, 2 * SEQUENCES.responses)

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from mcore_rl.config import DPOConfig, SFTConfig, load_config
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
-from mcore_rl.simulation.run import chosen_ranks, simulate
+from mcore_rl.simulation.search import chosen_ranks, simulate
 from mcore_rl.simulation.step import Sequences
 
 LARGE = Path(__file__).parent.parent / "configs" / "large"

@@ -9,8 +9,7 @@ from test_simulated_step import EQUAL, MIXTURE, SEQUENCES, call, config_of
 from mcore_rl.config import DPOConfig, ParallelConfig, SFTConfig
 from mcore_rl.config.parallel import Layout
 from mcore_rl.simulation.hardware import Hardware
-from mcore_rl.simulation.report import table
-from mcore_rl.simulation.run import chosen_ranks, layouts_to_try, search
+from mcore_rl.simulation.search import chosen_ranks, layouts_to_try, search, table
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +27,8 @@ def test_a_process_that_is_killed_costs_its_own_layout_alone(model, monkeypatch)
     config, gpu, told = config_of(model), Hardware.load("h100"), []
     layouts = dict(layouts_to_try(config, 2, gpu))
     chosen = [(text, layouts[text]) for text in ("tp2 pp1 cp1 dp1", "tp1 pp1 cp1 dp2")]
-    monkeypatch.setattr("mcore_rl.simulation.run.layouts_to_try", lambda *_: chosen)
-    monkeypatch.setattr("mcore_rl.simulation.run.simulate_rank", killed_at_tp2)
+    monkeypatch.setattr("mcore_rl.simulation.search.layouts_to_try", lambda *_: chosen)
+    monkeypatch.setattr("mcore_rl.simulation.search.simulate_rank", killed_at_tp2)
     fits, killed = search(config, 2, SEQUENCES, gpu, 1, told.append)
     assert fits.text == "tp1 pp1 cp1 dp2" and not fits.reason
     assert killed.reason.startswith("the process that simulates it was killed")
@@ -53,7 +52,7 @@ def test_mixtures_are_searched(mixture, monkeypatch):
         assert experts == 4
         return [(text, layouts[text]) for text in sorted(wanted)]
 
-    monkeypatch.setattr("mcore_rl.simulation.run.layouts_to_try", some)
+    monkeypatch.setattr("mcore_rl.simulation.search.layouts_to_try", some)
     found = search(config, 2, EQUAL, gpu, 2, print)
     assert {one.text for one in found} == wanted and not [one.reason for one in found if one.reason]
     assert list(table(found))[-1].startswith("assumed: every expert gets as many tokens as any other")
@@ -62,7 +61,7 @@ def test_mixtures_are_searched(mixture, monkeypatch):
 def test_a_layout_that_the_configuration_refuses_is_a_candidate_with_a_reason(model, monkeypatch):
     refused = config_of(model).model_dump()
     refused["parallel"]["expert_tensor_parallel_size"] = 2
-    monkeypatch.setattr("mcore_rl.simulation.run.layouts_to_try", lambda *_: [("tp1", refused)])
+    monkeypatch.setattr("mcore_rl.simulation.search.layouts_to_try", lambda *_: [("tp1", refused)])
     (candidate,) = search(config_of(model), 2, SEQUENCES, Hardware.load("h100"), 1, print)
     assert candidate.text == "tp1"
     assert candidate.reason.startswith("layout: parallel.expert_tensor_parallel_size: other than tensor_model_parall")

@@ -23,9 +23,16 @@ from mcore_rl.distributed.collectives import gather_from_replicas, gather_on_fir
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import ContractError
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixtral
-from mcore_rl.rollouts.outcomes import Outcome, Telling
-from mcore_rl.rollouts.samples import Rollout, Rollouts
-from mcore_rl.rollouts.token_rows import TokenColumn, packed, rows_of_replica, unpacked
+from mcore_rl.rollouts.samples import (
+    Outcome,
+    Rollout,
+    Rollouts,
+    Telling,
+    TokenColumn,
+    packed,
+    rows_of_replica,
+    unpacked,
+)
 from mcore_rl.testing.layout_check import Layout
 from mcore_rl.testing.processes import WorkerError, run_processes
 

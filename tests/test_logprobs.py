@@ -18,8 +18,7 @@ from mcore_rl.distributed.logprobs import (
     vocab_parallel_topk,
 )
 from mcore_rl.distributed.packs import PackLayout, gather_context_parallel, slice_context_parallel
-from mcore_rl.simulation.memory import LiveBytes
-from mcore_rl.simulation.products import ProductCounter
+from mcore_rl.simulation.counters import LiveBytes, ProductCounter
 from mcore_rl.testing.processes import run_processes
 
 VOCAB, PADDED, HIDDEN = 21, 24, 7

@@ -112,8 +112,7 @@ def test_a_step_sends_tensors(algorithm, family, layout, model_of, tmp_path):
 
 def shared_and_gathered(with_experts):
     """Two replicas of two ranks: what the first rank of each has is its replica's, and what all have is everyone's."""
-    from mcore_rl.models.generation.interfaces import Response
-    from mcore_rl.models.generation.response_tensors import gather_responses, share_responses
+    from mcore_rl.models.generation.interfaces import Response, gather_responses, share_responses
 
     topology = grid(width=2)
     rank, shape = torch.distributed.get_rank(), (3, 2) if with_experts else None

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from mcore_rl.algorithms.advantages import gae_advantages, whitened
-from mcore_rl.algorithms.critic import earned_by_tokens, value_metrics
 from mcore_rl.algorithms.loss_functions import ValueLossFn
+from mcore_rl.algorithms.ppo import earned_by_tokens, value_metrics
 from mcore_rl.errors import ContractError
 from mcore_rl.rollouts.samples import Rollout, rewards_of_tokens, to_batch
 from mcore_rl.testing.layout_check import Layout

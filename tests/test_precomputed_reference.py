@@ -29,7 +29,7 @@ def make_store():
 
 def precompute(config, directory):
     """Rows 13, 0 and 6, what was said, and how many rows were scored; a model is built for these alone."""
-    from mcore_rl.models.policy.precomputed_reference import PrecomputedReference
+    from mcore_rl.models.policy.reference import PrecomputedReference
     from mcore_rl.models.policy.scoring import ScoringModel
 
     said, scored, built = [], [], []

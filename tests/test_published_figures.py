@@ -8,8 +8,7 @@ from test_simulated_step import config_of, in_processes
 
 from mcore_rl.config import DPOConfig
 from mcore_rl.config.parallel import Layout
-from mcore_rl.simulation.loading import simulate_loading
-from mcore_rl.simulation.step import Sequences, simulate_rank
+from mcore_rl.simulation.step import Sequences, simulate_loading, simulate_rank
 
 
 def llama(directory, **sizes):

@@ -15,7 +15,7 @@ from mcore_rl.config.parallel import Layout
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.hf_config import check_model_fits
 from mcore_rl.simulation.hardware import Hardware
-from mcore_rl.simulation.run import layouts_to_try, simulate
+from mcore_rl.simulation.search import layouts_to_try, simulate
 from mcore_rl.simulation.step import Sequences
 from mcore_rl.testing.processes import run_processes
 
@@ -54,7 +54,7 @@ def gradients_and_calls(config, data=None):
     """Of one step: every gradient of the rank, how often each part was called, and the peak of live bytes."""
     from mcore_rl.algorithms.loss_functions import DPOLossFn
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-    from mcore_rl.simulation.memory import LiveBytes
+    from mcore_rl.simulation.counters import LiveBytes
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
     calls = Counter()

@@ -14,8 +14,7 @@ import pytest
 
 from mcore_rl.cli.report import write_report
 from mcore_rl.report.curves import MAX_POINTS, phases, sections, thinned
-from mcore_rl.report.findings import findings
-from mcore_rl.report.page import page, sample_rows
+from mcore_rl.report.page import findings, page, sample_rows
 from mcore_rl.report.runs import Series, read_runs
 from mcore_rl.run.directory import REPORT_MARK, RunDirectory
 from mcore_rl.run.identity import RunIdentity

@@ -61,7 +61,7 @@ def resident_growth(config, rank, world_size, port, sequences):
     from peak_memory import PeakMemory
 
     from mcore_rl.models.policy import megatron_policy  # noqa: F401  # its own memory is not the run's
-    from mcore_rl.simulation.models import Models, run_step
+    from mcore_rl.simulation.rank import Models, run_step
 
     without_copies_of_buffers()
     with PeakMemory() as peak:

@@ -64,7 +64,7 @@ def real_step(algorithm, config) -> tuple[dict[str, int], Sequences]:
     platform.initialize_platform()
     from mcore_rl.models.policy import scoring
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-    from mcore_rl.simulation.products import ProductCounter
+    from mcore_rl.simulation.counters import ProductCounter
 
     run, train = scoring.run_microbatches, MegatronPolicy.train
     inside, trained = ["besides"], []

@@ -21,10 +21,9 @@ from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
 from mcore_rl.simulation import rank
+from mcore_rl.simulation.counters import HostReads, LiveBytes, bytes_of
 from mcore_rl.simulation.hardware import Hardware
-from mcore_rl.simulation.memory import LiveBytes, bytes_of
-from mcore_rl.simulation.rank import HostReads
-from mcore_rl.simulation.report import describe
+from mcore_rl.simulation.search import describe
 from mcore_rl.simulation.step import Sequences, invented_batch, sequences_of, simulate_rank
 
 ROWS, LENGTH, RESPONSE = 8, 384, 192

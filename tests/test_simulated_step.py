@@ -28,11 +28,10 @@ from mcore_rl.config import (
 )
 from mcore_rl.config.parallel import Layout
 from mcore_rl.errors import UserError
-from mcore_rl.simulation.loading import simulate_loading
-from mcore_rl.simulation.models import PHASES
-from mcore_rl.simulation.run import chosen_ranks, simulate
-from mcore_rl.simulation.step import RankReport, Sequences, measure_step, simulate_rank
-from mcore_rl.simulation.traffic import Transfer
+from mcore_rl.simulation.counters import Transfer
+from mcore_rl.simulation.rank import PHASES
+from mcore_rl.simulation.search import chosen_ranks, simulate
+from mcore_rl.simulation.step import RankReport, Sequences, measure_step, simulate_loading, simulate_rank
 
 LENGTHS = (270, 99, 384, 2, 231, 192, 303, 45)
 SEQUENCES = Sequences(LENGTHS, tuple(max(1, n // 2) for n in LENGTHS))
@@ -75,8 +74,7 @@ def in_processes(function, *argument_lists):
 def real_rank(config, rank, world_size, port, sequences) -> RankReport:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    from mcore_rl.simulation.rank import AttentionFlops, HostReads
-    from mcore_rl.simulation.traffic import count_traffic
+    from mcore_rl.simulation.counters import AttentionFlops, HostReads, count_traffic
 
     traffic = count_traffic(perform=True)
     platform.initialize_platform()

@@ -36,7 +36,7 @@ STILL_UP = {  # arrows that later stages turn around; nothing may be added
     ("mcore_rl.models.megatron.checkpoint.convert", "mcore_rl.run.identity"),
     ("mcore_rl.models.megatron.hf_config", "mcore_rl.run.preflight"),
     ("mcore_rl.models.megatron.lora", "mcore_rl.run.identity"),
-    ("mcore_rl.models.policy.precomputed_reference", "mcore_rl.run.identity"),
+    ("mcore_rl.models.policy.reference", "mcore_rl.run.identity"),
     ("mcore_rl.rollouts.collector", "mcore_rl.algorithms.advantages"),
     ("mcore_rl.run.setup", "mcore_rl.cli.dry_run"),
 }

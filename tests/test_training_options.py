@@ -17,7 +17,7 @@ from test_layout_check import make_config, make_data
 from transformers import LlamaConfig
 
 from mcore_rl import platform
-from mcore_rl.algorithms import grpo, rl
+from mcore_rl.algorithms import grpo
 from mcore_rl.algorithms.ppo import PPORun
 from mcore_rl.config import EnvironmentConfig, GRPOConfig, ModelConfig, PPOConfig, SFTConfig, load_config
 from mcore_rl.data.batching import Batching, divide
@@ -312,7 +312,7 @@ def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
     tokenizer = make_tokenizer()
     tokenizer.eos_token = "<|unk|>"  # a response ends with it, or with the end token that the chat template writes
     inputs = SimpleNamespace(tokenizer=tokenizer)
-    worker = rl.rollout_worker(
+    worker = grpo.rollout_worker(
         config, inputs, SimpleNamespace(model="model", is_writer=True, topology=Topology()), None
     )
     model, params, longest, _, at_once, records = taken

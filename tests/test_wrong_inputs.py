@@ -17,7 +17,7 @@ from small_models import and_long
 
 from mcore_rl.cli import entry_point
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.simulation import run as simulation
+from mcore_rl.simulation import search as simulation
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 SECONDS = 5  # beside the imports

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mcore_rl.config import GRPOAlgorithmConfig
 from mcore_rl.distributed.batched_data_dict import Share
+from mcore_rl.rollouts.samples import differ, has_signal
 
 
 def group_advantages(
@@ -49,7 +50,7 @@ def group_advantages(
         spread = r[:, None] - baseline[:, :, None]
         variance = (spread.square() * counted).sum(2) / (n if population else n - 1).clamp(min=1)
         # Where the others of a response are all equal, their deviation is 0 and sharpens nothing.
-        sharpens = _differ(r[:, None], counted)
+        sharpens = differ(r[:, None], counted)
         advantages = torch.where(sharpens, advantages / (variance.sqrt() + epsilon), advantages)
     return advantages.to(_result_type(rewards))
 
@@ -167,23 +168,6 @@ def advantages_of(
     population = config.advantage_deviation == "population"
     advantages = group_advantages(rewards, leave_one_out, normalize, population, config.advantage_epsilon, judged)
     return _of_share(advantages, share).expand(token_mask.shape).contiguous()
-
-
-def has_signal(
-    rewards: Float[Tensor, "prompts group"], judged: Bool[Tensor, "prompts group"] | None = None
-) -> Bool[Tensor, " prompts"]:
-    """True for groups whose rewards differ: the others teach nothing (DAPO, arXiv:2503.14476, section 3.2).
-
-    Args:
-        judged: as `group_advantages`.
-    """
-    return _differ(rewards, torch.ones_like(rewards, dtype=torch.bool) if judged is None else judged)
-
-
-def _differ(values: Float[Tensor, "... group"], counted: Bool[Tensor, "... group"]) -> Bool[Tensor, "..."]:
-    """Whether the values that count are of more than one size."""
-    high = torch.where(counted, values, -math.inf).amax(-1)
-    return high > torch.where(counted, values, math.inf).amin(-1)
 
 
 def _of_share(of_samples: Shaped[Tensor, "prompts group"], share: Share | None) -> Shaped[Tensor, "own 1"]:

@@ -19,7 +19,7 @@ from mcore_rl.distributed.batched_data_dict import OwnRows, Share
 from mcore_rl.models.generation.interfaces import prompts_to_answer
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.models.policy.teacher import TeacherModel
+from mcore_rl.models.policy.scoring import TeacherModel
 from mcore_rl.run.setup import claim_output, load_inputs
 from mcore_rl.utils.console import speaker
 

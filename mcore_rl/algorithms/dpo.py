@@ -18,7 +18,7 @@ from mcore_rl.distributed.batched_data_dict import OwnRows
 from mcore_rl.distributed.collectives import broadcast_object
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.models.policy.precomputed_reference import PrecomputedReference
+from mcore_rl.models.policy.reference import PrecomputedReference
 from mcore_rl.models.policy.scoring import ScoringModel
 from mcore_rl.run.preflight import find_checkpoints
 from mcore_rl.run.setup import Inputs, claim_output, load_inputs

@@ -1,25 +1,124 @@
-"""Proximal policy optimization: GRPO's loop, with a critic whose values turn rewards into advantages."""
+"""Proximal policy optimization: GRPO's step with a critic, whose values turn rewards into advantages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mcore_rl.algorithms.advantages import gae_advantages, whitened
-from mcore_rl.algorithms.critic import Critic, earned_by_tokens, value_metrics
-from mcore_rl.algorithms.grpo import GRPORun
-from mcore_rl.algorithms.rl import train_on_rollouts
+from mcore_rl.algorithms.grpo import GRPORun, train_on_rollouts
 from mcore_rl.config import PPOConfig
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows
-from mcore_rl.rollouts.outcomes import Outcome
-from mcore_rl.rollouts.samples import Rollout, rewards_of_tokens
-from mcore_rl.rollouts.token_rows import TokenColumn
+from mcore_rl.config.algorithms import CRITIC, config_of_critic
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, Share
+from mcore_rl.losses.common import over_steps, reductions_of
+from mcore_rl.losses.policy_gradient import ValueLossFn
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+from mcore_rl.rollouts.samples import Outcome, Rollout, TokenColumn, last_response_tokens, rewards_of_tokens
 from mcore_rl.run.directory import RunDirectory
 from mcore_rl.run.setup import tell_of_optimizer
+
+COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "values", "returns")
+"""What it reads of a batch: not, for example, the experts that the policy's tokens went to."""
+
+
+class Critic:
+    """Every method is collective.
+
+    Args:
+        total_updates: optimizer steps of the whole run.
+    """
+
+    def __init__(self, config: PPOConfig, total_updates: int) -> None:
+        self.model = MegatronPolicy(config_of_critic(config), total_updates)
+        self.loss_fn = ValueLossFn(config.critic.value_clip)
+        self.flops = 0.0
+        """Operations of the updates since this was last set to 0."""
+        if config.critic.offload:
+            self.model.offload_after_refit()
+
+    def values(self, data: OwnRows[Any]) -> Tensor:
+        """[B, S] of the state that each token of a replica's own rows is chosen in.
+
+        Raises:
+            TrainingError: a token has no embedding here.
+        """
+        self.model.check_tokens(data, CRITIC)
+        with self.model.brought_back():
+            values: Tensor = self.model.get_values(_read(data))["values"]
+        return values
+
+    def update(self, minibatches: Sequence[OwnRows[Any]], passes: int) -> dict[str, float]:
+        """Make an optimizer step on each minibatch, in so many passes.
+
+        Returns:
+            The last step's metrics; with several minibatches, means over the steps.
+
+        Raises:
+            FloatingPointError: loss or gradient norm is not finite, on every rank; weights are as before.
+        """
+        with self.model.brought_back():
+            try:
+                steps = [
+                    self.model.train(_read(minibatch), self.loss_fn) for _ in range(passes) for minibatch in minibatches
+                ]
+            except FloatingPointError as error:
+                raise FloatingPointError(f"critic: {error}") from None
+        self.flops += passes * sum(self.model.flops_of(minibatch) for minibatch in minibatches)
+        for step in steps:
+            step.pop("all_mb_metrics")
+        trained = steps[-1] if len(minibatches) == 1 else over_steps(steps, reductions_of(self.loss_fn))
+        of_loss = {"value_loss": trained.pop("loss"), "value_clip_fraction": trained.pop("value_clip_fraction")}
+        trained.pop("num_valid_samples")
+        return of_loss | {f"critic_{name}": value for name, value in trained.items()}
+
+    def export_hf(self, destination: Path) -> None:
+        """Write it as a Hugging Face sequence classifier of one label."""
+        with self.model.brought_back():
+            self.model.export_hf(destination)
+
+
+def _read(data: OwnRows[Any]) -> OwnRows[Any]:
+    return data.with_entries({name: data[name] for name in COLUMNS if name in data})
+
+
+def earned_by_tokens(data: Mapping[str, Tensor], beyond: Tensor, penalty: Tensor | None) -> Tensor:
+    """[B, S] what each token earns: its own of `token_rewards`, and the last response token what is beyond.
+
+    Args:
+        beyond: [B] what shaping has added to each reward.
+        penalty: [B, S] to be subtracted (nats).
+    """
+    earned = data["token_rewards"].clone()
+    earned[torch.arange(len(earned)), last_response_tokens(data)] += beyond
+    return earned if penalty is None else earned - penalty
+
+
+def value_metrics(values: Tensor, returns: Tensor, mask: Tensor, share: Share | None = None) -> dict[str, float]:
+    """Means over the tokens that the mask [B, S] counts, and the explained variance 1 − Var(R − V) / Var(R).
+
+    The last is left out where returns do not differ.
+
+    Args:
+        share: of which the rows are; the means are over all of them. Collective. All, if left out.
+    """
+    share = share or Share.whole(len(values))
+    v, r = (x[mask > 0].double() for x in (values, returns))
+    count, of_values, of_returns = share.sum(len(v), float(v.sum()), float(r.sum()))
+    found = {"values_mean": of_values / count, "returns_mean": of_returns / count}
+    spreads = (float((x - mean).square().sum()) for x, mean in (
+        (r, found["returns_mean"]), (r - v, found["returns_mean"] - found["values_mean"]))
+    )  # fmt: skip
+    variance, unexplained = (total / count for total in share.sum(*spreads))
+    found["returns_std"] = variance**0.5
+    low, high = share.extent(r)
+    if high > low:
+        found["explained_variance"] = 1 - unexplained / variance
+    return found
 
 
 def train_ppo(config: PPOConfig, record: Path | None = None, replay: Path | None = None) -> Path | None:

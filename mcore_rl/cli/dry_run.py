@@ -10,7 +10,7 @@ from mcore_rl.data.batching import batching_of
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
-from mcore_rl.simulation.run import chosen_ranks, simulate
+from mcore_rl.simulation.search import chosen_ranks, simulate
 from mcore_rl.simulation.step import Sequences
 
 SHOWN_RANKS, SHOWN_RECORDS, SHOWN_CHARACTERS = 64, 3, 600

@@ -28,10 +28,12 @@ from mcore_rl.losses.common import (
     sample_mask_of,
     token_mask_of,
 )
-from mcore_rl.losses.options import ClippedPGOptions, KLEstimator, TruncationType
+from mcore_rl.losses.options import ClippedPGOptions, KLEstimator, TruncationType, typed_dict
 
 if TYPE_CHECKING:
     ClippedPGLossConfig = Mapping[str, Any]
+else:
+    ClippedPGLossConfig = typed_dict("ClippedPGLossConfig", ClippedPGOptions)
 
 
 # Nats. exp() of more would, times the 0 that clipping gives as a gradient, be NaN; e²⁰ is outside any clip range.

@@ -30,11 +30,14 @@ from mcore_rl.losses.common import (
     sample_mask_of,
     token_mask_of,
 )
-from mcore_rl.losses.options import DPOOptions, KTOOptions, PreferenceLossType
+from mcore_rl.losses.options import DPOOptions, KTOOptions, PreferenceLossType, typed_dict
 
 if TYPE_CHECKING:
     DPOLossConfig = Mapping[str, Any]
     KTOLossConfig = Mapping[str, Any]
+else:
+    DPOLossConfig = typed_dict("DPOLossConfig", DPOOptions)
+    KTOLossConfig = typed_dict("KTOLossConfig", KTOOptions)
 
 
 OF_BOTH_REWARDS: frozenset[PreferenceLossType] = frozenset(("apo_zero", "apo_down", "orpo"))

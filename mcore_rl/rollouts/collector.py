@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 
-from mcore_rl.algorithms.advantages import has_signal
 from mcore_rl.config import RLConfig
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.distributed.collectives import gather_on_first
 from mcore_rl.models.megatron.weights import own_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.rollouts.outcomes import Outcome, are_judged
 from mcore_rl.rollouts.recordings import REPLAYED_OPTIONS, hash_of_weights, recorded_by, recorded_step
-from mcore_rl.rollouts.samples import Rollout, Rollouts
+from mcore_rl.rollouts.samples import Outcome, Rollout, Rollouts, are_judged, has_signal
 from mcore_rl.rollouts.worker import Asked, Begun, RolloutWorker
 from mcore_rl.run.setup import Inputs
 from mcore_rl.run.step_log import StepLog

@@ -1,4 +1,8 @@
-"""Conversations with a policy, what came of each, and the batch to train on that they make."""
+"""Rollouts of a step: conversations, their rewards and lengths, and the training batch that they make.
+
+Every rank knows the rewards and lengths of all samples; tokens stay on the rank that generated them, until
+`rows_of_replica` sends each row to the replica that trains on it.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,242 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Shaped, UInt8
+from torch import Tensor
 
+from mcore_rl import platform
 from mcore_rl.data.datasets import Prompt
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.topology import ParallelDimension
+from mcore_rl.distributed.collectives import Acquainted, all_reduce, broadcast_in_replica, gather_from_replicas
+from mcore_rl.distributed.topology import ParallelDimension, Topology
 from mcore_rl.environments.interfaces import MessageLog, Step
-from mcore_rl.rollouts.outcomes import Outcome
-from mcore_rl.rollouts.token_rows import TokenColumn
+from mcore_rl.errors import ContractError
+
+
+@dataclass(frozen=True)
+class TokenColumn:
+    """An entry [B, S, …] of a batch; `shape` is that of a token's values, `padding` stands behind the end of a row."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    padding: float = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a token."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def packed(
+    rows: Mapping[str, Shaped[Tensor, "B S ..."]], lengths: Sequence[int], columns: Sequence[TokenColumn]
+) -> UInt8[Tensor, "tokens bytes"]:
+    """The columns' bytes of every token of right-padded rows, one row after the other; without rows nothing is read.
+
+    Raises:
+        ContractError: a column of other values than it says.
+    """
+    if not lengths:
+        return torch.empty(0, bytes_of(columns), dtype=torch.uint8)
+    parts = []
+    for column in columns:
+        values = rows[column.name]
+        if (values.dtype, tuple(values.shape[2:])) != (column.dtype, column.shape):
+            raise ContractError(f"packed: {column} is {values.dtype} of shape {tuple(values.shape)}")
+        flat = values[_is_token(lengths, values.shape[1])]
+        parts.append(flat.reshape(len(flat), math.prod(column.shape)).contiguous().view(torch.uint8))
+    return torch.cat(parts, dim=1)
+
+
+def bytes_of(columns: Sequence[TokenColumn]) -> int:
+    """Bytes of a token in all columns."""
+    return sum(column.nbytes for column in columns)
+
+
+def unpacked(
+    tokens: UInt8[Tensor, "tokens bytes"], lengths: Sequence[int], columns: Sequence[TokenColumn]
+) -> dict[str, Shaped[Tensor, "B S ..."]]:
+    """The inverse of `packed`: each column of rows of these lengths, as wide as the longest (1 if there is none)."""
+    width = max(lengths, default=1)
+    is_token, rows = _is_token(lengths, width), dict[str, Tensor]()
+    parts = tokens.split([column.nbytes for column in columns], dim=1)
+    for column, part in zip(columns, parts, strict=True):
+        shape = (len(lengths), width, *column.shape)
+        rows[column.name] = torch.full(shape, column.padding, dtype=column.dtype)
+        # A copy begins at an address that every precision can be read from, and has no gaps.
+        values = part.clone(memory_format=torch.contiguous_format).view(column.dtype)
+        rows[column.name][is_token] = values.view(len(part), *column.shape)
+    return rows
+
+
+def _is_token(lengths: Sequence[int], width: int) -> Tensor:
+    """[B, S] False in the padding."""
+    return torch.arange(width) < torch.tensor(lengths, dtype=torch.long)[:, None]
+
+
+def rows_of_replica(
+    own: Mapping[str, Shaped[Tensor, "B S ..."]],
+    held: Sequence[int],
+    wanted: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    columns: Sequence[TokenColumn],
+    topology: Topology,
+) -> dict[str, Shaped[Tensor, "b s ..."]]:
+    """The columns of the rows that this replica wants, in its order, on all of its ranks. Collective over all ranks.
+
+    Args:
+        own: right-padded, on the host, the rows `held`, each by the first rank of one replica, in this order.
+        wanted: by replica, the rows that it gets; the same on all ranks.
+        lengths: tokens of each row of the global batch.
+    """
+    own_lengths = [lengths[row] for row in wanted[topology.data.rank]]
+    tokens = torch.empty(sum(own_lengths), bytes_of(columns), dtype=torch.uint8, device=platform.device())
+    if topology.leads_replica:
+        sent = packed(own, [lengths[row] for row in held], columns).to(platform.device())
+        tokens = exchange_tokens(sent, held, wanted, lengths, topology.data)
+    return unpacked(broadcast_in_replica(tokens, topology).cpu(), own_lengths, columns)
+
+
+def exchange_tokens(
+    own: UInt8[Tensor, "own_tokens bytes"],
+    held: Sequence[int],
+    wanted: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    replicas: ParallelDimension,
+) -> UInt8[Tensor, "wanted_tokens bytes"]:
+    """The tokens of the rows that this replica wants, in its order, from those that hold them. Collective over first
+    ranks: a sum of 8 bytes a row of the global batch, and one all-to-all.
+
+    Args:
+        own: of the rows `held`, one after the other; each row is held by one replica.
+        wanted: by replica, the rows that it gets; the same on all of them.
+        lengths: tokens of each row of the global batch.
+    """
+    holders = torch.zeros(len(lengths), dtype=torch.long, device=own.device)
+    holders[list(held)] = replicas.rank
+    holder_of = all_reduce(holders, replicas.group).tolist()
+    rows = dict(zip(held, own.split([lengths[row] for row in held]), strict=True))
+    going = [[row for row in some if holder_of[row] == replicas.rank] for some in wanted]
+    coming = [[row for row in wanted[replicas.rank] if holder_of[row] == rank] for rank in range(replicas.size)]
+    sizes_in, sizes_out = ([sum(lengths[row] for row in some) for some in parts] for parts in (coming, going))
+    sent = torch.cat([own[:0], *(rows[row] for some in going for row in some)])
+    received = sent
+    if replicas.size > 1:
+        received = own.new_empty(sum(sizes_in), own.shape[1])
+        torch.distributed.all_to_all_single(
+            received, sent, output_split_sizes=sizes_in, input_split_sizes=sizes_out, group=replicas.group
+        )
+    arrived = [row for some in coming for row in some]
+    by_row = dict(zip(arrived, received.split([lengths[row] for row in arrived]), strict=True))
+    return torch.cat([own[:0], *(by_row[row] for row in wanted[replicas.rank])])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The part of a conversation that every rank knows: everything except its tokens and texts.
+
+    The fields are those of `Rollout`; the numbers are of tokens.
+    """
+
+    prompt: int
+    sample_id: int
+    reward: float
+    rewards: dict[str, float]
+    error: str | None
+    truncated: bool
+    turns: int
+    num_tokens: int
+    response_length: int
+    longest_response: int
+    weight_versions: list[tuple[int, int]]
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the oldest weights that drew one of its tokens."""
+        return min((version for version, _ in self.weight_versions), default=0)
+
+
+def are_judged(outcomes: Sequence[Outcome]) -> Bool[Tensor, " samples"]:
+    """False for samples that could not be judged, which have no reward."""
+    return torch.tensor([outcome.error is None for outcome in outcomes], dtype=torch.bool)
+
+
+NUMBERS = ("prompt", "sample_id", "reward", "truncated", "turns", "num_tokens", "response_length", "longest_response")
+
+
+class Telling:
+    """Tells all ranks what came of each replica's conversations, in numbers; texts go along only when there are new
+    names of rewards, or errors. Every rank makes one at the same time."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology, self._names = topology, Acquainted()
+
+    def everyones(self, own: Mapping[int, Outcome], total: int) -> list[Outcome]:
+        """All of them, by their places. Collective.
+
+        Args:
+            own: by their places, those of this rank's replica, where it is the first rank; that of others is left out.
+            total: how many there are in all.
+        """
+        if not self.topology.leads_replica:
+            own = {}
+        named = self._names.gather(sorted({name for outcome in own.values() for name in outcome.rewards}))
+        names = sorted({name for part in named for name in part})
+        columns = [[*_numbers(outcome), *_named(outcome, names)] for outcome in own.values()]
+        table = _summed(own, columns, total, len(NUMBERS) + 2 + 2 * len(names))
+        versions = self._versions(own, table[:, len(NUMBERS)].long())
+        errors = dict[int, str]()
+        if bool(table[:, len(NUMBERS) + 1].any()):  # objects, but only where something has failed
+            told = {place: outcome.error for place, outcome in own.items() if outcome.error is not None}
+            errors = {place: text for part in gather_from_replicas(told, self.topology) for place, text in part.items()}
+        return [_outcome(row, names, errors.get(place), versions[place]) for place, row in enumerate(table.tolist())]
+
+    def _versions(self, own: Mapping[int, Outcome], counts: Tensor) -> list[list[tuple[int, int]]]:
+        """Return a list for each conversation, which has this number of entries."""
+        starts = (counts.cumsum(0) - counts).tolist()
+        rows = {
+            starts[place] + n: pair for place, outcome in own.items() for n, pair in enumerate(outcome.weight_versions)
+        }
+        pairs = _summed(rows, list(rows.values()), int(counts.sum()), 2).long()
+        return [[(version, tokens) for version, tokens in part.tolist()] for part in pairs.split(counts.tolist())]
+
+
+def _summed(places: Mapping[int, object], rows: Sequence[object], total: int, width: int) -> Tensor:
+    """[total, width] fp64 on the host: these rows at their places, those of other ranks at theirs."""
+    table = torch.zeros(total, width, dtype=torch.float64)
+    if rows:
+        table[list(places)] = torch.tensor(rows, dtype=torch.float64)
+    return all_reduce(table.to(platform.device()), torch.distributed.group.WORLD).cpu()
+
+
+def _numbers(outcome: Outcome) -> list[float]:
+    numbers = [float(getattr(outcome, name)) for name in NUMBERS]
+    return [*numbers, len(outcome.weight_versions), float(outcome.error is not None)]
+
+
+def _named(outcome: Outcome, names: list[str]) -> list[float]:
+    """Return for each name whether the sample has this reward, and the reward."""
+    return [number for name in names for number in (float(name in outcome.rewards), outcome.rewards.get(name, 0.0))]
+
+
+def _outcome(row: list[float], names: list[str], error: str | None, versions: list[tuple[int, int]]) -> Outcome:
+    prompt, sample_id, reward, truncated, *counts = row[: len(NUMBERS)]
+    named = row[len(NUMBERS) + 2 :]
+    there = zip(names, named[::2], named[1::2], strict=True)
+    turns, num_tokens, response_length, longest_response = map(int, counts)
+    return Outcome(
+        prompt=int(prompt),
+        sample_id=int(sample_id),
+        reward=reward,
+        rewards={name: value for name, is_there, value in there if is_there},
+        error=error,
+        truncated=bool(truncated),
+        turns=turns,
+        num_tokens=num_tokens,
+        response_length=response_length,
+        longest_response=longest_response,
+        weight_versions=versions,
+    )
 
 
 @dataclass
@@ -212,3 +445,20 @@ def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float 
         return torch.zeros(0, 1, dtype=dtype)
     tensors = [torch.tensor(row, dtype=dtype) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=padding)
+
+
+def has_signal(
+    rewards: Float[Tensor, "prompts group"], judged: Bool[Tensor, "prompts group"] | None = None
+) -> Bool[Tensor, " prompts"]:
+    """True for groups whose rewards differ: the others teach nothing (DAPO, arXiv:2503.14476, section 3.2).
+
+    Args:
+        judged: as `group_advantages`.
+    """
+    return differ(rewards, torch.ones_like(rewards, dtype=torch.bool) if judged is None else judged)
+
+
+def differ(values: Float[Tensor, "... group"], counted: Bool[Tensor, "... group"]) -> Bool[Tensor, "..."]:
+    """Whether the values that count are of more than one size."""
+    high = torch.where(counted, values, -math.inf).amax(-1)
+    return high > torch.where(counted, values, math.inf).amin(-1)

@@ -24,8 +24,7 @@ from mcore_rl.models.generation.interfaces import (
     StreamingGeneration,
     prompts_to_answer,
 )
-from mcore_rl.rollouts.outcomes import Telling
-from mcore_rl.rollouts.samples import Rollout, Rollouts
+from mcore_rl.rollouts.samples import Rollout, Rollouts, Telling
 
 CLOSE_SECONDS = 10.0
 

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 
 from mcore_rl.config import read_yaml
 from mcore_rl.errors import UserError
-from mcore_rl.simulation.models import CRITIC_TRAINING, TRAINING, UPDATE
+from mcore_rl.simulation.counters import Transfer
+from mcore_rl.simulation.rank import CRITIC_TRAINING, TRAINING, UPDATE
 from mcore_rl.simulation.step import RankReport
-from mcore_rl.simulation.traffic import Transfer
 
 Efficiency = Annotated[float, Field(gt=0, le=1)]
 PUBLISHED = Path(__file__).parent / "hardware.yaml"

@@ -1,23 +1,151 @@
-"""The stand-ins of a simulated rank for weights, a flash kernel, and a host that waits for its device."""
+"""The simulated process of one rank: models on a device without values, and the answers to its collectives."""
 
 from __future__ import annotations
 
 import math
-import traceback
-from collections import Counter
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from mcore_rl import platform
+from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
+from mcore_rl.config.algorithms import CRITIC, JUDGE, REFERENCE, TEACHER, configs_beside
+from mcore_rl.errors import UserError
+from mcore_rl.simulation.counters import AttentionFlops, HostReads, Traffic, count_traffic, note_host_reads, replaced
+
 if TYPE_CHECKING:
     from mcore_rl.models.megatron.attention import Kernel, VisibleKeys
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+    from mcore_rl.models.policy.scoring import ScoringModel
 
-SIMULATION, PACKAGE = Path(__file__).parent, Path(__file__).parents[1]
+
+SCORING, TRAINING, UPDATE = "scoring", "training", "update"
+CRITIC_TRAINING, CRITIC_UPDATE = "critic", "critic's update"
+PHASES = (SCORING, CRITIC_TRAINING, CRITIC_UPDATE, TRAINING, UPDATE)
+"""Phases of a step, in their order."""
+
+
+def simulated_beside(config: TrainingConfig) -> dict[str, TrainingConfig]:
+    """Return the configurations of the other models of training, by their keys, in the order of their making."""
+    found = configs_beside(config)
+    if _is_computed_before(config):
+        found.pop(REFERENCE, None)
+    return found
+
+
+def _is_computed_before(config: TrainingConfig) -> bool:
+    """Whether the reference's log-probabilities are there when training begins, of a run over all its data."""
+    return isinstance(config, DPOConfig) and config.precomputes(epochs=1)
+
+
+@dataclass(frozen=True)
+class Models:
+    """The policy, and the models beside it by the keys that name them."""
+
+    policy: MegatronPolicy
+    beside: Mapping[str, ScoringModel]
+
+    @classmethod
+    def build(cls, config: TrainingConfig) -> Models:
+        """All that the configuration asks for."""
+        from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+        from mcore_rl.models.policy.scoring import ScoringModel, TeacherModel
+
+        keeps = config.keeps_reference and not _is_computed_before(config)
+        policy = MegatronPolicy(config, 2, rows_per_unit=config.rows_per_unit, keep_reference=keeps)
+        beside = dict[str, ScoringModel]()
+        for key, other in simulated_beside(config).items():
+            if key == CRITIC:
+                beside[key] = MegatronPolicy(other, 2)
+            elif key == TEACHER:
+                beside[key] = TeacherModel(other, policy.hf_config.vocab_size)
+            else:
+                beside[key] = ScoringModel(other, rows_per_unit=other.rows_per_unit)
+        return cls(policy, beside)
+
+    @property
+    def all(self) -> list[ScoringModel]:
+        return [self.policy, *self.beside.values()]
+
+    @property
+    def chunks(self) -> list[Any]:
+        """The chunks of this rank's pipeline stage, of all models."""
+        return [chunk for model in self.all for chunk in model.model.chunks]
+
+    @property
+    def trained(self) -> list[MegatronPolicy]:
+        critic: Any = self.beside.get(CRITIC)
+        return [self.policy] if critic is None else [self.policy, critic]
+
+
+def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[[str], None]) -> None:
+    """Run the operations of the algorithm's step, with all updates of each trained model.
+
+    Args:
+        enter: is told of each phase.
+    """
+    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.losses.policy_gradient import ClippedPGLossFn, ValueLossFn
+
+    for score in scorings(config, models, data):
+        enter(SCORING)
+        score()
+    critic: Any = models.beside.get(CRITIC)
+    if critic is not None and isinstance(config, PPOConfig):
+        enter(CRITIC_TRAINING)
+        critic.get_values(data)
+        for _ in range(updates_of(config)):
+            enter(CRITIC_TRAINING)
+            critic.train(data, ValueLossFn(config.critic.value_clip))
+    teacher: Any = models.beside.get(TEACHER)
+    loss_fn = ClippedPGLossFn(config.decided_loss()) if isinstance(config, RLConfig) else loss_of(config, teacher)
+    for _ in range(updates_of(config)):
+        enter(TRAINING)
+        models.policy.train(data, loss_fn, temperature=temperature_of(config))
+    enter("")
+
+
+def temperature_of(config: TrainingConfig) -> float:
+    """Return the temperature that divides the logits."""
+    return config.rollouts.temperature if isinstance(config, RLConfig) else 1.0
+
+
+def updates_of(config: TrainingConfig) -> int:
+    """Return the updates of a step, all on the same batch."""
+    return config.rollouts.num_updates_per_rollout if isinstance(config, RLConfig) else 1
+
+
+def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable[[], Any]]:
+    """Forward passes of a step beside the one that trains: of the reference, of the weights before an update, of a
+    judge or a teacher. A judge's conversations are taken to be as long as the policy's."""
+    policy, beside, temperature = models.policy, models.beside, temperature_of(config)
+
+    def by_policy() -> Any:
+        return policy.get_logprobs(data, temperature=temperature)
+
+    def by_reference() -> Any:
+        return policy.get_reference_policy_logprobs(data, temperature=temperature)
+
+    reference = [] if policy.reference is None else [by_reference]
+    if isinstance(config, DPOConfig) and (other := beside.get(REFERENCE)) is not None:
+        return [lambda: other.get_logprobs(data)]
+    if isinstance(config, KTOConfig):
+        return [by_reference, by_reference, by_policy]  # the last two on other records' responses
+    if isinstance(config, DistillationConfig) and config.distillation.topk is not None:
+        k = config.distillation.topk
+        return [lambda: beside[TEACHER].get_topk_logits(data, k)]
+    if isinstance(config, RLConfig):
+        judge = beside.get(JUDGE)
+        judged = [] if judge is None else [lambda: judge.get_rewards(data)]
+        before = [by_policy] if config.scores_samples() else []
+        return [*judged, *before, *reference]
+    return reference
 
 
 class ShapesOnly:
@@ -38,69 +166,6 @@ class ShapesOnly:
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
         whole = torch.empty(self._shapes[name], device="meta")
         return whole[rows] if columns is None else whole[rows, columns]
-
-
-@dataclass
-class HostReads:
-    """The places where the host reads a value from the device, which stops it until the device is done."""
-
-    phase: str = ""
-    places: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(phase, file:line of this package) → how often."""
-
-    def note(self) -> None:
-        where = "elsewhere"
-        for frame in reversed(traceback.extract_stack()):
-            file = Path(frame.filename)
-            if PACKAGE in file.parents and SIMULATION not in file.parents:
-                where = f"{file.name}:{frame.lineno}"
-                break
-        self.places[self.phase, where] += 1
-
-
-def note_host_reads(reads: HostReads) -> None:
-    """From now on a value of a simulated tensor is 1 wherever the host asks for it, and the place is noted."""
-    tensor_class: Any = Tensor
-
-    def replaced(name: str, value: Any) -> None:
-        plain = getattr(tensor_class, name)
-
-        def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self.device.type != "meta":
-                return plain(self, *args, **kwargs)
-            reads.note()
-            return value(self)
-
-        setattr(tensor_class, name, read)
-
-    def ones(tensor: Tensor) -> Tensor:
-        return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-    def number(tensor: Tensor) -> Any:
-        return 1.0 if tensor.dtype.is_floating_point else 1
-
-    replaced("item", number)
-    replaced("__float__", lambda tensor: 1.0)
-    replaced("__int__", lambda tensor: 1)
-    replaced("__bool__", lambda tensor: True)
-    replaced("tolist", lambda tensor: ones(tensor).tolist())
-    replaced("cpu", ones)
-
-
-class AttentionFlops:
-    """Multiplications of attention, which the stand-in kernel does not do: `total`, forward and backward."""
-
-    def __init__(self) -> None:
-        self.total = 0
-
-    @staticmethod
-    def forward(query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], window: int | None, width: int) -> int:
-        """Two products over every visible pair of a query and a key; `width` is heads × head_dim."""
-        pairs = 0
-        for queries, keys in zip(query_lengths, key_lengths, strict=True):
-            seen = range(keys - queries + 1, keys + 1)  # by each query, without a window
-            pairs += sum(min(n, window) for n in seen) if window else (seen[0] + seen[-1]) * queries // 2
-        return 4 * pairs * width
 
 
 def flash_stand_in(flops: AttentionFlops) -> Kernel:
@@ -153,12 +218,62 @@ def exchange_stand_in(tensor: Tensor, kept: Tensor) -> None:
     tensor.clone()
 
 
+@dataclass(frozen=True)
+class Seen:
+    """Costs of the rank: transfers, waits of the host, operations of attention."""
+
+    traffic: Traffic
+    reads: HostReads
+    attention: AttentionFlops
+
+
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` meanwhile."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_of: str = "cuda") -> Iterator[Seen]:
+    """This process, which can do nothing else afterwards, is a rank of the run.
+
+    Args:
+        tiles_of: kind of device whose tile sizes are taken.
+
+    Raises:
+        UserError: what the run itself would refuse, and what cannot be simulated.
+    """
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is asked of a GPU gets the same answers where there is one
+    seen = Seen(count_traffic(), HostReads(), AttentionFlops())
+    platform.initialize_platform(simulate=True)
+    note_host_reads(seen.reads)
+
+    import torch
+
+    from mcore_rl.distributed import batched_data_dict, logprobs
+    from mcore_rl.models.megatron import attention, weights
+    from mcore_rl.models.megatron.families import family_of
+    from mcore_rl.models.policy import reference, scoring
+    from mcore_rl.run.model_checks import POLICY, check_models
+
+    hf_configs = check_models(config)
+    in_turn = {POLICY: config, **simulated_beside(config)}  # as they are built
+    shapes = iter([family_of(hf_configs[key]).shapes() for key in in_turn])
+    for one in in_turn.values():
+        _check_routing(one)
+    logprobs.TILE_SHAPE["meta"] = logprobs.TILE_SHAPE[tiles_of]
+    logprobs.CHUNK_BYTES["meta"] = logprobs.CHUNK_BYTES[tiles_of]
+    attention.KERNELS["meta"] = flash_stand_in(seen.attention)
+    with (
+        replaced(scoring, "SafetensorsDirectory", lambda path: ShapesOnly(path, next(shapes))),
+        replaced(weights, "read_shard", lambda *_: torch.empty((), device="meta")),
+        replaced(reference, "copies_on_host", untouched_copies),
+        replaced(reference, "exchange", exchange_stand_in),
+        replaced(batched_data_dict, "reduced", alike(batched_data_dict.reduced)),
+    ):
+        yield seen
+
+
+def _check_routing(config: TrainingConfig) -> None:
+    if config.model.moe_router_replay:
+        raise UserError("model.moe_router_replay: experts chosen while sampling cannot be simulated; leave it out")
+    if config.model.moe_grouped_gemm and config.model.dtype != "bfloat16":
+        raise UserError(
+            f"model.moe_grouped_gemm: in {config.model.dtype} it cannot be simulated: torch knows the shapes of "
+            "grouped products in bfloat16 alone; leave it out"
+        )

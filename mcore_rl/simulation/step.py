@@ -1,21 +1,39 @@
-"""Simulate a training step of a rank in a process of its own."""
+"""The simulation of one rank's step, and of loading and saving its model."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl import platform
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
 from mcore_rl.distributed.batched_data_dict import OwnRows, Share
+from mcore_rl.distributed.packs import PackLayout
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.errors import UserError
-from mcore_rl.simulation.memory import ACTIVATIONS, COMMUNICATION, LOGITS, bytes_of
-from mcore_rl.simulation.models import (
+from mcore_rl.simulation.counters import (
+    ACTIVATIONS,
+    COMMUNICATION,
+    LM_HEAD,
+    LOGITS,
+    STATE,
+    AttentionFlops,
+    HostReads,
+    LiveBytes,
+    Parts,
+    ProductCounter,
+    Traffic,
+    Transfer,
+    bytes_of,
+    replaced,
+)
+from mcore_rl.simulation.rank import (
     CRITIC_TRAINING,
     CRITIC_UPDATE,
     PHASES,
@@ -23,17 +41,106 @@ from mcore_rl.simulation.models import (
     UPDATE,
     Models,
     run_step,
+    simulated_process,
     updates_of,
 )
-from mcore_rl.simulation.process import simulated_process
-from mcore_rl.simulation.rank import AttentionFlops, HostReads, replaced
-from mcore_rl.simulation.traffic import Traffic, Transfer
-from mcore_rl.simulation.watch import Watch
 from mcore_rl.utils import torchrun
 
 if TYPE_CHECKING:
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+    from mcore_rl.models.megatron.checkpoint.region_reader import Region
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+
+BUILDING = "building"
+RESULTS = "results"
+"""What ranks tell each other of the loss: some bytes, which are not simulated."""
+
+
+class Watch:
+    """Memory, operations, transfers and waits of a step, each by the phase that has been entered.
+
+    layouts: of the microbatches that have gone through a model last. swapped: bytes of weights that came from the host
+    or went there.
+
+    Args:
+        devices: kinds of device whose memory is counted.
+    """
+
+    def __init__(self, traffic: Traffic, reads: HostReads, attention: AttentionFlops, devices: Sequence[str]) -> None:
+        self.traffic, self.reads, self.attention, self.parts = traffic, reads, attention, Parts()
+        self.live = traffic.memory = LiveBytes(*devices, kind_now=self._kind_now)
+        self.products = ProductCounter(lambda: (self.live.phase, self.parts.now()))
+        self.attention_by_phase = Counter[str]()
+        self.layouts: list[PackLayout] = []
+        self.swapped = 0
+        self._made = 0  # optimizer state, so far
+        self._made_before: dict[str, int] = {}
+
+    def enter(self, phase: str) -> None:
+        """A phase begins."""
+        self._made_before.setdefault(phase, self._made)
+        self.attention_by_phase[self.live.phase] += self.attention.total - sum(self.attention_by_phase.values())
+        self.live.phase = self.traffic.phase = self.reads.phase = phase
+
+    def missing_state(self) -> dict[str, int]:
+        """Bytes of optimizers' states that were not yet made when each phase began."""
+        return {phase: self._made - before for phase, before in self._made_before.items()}
+
+    @contextmanager
+    def of_step(self) -> Iterator[None]:
+        """Meanwhile models are built, and go through a step."""
+        from mcore_rl.models.policy import megatron_policy, reference, scoring
+
+        with (
+            replaced(scoring, "run_microbatches", self._run(scoring.run_microbatches)),
+            replaced(megatron_policy, "collect_results", self._collect(megatron_policy.collect_results)),
+            replaced(megatron_policy, "optimizer_step", self._update(megatron_policy.optimizer_step)),
+            replaced(reference, "exchange", self._exchange(reference.exchange)),
+            self.parts.of_lm_head(),
+            self.live,
+            self.products,
+        ):
+            self.enter(BUILDING)
+            yield
+
+    def _kind_now(self) -> str:
+        if self.live.phase == BUILDING:
+            return STATE
+        return LOGITS if self.parts.now() == LM_HEAD else ACTIVATIONS
+
+    def _run(self, run_microbatches: Any) -> Any:
+        def run(model: Any, wrapped: Any, microbatches: Any, head: Any, train: bool) -> Any:
+            self.layouts = [microbatch.layout for microbatch in microbatches]
+            return run_microbatches(model, wrapped, microbatches, head, train)
+
+        return run
+
+    def _exchange(self, exchange: Any) -> Any:
+        def exchanged(tensor: Any, kept: Any) -> None:
+            self.swapped += 2 * tensor.nbytes
+            exchange(tensor, kept)
+
+        return exchanged
+
+    def _collect(self, collect_results: Any) -> Any:
+        def collect(*arguments: Any) -> Any:
+            self.traffic.phase = RESULTS
+            try:
+                return collect_results(*arguments)
+            finally:
+                self.traffic.phase = self.live.phase
+
+        return collect
+
+    def _update(self, optimizer_step: Any) -> Any:
+        def update(*arguments: Any) -> Any:
+            self.enter(CRITIC_UPDATE if self.live.phase == CRITIC_TRAINING else UPDATE)
+            before, done = self.live.live, optimizer_step(*arguments)
+            self._made += self.live.live - before
+            return done
+
+        return update
 
 
 @dataclass(frozen=True)
@@ -336,3 +443,110 @@ def rows_of_batch(config: TrainingConfig) -> int:
     if isinstance(config, RLConfig):
         return config.rollouts.num_prompts_per_step * config.rollouts.num_generations_per_prompt
     return config.batch.global_batch_size * config.rows_per_unit
+
+
+LOADING = "loading"
+
+
+@dataclass(frozen=True)
+class LoadingReport:
+    """The cost of a rank's loading, in bytes.
+
+    state: weights and optimizer state of this rank, of a critic too, and a reference that moves. read: from files.
+    beyond: what is live at most, on device and host, beside what is there anyhow when all is loaded.
+    """
+
+    rank: int
+    stage: int
+    state: int
+    read: int
+    beyond: int
+
+
+def simulate_loading(config: TrainingConfig, rank: int, world_size: int, writers: int) -> LoadingReport:
+    """Simulate in this process, which can do nothing else afterwards.
+
+    Args:
+        writers: ranks that have written the checkpoint, each an equal part of every tensor's first dimension.
+
+    Raises:
+        UserError: what the run itself would refuse, and what cannot be simulated.
+    """
+    with simulated_process(config, rank, world_size):
+        from mcore_rl.models.megatron.checkpoint.region_reader import BLOCK_BYTES
+
+        live = LiveBytes("meta", "cpu")
+        with live:
+            models = Models.build(config)
+            live.phase = LOADING
+            regions = list(_regions(config, models))
+            read = _read(regions, writers)
+        state = sum(region.values.nbytes for region in regions)
+        beyond = live.peaks[LOADING] - live.live + BLOCK_BYTES  # which a reader has
+        return LoadingReport(rank, models.policy.topology.pipeline.rank, state, read, beyond)
+
+
+def _regions(config: TrainingConfig, models: Models) -> Iterator[Region]:
+    """Yield the regions of all models that are trained, and of a reference that moves."""
+    from mcore_rl.models.megatron.checkpoint.optimizer_shards import tensor_regions
+
+    for number, model in enumerate(models.trained):
+        part = model.trained_part("" if number == 0 else f"beside_{number}")
+        weights = part.weights()
+        yield from part.regions(weights, with_optimizer=True)
+        if number == 0 and config.reference_sync_of is not None:
+            for region in tensor_regions(weights):
+                yield replace(region, key=f"reference.{region.key}")
+
+
+def _read(regions: list[Region], writers: int) -> int:
+    """Bytes that are read, by the code that reads files, of which there are none."""
+    import torch
+
+    from mcore_rl.models.megatron.checkpoint.region_reader import RegionReader, copy_piece
+
+    total = 0
+    reader = RegionReader(Path("simulated"), _index(regions, writers))
+    with torch.no_grad():
+        for region in regions:
+            for piece in reader.pieces(region):
+
+                def read(first: int, count: int, dtype: torch.dtype = piece.dtype) -> torch.Tensor:
+                    nonlocal total
+                    total += count * dtype.itemsize
+                    return torch.empty(count, dtype=dtype, device="cpu")
+
+                copy_piece(read, piece)
+    return total
+
+
+def _index(regions: list[Region], writers: int) -> Any:
+    """Return the index of a checkpoint that holds the tensors of all these regions."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for region in regions:
+        if region.key in entries:
+            continue
+        whole = region.whole or tuple(region.values.shape)
+        rows = -(-whole[0] // writers)
+        chunks = [
+            ChunkStorageMetadata(
+                torch.Size((first, *(0 for _ in whole[1:]))), torch.Size((min(rows, whole[0] - first), *whole[1:]))
+            )
+            for first in range(0, whole[0], rows)
+        ]
+        properties = TensorProperties(dtype=region.values.dtype)
+        entries[region.key] = TensorStorageMetadata(properties, torch.Size(whole), chunks)
+        for writer, chunk in enumerate(chunks):
+            places[MetadataIndex(region.key, chunk.offsets)] = _StorageInfo(f"__{writer}_0.distcp", 0, 0)
+    return Metadata(entries, storage_data=places)

@@ -33,7 +33,7 @@ from mcore_rl.errors import UserError
 from mcore_rl.testing.processes import run_processes
 
 if TYPE_CHECKING:
-    from mcore_rl.models.policy.teacher import TeacherModel
+    from mcore_rl.models.policy.scoring import TeacherModel
 
 ROUNDING = 1e-12
 
@@ -80,7 +80,7 @@ def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: T
 def invented_teacher(config: DistillationConfig) -> TeacherModel | None:
     """Return a teacher for losses over whole distributions: the policy's initial weights, a quarter larger."""
     from mcore_rl.models.megatron.hf_config import load_hf_config
-    from mcore_rl.models.policy.teacher import TeacherModel
+    from mcore_rl.models.policy.scoring import TeacherModel
 
     if config.distillation.topk is not None:
         return None

@@ -3,8 +3,8 @@
 import os
 import signal
 
+from mcore_rl.simulation.counters import Transfer
 from mcore_rl.simulation.step import RankReport
-from mcore_rl.simulation.traffic import Transfer
 
 GRADIENTS = Transfer("reduce_scatter", (0, 1), "training", of_state=True)
 WEIGHTS = Transfer("all_gather", (0, 1), "update", of_state=True)

@@ -17,9 +17,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mcore_rl import platform
-from mcore_rl.models.generation.decoder import Decoder
+from mcore_rl.models.generation.decoder import BLOCK_SIZE, Decoder, KeyValueCache, blocks_for
 from mcore_rl.models.generation.interfaces import Response
-from mcore_rl.models.generation.kv_cache import BLOCK_SIZE, KeyValueCache, blocks_for
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, sample, uniforms
 
 LOOK_AHEAD = BLOCK_SIZE // 2

@@ -28,10 +28,10 @@ from mcore_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationOutputSpec,
     Response,
+    gather_responses,
     output_of,
     prompts_of,
 )
-from mcore_rl.models.generation.response_tensors import gather_responses
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.megatron.build import BuiltModel
 from mcore_rl.models.megatron.families.mixtures import Mixture

@@ -31,6 +31,7 @@ from mcore_rl.models.generation.interfaces import (
     StreamingGeneration,
     output_of,
     prompts_of,
+    share_responses,
 )
 from mcore_rl.models.generation.refit import (
     RefitGroup,
@@ -41,7 +42,6 @@ from mcore_rl.models.generation.refit import (
     local_address,
     send_weights,
 )
-from mcore_rl.models.generation.response_tensors import share_responses
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, uniforms
 from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
 from mcore_rl.models.generation.vllm_server import VLLMService

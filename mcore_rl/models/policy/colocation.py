@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from mcore_rl.models.generation.refit import RefitInfo
-from mcore_rl.models.policy.handover import TrainingMemory, WeightHandover
 from mcore_rl.models.policy.interfaces import ColocatablePolicyInterface
+from mcore_rl.models.policy.memory import TrainingMemory
+from mcore_rl.models.policy.refit_sender import WeightHandover
 from mcore_rl.models.policy.scoring import ScoringModel
 
 BUCKET_BYTES = 512 * 1024**2

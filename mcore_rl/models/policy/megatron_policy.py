@@ -30,9 +30,10 @@ from mcore_rl.models.megatron.optimizer import (
 from mcore_rl.models.megatron.parallel_state import seed_everything
 from mcore_rl.models.policy.checkpoint import Keeping
 from mcore_rl.models.policy.generating import Generating
-from mcore_rl.models.policy.handover import TrainingMemory, WeightHandover
 from mcore_rl.models.policy.interfaces import ReferenceLogprobOutputSpec
+from mcore_rl.models.policy.memory import TrainingMemory
 from mcore_rl.models.policy.microbatch_results import MicrobatchResult, collect_results, explain_nonfinite
+from mcore_rl.models.policy.refit_sender import WeightHandover
 
 
 class MegatronPolicy(Keeping, Generating):

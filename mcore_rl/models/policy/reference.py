@@ -1,15 +1,33 @@
-"""The reference in the policy's place: its weights, kept or the model without its adapters."""
+"""The reference model: its weights in the policy's place, or its log-probabilities, computed once and kept on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mcore_rl import platform
+from mcore_rl.config import ModelConfig
+from mcore_rl.data.batching import collate, share_records
+from mcore_rl.data.token_store import TokenStore
+from mcore_rl.distributed.batched_data_dict import OwnRows
+from mcore_rl.distributed.collectives import broadcast_object, gather_on_first
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.checkpoint.writer import SaveError, on_first_rank
+from mcore_rl.models.policy.scoring import ScoringModel
+from mcore_rl.run.identity import digest_of_weights
+from mcore_rl.utils.console import Progress, Say
 
 
 class Reference(Protocol):
@@ -100,3 +118,189 @@ class AdaptersOff:
     def _enable(self, enabled: bool) -> None:
         for adapter in self.adapters:
             adapter.enabled = enabled
+
+
+DIGEST_BYTES = hashlib.sha256().digest_size
+"""At the end of a stored file: the digest of what stands before."""
+ITEM_BYTES = np.dtype(np.float32).itemsize
+
+
+class PrecomputedReference:
+    """Reference log-probabilities of every sequence of a dataset, in its order; read when they are used.
+
+    Kept as `DIRECTORY/<key>.logprobs`, float32; the key hashes the reference weights, an adapter on them, their
+    precision and the tokenized data (hence tokenizer and chat template), and nothing of the parallel layout.
+    """
+
+    def __init__(self, path: Path, lengths: np.ndarray) -> None:
+        self._file, self._ends = open(path, "rb"), np.cumsum(lengths)  # noqa: SIM115
+
+    @classmethod
+    def load_or_compute(
+        cls,
+        directory: Path,
+        reference: ModelConfig,
+        model: Callable[[], ScoringModel],
+        units: TokenStore,
+        pad_token_id: int,
+        batch_size: int,
+        say: Say,
+    ) -> PrecomputedReference:
+        """From disk if there and whole; else by a model. Collective.
+
+        What is computed is written batch by batch; who was stopped goes on from there.
+
+        Args:
+            reference: what the model is built from.
+            model: builds it, or has it; not called where everything is there. Its adapters, if it has some, must be as
+                they began.
+        """
+        lengths, is_first = units.lengths(), torch.distributed.get_rank() == 0
+        key = reference_key(reference, units) if is_first else ""
+        path = directory / f"{broadcast_object(key)}.logprobs"
+        problem = broadcast_object(_problem(path, int(lengths.sum())) if is_first and path.is_file() else None)
+        if problem is not None:
+            say(f"damaged reference log-probabilities: {path}: {problem}; they are computed again")
+        if problem is not None or not broadcast_object(path.is_file()):
+            _compute(path, model(), units, pad_token_id, batch_size, say)
+        elif is_first:
+            with contextlib.suppress(OSError):  # a run that was stopped just then; or nothing may be written here
+                _PartialFile(path).clear()
+        return cls(path, lengths)
+
+    def rows(self, sequences: Iterable[int], width: int) -> Tensor:
+        """[n, width] for the dataset's sequences of these indices; column t scores token t."""
+        picked = [self._of_sequence(index) for index in sequences]
+        out = torch.zeros(len(picked), width)
+        for row, values in enumerate(picked):
+            out[row, : len(values)] = torch.from_numpy(values)
+        return out
+
+    def _of_sequence(self, index: int) -> np.ndarray:
+        start, end = int(self._ends[index - 1]) if index else 0, int(self._ends[index])
+        read = os.pread(self._file.fileno(), (end - start) * ITEM_BYTES, start * ITEM_BYTES)
+        return np.frombuffer(bytearray(read), np.float32)
+
+
+def _compute(path: Path, model: ScoringModel, units: TokenStore, pad_token_id: int, batch_size: int, say: Say) -> None:
+    """Write the file; its records stand in `PATH.partial` until all are there.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    partial = _PartialFile(path)
+    try:
+        done: int = on_first_rank(lambda: partial.begin(units, say))
+        before = f", {done:,} of which were before" if done else ""
+        say(f"reference log-probabilities: those of {len(units):,} records are computed once{before}: {path}")
+        progress = Progress("reference log-probabilities", say)
+        for start in range(done, len(units), batch_size):
+            indices = range(start, min(start + batch_size, len(units)))
+            share, places = share_records(model.divide, model.topology.data, units, indices)
+            data: OwnRows[Any] = OwnRows(collate([units[start + place] for place in places], pad_token_id), share)
+            scores, ends = model.get_logprobs(data)["logprobs"], data["input_lengths"].tolist()
+            of_rows = zip(share.indices, scores, ends, strict=True)
+            scored = {row: values[:end].numpy().tobytes() for row, values, end in of_rows}
+            gathered = gather_on_first(scored, range(share.total), model.topology)
+            on_first_rank(functools.partial(partial.append, gathered))
+            progress.reached((indices.stop - done) / (len(units) - done), indices.stop)
+        on_first_rank(lambda: partial.seal(path))  # nobody looks for it before it is there
+    except SaveError as error:
+        raise UserError(f"reference log-probabilities: {partial.path} cannot be written: {error}") from None
+
+
+class _PartialFile:
+    """What a run has computed so far, and a line with its bytes and their checksum behind each batch, in a file beside
+    it: a batch counts once its line is there. Of one process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lines = path.with_suffix(".partial"), path.with_suffix(".checksums")
+        self._size = self._checksum = 0
+
+    def begin(self, units: TokenStore, say: Say) -> int:
+        """How many records a run that was stopped has left; what stands behind them is cut off."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        there = self.path.stat().st_size if self.path.is_file() else 0
+        text = self.lines.read_text(errors="replace") if self.lines.is_file() else ""
+        found = [(int(size), int(sum_)) for size, sum_ in re.findall(r"^(\d{1,18}) (\d{1,18})\n", text, re.MULTILINE)]
+        size, checksum = max((batch for batch in found if batch[0] <= there), default=(0, 0))
+        ends = ITEM_BYTES * np.cumsum(units.lengths())[units.sequences_per_unit - 1 :: units.sequences_per_unit]
+        records = int(np.searchsorted(ends, size, side="right"))
+        if size not in (0, *ends[records - 1 : records]) or _checksum(self.path, size) != checksum:
+            size = checksum = records = 0
+        if there and not size:
+            say(f"reference log-probabilities: {self.path}: no batch of it has its checksum; it begins anew")
+        with open(self.path, "ab") as file:
+            file.truncate(size)
+        self.lines.write_text(f"{size} {checksum}\n")
+        self._size, self._checksum = size, checksum
+        return records
+
+    def append(self, values: Iterable[bytes]) -> None:
+        batch = b"".join(values)
+        _append(self.path, batch)
+        self._size, self._checksum = self._size + len(batch), zlib.crc32(batch, self._checksum)
+        _append(self.lines, f"{self._size} {self._checksum}\n".encode())
+
+    def seal(self, path: Path) -> None:
+        """Append the digest to the values and give the file its final name."""
+        _append(self.path, _digest(self.path, self._size))
+        self.path.replace(path)
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove the partial file and its checksums."""
+        self.path.unlink(missing_ok=True)
+        self.lines.unlink(missing_ok=True)
+
+
+def _append(path: Path, content: bytes) -> None:
+    with open(path, "ab") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def reference_key(model: ModelConfig, units: TokenStore) -> str:
+    """Hash of the reference model, of its adapter (`digest_of_weights`), its precision, and the data's tokens."""
+    digest = hashlib.sha256(model.dtype.encode())
+    digest.update((model.path / "config.json").read_bytes())
+    digest.update(digest_of_weights(model.path).encode())
+    if model.lora is not None and model.lora.path is not None:
+        digest.update(digest_of_weights(model.lora.path).encode())
+    digest.update(units.fingerprint.encode())
+    return digest.hexdigest()[:24]
+
+
+def _problem(path: Path, tokens: int) -> str | None:
+    """Why a stored file is not `tokens` log-probabilities as they were written; None if it is."""
+    size = path.stat().st_size - DIGEST_BYTES
+    if size != tokens * ITEM_BYTES:
+        return f"it holds {size} bytes, not {tokens * ITEM_BYTES}"
+    with open(path, "rb") as file:
+        file.seek(size)
+        return None if file.read() == _digest(path, size) else "its digest is not that of its values"
+
+
+def _digest(path: Path, size: int) -> bytes:
+    """Of a file's first bytes."""
+    digest = hashlib.sha256()
+    for part in _parts(path, size):
+        digest.update(part)
+    return digest.digest()
+
+
+def _checksum(path: Path, size: int) -> int:
+    """Of a file's first bytes."""
+    return functools.reduce(lambda checksum, part: zlib.crc32(part, checksum), _parts(path, size), 0)
+
+
+def _parts(path: Path, size: int) -> Iterator[bytes]:
+    """A file's first bytes."""
+    if not size:
+        return
+    with open(path, "rb") as file:
+        while size:
+            part = file.read(min(size, 2**24))
+            yield part
+            size -= len(part)

@@ -1,10 +1,11 @@
-"""A model on the run's topology that scores: what a policy, a reward model and a teacher have in common."""
+"""Models that score without being trained: what a policy, a reward model, a teacher and a second reference share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batching import Microbatch, batching_of, divide
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, Share, share_of
-from mcore_rl.distributed.collectives import all_reduce
+from mcore_rl.distributed.collectives import all_gather, all_reduce
+from mcore_rl.distributed.divergences import LinearLogits
 from mcore_rl.errors import ContractError, TrainingError, UserError
 from mcore_rl.models.megatron.build import build_model
 from mcore_rl.models.megatron.families import family_of
@@ -25,6 +27,7 @@ from mcore_rl.models.megatron.forward_step import (
     RewardOfSequences,
     TopKHead,
     ValuesOfTokens,
+    last_states,
     run_microbatches,
 )
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
@@ -34,6 +37,7 @@ from mcore_rl.models.megatron.lora import lora_of
 from mcore_rl.models.megatron.lora_layers import add_adapters
 from mcore_rl.models.megatron.optimizer import Offload
 from mcore_rl.models.megatron.parallel_state import destroy_parallel, initialize_parallel
+from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
 from mcore_rl.models.megatron.weights import load_hf_weights, weights_of
 from mcore_rl.models.policy.interfaces import LogprobOutputSpec
 
@@ -328,3 +332,54 @@ class ScoringModel:
         for chunk in self.chunks:
             chunk.train(train)
         return run_microbatches(self.model, self.chunks, microbatches, head, train)
+
+
+class TeacherModel(ScoringModel):
+    """A teacher with the student's layout and tokenizer; size and family may differ.
+
+    Args:
+        config: of the run, with the teacher's model.
+        student_vocab_size: rows of the student's LM head, without padding.
+    """
+
+    def __init__(self, config: TrainingConfig, student_vocab_size: int) -> None:
+        super().__init__(config)
+        size = self.topology.tensor.size
+        self.head_rows = padded_vocab_size(student_vocab_size, size) // size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @cached_property
+    def head(self) -> Tensor:
+        """[Vp, hidden] the LM head's rows of this rank's share of the student's vocabulary; on the last stage.
+
+        Its own shard, or where the vocabularies' sizes differ a copy of other rows: zeros where there is no token.
+        """
+        weight: Tensor = self.model.chunks[-1].lm_head_weight().detach()
+        if weight.shape[0] == self.head_rows:
+            return weight
+        tensor = self.topology.tensor
+        whole = F.pad(all_gather(weight, tensor.group).flatten(0, 1), (0, 0, 0, self.head_rows * tensor.size))
+        return whole[self.head_rows * tensor.rank :][: self.head_rows].clone()
+
+    @torch.no_grad()
+    def counted_logits(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, LinearLogits]:
+        """Hidden states that predict each microbatch's counted tokens, beside `head`; {} but on the last stage.
+
+        What stays in this rank's memory is [counted tokens, hidden size] of its share of the batch.
+
+        Raises:
+            RuntimeError: the weights are offloaded.
+        """
+        self.require_weights("counted_logits")
+        found: dict[Hashable, LinearLogits] = {}
+
+        def keep(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
+            picked = last_states(self.model, hidden, microbatch).logits.hidden
+            found[microbatch] = LinearLogits(picked, self.head)
+            return hidden.new_zeros(()), {}
+
+        self._run(list(microbatches), keep, train=False)
+        return found

@@ -1,0 +1,65 @@
+"""Device memory of training: what is offloaded between steps, and while an inference engine uses the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from mcore_rl import platform
+from mcore_rl.models.megatron.optimizer import Offload, gradient_buffers, optimizer_tensors
+
+
+class TrainingMemory:
+    """The device memory that a policy can give up for a while.
+
+    Args:
+        weights: the offload of its weights.
+        parameters: gives them.
+        optimizer: None for a policy that is not trained.
+        offloads_optimizer: what the optimizer keeps is on the host but where `optimizer_at_hand` has it back.
+    """
+
+    def __init__(
+        self,
+        weights: Offload,
+        parameters: Callable[[], Iterable[Tensor]],
+        chunks: Sequence[Any],
+        optimizer: Any,
+        offloads_optimizer: bool = False,
+    ) -> None:
+        self.weights, self.parameters, self.chunks, self.trained_by = weights, parameters, chunks, optimizer
+        self.optimizer, self.gradients = Offload(keep=True), Offload(keep=False)
+        # A simulated storage cannot be emptied; what it would come to is reckoned afterwards.
+        self.offloads_optimizer = offloads_optimizer and optimizer is not None and not platform.simulates()
+        self.between_steps = Offload(keep=True)
+        with self.optimizer_at_hand():
+            pass  # it goes already before the first step
+
+    @contextmanager
+    def optimizer_at_hand(self) -> Iterator[None]:
+        """Inside, the optimizer's state is on the device, unless `give_up_training` has moved it."""
+        self.between_steps.restore()
+        try:
+            yield
+        finally:
+            if self.offloads_optimizer:
+                self.between_steps.offload(optimizer_tensors(self.trained_by, self.parameters()))
+
+    def restore(self) -> None:
+        """Bring back everything."""
+        for offload in (self.weights, self.optimizer, self.gradients):
+            offload.restore()
+
+    def give_up_training(self) -> int:
+        """The optimizer's state goes to the host, the gradient buffers go; returns the device bytes freed."""
+        if self.trained_by is None:
+            return 0
+        freed = self.gradients.offload(gradient_buffers(self.chunks))
+        return freed + self.optimizer.offload(optimizer_tensors(self.trained_by, self.parameters()))
+
+    def give_up_all(self) -> int:
+        """The weights go to the host too; returns the device bytes freed."""
+        return self.give_up_training() + self.weights.offload(self.parameters())

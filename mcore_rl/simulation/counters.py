@@ -1,0 +1,452 @@
+"""Counters of a simulated step: live memory, matrix products, communication, and the model's parts that cause it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import traceback
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from mcore_rl import platform
+
+SIMULATION, PACKAGE = Path(__file__).parent, Path(__file__).parents[1]
+
+STATE, LOGITS, COMMUNICATION, ACTIVATIONS = "state", "logits", "communication buffers", "activations, workspace"
+"""Kinds of storages: of weights, gradients and optimizers; what is made of hidden states and the LM head; what other
+ranks' values come to; all else."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """While it is entered: `live` bytes on these kinds of device, the `peaks` of each phase, and what they are made of
+    in bytes by kind, `at_peak`.
+
+    Args:
+        kind_now: of a storage that appears.
+    """
+
+    def __init__(self, *devices: str, kind_now: Callable[[], str] = lambda: ACTIVATIONS) -> None:
+        super().__init__()
+        self.devices, self.phase = devices, ""
+        self.live = 0
+        self.peaks: dict[str, int] = {}
+        self.at_peak: dict[str, Counter[str]] = {}
+        self._kind_now = kind_now
+        self._kinds: dict[int, str] = {}
+        self._of_kind = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.device.type in self.devices:
+                self.see(leaf)
+        return out
+
+    def see(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, if it is new."""
+        storage = tensor.untyped_storage()
+        key, size = platform.storage_id(tensor), storage.nbytes()
+        if key in self._kinds or not size:
+            return
+        kind = self._kinds[key] = self._kind_now()
+        self._of_kind[kind] += size
+        self.live += size
+        if self.live > self.peaks.get(self.phase, 0):
+            self._note_peak()
+        weakref.finalize(storage, self._forget, key, size)
+
+    def is_state(self, tensor: Tensor) -> bool:
+        """Whether its storage belongs to weights, gradients or an optimizer."""
+        return self._kinds.get(platform.storage_id(tensor)) == STATE
+
+    def receives(self, tensor: Tensor) -> None:
+        """Other ranks' values come to its storage, which is a buffer of communication from now on, if not state."""
+        key, size = platform.storage_id(tensor), tensor.untyped_storage().nbytes()
+        if key not in self._kinds or self.is_state(tensor):
+            return
+        self._of_kind[self._kinds[key]] -= size
+        self._of_kind[COMMUNICATION] += size
+        self._kinds[key] = COMMUNICATION
+        if self.live == self.peaks.get(self.phase):  # the peak that its appearance made, maybe
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        self.peaks[self.phase] = self.live
+        self.at_peak[self.phase] = self._of_kind.copy()
+
+    def _forget(self, key: int, size: int) -> None:
+        self._of_kind[self._kinds.pop(key)] -= size
+        self.live -= size
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the tensors' storages, each counted once."""
+    return sum({platform.storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def _grouped_product(rows: tuple[int, ...], weights: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """[T, in] by [experts, in, out], each row by one of them, or [out, T] by [T, in], each expert's tokens apart."""
+    return 2 * math.prod(rows) * weights[-1]
+
+
+def _added_product(total: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """[n, in] by [in, out], added to a sum; of torch's own one takes no dtype of the result."""
+    return 2 * math.prod(a) * b[-1]
+
+
+_LEFT_OUT: dict[Any, Callable[..., int]] = {torch.ops.aten.addmm: _added_product}
+"""Operations of what torch's counter leaves out; older ones have no grouped product."""
+if hasattr(torch.ops.aten, "_grouped_mm"):
+    _LEFT_OUT[torch.ops.aten._grouped_mm] = _grouped_product
+
+
+class _Tracker(contextlib.nullcontext[None]):
+    """In the place of the counter's tracker of modules: operations count under "Global" and under what computes now.
+
+    That tracker hooks the inputs and outputs of every module and keeps the hooks, and with them whatever is computed
+    again in a backward pass, until the counting ends: memory that no other run takes.
+    """
+
+    def __init__(self, now: Callable[[], Hashable]) -> None:
+        super().__init__()
+        self._now = now
+
+    @property
+    def parents(self) -> set[Hashable]:
+        return {"Global", self._now()}
+
+
+class ProductCounter(FlopCounterMode):
+    """Operations of the matrix products while it is entered.
+
+    Args:
+        now: names what computes; each name has its count.
+    """
+
+    def __init__(self, now: Callable[[], Hashable]) -> None:
+        super().__init__(display=False, custom_mapping=_LEFT_OUT)
+        self.mod_tracker = _Tracker(now)  # type: ignore[assignment]
+
+    @property
+    def counts(self) -> dict[Any, int]:
+        """The number of operations by name."""
+        return {name: sum(of.values()) for name, of in self.flop_counts.items() if name != "Global"}
+
+
+Tensors = Tensor | Sequence[Tensor]
+
+
+class Transfer(NamedTuple):
+    """Kind of a collective: `ranks` of its group, of a message the two that it is between; in which phase of the step;
+    and whether what it gathers, scatters or reduces is where weights or gradients are."""
+
+    operation: str
+    ranks: tuple[int, ...]
+    phase: str
+    of_state: bool = False
+
+
+class _Done:
+    """A work handle of something that has happened."""
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@dataclass
+class Traffic:
+    """Bytes and calls of every kind of transfer.
+
+    Of a gather and a scatter the bytes of the whole (all ranks' parts), of an all-reduce and a broadcast those of the
+    tensor, of a message its own.
+    """
+
+    bytes: Counter[Transfer] = field(default_factory=Counter)
+    calls: Counter[Transfer] = field(default_factory=Counter)
+    phase: str = ""
+    memory: LiveBytes | None = None
+    """Knows the storages of what is sent, and is told of those that receive."""
+
+    def add(self, operation: str, ranks: tuple[int, ...], whole: Tensors, received: Tensors) -> None:
+        if len(ranks) == 1:
+            return
+        of_state = self.memory is not None and all(map(self.memory.is_state, _each(whole)))
+        kind = Transfer(operation, ranks, self.phase, of_state)
+        self.bytes[kind] += sum(tensor.numel() * tensor.element_size() for tensor in _each(whole))
+        self.calls[kind] += 1
+        if self.memory is not None:
+            for tensor in _each(received):
+                self.memory.receives(tensor)
+
+
+class Operation(NamedTuple):
+    """The meaning of a function of torch.distributed, by the names of its arguments.
+
+    whole: holds all ranks' parts. received: made for other ranks' values; empty where it is what somebody computed.
+    peer: of a message, the other rank.
+    """
+
+    name: str
+    whole: str
+    received: str = ""
+    peer: str = ""
+
+
+OPERATIONS = {
+    "all_reduce": Operation("all_reduce", "tensor"),
+    "broadcast": Operation("broadcast", "tensor"),
+    "all_gather_into_tensor": Operation("all_gather", "output_tensor", "output_tensor"),
+    "_all_gather_base": Operation("all_gather", "output_tensor", "output_tensor"),
+    "all_gather": Operation("all_gather", "tensor_list", "tensor_list"),
+    "reduce_scatter_tensor": Operation("reduce_scatter", "input", "output"),
+    "_reduce_scatter_base": Operation("reduce_scatter", "input", "output"),
+    "reduce_scatter": Operation("reduce_scatter", "input_list", "output"),
+    "all_to_all_single": Operation("all_to_all", "input", "output"),
+    "send": Operation("send", "tensor", peer="dst"),
+    "isend": Operation("send", "tensor", peer="dst"),
+    "recv": Operation("recv", "tensor", "tensor", peer="src"),
+    "irecv": Operation("recv", "tensor", "tensor", peer="src"),
+}
+"""Operations by the functions' names."""
+
+
+def _ranks(arguments: Mapping[str, Any], peer: str) -> tuple[int, ...]:
+    """The group's, or of a message the two that it is between.
+
+    Args:
+        arguments: of a function of torch.distributed.
+        peer: the one that names the other rank of a message; behind `group_` it is that rank's place in the group.
+    """
+    group = arguments.get("group") or torch.distributed.group.WORLD
+    ranks = tuple(torch.distributed.get_process_group_ranks(group))
+    if not peer:
+        return ranks
+    place = arguments.get(f"group_{peer}")
+    return tuple(sorted((torch.distributed.get_rank(), arguments[peer] if place is None else ranks[place])))
+
+
+def _each(tensors: Tensors) -> Sequence[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def count_traffic(perform: bool = False) -> Traffic:
+    """From now on every collective of this process is counted; and done, if `perform`, as in a real run.
+
+    Must come before `megatron.core` is imported, which binds some of their names.
+    """
+    traffic = Traffic()
+
+    def counted(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        operation = OPERATIONS[name]
+        signature = inspect.signature(plain)
+
+        @functools.wraps(plain)
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            arguments = signature.bind(*args, **kwargs).arguments
+            received = arguments[operation.received] if operation.received else ()
+            traffic.add(operation.name, _ranks(arguments, operation.peer), arguments[operation.whole], received)
+            return plain(*args, **kwargs) if perform else _Done()
+
+        return collective
+
+    for name in OPERATIONS:
+        replacement = counted(name, getattr(c10d, name))
+        setattr(torch.distributed, name, replacement)
+        setattr(c10d, name, replacement)
+    if not perform:
+        _have_no_peers()
+    return traffic
+
+
+def _have_no_peers() -> None:
+    """Objects are what this rank says, and groups of whatever backend are fake ones."""
+    distributed: Any = torch.distributed
+
+    def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
+        values[:] = [value] * len(values)
+
+    new_group = c10d.new_group
+    distributed.new_group = lambda *args, **kwargs: new_group(*args, **{**kwargs, "backend": "fake"})
+    distributed.all_gather_object = all_gather_object
+    distributed.broadcast_object_list = lambda *_, **__: None
+    distributed.barrier = lambda *_, **__: None
+    distributed.batch_isend_irecv = lambda messages: [
+        message.op(message.tensor, message.peer, group=message.group) for message in messages
+    ]
+
+
+@dataclass
+class HostReads:
+    """The places where the host reads a value from the device, which stops it until the device is done."""
+
+    phase: str = ""
+    places: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(phase, file:line of this package) → how often."""
+
+    def note(self) -> None:
+        where = "elsewhere"
+        for frame in reversed(traceback.extract_stack()):
+            file = Path(frame.filename)
+            if PACKAGE in file.parents and SIMULATION not in file.parents:
+                where = f"{file.name}:{frame.lineno}"
+                break
+        self.places[self.phase, where] += 1
+
+
+def note_host_reads(reads: HostReads) -> None:
+    """From now on a value of a simulated tensor is 1 wherever the host asks for it, and the place is noted."""
+    tensor_class: Any = Tensor
+
+    def replaced(name: str, value: Any) -> None:
+        plain = getattr(tensor_class, name)
+
+        def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.device.type != "meta":
+                return plain(self, *args, **kwargs)
+            reads.note()
+            return value(self)
+
+        setattr(tensor_class, name, read)
+
+    def ones(tensor: Tensor) -> Tensor:
+        return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    def number(tensor: Tensor) -> Any:
+        return 1.0 if tensor.dtype.is_floating_point else 1
+
+    replaced("item", number)
+    replaced("__float__", lambda tensor: 1.0)
+    replaced("__int__", lambda tensor: 1)
+    replaced("__bool__", lambda tensor: True)
+    replaced("tolist", lambda tensor: ones(tensor).tolist())
+    replaced("cpu", ones)
+
+
+class AttentionFlops:
+    """Multiplications of attention, which the stand-in kernel does not do: `total`, forward and backward."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    @staticmethod
+    def forward(query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], window: int | None, width: int) -> int:
+        """Two products over every visible pair of a query and a key; `width` is heads × head_dim."""
+        pairs = 0
+        for queries, keys in zip(query_lengths, key_lengths, strict=True):
+            seen = range(keys - queries + 1, keys + 1)  # by each query, without a window
+            pairs += sum(min(n, window) for n in seen) if window else (seen[0] + seen[-1]) * queries // 2
+        return 4 * pairs * width
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` meanwhile."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+LM_HEAD, OTHER = "LM head", "other"
+OF_MODULES = {
+    "self_attention": "projections",
+    "mlp": "MLP",
+    "router": "router",
+    "experts": "experts",
+    "shared_experts": "experts",
+    "output_layer": "reward head",
+}
+"""Parts by the names of modules in a layer or a model; of nested modules the innermost counts."""
+
+
+class Parts:
+    """Names of parts of the model, at whatever is computed.
+
+    In a forward pass it is the part that has been entered. In a backward pass it is the one in which the autograd node
+    that runs was made: torch numbers nodes in their order, also those of a forward pass that is done again.
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[str] = []
+        self._numbers: list[int] = []  # from which on nodes belong to …
+        self._names: list[str] = []  # … this part
+
+    def now(self) -> str:
+        """The part that computes."""
+        if self._entered:
+            return self._entered[-1]
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return OTHER
+        place = bisect_right(self._numbers, node._sequence_nr())
+        return self._names[place - 1] if place else OTHER
+
+    def of_modules(self, models: Iterable[torch.nn.Module]) -> None:
+        """From now on notice when modules are entered. Hooks of forward passes alone: others would keep what modules
+        take and give."""
+        for name, module in (named for model in models for named in model.named_modules()):
+            part = OF_MODULES.get(name.rpartition(".")[2])
+            if part is not None:
+                module.register_forward_pre_hook(lambda *_, part=part: self._enter(part))
+                module.register_forward_hook(lambda *_: self._leave())
+
+    @contextmanager
+    def of_lm_head(self) -> Iterator[None]:
+        """Meanwhile notice when something is computed from hidden states and the LM head."""
+        from mcore_rl.distributed import divergences
+        from mcore_rl.models.megatron import forward_step
+
+        places: list[tuple[Any, str]] = [
+            (forward_step, "linear_logprobs"),
+            (forward_step, "linear_topk"),
+            (forward_step.LossHead, "_from_logits"),
+            (divergences, "linear_logprobs"),
+            (divergences, "linear_divergences"),
+        ]
+        with ExitStack() as stack:
+            for owner, name in places:
+                stack.enter_context(replaced(owner, name, self._within(LM_HEAD, getattr(owner, name))))
+            yield
+
+    def _within(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            self._enter(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._leave()
+
+        return wrapper
+
+    def _enter(self, part: str) -> None:
+        self._entered.append(part)
+        self._note(part)
+
+    def _leave(self) -> None:
+        self._entered.pop()
+        self._note(self._entered[-1] if self._entered else OTHER)
+
+    def _note(self, part: str) -> None:
+        self._numbers.append(torch.autograd._get_sequence_nr())
+        self._names.append(part)
