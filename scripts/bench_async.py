@@ -61,7 +61,7 @@ def main() -> int:
 
 def train(directory, policy, steps, staleness, latency):
     """Seconds of all steps, and of each step's training; the engine begins with this latency."""
-    from mcore_rl.algorithms.grpo import GRPORun
+    from mcore_rl.algorithms.grpo import GRPOTrainer
     from mcore_rl.rollouts.worker import RolloutWorker
 
     prompts = tuple(Prompt((3, 4, 5 + i), "text", {}) for i in range(64))
@@ -72,11 +72,11 @@ def train(directory, policy, steps, staleness, latency):
     config.output_dir.mkdir(exist_ok=True)
     engine = make_engine(latency)
     worker = RolloutWorker(engine, RandomRewards(), tokenizer, 1)
-    run, training = GRPORun(config, inputs, policy, worker), []
+    run, training = GRPOTrainer(config, inputs, policy, worker), []
     started = time.perf_counter()
     for step in range(1, steps + 1):
-        run.step(step)
-        training.append(run.seconds["logprobs"] + run.seconds["training"])
+        run.train_step(step)
+        training.append(run.phases.seconds["logprobs"] + run.phases.seconds["training"])
         engine.latency = training[-1] if latency else 0.0
     seconds = time.perf_counter() - started
     worker.close()

@@ -103,7 +103,7 @@ def stalled(policy, directory, step):
         seconds += time.perf_counter() - started
         time.sleep(0.1)  # a training step
         started = time.perf_counter()
-        finished = policy.finish_saving(wait=False)
+        finished = policy.checkpoint.finish(wait=False)
     return seconds + time.perf_counter() - started
 
 

@@ -68,7 +68,7 @@ def weights_by_loading(iteration, config):
     with torch.no_grad():
         for _, tensor in named_mappings(policy.model):
             tensor.fill_(7)
-    policy.load_weights(iteration)
+    policy.checkpoint.load_weights(iteration)
     exported = dict(export_hf_weights(policy.model))
     policy.shutdown()
     return exported

@@ -50,16 +50,16 @@ def saved_while_training(config, directory):
         expected = policy.get_logprobs(data)["logprobs"]
         assert policy.save_checkpoint(directory, 1, {}, wait=False) is None
         policy.train(data, loss_fn)
-        assert policy.finish_saving(wait=False) is None
-        assert policy._saving._writer._process.pid is None, "forked before the copies are there"
+        assert policy.checkpoint.finish(wait=False) is None
+        assert policy.checkpoint.pending._writer._process.pid is None, "forked before the copies are there"
         after_two = policy.train(data, loss_fn)
         patch.setattr(HostStaging, "is_done", True)
-        saved = policy.finish_saving()
+        saved = policy.checkpoint.finish()
         patch.setattr(HostStaging, "is_done", False)
         policy.save_checkpoint(directory, 2, {}, wait=False)
-        policy._saving._writer._deadline = time.monotonic() - 1
+        policy.checkpoint.pending._writer._deadline = time.monotonic() - 1
         with pytest.raises(SaveError, match=r"longer than checkpoint\.timeout_seconds"):
-            policy.finish_saving()
+            policy.checkpoint.finish()
     policy.load_checkpoint(saved)
     assert torch.equal(policy.get_logprobs(data)["logprobs"], expected)
     policy.train(data, loss_fn)
@@ -93,9 +93,9 @@ def fails_to_fork(config, directory):
         policy.save_checkpoint(directory, 1, {}, wait=False)
         patch.setattr(HostStaging, "is_done", True)
         if policy.rank == 1:
-            policy._saving._writer._process.start = cannot_start
+            policy.checkpoint.pending._writer._process.start = cannot_start
         with pytest.raises(SaveError, match=r"rank 1: OSError: .*Cannot allocate memory"):
-            policy.finish_saving()
+            policy.checkpoint.finish()
     policy.shutdown()
 
 

@@ -151,8 +151,8 @@ def test_blocks_are_free_when_nobody_has_them():
 
 def generate_beside_training(path, offload):
     """Responses before and after a step, the step's metrics, and what the device held as they were generated."""
+    from mcore_rl.algorithms.grpo import build_generation
     from mcore_rl.algorithms.loss_functions import NLLLoss
-    from mcore_rl.models.generation.backends import generation_of
     from mcore_rl.models.megatron.optimizer import gradient_buffers, optimizer_tensors
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -167,7 +167,7 @@ def generate_beside_training(path, offload):
     }
     config = GRPOConfig.model_validate(values)
     policy = MegatronPolicy(config, total_steps=2)
-    generation, results, held = generation_of(config, policy, make_tokenizer()), [], set()
+    generation, results, held = build_generation(config, policy, make_tokenizer()), [], set()
     forward = generation.decoder.forward
 
     def watched(*arguments):

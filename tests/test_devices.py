@@ -331,7 +331,7 @@ def save_and_go_on(config, directory):
         policy.train(make_data(), loss_fn)
     policy.save_checkpoint(directory, 2, {"step": 2}, wait=False)
     metrics = policy.train(make_data(), loss_fn)
-    path = policy.finish_saving()
+    path = policy.checkpoint.finish()
     policy.shutdown()
     return path, metrics["loss"], metrics["grad_norm"]
 
@@ -341,7 +341,7 @@ def resume(config, path):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, 10, rows_per_unit=2)
-    damages, restored = policy.verify_checkpoint(path), policy.load_checkpoint(path)
+    damages, restored = policy.checkpoint.verify(path), policy.load_checkpoint(path)
     metrics = policy.train(make_data(), loss_of(config))
     policy.shutdown()
     return damages, restored.state, metrics["loss"], metrics["grad_norm"]

@@ -22,12 +22,12 @@ import os, time, torch
 from mcore_rl.platform import initialize_platform
 initialize_platform()
 from mcore_rl.algorithms.sft import train_sft
-from mcore_rl.algorithms.supervised import SupervisedRun
+from mcore_rl.algorithms.supervised import SupervisedTrainer
 from mcore_rl.cli.entry_point import run_script
 from mcore_rl.config import SFTConfig
 from mcore_rl.models.megatron.checkpoint.writer import OneFileWriter
 
-step, write = SupervisedRun.step, OneFileWriter.write
+step, write = SupervisedTrainer.train_step, OneFileWriter.write
 
 def step_or_break(self, number):
     if number == 3 and str(torch.distributed.get_rank()) in os.environ["BROKEN_RANKS"].split():
@@ -41,7 +41,7 @@ def write_slowly(self):
     return write(self)
 
 if __name__ == "__main__":
-    SupervisedRun.step, OneFileWriter.write = step_or_break, write_slowly
+    SupervisedTrainer.train_step, OneFileWriter.write = step_or_break, write_slowly
     run_script("sft", SFTConfig, train_sft, "")
 """
 
@@ -144,11 +144,11 @@ import torch
 from mcore_rl.platform import initialize_platform
 initialize_platform()
 from mcore_rl.algorithms.sft import train_sft
-from mcore_rl.algorithms.supervised import SupervisedRun
+from mcore_rl.algorithms.supervised import SupervisedTrainer
 from mcore_rl.cli.entry_point import run_script
 from mcore_rl.config import SFTConfig
 
-validate_on = SupervisedRun.validate_on
+validate_on = SupervisedTrainer.validate_on
 
 def validate_poisoned(self, name, dataset, step):
     with torch.no_grad():
@@ -157,7 +157,7 @@ def validate_poisoned(self, name, dataset, step):
     return validate_on(self, name, dataset, step)
 
 if __name__ == "__main__":
-    SupervisedRun.validate_on = validate_poisoned
+    SupervisedTrainer.validate_on = validate_poisoned
     run_script("sft", SFTConfig, train_sft, "")
 """
 

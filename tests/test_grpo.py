@@ -350,11 +350,11 @@ def test_what_cannot_be_judged_is_told_and_stops_nothing(files):
 
 
 def test_a_sampler_that_disagrees_stops_the_first_step(files):
-    from mcore_rl.algorithms.grpo import GRPORun
+    from mcore_rl.algorithms.grpo import GRPOTrainer
     from mcore_rl.config import GRPOConfig, load_config
     from mcore_rl.errors import TrainingError
 
-    run_ = object.__new__(GRPORun)
+    run_ = object.__new__(GRPOTrainer)
     run_.config = load_config(GRPOConfig, files / "grpo.yaml", [f"output_dir={files}"])
     agreeing = {"kl_penalty": 1e-6, "token_mult_prob_error": 1.0001, "probs_ratio": 0.9999}
     run_._check_first(agreeing)

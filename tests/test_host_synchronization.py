@@ -74,8 +74,8 @@ def test_the_host_waits_for_no_copy_of_a_microbatch(algorithm, sections, step, m
     ((waited_for, others, microbatches, reads),) = in_processes(copies_of, (config, step))
     assert microbatches > 1
     if step == "evaluate":
-        assert reads <= {"own_rows.py", "step_results.py"}, "what ranks agree on before, and the results after"
-    of_batch = [places for places in waited_for if any("own_rows.py" in place for place in places)]  # before the first
+        assert reads <= {"batched_data_dict.py", "megatron_policy.py"}, "before and after all microbatches"
+    of_batch = [places for places in waited_for if any("batched_data_dict.py" in place for place in places)]
     assert len(of_batch) <= 2
     assert not [places for places in waited_for if places not in of_batch]
     # The model's inputs, the loss's columns, the counted positions; two counts and the tables of angles once.

@@ -22,6 +22,7 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, Sha
 from mcore_rl.distributed.collectives import gather_from_replicas, gather_on_first, share_in_replica, share_numbers
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import ContractError
+from mcore_rl.losses.common import NLLLoss
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixtral
 from mcore_rl.rollouts.samples import (
     Outcome,
@@ -275,7 +276,8 @@ def scored_and_trained(config, data, division):
     whole, evaluated = policy.evaluate(data, loss_fn), policy.evaluate(own, loss_fn)
     flops = policy.flops_of(data), policy.flops_of(own)
     halves = [data.slice(0, 4), data.slice(4, data.size)]
-    in_parts = policy.evaluate_parts(iter(halves), valid_counts(data), loss_fn)
+    first, second = (policy.forward(half, loss_fn, valid_counts(data)) for half in halves)
+    in_parts = (first + second).metrics(loss_fn)
     assert in_parts == pytest.approx(whole, rel=1e-6, abs=1e-7)
     trained = policy.train(own, loss_fn)
     parts = trained.pop("all_mb_metrics")
@@ -427,18 +429,18 @@ class Units:
 
 
 def batch_of_records(rows_per_group):
-    from mcore_rl.algorithms.supervised import SupervisedRun
+    from mcore_rl.algorithms.supervised import SupervisedTrainer
     from mcore_rl.data.batching import divide
 
-    replicas, run = grid().data, object.__new__(SupervisedRun)
+    replicas, run = grid().data, object.__new__(SupervisedTrainer)
     batching = Batching(True, 256, 1, 2, dp_size=replicas.size, rows_per_group=rows_per_group)
     run.inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
     run.policy = SimpleNamespace(
         topology=SimpleNamespace(data=replicas), divide=lambda lengths, rows: divide(batching, lengths, rows, replicas)
     )
     units = Units()
-    data, own = run._own_rows(SimpleNamespace(units=units), [5, 3, 8, 0, 1, 7], first_sample=12)
-    return dict(data), list(data.share.indices), own, units.read
+    batch = run.local_batch(SimpleNamespace(units=units), [5, 3, 8, 0, 1, 7])
+    return dict(batch.rows), list(batch.rows.share.indices), batch.indices, units.read
 
 
 @pytest.mark.parametrize("rows_per_group", [0, 2])
@@ -466,38 +468,37 @@ class Evaluating:
     def divide(self, lengths, tokens_of):
         return [list(range(len(lengths)))]
 
-    def evaluate_parts(self, parts, counts, loss_fn):
-        self.seen.append(([dict(part) for part in parts], [float(count) for count in counts]))
-        return {}
+    def forward(self, rows, loss_fn, counts):
+        from mcore_rl.models.policy.megatron_policy import MicrobatchResults
+
+        self.seen.append((dict(rows), [float(count) for count in counts]))
+        return MicrobatchResults()
 
 
 def test_a_validation_set_is_never_there_all_at_once(monkeypatch):
     monkeypatch.setattr(supervised, "VALIDATION_RECORDS", 4)
     added, current, units = [], [], Units()
 
-    def add(data, dataset, indices):
-        added.append(list(indices))
-        data["reference"] = data["input_ids"] / 3
+    class Noting(supervised.Objective):
+        def frozen_columns(self, batch):
+            added.append(batch.indices)
+            return {"reference": batch.rows["input_ids"] / 3}
+
+        def current_columns(self, batch):
+            current.append(batch.indices)
+            return {}
 
     inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
-    run = supervised.SupervisedRun(
-        None,
-        inputs,
-        Evaluating(),
-        None,
-        add,
-        add_current_columns=lambda data, dataset, indices: current.append(indices),
-    )
+    run = supervised.SupervisedTrainer(None, inputs, Evaluating(), Noting(NLLLoss()))
     whole = collate([units.store[i] for i in range(9)], 0)
     for _ in range(2):
         run.validate_on("", Nine(units), 1)
-    for parts, counts in run.policy.seen:
-        assert [len(part["input_ids"]) for part in parts] == [8, 8, 2]
+    assert [len(part["input_ids"]) for part, _ in run.policy.seen] == [8, 8, 2] * 2
+    for (part, counts), start in zip(run.policy.seen, (0, 8, 16) * 2, strict=True):
         assert counts == [float(count) for count in valid_counts(whole)]
-        for part, start in zip(parts, (0, 8, 16), strict=True):
-            width = part["input_ids"].shape[1]
-            assert torch.equal(part["input_ids"], whole["input_ids"][start : start + 8, :width])
-            assert torch.equal(part["reference"], part["input_ids"] / 3)
+        width = part["input_ids"].shape[1]
+        assert torch.equal(part["input_ids"], whole["input_ids"][start : start + 8, :width])
+        assert torch.equal(part["reference"], part["input_ids"] / 3)
     assert added == [[0, 1, 2, 3], [4, 5, 6, 7], [8]], "once"
     assert current == added * 2
     run.reference_moved()
@@ -515,14 +516,15 @@ class Nine:
 
 def shared_out(rows_per_group, with_experts, led):
     """The first rollouts, of which each of two replicas has led some."""
-    from mcore_rl.algorithms.grpo import GRPORun
+    from mcore_rl.algorithms.grpo import GRPOTrainer
     from mcore_rl.data.batching import divide
 
-    topology, run = grid(width=2), object.__new__(GRPORun)
+    topology, run = grid(width=2), object.__new__(GRPOTrainer)
     batching = Batching(True, 256, 1, 1, dp_size=2, rows_per_group=rows_per_group, min_shared=4)
     family = object.__new__(Mixtral)
     family.__dict__["experts"] = Experts(count=8, topk=2, width=1, sparse_layers=(True, False, True, True))
     run.inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=3))
+    run.critic = None
     run.config = SimpleNamespace(
         model=SimpleNamespace(moe_router_replay=with_experts),
         rollouts=SimpleNamespace(train_global_batch_size=None, num_generations_per_prompt=1),

@@ -49,10 +49,10 @@ def objects_of_steps(config):
     """For each step the functions that sent or took an object, by the innermost of this package."""
     from torch.distributed import distributed_c10d
 
-    from mcore_rl.algorithms.grpo import GRPORun, train_grpo
+    from mcore_rl.algorithms.grpo import GRPOTrainer, train_grpo
     from mcore_rl.algorithms.ppo import train_ppo
 
-    steps, step = [], GRPORun.step
+    steps, step = [], GRPOTrainer.train_step
 
     def note():
         ours = [frame.name for frame in traceback.extract_stack() if "/mcore_rl/" in frame.filename]
@@ -73,7 +73,7 @@ def objects_of_steps(config):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pickle, "dumps", pickled)  # what is sent as bytes
         patch.setenv("PYTHONPATH", str(config.output_dir.parent), prepend=":")
-        patch.setattr(GRPORun, "step", noted)
+        patch.setattr(GRPOTrainer, "train_step", noted)
         for name in ("_object_to_tensor", "_tensor_to_object"):  # in every collective of objects
             original = getattr(distributed_c10d, name)
             patch.setattr(distributed_c10d, name, lambda *a, original=original: (note(), original(*a))[1])

@@ -52,7 +52,7 @@ def life(config, data):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
-    sizes, losses, step = [], [], megatron_policy.optimizer_step
+    sizes, losses, step = [], [], megatron_policy.clip_gradients
 
     def held():
         tensors = optimizer_tensors(policy.optimizer, policy.parameters())
@@ -67,7 +67,7 @@ def life(config, data):
         held()
 
     held()
-    megatron_policy.optimizer_step = seen
+    megatron_policy.clip_gradients = seen
     train(), train()
     iteration = policy.save_checkpoint(config.output_dir, 2, {"step": 2})
     held()

@@ -229,7 +229,7 @@ def from_loaded_weights(policy, data, loss_fn, directory):
     """Loaded while other weights are on their way."""
     iteration = policy.save_checkpoint(directory, 2, {"step": 2})
     policy.train(data, loss_fn)
-    policy.load_weights(iteration)
+    policy.checkpoint.load_weights(iteration)
     return own_weights(policy)
 
 
@@ -244,7 +244,7 @@ def from_shared_memory(policy, data, loss_fn, directory):
         if policy.rank == 0:
             receiver.update_weights_from_ipc_handles(handles)
         torch.distributed.barrier()
-    policy.release_shared_bucket()
+    policy.sender.release()
     return found
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 from mcore_rl.algorithms.advantages import gae_advantages, whitened
 from mcore_rl.algorithms.loss_functions import ValueLossFn
-from mcore_rl.algorithms.ppo import earned_by_tokens, value_metrics
+from mcore_rl.algorithms.ppo import token_rewards_with_penalty, value_metrics
 from mcore_rl.errors import ContractError
 from mcore_rl.rollouts.samples import Rollout, rewards_of_tokens, to_batch
 from mcore_rl.testing.layout_check import Layout
@@ -59,7 +59,7 @@ def megatron_critic(config):
     critic, data, rollouts = MegatronPolicy(config, total_steps=10), make_batch(), make_rollouts()
     mask = data["token_mask"] * data["sample_mask"][:, None]
     data["token_rewards"] = rewards_of_tokens(rollouts, data)
-    earned = earned_by_tokens(data, torch.zeros(len(rollouts)), None)
+    earned = token_rewards_with_penalty(data, torch.zeros(len(rollouts)), None)
     del data["token_rewards"]
     data["values"] = critic.get_values(data)["values"]
     advantages, returns = gae_advantages(earned, data["values"], mask, GAMMA, LAMBDA)
@@ -296,7 +296,7 @@ def test_shaping_and_penalty_go_where_they_belong():
     penalty = torch.full((2, 8), 0.5)
     data = to_batch([rollout, plain], 0)
     data["token_rewards"] = rewards_of_tokens([rollout, plain], data)
-    earned = earned_by_tokens(data, torch.tensor([-0.1, 0.0]), penalty) + penalty
+    earned = token_rewards_with_penalty(data, torch.tensor([-0.1, 0.0]), penalty) + penalty
     torch.testing.assert_close(
         earned, torch.tensor([[0, 0, 0, 0.5, 0, 0, 0.25, 1.125 - 0.1], [0, 2, 0, 0, 0, 0, 0, 0]])
     )

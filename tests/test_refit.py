@@ -434,7 +434,7 @@ def adapters_by_shared_memory(config):
         handles = policy.get_weights_ipc_handles(keys)
         if handles:
             receiver.update_weights_from_ipc_handles(handles)
-    policy.release_shared_bucket()
+    policy.sender.release()
     exported = dict(export_adapters(policy.model))
     with pytest.raises(ValueError, match=r"the model has no base_model.model.lm_head.lora_A.weight"):
         policy.get_weights_ipc_handles([*exported, "base_model.model.lm_head.lora_A.weight"])

@@ -40,7 +40,7 @@ def take_on(config, devices):
         receiver.update_weights_from_ipc_handles({})
     except ValueError as error:
         told = str(error)
-    policy.release_shared_bucket()
+    policy.sender.release()
     exported = dict(export_hf_weights(policy.model))
     policy.shutdown()
     return taken, exported, own, blocks, told

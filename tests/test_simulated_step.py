@@ -255,7 +255,7 @@ ALGORITHMS = [
 def waits_among_microbatches(report, phase="training"):
     """Before the first one ranks agree on numbers of packs and of tokens; after the last a critic's values are read."""
     of_phase = {place: count for (name, place), count in report.host_reads.items() if name == phase}
-    agreed = [place for place in of_phase if place.startswith("own_rows.py")]
+    agreed = [place for place in of_phase if place.startswith("batched_data_dict.py")]
     assert sum(of_phase.pop(place) for place in agreed) <= 2
     return {place: count for place, count in of_phase.items() if phase == "training" or "forward_step" in place}
 
@@ -268,7 +268,7 @@ def test_the_host_never_waits_among_the_microbatches(algorithm, sections, model)
     (report,) = in_processes(simulate_rank, (layout, 9, 16, Sequences(2 * LENGTHS, 2 * SEQUENCES.responses)))
     places = {(phase, place.partition(":")[0]) for phase, place in report.host_reads}
     assert not waits_among_microbatches(report)
-    assert {place for phase, place in places if phase == "scoring"} <= {"scoring.py", "own_rows.py"}
+    assert {place for phase, place in places if phase == "scoring"} <= {"scoring.py", "batched_data_dict.py"}
     assert report.parameters and report.packs > 1
 
 

@@ -18,7 +18,6 @@ from transformers import LlamaConfig
 
 from mcore_rl import platform
 from mcore_rl.algorithms import grpo
-from mcore_rl.algorithms.ppo import PPORun
 from mcore_rl.config import EnvironmentConfig, GRPOConfig, ModelConfig, PPOConfig, SFTConfig, load_config
 from mcore_rl.data.batching import Batching, divide
 from mcore_rl.data.datasets import PromptDataset, StoredPrompts
@@ -131,8 +130,8 @@ def step(tmp_path):
             chunk.add((TokenSequence((1, 2), (False, False)),), b'{"prompt": ""}')
         prompts = PromptDataset(StoredPrompts(collect([chunk], 1)))
         inputs = SimpleNamespace(train=prompts, validation={}, tokenizer=SimpleNamespace(pad_token_id=0))
-        run = grpo.GRPORun(config, inputs, Policy(), worker or Worker())
-        run.metrics = run.step(1)
+        run = grpo.GRPOTrainer(config, inputs, Policy(), worker or Worker())
+        run.metrics = run.train_step(1)
         return run
 
     return run
@@ -267,13 +266,12 @@ def test_updates_per_rollout_and_logged_samples(step, tmp_path):
     assert read_step_log(tmp_path / "samples.jsonl") == []
 
 
-@pytest.mark.parametrize(("config_type", "run_type"), [(GRPOConfig, grpo.GRPORun), (PPOConfig, PPORun)])
-def test_where_nothing_could_be_judged_nothing_is_learned(tmp_path, config_type, run_type):
-    run = object.__new__(run_type)
-    run.config = load(config_type, tmp_path, **{config_type.algorithm: {"max_new_tokens": 8}})
+@pytest.mark.parametrize("config_type", [GRPOConfig, PPOConfig])
+def test_where_nothing_could_be_judged_nothing_is_learned(tmp_path, config_type):
+    config = load(config_type, tmp_path, **{config_type.algorithm: {"max_new_tokens": 8}})
     rollouts = [replace(rollout, error="down") for rollout in Worker().answers([(0, None)], range(1))]
     assert (
-        run._nothing_to_learn(torch.zeros(1, 1), [rollout.outcome for rollout in rollouts])
+        grpo.nothing_to_learn(config, torch.zeros(1, 1), [rollout.outcome for rollout in rollouts])
         == "no sample could be judged"
     )
 
@@ -281,7 +279,7 @@ def test_where_nothing_could_be_judged_nothing_is_learned(tmp_path, config_type,
 def test_the_last_steps_of_a_resumed_run_may_not_all_fail(tmp_path):
     section = {"num_prompts_per_step": 1, "num_generations_per_prompt": 2, "max_new_tokens": 8}
     inputs = SimpleNamespace(train=range(9), validation={})
-    run = grpo.GRPORun(load(GRPOConfig, tmp_path, grpo=section), inputs, Policy(), Worker())
+    run = grpo.GRPOTrainer(load(GRPOConfig, tmp_path, grpo=section), inputs, Policy(), Worker())
     run.steps_before = 2
     failed = [replace(rollout, error="down").outcome for rollout in Worker().answers([(0, None)], range(1))]
     run._check_judged(3, failed)
@@ -312,9 +310,10 @@ def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
     tokenizer = make_tokenizer()
     tokenizer.eos_token = "<|unk|>"  # a response ends with it, or with the end token that the chat template writes
     inputs = SimpleNamespace(tokenizer=tokenizer)
-    worker = grpo.rollout_worker(
-        config, inputs, SimpleNamespace(model="model", is_writer=True, topology=Topology()), None
-    )
+    monkeypatch.setattr(grpo, "build_environment", lambda config, policy: None)
+    policy = SimpleNamespace(model="model", is_writer=True, topology=Topology())
+    with grpo.rollout_worker(config, inputs, policy) as worker:
+        pass
     model, params, longest, _, at_once, records = taken
     assert {name: getattr(params, name) for name in options} == {**options, "stop_strings": ("!", "END")}
     assert (params.max_new_tokens, params.seed, params.stop_token_ids) == (7, 11, (1, 5))
@@ -345,7 +344,7 @@ def test_asynchronous_decides_whether_a_save_is_waited_for(asynchronous, tmp_pat
     waited = []
     policy = SimpleNamespace(
         save_checkpoint=lambda directory, step, state, wait: waited.append(wait),
-        finish_saving=lambda wait: None,
+        checkpoint=SimpleNamespace(finish=lambda wait: None),
     )
     overrides = [f"checkpoint.asynchronous={str(asynchronous).lower()}"]
     config = load(SFTConfig, tmp_path, overrides, batch={"global_batch_size": 2})
@@ -360,7 +359,9 @@ def test_a_moved_reference_is_not_forgotten_in_silence(kept, held, tmp_path, mon
     monkeypatch.setattr(checkpointing, "broadcast_object", lambda value: value)
     restored = Restored({"step": 3}, ["weights"], has_reference=held)
     policy = SimpleNamespace(
-        reference=kept, verify_checkpoint=lambda path: [], load_checkpoint=lambda path, partial: restored
+        reference=kept,
+        checkpoint=SimpleNamespace(verify=lambda path: []),
+        load_checkpoint=lambda path, partial: restored,
     )
     said = []
     config = load(SFTConfig, tmp_path, batch={"global_batch_size": 2})

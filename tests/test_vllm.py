@@ -133,13 +133,13 @@ def score(policy, prompts, out, params, greedy=False):
 
 def follow(config, steps):
     """Differences after each of several updates, and the responses; of greedy ones too."""
+    from mcore_rl.algorithms.grpo import build_generation
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
     from mcore_rl.losses.options import ClippedPGOptions
-    from mcore_rl.models.generation.backends import generation_of
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, said = MegatronPolicy(config, total_steps=steps), []
-    generation = generation_of(config, policy, make_tokenizer(), said.append)
+    generation = build_generation(config, policy, make_tokenizer(), said.append)
     loss_fn, differences, outputs = ClippedPGLossFn(ClippedPGOptions()), [], []
     prompts = make_prompts()
     for step in range(steps + 1):
@@ -199,11 +199,11 @@ def test_log_probabilities_are_of_the_distribution_sampled_from(filters, root, u
 
 
 def draw(config, rows):
-    from mcore_rl.models.generation.backends import generation_of
+    from mcore_rl.algorithms.grpo import build_generation
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, prompts = MegatronPolicy(config), make_prompts()
-    generation = generation_of(config, policy, make_tokenizer())
+    generation = build_generation(config, policy, make_tokenizer())
     data = BatchedDataDict({name: values[rows] for name, values in prompts.items()}, sample_ids=torch.tensor(rows))
     out = generation.generate(data)
     generation.close()
@@ -322,13 +322,13 @@ def test_rollouts_ahead_of_training(root, urls):
 
 def answer_while_weights_change(config, destination):
     """Responses that are under way as the servers get the weights of an update; those weights are exported."""
+    from mcore_rl.algorithms.grpo import build_generation
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
     from mcore_rl.losses.options import ClippedPGOptions
-    from mcore_rl.models.generation.backends import generation_of
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, prompts = MegatronPolicy(config, total_steps=1), make_prompts()
-    generation = generation_of(config, policy, make_tokenizer())
+    generation = build_generation(config, policy, make_tokenizer())
     generation.prepare_for_generation(weight_version=0)
     out = generation.generate(prompts)
     _, data = score(policy, prompts, out, generation.params)
@@ -494,17 +494,17 @@ def kill(url):
 
 def live_dangerously(config):
     """Of three servers one dies while it answers, one while it gets weights, then the last."""
+    from mcore_rl.algorithms.grpo import build_generation
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
     from mcore_rl.losses.options import ClippedPGOptions
     from mcore_rl.models.generation import vllm_generation
-    from mcore_rl.models.generation.backends import generation_of
     from mcore_rl.models.generation.refit import RefitGroups
     from mcore_rl.models.generation.vllm_client import VLLMServer
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     vllm_generation.BUCKET_BYTES = 50_000
     policy, said = MegatronPolicy(config, total_steps=3), []
-    generation = generation_of(config, policy, make_tokenizer(), said.append)
+    generation = build_generation(config, policy, make_tokenizer(), said.append)
     generation.prepare_for_generation(weight_version=0)
     prompts = make_prompts()
     expected = generation.generate(prompts)

@@ -181,11 +181,11 @@ def test_rewards_whose_squares_no_float_holds_have_an_infinite_spread():
 
 def validated(prompts_per_step):
     """Metrics of a validation set of 17 prompts, and the sample ids of each call."""
-    from mcore_rl.algorithms.grpo import GRPORun
+    from mcore_rl.algorithms.grpo import GRPOTrainer
     from mcore_rl.rollouts.worker import RolloutWorker
 
     worker = RolloutWorker(Engine(), Observing(), make_tokenizer(), 3, 0.2)
-    run, asked, answer = object.__new__(GRPORun), [], worker.run
+    run, asked, answer = object.__new__(GRPOTrainer), [], worker.run
 
     def noted(prompts, sample_ids, greedy):
         assert greedy and [index for index, _ in prompts] == list(sample_ids)
@@ -193,7 +193,7 @@ def validated(prompts_per_step):
         return answer(prompts, sample_ids, greedy)
 
     worker.run = noted
-    run.worker, run.seconds, run.recorded = worker, {}, None
+    run.worker = worker
     options = SimpleNamespace(num_prompts_per_step=prompts_per_step, num_generations_per_prompt=2)
     run.config = SimpleNamespace(rollouts=options)
     prompts = [Prompt(tuple(range(20, 21 + i % 5)), "text", {"extra": i / 3}) for i in range(17)]

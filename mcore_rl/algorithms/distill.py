@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mcore_rl.algorithms.build_loss import loss_of
-from mcore_rl.algorithms.supervised import SupervisedRun
+from mcore_rl.algorithms.supervised import Columns, Objective, SupervisedTrainer, TrainingBatch
 from mcore_rl.config import DistillationConfig
 from mcore_rl.config.algorithms import TEACHER, config_of_teacher
 from mcore_rl.data.chat import end_token_ids
-from mcore_rl.data.datasets import Dataset
-from mcore_rl.distributed.batched_data_dict import OwnRows, Share
+from mcore_rl.distributed.batched_data_dict import OwnRows
 from mcore_rl.models.generation.interfaces import prompts_to_answer
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -30,14 +27,6 @@ def train_distill(config: DistillationConfig) -> Path | None:
     student = MegatronPolicy(config, config.total_steps(len(inputs.train)))
     teacher = TeacherModel(config_of_teacher(config), inputs.hf_config.vocab_size)
     speaker(student.is_writer)(f"teacher: {teacher.describe()}")
-
-    def add_teacher(data: OwnRows[Any], dataset: Dataset, indices: Sequence[int]) -> None:
-        teacher.check_tokens(data, TEACHER)
-        if config.distillation.topk is None:
-            return  # the loss lets it see the student's microbatches
-        best = teacher.get_topk_logits(data, config.distillation.topk)
-        data["teacher_topk_logits"], data["teacher_topk_indices"] = best["topk_logits"], best["topk_indices"]
-
     if config.distillation.on_policy:
         params = SamplingParams(
             max_new_tokens=config.distillation.max_new_tokens,
@@ -46,29 +35,26 @@ def train_distill(config: DistillationConfig) -> Path | None:
             seed=config.seed,
         )
         student.prepare_for_generation(params, config.data.max_sequence_length, inputs.tokenizer)
-    # Computed anew in each validation: kept, a set's columns are k times as large as its tokens.
-    loss = loss_of(config, teacher)
-    exported = DistillationRun(config, inputs, student, loss, add_current_columns=add_teacher).run()
+    exported = SupervisedTrainer(config, inputs, student, DistillationObjective(config, student, teacher)).run()
     teacher.shutdown()
     student.shutdown()
     return exported
 
 
-@dataclass
-class DistillationRun(SupervisedRun):
-    """Training on the records' responses, or on the student's answers to their prompts."""
+class DistillationObjective(Objective):
+    """A divergence from the teacher, on the records' responses or on the student's answers to their prompts."""
 
-    config: DistillationConfig
+    def __init__(self, config: DistillationConfig, student: MegatronPolicy, teacher: TeacherModel) -> None:
+        super().__init__(loss_of(config, teacher))
+        self.config, self.student, self.teacher = config, student, teacher
 
-    def own_batch(
-        self, dataset: Dataset, indices: Sequence[int], share: Share, samples: Sequence[int] | None
-    ) -> OwnRows[Any]:
-        if not self.config.distillation.on_policy or samples is None:
-            return super().own_batch(dataset, indices, share, samples)
-        sequences = [dataset.units[index][0] for index in indices]
+    def rows(self, batch: TrainingBatch) -> OwnRows[Any]:
+        if not self.config.distillation.on_policy or batch.samples is None:
+            return batch.rows
+        sequences = [batch.dataset.units[index][0] for index in batch.indices]
         prompts = [sequence.input_ids[: sequence.token_mask.index(True)] for sequence in sequences]
-        asked: OwnRows[Any] = OwnRows(prompts_to_answer(prompts, samples), share)
-        answered, lengths = self.policy.generate(asked), asked["input_lengths"]
+        asked: OwnRows[Any] = OwnRows(prompts_to_answer(prompts, batch.samples), batch.rows.share)
+        answered, lengths = self.student.generate(asked), asked["input_lengths"]
         ends, columns = answered["unpadded_sequence_lengths"], torch.arange(answered["output_ids"].shape[1])
         entries = {
             "input_ids": answered["output_ids"],
@@ -76,4 +62,12 @@ class DistillationRun(SupervisedRun):
             "input_lengths": ends,
             "sample_mask": torch.ones(len(prompts)),
         }
-        return OwnRows(entries, share)
+        return OwnRows(entries, batch.rows.share)
+
+    def current_columns(self, batch: TrainingBatch) -> Columns:
+        """Return the teacher's best tokens, k times as large as the batch's tokens: too large to be kept."""
+        self.teacher.check_tokens(batch.rows, TEACHER)
+        if self.config.distillation.topk is None:
+            return {}  # the loss shows the teacher the student's microbatches
+        best = self.teacher.get_topk_logits(batch.rows, self.config.distillation.topk)
+        return {"teacher_topk_logits": best["topk_logits"], "teacher_topk_indices": best["topk_indices"]}

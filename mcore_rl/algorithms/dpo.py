@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
-from torch import Tensor
-
-from mcore_rl.algorithms.build_loss import loss_of
-from mcore_rl.algorithms.supervised import SupervisedRun
-from mcore_rl.config import DPOConfig, ModelConfig
+from mcore_rl.algorithms.supervised import Columns, Objective, SupervisedTrainer, TrainingBatch
+from mcore_rl.config import DPOConfig
 from mcore_rl.config.algorithms import config_of_reference
 from mcore_rl.data.datasets import Dataset
-from mcore_rl.distributed.batched_data_dict import OwnRows
 from mcore_rl.distributed.collectives import broadcast_object
 from mcore_rl.errors import TrainingError, UserError
+from mcore_rl.losses.preference import DPOLossFn
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.models.policy.reference import PrecomputedReference
+from mcore_rl.models.policy.reference import (
+    PrecomputedReference,
+    ReferenceLogprobs,
+    SecondModel,
+    StoredLogprobs,
+    SwappedReference,
+)
 from mcore_rl.models.policy.scoring import ScoringModel
 from mcore_rl.run.preflight import find_checkpoints
 from mcore_rl.run.setup import Inputs, claim_output, load_inputs
 from mcore_rl.utils import torchrun
-from mcore_rl.utils.console import Say, speaker
+from mcore_rl.utils.console import speaker
 
 # Before the first update policy and reference are the same weights; what is left is rounding, in nats a token.
 FIRST_MARGIN_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
@@ -31,80 +32,112 @@ FIRST_MARGIN_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 def train_dpo(config: DPOConfig) -> Path | None:
     """Make chosen responses likelier than rejected ones, relative to the reference."""
-    inputs = load_inputs(config)
-    inputs = claim_output(config, inputs)
-    # The first rank decides: others may see other files.
-    precomputes: bool = broadcast_object(torchrun.rank() == 0 and precomputes_reference(config, inputs))
-    policy = MegatronPolicy(
-        config,
-        config.total_steps(len(inputs.train)),
-        rows_per_unit=2,
-        keep_reference=config.keeps_reference and not precomputes,
-    )
-    reference = _reference(config, inputs, policy, precomputes)
-
-    def add_reference(data: OwnRows[Any], dataset: Dataset, indices: Sequence[int]) -> None:
-        if reference is None:
-            return
-        if precomputes and config.dpo.reference_model is None and policy.began_elsewhere is not None:
-            raise UserError(
-                f"dpo.reference={config.dpo.reference}: {policy.began_elsewhere} begins from other weights than "
-                f"model.path, or holds a reference that has moved; what was computed before is not of these: set "
-                f"dpo.reference=swap, and delete {_directory(config)}"
-            )
-        logprobs = reference.logprobs(data, dataset, indices)
-        data["reference_policy_logprobs"] = logprobs.roll(-1, dims=1)  # column t scores token t + 1
-
-    def check_margin(metrics: dict[str, Any], data: OwnRows[Any]) -> None:
-        if reference is None or config.dpo.reference_model or config.model.begins_with_dropout:
-            return
-        margin = max(abs(metrics["rewards_chosen_mean"]), abs(metrics["rewards_rejected_mean"]))
-        longest = max(data["token_mask"][:, 1:].sum(1).tolist(), default=0.0)
-        tokens = 1.0 if config.dpo.preference_average_log_probs else data.share.max(longest)[0]
-        if margin > FIRST_MARGIN_TOLERANCE[config.model.dtype] * tokens:
-            raise TrainingError(
-                f"step 1: before any update the policy must equal the reference, but rewards are off by {margin:.3g} "
-                f"nats over at most {tokens:.0f} tokens; the reference log-probabilities are not of these weights or "
-                "this data" + (f"; delete {_directory(config)}, to have them computed again" if precomputes else "")
-            )
-
-    exported = SupervisedRun(config, inputs, policy, loss_of(config), add_reference, check_margin).run()
+    inputs = claim_output(config, load_inputs(config))
+    # Rank 0 decides: other ranks may see other files.
+    stored: bool = broadcast_object(torchrun.rank() == 0 and precomputes_reference(config, inputs))
+    steps, keeps = config.total_steps(len(inputs.train)), config.keeps_reference and not stored
+    policy = MegatronPolicy(config, steps, rows_per_unit=2, keep_reference=keeps)
+    reference = build_reference(config, inputs, policy, stored)
+    exported = SupervisedTrainer(config, inputs, policy, DPOObjective(config, policy, reference)).run()
     policy.shutdown()
     return exported
 
 
-def _reference(
-    config: DPOConfig, inputs: Inputs[Dataset], policy: MegatronPolicy, precomputes: bool
-) -> ReferenceScores | None:
-    """Return the reference of the policy, if the loss needs one."""
+class DPOObjective(Objective):
+    """DPO's loss and the log-probabilities of its reference, if it has one."""
+
+    def __init__(self, config: DPOConfig, policy: MegatronPolicy, reference: ReferenceLogprobs | None) -> None:
+        super().__init__(DPOLossFn(config.dpo))
+        self.config, self.policy, self.reference = config, policy, reference
+
+    def frozen_columns(self, batch: TrainingBatch) -> Columns:
+        if self.reference is None:
+            return {}
+        self._check_is_of_this_run()
+        logprobs = self.reference.logprobs(batch.rows, batch.dataset.units, batch.indices)
+        return {"reference_policy_logprobs": logprobs.roll(-1, dims=1)}  # column t scores token t + 1
+
+    def check_first_step(self, batch: TrainingBatch, metrics: Mapping[str, float]) -> None:
+        config, rows = self.config, batch.rows
+        if self.reference is None or config.dpo.reference_model or config.model.begins_with_dropout:
+            return
+        margin = max(abs(metrics["rewards_chosen_mean"]), abs(metrics["rewards_rejected_mean"]))
+        longest = max(rows["token_mask"][:, 1:].sum(1).tolist(), default=0.0)
+        tokens = 1.0 if config.dpo.preference_average_log_probs else rows.share.max(longest)[0]
+        if margin > FIRST_MARGIN_TOLERANCE[config.model.dtype] * tokens:
+            stored = isinstance(self.reference, StoredLogprobs)
+            raise TrainingError(
+                f"step 1: before any update the policy must equal the reference, but rewards are off by {margin:.3g} "
+                f"nats over at most {tokens:.0f} tokens; the reference log-probabilities are not of these weights or "
+                "this data" + (f"; delete {_directory(config)}, to have them computed again" if stored else "")
+            )
+
+    def _check_is_of_this_run(self) -> None:
+        """Raise UserError if training began from other weights than those that the stored log-probabilities are of."""
+        started_from = self.policy.checkpoint.started_from
+        stored = isinstance(self.reference, StoredLogprobs) and self.config.dpo.reference_model is None
+        if stored and started_from is not None:
+            raise UserError(
+                f"dpo.reference={self.config.dpo.reference}: the stored reference log-probabilities are of "
+                f"model.path, but {started_from} begins with other weights, or holds a reference that has moved; set "
+                f"dpo.reference=swap, and delete {_directory(self.config)}"
+            )
+
+
+def build_reference(
+    config: DPOConfig, inputs: Inputs[Dataset], policy: MegatronPolicy, stored: bool
+) -> ReferenceLogprobs | None:
+    """Return the reference of the policy; None if the loss needs none.
+
+    Args:
+        stored: compute the reference's log-probabilities of all sets now, and keep them on disk.
+    """
     if not config.dpo.needs_reference:
         return None
-    say = speaker(policy.is_writer)
     if config.dpo.reference_model is None:
-        if not precomputes:
-            return SwappedReference(policy)
-        return _precompute(config, inputs, config.model, lambda: policy, say)
-    beside = config_of_reference(config)
+        return _store(config, inputs, config, policy) if stored else SwappedReference(policy)
+    second = config_of_reference(config)
+    return _store(config, inputs, second, None) if stored else SecondModel(_second_model(second, policy.is_writer))
 
-    @functools.cache
-    def other_model() -> ScoringModel:
-        model = ScoringModel(beside, rows_per_unit=2)
-        say(f"reference: {model.describe()}")
-        return model
 
-    if not precomputes:
-        return OtherModel(other_model())
-    stored = _precompute(config, inputs, beside.model, other_model, say)
-    if other_model.cache_info().currsize:  # nothing needs the model any more
-        other_model().shutdown()
-        other_model.cache_clear()
+def _store(
+    config: DPOConfig, inputs: Inputs[Dataset], reference: DPOConfig, policy: MegatronPolicy | None
+) -> StoredLogprobs:
+    """Load the reference's log-probabilities of all sets, or compute those that are not on disk.
+
+    Args:
+        reference: the configuration that the reference is built from.
+        policy: computes them; if None, a second model does, which is built only if some are missing.
+    """
+    built: list[ScoringModel] = []
+
+    def model() -> ScoringModel:
+        if policy is not None:
+            return policy
+        if not built:
+            built.append(_second_model(reference, torchrun.rank() == 0))
+        return built[0]
+
+    pad, size, say = inputs.tokenizer.pad_token_id, config.batch.global_batch_size, speaker(torchrun.rank() == 0)
+    datasets = (inputs.train, *(inputs.validation.values() if config.trainer.validates else ()))
+    arguments = _directory(config), reference.model, model
+    load = PrecomputedReference.load_or_compute
+    stored = StoredLogprobs([(one.units, load(*arguments, one.units, pad, size, say)) for one in datasets])
+    for second in built:
+        second.shutdown()
     return stored
 
 
+def _second_model(config: DPOConfig, speaks: bool) -> ScoringModel:
+    model = ScoringModel(config, rows_per_unit=2)
+    speaker(speaks)(f"reference: {model.describe()}")
+    return model
+
+
 def precomputes_reference(config: DPOConfig, inputs: Inputs[Dataset]) -> bool:
-    """Whether the reference's log-probabilities are computed before training."""
+    """Return whether the reference's log-probabilities are computed before training."""
     if config.dpo.reference == "auto" and find_checkpoints(config)[0] and not _directory(config).is_dir():
-        return False  # what training began from is the checkpoint's to say
+        return False  # the checkpoint decides what training began with
     steps = config.total_steps(len(inputs.train))
     return config.precomputes(steps * config.batch.global_batch_size / len(inputs.train))
 
@@ -112,52 +145,3 @@ def precomputes_reference(config: DPOConfig, inputs: Inputs[Dataset]) -> bool:
 def _directory(config: DPOConfig) -> Path:
     """Return the directory of log-probabilities that are computed before training."""
     return config.output_dir / "reference_logprobs"
-
-
-class ReferenceScores(Protocol):
-    """Log-probabilities of a batch under the reference."""
-
-    def logprobs(self, data: OwnRows[Any], dataset: Dataset, indices: Sequence[int]) -> Tensor:
-        """[B, S]; column t scores token t."""
-        ...
-
-
-class OtherModel:
-    """Another model beside the policy."""
-
-    def __init__(self, model: ScoringModel) -> None:
-        self.model = model
-
-    def logprobs(self, data: OwnRows[Any], dataset: Dataset, indices: Sequence[int]) -> Tensor:
-        return self.model.get_logprobs(data)["logprobs"]
-
-
-class SwappedReference:
-    """The reference weights take the policy's place for each batch."""
-
-    def __init__(self, policy: MegatronPolicy) -> None:
-        self.policy = policy
-
-    def logprobs(self, data: OwnRows[Any], dataset: Dataset, indices: Sequence[int]) -> Tensor:
-        return self.policy.get_reference_policy_logprobs(data)["reference_logprobs"]
-
-
-class StoredReference:
-    """Everything was computed before training."""
-
-    def __init__(self, stored: Sequence[tuple[Dataset, PrecomputedReference]]) -> None:
-        self.stored = stored
-
-    def logprobs(self, data: OwnRows[Any], dataset: Dataset, indices: Sequence[int]) -> Tensor:
-        of_dataset = next(scores for known, scores in self.stored if known is dataset)
-        return of_dataset.rows([2 * index + side for index in indices for side in (0, 1)], data["input_ids"].shape[1])
-
-
-def _precompute(
-    config: DPOConfig, inputs: Inputs[Dataset], reference: ModelConfig, model: Callable[[], ScoringModel], say: Say
-) -> StoredReference:
-    """Compute or load the log-probabilities of all sets; `model` is called where some are not stored yet."""
-    directory, pad, size = _directory(config), inputs.tokenizer.pad_token_id, config.batch.global_batch_size
-    datasets = (inputs.train, *(inputs.validation.values() if config.trainer.validates else ()))
-    load = PrecomputedReference.load_or_compute
-    return StoredReference([(one, load(directory, reference, model, one.units, pad, size, say)) for one in datasets])

@@ -7,14 +7,13 @@ import functools
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from mcore_rl.algorithms.advantages import advantages_of
-from mcore_rl.config import GRPOConfig, RLConfig
+from mcore_rl.config import GRPOConfig, RLConfig, RolloutOptions
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, Share, share_of
 from mcore_rl.distributed.collectives import broadcast_in_replica
@@ -23,8 +22,11 @@ from mcore_rl.environments.judge_processes import JudgedEnvironment, probe
 from mcore_rl.environments.reward_model import RewardModelEnvironment
 from mcore_rl.errors import TrainingError
 from mcore_rl.losses.common import over_steps, reductions_of
+from mcore_rl.losses.options import ClippedPGOptions
 from mcore_rl.losses.policy_gradient import ClippedPGLossFn, calculate_kl, soft_overlong_penalty
-from mcore_rl.models.generation.backends import generation_of
+from mcore_rl.models.generation.interfaces import GenerationInterface
+from mcore_rl.models.generation.megatron_generation import megatron_generation_of, sampling_params_of
+from mcore_rl.models.generation.vllm_generation import VLLMGeneration
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.rollouts.collector import RolloutCollector, RolloutSums, rollout_metrics, staleness_metrics
@@ -36,54 +38,45 @@ from mcore_rl.rollouts.samples import (
     TokenColumn,
     are_judged,
     has_signal,
+    rewards_of_tokens,
     rows_of_replica,
     to_batch,
     token_columns,
 )
 from mcore_rl.rollouts.worker import Conversation, RolloutWorker
 from mcore_rl.run import watchdog
-from mcore_rl.run.directory import JUDGE_LOG
-from mcore_rl.run.loop import TrainingRun
+from mcore_rl.run.directory import JUDGE_LOG, RunDirectory
+from mcore_rl.run.loop import TrainingLoop
 from mcore_rl.run.preflight import find_checkpoints, is_restart
 from mcore_rl.run.setup import Inputs, claim_output, load_inputs
 from mcore_rl.run.step_log import StepLog
 from mcore_rl.utils import torchrun
 from mcore_rl.utils.checkpoint_store import digest_of_file
-from mcore_rl.utils.console import speaker
+from mcore_rl.utils.console import Say, silent, speaker
+
+if TYPE_CHECKING:
+    from mcore_rl.algorithms.ppo import Critic
+    from mcore_rl.config import GRPOAlgorithmConfig
 
 PROBED_RECORDS = 4
 """A judge may refuse an odd record; one that fails on all of these is wrong."""
 
 
-def train_on_rollouts(
-    config: RLConfig, record: Path | None, replay: Path | None, run_type: type[GRPORun]
-) -> Path | None:
-    """A run of that type, with all that it needs; returns the directory of the exported model, if there is one.
+def prepare(
+    config: RLConfig, record: Path | None, replay: Path | None
+) -> tuple[Inputs[PromptDataset], dict[int, list[Rollout]] | None]:
+    """Check everything before the run, and claim its output directory.
+
+    Args:
+        record: a file that keeps every step's rollouts.
+        replay: such a file, to train from instead of generating.
+
+    Returns:
+        The run's inputs, and the recorded rollouts of each step.
 
     Raises:
         UserError: the configuration, the data or one of the files is not usable.
     """
-    inputs, recorded = _checked_inputs(config, record, replay)
-    steps = config.total_steps(len(inputs.train))
-    updates = (steps - config.first_update_step + 1) * config.updates_per_step
-    policy = MegatronPolicy(config, updates, keep_reference=config.keeps_reference)
-    with contextlib.ExitStack() as started:
-        environment = environment_of(config, policy)
-        if environment is not None:
-            started.callback(environment.close)
-        worker = rollout_worker(config, inputs, policy, environment)
-        started.callback(worker.generation.close)
-        started.callback(worker.close)
-        run = run_type(config, inputs, policy, worker, StepLog(record) if record else None, recorded)
-        exported = run.run()
-    policy.shutdown()
-    return exported
-
-
-def _checked_inputs(
-    config: RLConfig, record: Path | None, replay: Path | None
-) -> tuple[Inputs[PromptDataset], dict[int, list[Rollout]] | None]:
-    """The run's inputs, and a recording's rollouts; the output directory is claimed last."""
     inputs: Inputs[PromptDataset] = load_inputs(config)
     prompts = inputs.train.prompts
     recorded = None
@@ -101,8 +94,23 @@ def _checked_inputs(
     return claim_output(config, inputs, {"--record": str(record is not None), "--replay": contents}), recorded
 
 
-def environment_of(config: RLConfig, policy: MegatronPolicy) -> Environment | CollectiveEnvironment | None:
-    """Return the environment, on the ranks that have a part in it."""
+@contextlib.contextmanager
+def rollout_worker(config: RLConfig, inputs: Inputs[PromptDataset], policy: MegatronPolicy) -> Iterator[RolloutWorker]:
+    """Start generation with the policy's weights, and the environment; close both at the end."""
+    with contextlib.ExitStack() as started:
+        environment = build_environment(config, policy)
+        if environment is not None:
+            started.callback(environment.close)
+        generation = build_generation(config, policy, inputs.tokenizer, speaker(policy.is_writer))
+        started.callback(generation.close)
+        turns, seconds = config.environment.max_turns, config.parallel.meeting_seconds
+        worker = RolloutWorker(generation, environment, inputs.tokenizer, turns, seconds, policy.topology)
+        started.callback(worker.close)
+        yield worker
+
+
+def build_environment(config: RLConfig, policy: MegatronPolicy) -> Environment | CollectiveEnvironment | None:
+    """Return the environment, on the ranks that have a part in it; None on the others."""
     if config.environment.name == "reward_model":
         judge = RewardModelEnvironment(config)
         speaker(policy.is_writer)(f"reward model: {judge.model.describe()}")
@@ -112,22 +120,22 @@ def environment_of(config: RLConfig, policy: MegatronPolicy) -> Environment | Co
     return None
 
 
-def rollout_worker(
-    config: RLConfig,
-    inputs: Inputs[PromptDataset],
-    policy: MegatronPolicy,
-    environment: Environment | CollectiveEnvironment | None,
-) -> RolloutWorker:
-    """Generation with the policy's weights, as the configuration says."""
-    tokenizer, topology = inputs.tokenizer, policy.topology
-    generation = generation_of(config, policy, tokenizer, speaker(policy.is_writer))
-    return RolloutWorker(
-        generation, environment, tokenizer, config.environment.max_turns, config.parallel.meeting_seconds, topology
-    )
+def build_generation(config: RLConfig, policy: Any, tokenizer: Any, say: Say = silent) -> GenerationInterface:
+    """Return the engine that continues prompts with the weights of `policy`, a `MegatronPolicy`.
+
+    Args:
+        say: prints what happens to vLLM's servers.
+    """
+    if config.generation.backend == "vllm":
+        return VLLMGeneration(config, policy, sampling_params_of(config, tokenizer), tokenizer, say)
+    return megatron_generation_of(config, policy, tokenizer)
 
 
-# Before the first update sampler, policy and reference are the same weights; what is left is rounding.
-FIRST_STEP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
+def build_policy(config: RLConfig, inputs: Inputs[PromptDataset]) -> MegatronPolicy:
+    """Return the policy, with a schedule over all updates of the run."""
+    steps = config.total_steps(len(inputs.train))
+    updates = (steps - config.first_update_step + 1) * config.updates_per_step
+    return MegatronPolicy(config, updates, keep_reference=config.keeps_reference)
 
 
 def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | None = None) -> Path | None:
@@ -143,42 +151,136 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
     Raises:
         UserError: the configuration, the data or one of the files is not usable.
     """
-    return train_on_rollouts(config, record, replay, GRPORun)
+    inputs, recorded = prepare(config, record, replay)
+    policy = build_policy(config, inputs)
+    with rollout_worker(config, inputs, policy) as worker:
+        recording = StepLog(record) if record else None
+        exported = GRPOTrainer(config, inputs, policy, worker, recording=recording, recorded=recorded).run()
+    policy.shutdown()
+    return exported
 
 
-@dataclass
-class GRPORun(TrainingRun[PromptDataset]):
-    """Collect, score, update; a step's samples are its prompts.
+# Before the first update sampler, policy and reference are the same weights; what is left is rounding.
+FIRST_STEP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
-    What other algorithms do otherwise has a method of its own.
+
+class GRPOTrainer(TrainingLoop[PromptDataset]):
+    """Trains a policy on rollouts: GRPO and its kin, and PPO where there is a critic.
+
+    A step's samples are its prompts.
+
+    Args:
+        critic: gives PPO's advantages; without it, the samples of a group are compared.
+        recording: keeps every step's rollouts.
+        recorded: recorded rollouts of each step, to train on instead of generating.
     """
 
     config: RLConfig
-    worker: RolloutWorker
-    recording: StepLog | None = None
-    """Keeps every step's rollouts."""
-    recorded: dict[int, list[Rollout]] | None = None
-    """Recorded rollouts of each step, to train on instead of generating."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds spent in each phase of the step."""
-    failed_steps = 0
-    """On end, in which no sample could be judged."""
-    steps_before = 0
-    """Steps of the run before this process resumed it."""
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        config: RLConfig,
+        inputs: Inputs[PromptDataset],
+        policy: MegatronPolicy,
+        worker: RolloutWorker,
+        critic: Critic | None = None,
+        recording: StepLog | None = None,
+        recorded: dict[int, list[Rollout]] | None = None,
+    ) -> None:
+        super().__init__(config, inputs, policy)
+        self.worker, self.critic = worker, critic
+        self.replays = recorded is not None
+        self.loss_fn = ClippedPGLossFn(config.decided_loss(self.replays))
         self.collector = RolloutCollector(
-            self.config,
-            self.inputs,
-            self.policy,
-            self.worker,
-            self.say,
-            self.total_steps,
-            self.recording,
-            self.recorded,
+            config, inputs, policy, worker, self.say, self.total_steps, recording, recorded
         )
-        self.replays = self.recorded is not None
-        self.loss_fn = ClippedPGLossFn(self.config.decided_loss(self.replays))
+        self.phases = PhaseTimes(0)
+        self.failed_steps = 0
+        """Consecutive steps in which no sample could be judged."""
+        self.steps_before = 0
+        """Steps of the run before this process resumed it."""
+
+    def train_step(self, step: int) -> dict[str, Any]:
+        """Sample, judge, score, compute advantages and update; returns the step's metrics.
+
+        Raises:
+            FloatingPointError: loss or gradient norm is not finite, on every rank; the weights are as before.
+            TrainingError: too many samples could not be judged, or sampler and trainer disagree.
+        """
+        started, config, policy, critic = time.perf_counter(), self.config, self.policy, self.critic
+        phases = self.phases = PhaseTimes(step)
+
+        # Sample and judge: engines answer with the policy's weights, an environment rewards the answers. Every rank
+        # learns rewards and lengths; the tokens stay on the replica that generated them.
+        with phases("refit"):
+            if not self.replays:
+                self.worker.prepare(step - 1)
+        with phases("generation", "generation, answers and their judging"):
+            rollouts, asked = self.collector.collect(step, self.consumed_samples)
+        self.worker.finish()
+        self.collector.write(step, rollouts)
+        self.consumed_samples += asked
+        outcomes = rollouts.outcomes
+        metrics: dict[str, Any] = rollout_metrics(outcomes)
+        if config.rollouts.max_staleness:
+            metrics |= staleness_metrics(outcomes, version=step - 1)
+        self._check_judged(step, outcomes)
+
+        rewards = shaped_rewards(config.rollouts, outcomes)  # [P, G]
+        if reason := nothing_to_learn(config, rewards, outcomes):
+            self.say(f"step {step}: {reason}; there is nothing to learn from, no update")
+            self._skip_updates(step)
+            return {**metrics, "skipped_update": 1.0, **self._timings(outcomes, started, flops=0.0)}
+
+        # Each replica gets the rows that it trains on, divided so that replicas have equal work.
+        rows = self._share_out(step, rollouts)
+        rows["sample_mask"] = rows.share.select(sample_mask(config.rollouts, outcomes))
+
+        # Score: log-probabilities under the current weights (if the sampler's do not count as such), and the reference.
+        with phases("logprobs"):
+            temperature = config.rollouts.temperature
+            if config.scores_samples(self.replays):
+                rows["prev_logprobs"] = policy.get_logprobs(rows, temperature=temperature)["logprobs"]
+            if policy.reference is not None:
+                scored = policy.get_reference_policy_logprobs(rows, temperature=temperature)
+                rows["reference_policy_logprobs"] = scored["reference_logprobs"]
+        penalty = kl_penalty(config.loss, rows) if config.loss.use_kl_in_reward else None  # [B, S]
+
+        # Advantages: of samples within their group, or of tokens by a critic.
+        if critic is None:
+            options, judged = cast("GRPOAlgorithmConfig", config.rollouts), are_judged(outcomes).view_as(rewards)
+            mask = rows["token_mask"]
+            rows["advantages"] = advantages_of(options, rewards, mask, penalty, rows.share, judged)
+        else:
+            with phases("critic"):
+                metrics |= critic.add_advantages(rows, rewards, outcomes, penalty)
+        if config.loss.positive_example_nll_weight:
+            add_positive_examples(rows, rewards)
+
+        # Update: optimizer steps on the minibatches, of the critic and of the policy.
+        minibatches, passes = self._minibatches(step, rows), config.rollouts.num_updates_per_rollout
+        if critic is not None:
+            with phases("critic"):
+                metrics |= critic.update(minibatches, passes, of_all=self.updates_per_step)
+        flops = 0.0 if critic is None else critic.take_flops()
+        if step >= config.first_update_step:
+            with phases("training"):
+                metrics |= self._update(step, minibatches, passes)
+            flops += passes * policy.flops_of(rows)
+        return {**metrics, "skipped_update": 0.0, **self._timings(outcomes, started, flops)}
+
+    def validate_on(self, name: str, dataset: PromptDataset, step: int) -> dict[str, float]:
+        """Return the rewards of greedy answers to a set's prompts, as many at a time as a step has conversations."""
+        sums, prompts, options, phases = RolloutSums(), dataset.prompts, self.config.rollouts, PhaseTimes(step)
+        size = options.num_prompts_per_step * options.num_generations_per_prompt
+        with phases("refit"):
+            self.worker.prepare(step)
+        with phases("validation", "validation, answers and their judging"):
+            for first in range(0, len(prompts), size):
+                places = range(first, min(first + size, len(prompts)))
+                sums.add(self.worker.run([(i, prompts[i]) for i in places], places, greedy=True).outcomes)
+        self.worker.finish()
+        return sums.metrics()
 
     @property
     def updates_per_step(self) -> int:
@@ -188,146 +290,18 @@ class GRPORun(TrainingRun[PromptDataset]):
     def max_record_length(self) -> int:
         return self.config.max_prompt_length
 
-    def _introduce(self, done: int, steps: int) -> None:
-        super()._introduce(done, steps)
-        self.steps_before = done
-        if self.config.is_on_policy(self.replays) and self.config.loss.force_on_policy_ratio is None:
-            self.say(
-                "force_on_policy_ratio: true, since the only update is on samples of the very weights it begins from"
-            )
-
-    # ------------------------------------------------------------ a step
-
-    def step(self, step: int) -> dict[str, Any]:
-        started = time.perf_counter()
-        self.seconds = {}
-        with self._sampling(step, "generation", weight_version=step - 1):
-            rollouts, asked = self.collector.collect(step, self.consumed_samples)
-        self.collector.write(step, rollouts)
-        self.consumed_samples += asked
-        outcomes = rollouts.outcomes
-        rewards = torch.tensor([o.reward for o in outcomes]).view(-1, self.config.rollouts.num_generations_per_prompt)
-        metrics = rollout_metrics(outcomes)
-        if self.config.rollouts.max_staleness:
-            metrics |= staleness_metrics(outcomes, version=step - 1)
-        self._check_judged(step, outcomes)
-        rewards = self._shaped(rewards, outcomes)
-        if nothing := self._nothing_to_learn(rewards, outcomes):
-            self.say(f"step {step}: {nothing}; there is nothing to learn from, no update")
-            self._pass_over(step)
-            return {**metrics, "skipped_update": 1.0, **self._timings(outcomes, started, flops=0.0)}
-        data = self._training_data(step, rollouts, rewards)
-        trained = self._update(step, data, self._minibatches(step, data))
-        passes = self.config.rollouts.num_updates_per_rollout if step >= self.config.first_update_step else 0
-        flops = passes * self.policy.flops_of(data)
-        return {**metrics, **trained, "skipped_update": 0.0, **self._timings(outcomes, started, flops)}
-
-    def _pass_over(self, step: int) -> None:
-        """No update in this step, which counts in the schedules nevertheless."""
-        if step >= self.config.first_update_step:
-            self.policy.advance_schedule(self.updates_per_step)
-
-    def _update(self, step: int, data: OwnRows[Any], minibatches: Sequence[OwnRows[Any]]) -> dict[str, Any]:
-        """Make all updates of the step, on the minibatches of its batch.
-
-        Returns:
-            The last update's metrics. With minibatches: their means over the updates, and each update's loss and
-            gradient norm.
-        """
-        updates = list[dict[str, Any]]()
-        with self._phase(step, "training"):
-            for _ in range(self.config.rollouts.num_updates_per_rollout):
-                for minibatch in minibatches:
-                    trained = self.policy.train(minibatch, self.loss_fn, temperature=self.config.rollouts.temperature)
-                    trained.pop("all_mb_metrics")
-                    if not updates and self.recorded is None:
-                        self._check_mismatch(step, trained)
-                    updates.append(trained)
-        if left_out := self.updates_per_step - len(updates):
-            self.policy.advance_schedule(left_out)
-        if self.config.rollouts.train_global_batch_size is None:
-            return updates[-1]
-        of_each = {f"{k}/update_{n}": one[k] for n, one in enumerate(updates, 1) for k in ("loss", "grad_norm")}
-        return over_steps(updates, reductions_of(self.loss_fn)) | of_each
-
-    def _minibatch_rows(self, step: int, count: int) -> list[list[int]]:
-        """Return the rows of each of a step's minibatches: whole groups, drawn by seed and step alone."""
-        size, group = self.config.rollouts.train_global_batch_size, self.config.rollouts.num_generations_per_prompt
-        if size is None:
-            return [list(range(count))]
-        groups = list(range(0, count, group))
-        random.Random(f"{self.config.seed} minibatches {step}").shuffle(groups)
-        parts = [sorted(groups[n : n + size // group]) for n in range(0, len(groups), size // group)]
-        return [[first + row for first in part for row in range(group)] for part in parts]
-
-    def _minibatches(self, step: int, data: OwnRows[Any]) -> list[OwnRows[Any]]:
-        """Return the step's minibatches, without those of which no token counts. Collective."""
-        if self.config.rollouts.train_global_batch_size is None:
-            return [data]
-        parts = [minibatch_of(data, rows) for rows in self._minibatch_rows(step, data.share.total)]
-        counts = (float((part["token_mask"][:, 1:].sum(1) * part["sample_mask"]).sum()) for part in parts)
-        return [part for part, count in zip(parts, data.share.sum(*counts), strict=True) if count]
-
-    def _check_judged(self, step: int, outcomes: Sequence[Outcome]) -> None:
-        """Raises TrainingError after too many steps on end in which no sample could be judged."""
-        failed = all(outcome.error is not None for outcome in outcomes)
-        self.failed_steps = self.failed_steps + 1 if failed else 0
-        limit = min(self.config.environment.max_failed_steps, self.total_steps - self.steps_before)
-        if self.failed_steps >= limit:
-            raise TrainingError(
-                f"step {step}: no sample could be judged in {self.failed_steps} "
-                f"{'step' if self.failed_steps == 1 else 'steps on end'}; the last error: {outcomes[-1].error}"
-            )
-
-    def _shaped(self, rewards: torch.Tensor, outcomes: Sequence[Outcome]) -> torch.Tensor:
-        """Rewards with the penalty on responses near the limit, if there is one."""
-        cache = self.config.rollouts.overlong_cache_length
-        if cache is None:
-            return rewards
-        lengths = torch.tensor([float(o.longest_response) for o in outcomes])
-        return rewards + soft_overlong_penalty(lengths, self.config.rollouts.max_new_tokens, cache).view_as(rewards)
-
-    def _nothing_to_learn(self, rewards: torch.Tensor, outcomes: Sequence[Outcome]) -> str | None:
-        """Why an update on these samples would learn nothing, if so."""
-        if all(o.error is not None for o in outcomes):
-            return "no sample could be judged"
-        num_failed, limit = sum(o.error is not None for o in outcomes), self.config.environment.max_failed_fraction
-        if num_failed > limit * len(outcomes):
-            return (
-                f"{num_failed} of {len(outcomes)} samples could not be judged, more than "
-                f"environment.max_failed_fraction={limit:g}"
-            )
-        loss, compared = self.config.loss, self.config.rollouts.compared
-        if self.config.rollouts.mask_truncated and all(o.truncated for o in outcomes if o.error is None):
-            return "all responses were truncated"
-        if compared is None or loss.use_kl_in_reward or loss.learns_without_advantages:
-            return None
-        shape = (1, -1) if compared == "batch" else tuple(rewards.shape)
-        if bool(has_signal(rewards.view(shape), are_judged(outcomes).view(shape)).any()):
-            return None
-        return "all rewards are equal" if compared == "batch" else "all rewards of each prompt are equal"
-
-    def _columns(self) -> list[TokenColumn]:
-        """Return the token columns of `_batch_of`."""
-        return token_columns(self.inputs.tokenizer.pad_token_id, self._replayed_experts())
-
-    def _replayed_experts(self) -> tuple[int, int] | None:
-        """(layers, topk) of the experts that tokens are sent to again; None without."""
-        if not self.config.model.moe_router_replay:
-            return None
-        family = self.policy.model.family
-        assert isinstance(family, Mixture), "checked as the model was built"
-        return sum(family.experts.sparse_layers), family.experts.topk
-
-    def _batch_of(self, rollouts: Sequence[Rollout]) -> BatchedDataDict[Any]:
-        """Return the training batch of the conversations that this rank has led."""
-        return to_batch(rollouts, self.inputs.tokenizer.pad_token_id, self._replayed_experts())
+    # ------------------------------------------------------------ the parts of a step
 
     def _share_out(self, step: int, rollouts: Rollouts) -> OwnRows[Any]:
-        """`_batch_of` the rollouts that this replica trains on, whose tokens go to no other."""
+        """Return the rows that this replica trains on. Their tokens go to no other replica. Collective."""
         topology, lengths = self.policy.topology, [outcome.num_tokens for outcome in rollouts.outcomes]
-        columns, led = self._columns(), sorted(rollouts.own) if topology.leads_replica else []
-        batch = self._batch_of([rollouts.own[place] for place in led])
+        pad, experts = self.inputs.tokenizer.pad_token_id, self._replayed_experts()
+        columns, led = token_columns(pad, experts), sorted(rollouts.own) if topology.leads_replica else []
+        own = [rollouts.own[place] for place in led]
+        batch = to_batch(own, pad, experts)
+        if self.critic is not None:
+            columns.append(TokenColumn("token_rewards", torch.float32))
+            batch["token_rewards"] = rewards_of_tokens(own, batch)
         owners = torch.zeros(len(rollouts), dtype=torch.long)
         if topology.leads_replica:
             row_of = {place: row for row, place in enumerate(led)}
@@ -348,50 +322,73 @@ class GRPORun(TrainingRun[PromptDataset]):
             rows.pop("routed_experts", None)  # there are none to replay: what keeps ranks in step is routed anew
         return OwnRows(rows, share)
 
-    def _training_data(self, step: int, rollouts: Rollouts, rewards: torch.Tensor) -> OwnRows[Any]:
-        loss, temperature = self.config.loss, self.config.rollouts.temperature
-        data, outcomes = self._share_out(step, rollouts), rollouts.outcomes
-        counted = are_judged(outcomes)  # a sample without a reward teaches nothing
-        if self.config.rollouts.mask_truncated:
-            counted &= ~torch.tensor([o.truncated for o in outcomes])
-        data["sample_mask"] = data.share.select(counted.float())
-        with self._phase(step, "logprobs"):
-            if self.config.scores_samples(self.replays):
-                data["prev_logprobs"] = self.policy.get_logprobs(data, temperature=temperature)["logprobs"]
-            if self.policy.reference is not None:
-                reference = self.policy.get_reference_policy_logprobs(data, temperature=temperature)
-                data["reference_policy_logprobs"] = reference["reference_logprobs"]
-        penalty = None
-        if loss.use_kl_in_reward:
-            current = data["prev_logprobs" if "prev_logprobs" in data else "generation_logprobs"]
-            reference = data["reference_policy_logprobs"]
-            kl = calculate_kl(current, reference, loss.kl_estimator, loss.kl_clamp, loss.kl_output_clamp)
-            penalty = loss.reference_policy_kl_penalty * kl
-        self._add_advantages(step, data, outcomes, rewards, penalty)
-        if loss.positive_example_nll_weight:
-            add_positive_examples(data, rewards)
-        return data
+    def _replayed_experts(self) -> tuple[int, int] | None:
+        """(layers, topk) of the experts that tokens are sent to again; None without."""
+        if not self.config.model.moe_router_replay:
+            return None
+        family = self.policy.model.family
+        assert isinstance(family, Mixture), "checked as the model was built"
+        return sum(family.experts.sparse_layers), family.experts.topk
 
-    def _add_advantages(
-        self,
-        step: int,
-        data: OwnRows[Any],
-        outcomes: Sequence[Outcome],
-        rewards: torch.Tensor,
-        penalty: torch.Tensor | None,
-    ) -> None:
-        """Add the entries of the losses that follow from the rewards [P, G] of all samples.
+    def _update(self, step: int, minibatches: Sequence[OwnRows[Any]], passes: int) -> dict[str, Any]:
+        """Make the policy's updates of a step.
 
-        Args:
-            outcomes: of all samples too, before rewards were shaped.
-            penalty: [B, S] to be subtracted from each own token's reward (nats).
+        Returns:
+            The last update's metrics. With minibatches: their means over the updates, and each update's loss and
+            gradient norm.
         """
-        assert isinstance(self.config, GRPOConfig)
-        judged = are_judged(outcomes).view_as(rewards)
-        data["advantages"] = advantages_of(self.config.grpo, rewards, data["token_mask"], penalty, data.share, judged)
+        updates = list[dict[str, Any]]()
+        for minibatch in [*minibatches] * passes:
+            trained = self.policy.train(minibatch, self.loss_fn, temperature=self.config.rollouts.temperature)
+            trained.pop("all_mb_metrics")
+            if not updates and not self.replays:
+                self._check_mismatch(step, trained)
+            updates.append(trained)
+        if left_out := self.updates_per_step - len(updates):
+            self.policy.advance_schedule(left_out)
+        if self.config.rollouts.train_global_batch_size is None:
+            return updates[-1]
+        of_each = {f"{k}/update_{n}": one[k] for n, one in enumerate(updates, 1) for k in ("loss", "grad_norm")}
+        return over_steps(updates, reductions_of(self.loss_fn)) | of_each
+
+    def _skip_updates(self, step: int) -> None:
+        """Count the updates of a step without any in the learning-rate schedules."""
+        if step >= self.config.first_update_step:
+            self.policy.advance_schedule(self.updates_per_step)
+        if self.critic is not None:
+            self.critic.model.advance_schedule(self.updates_per_step)
+
+    def _minibatch_rows(self, step: int, count: int) -> list[list[int]]:
+        """Return the rows of each of a step's minibatches: whole groups, drawn by seed and step alone."""
+        size, group = self.config.rollouts.train_global_batch_size, self.config.rollouts.num_generations_per_prompt
+        if size is None:
+            return [list(range(count))]
+        groups = list(range(0, count, group))
+        random.Random(f"{self.config.seed} minibatches {step}").shuffle(groups)
+        parts = [sorted(groups[n : n + size // group]) for n in range(0, len(groups), size // group)]
+        return [[first + row for first in part for row in range(group)] for part in parts]
+
+    def _minibatches(self, step: int, data: OwnRows[Any]) -> list[OwnRows[Any]]:
+        """Return the step's minibatches, without those of which no token counts. Collective."""
+        if self.config.rollouts.train_global_batch_size is None:
+            return [data]
+        parts = [minibatch_of(data, rows) for rows in self._minibatch_rows(step, data.share.total)]
+        counts = (float((part["token_mask"][:, 1:].sum(1) * part["sample_mask"]).sum()) for part in parts)
+        return [part for part, count in zip(parts, data.share.sum(*counts), strict=True) if count]
+
+    def _check_judged(self, step: int, outcomes: Sequence[Outcome]) -> None:
+        """Raise TrainingError after too many consecutive steps in which no sample could be judged."""
+        failed = all(outcome.error is not None for outcome in outcomes)
+        self.failed_steps = self.failed_steps + 1 if failed else 0
+        limit = min(self.config.environment.max_failed_steps, self.total_steps - self.steps_before)
+        if self.failed_steps >= limit:
+            raise TrainingError(
+                f"step {step}: no sample could be judged in {self.failed_steps} "
+                f"{'step' if self.failed_steps == 1 else 'steps on end'}; the last error: {outcomes[-1].error}"
+            )
 
     def _check_mismatch(self, step: int, metrics: dict[str, Any]) -> None:
-        """Raises TrainingError if sampler and trainer disagree too much on the same weights."""
+        """Raise TrainingError if sampler and trainer disagree too much on the same weights."""
         if step == self.config.first_update_step and not self.config.model.begins_with_dropout:
             self._check_first(metrics)
         bound, error = self.config.generation.max_token_mult_prob_error, metrics["token_mult_prob_error"]
@@ -416,39 +413,98 @@ class GRPORun(TrainingRun[PromptDataset]):
                     "same weights"
                 )
 
-    # ------------------------------------------------------------ beside the step
-
-    def validate_on(self, name: str, dataset: PromptDataset, step: int) -> dict[str, float]:
-        """Rewards of greedy answers to a set's prompts, as many conversations at a time as a step has."""
-        sums, prompts, options = RolloutSums(), dataset.prompts, self.config.rollouts
-        size = options.num_prompts_per_step * options.num_generations_per_prompt
-        with self._sampling(step, "validation", weight_version=step):
-            for first in range(0, len(prompts), size):
-                places = range(first, min(first + size, len(prompts)))
-                sums.add(self.worker.run([(i, prompts[i]) for i in places], places, greedy=True).outcomes)
-        return sums.metrics()
-
-    @contextlib.contextmanager
-    def _sampling(self, step: int, name: str, weight_version: int) -> Iterator[None]:
-        """A phase in which the policy's weights answer: those after so many steps."""
-        with self._phase(step, "refit"):
-            if self.recorded is None or name == "validation":
-                self.worker.prepare(weight_version)
-        with self._phase(step, name, f"{name}, answers and their judging"):
-            yield
-        self.worker.finish()
-
-    def _phase(self, step: int, name: str, doing: str | None = None) -> _Timer:
-        watchdog.enter(f"step {step}: {doing or name}")
-        return _Timer(self.seconds, name)
-
     def _timings(self, outcomes: Sequence[Outcome], started: float, flops: float) -> dict[str, float]:
         generated, total = sum(o.response_length for o in outcomes), sum(o.num_tokens for o in outcomes)
-        timings = {f"{name}_seconds": value for name, value in self.seconds.items()}
+        seconds = self.phases.seconds
+        timings = {f"{name}_seconds": value for name, value in seconds.items()}
         for name, tokens in (("generation", generated), ("logprobs", total), ("training", total)):
-            if self.seconds.get(name):
-                timings[f"{name}_tokens_per_second"] = tokens / self.seconds[name]
+            if seconds.get(name):
+                timings[f"{name}_tokens_per_second"] = tokens / seconds[name]
         return {**timings, **self.throughput(total, flops, time.perf_counter() - started)}
+
+    # ------------------------------------------------------------ around the steps
+
+    def _introduce(self, done: int, steps: int) -> None:
+        super()._introduce(done, steps)
+        self.steps_before = done
+        if self.config.is_on_policy(self.replays) and self.config.loss.force_on_policy_ratio is None:
+            self.say(
+                "force_on_policy_ratio: true, since the only update is on samples of the very weights it begins from"
+            )
+        if self.critic is not None:
+            self.critic.introduce(steps * self.updates_per_step, self.say)
+
+    def _export(self) -> Path | None:
+        exported = super()._export()
+        if self.critic is not None and self.critic.config.critic.export_hf:
+            directory = RunDirectory(self.config.output_dir)
+            self.critic.export_hf(directory.critic)
+            self.say(f"critic: {directory.critic}")
+        return exported
+
+
+class PhaseTimes:
+    """Times the phases of a step, and tells the watchdog of each: `with phases("logprobs"): …`."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str, doing: str | None = None) -> Iterator[None]:
+        watchdog.enter(f"step {self.step}: {doing or name}")
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+def shaped_rewards(options: RolloutOptions, outcomes: Sequence[Outcome]) -> torch.Tensor:
+    """Return the rewards [P, G] of a step's samples, less the penalty on responses near the limit, if there is one."""
+    rewards = torch.tensor([o.reward for o in outcomes]).view(-1, options.num_generations_per_prompt)
+    if options.overlong_cache_length is None:
+        return rewards
+    lengths = torch.tensor([float(o.longest_response) for o in outcomes])
+    penalty = soft_overlong_penalty(lengths, options.max_new_tokens, options.overlong_cache_length)
+    return rewards + penalty.view_as(rewards)
+
+
+def sample_mask(options: RolloutOptions, outcomes: Sequence[Outcome]) -> torch.Tensor:
+    """Return 1 for the samples that are trained on: those that were judged and, with `mask_truncated`, not cut off."""
+    counted = are_judged(outcomes)
+    if options.mask_truncated:
+        counted &= ~torch.tensor([o.truncated for o in outcomes])
+    return counted.float()
+
+
+def nothing_to_learn(config: RLConfig, rewards: torch.Tensor, outcomes: Sequence[Outcome]) -> str | None:
+    """Return why an update on these samples would learn nothing; None if it would learn."""
+    if all(o.error is not None for o in outcomes):
+        return "no sample could be judged"
+    num_failed, limit = sum(o.error is not None for o in outcomes), config.environment.max_failed_fraction
+    if num_failed > limit * len(outcomes):
+        return (
+            f"{num_failed} of {len(outcomes)} samples could not be judged, more than "
+            f"environment.max_failed_fraction={limit:g}"
+        )
+    loss, compared = config.loss, config.rollouts.compared
+    if config.rollouts.mask_truncated and all(o.truncated for o in outcomes if o.error is None):
+        return "all responses were truncated"
+    if compared is None or loss.use_kl_in_reward or loss.learns_without_advantages:
+        return None
+    shape = (1, -1) if compared == "batch" else tuple(rewards.shape)
+    if bool(has_signal(rewards.view(shape), are_judged(outcomes).view(shape)).any()):
+        return None
+    return "all rewards are equal" if compared == "batch" else "all rewards of each prompt are equal"
+
+
+def kl_penalty(loss: ClippedPGOptions, rows: BatchedDataDict[Any]) -> torch.Tensor:
+    """Return the KL penalty [B, S] of each token, which `use_kl_in_reward` subtracts from its reward (nats)."""
+    current = rows["prev_logprobs" if "prev_logprobs" in rows else "generation_logprobs"]
+    reference = rows["reference_policy_logprobs"]
+    kl = calculate_kl(current, reference, loss.kl_estimator, loss.kl_clamp, loss.kl_output_clamp)
+    return loss.reference_policy_kl_penalty * kl
 
 
 def _rows_of(batch: BatchedDataDict[Any], row_of: dict[int, int], asked: Sequence[int]) -> torch.Tensor:
@@ -489,16 +545,3 @@ def minibatch_of(data: OwnRows[Any], rows: Sequence[int]) -> OwnRows[Any]:
     if "num_positive_tokens" in part:
         _count_positive(part)
     return part
-
-
-class _Timer:
-    """Adds the time spent inside to `seconds[name]`."""
-
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self.seconds, self.name = seconds, name
-
-    def __enter__(self) -> None:
-        self.started = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self.seconds[self.name] = self.seconds.get(self.name, 0.0) + time.perf_counter() - self.started

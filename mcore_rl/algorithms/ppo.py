@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,17 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.advantages import gae_advantages, whitened
-from mcore_rl.algorithms.grpo import GRPORun, train_on_rollouts
+from mcore_rl.algorithms.grpo import GRPOTrainer, build_policy, prepare, rollout_worker
 from mcore_rl.config import PPOConfig
 from mcore_rl.config.algorithms import CRITIC, config_of_critic
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, Share
+from mcore_rl.distributed.batched_data_dict import OwnRows, Share
 from mcore_rl.losses.common import over_steps, reductions_of
 from mcore_rl.losses.policy_gradient import ValueLossFn
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.rollouts.samples import Outcome, Rollout, TokenColumn, last_response_tokens, rewards_of_tokens
-from mcore_rl.run.directory import RunDirectory
+from mcore_rl.rollouts.samples import Outcome, last_response_tokens
 from mcore_rl.run.setup import tell_of_optimizer
+from mcore_rl.run.step_log import StepLog
+from mcore_rl.utils.console import Say
 
 COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "values", "returns")
 """What it reads of a batch: not, for example, the experts that the policy's tokens went to."""
@@ -34,10 +34,10 @@ class Critic:
     """
 
     def __init__(self, config: PPOConfig, total_updates: int) -> None:
+        self.config = config
         self.model = MegatronPolicy(config_of_critic(config), total_updates)
         self.loss_fn = ValueLossFn(config.critic.value_clip)
-        self.flops = 0.0
-        """Operations of the updates since this was last set to 0."""
+        self._flops = 0.0
         if config.critic.offload:
             self.model.offload_after_refit()
 
@@ -48,12 +48,36 @@ class Critic:
             TrainingError: a token has no embedding here.
         """
         self.model.check_tokens(data, CRITIC)
-        with self.model.brought_back():
+        with self.model.on_device():
             values: Tensor = self.model.get_values(_read(data))["values"]
         return values
 
-    def update(self, minibatches: Sequence[OwnRows[Any]], passes: int) -> dict[str, float]:
+    def add_advantages(
+        self, rows: OwnRows[Any], rewards: Tensor, outcomes: Sequence[Outcome], penalty: Tensor | None
+    ) -> dict[str, float]:
+        """Add `values`, `returns` and `advantages` [B, S] to a replica's own rows; returns metrics of the values.
+
+        Args:
+            rewards: [P, G] of all samples, as shaped.
+            outcomes: of all samples.
+            penalty: [B, S] to be subtracted from each own token's reward (nats).
+        """
+        ppo, mask = self.config.ppo, rows["token_mask"] * rows["sample_mask"][:, None]
+        values = self.values(rows)
+        shaping = rewards.flatten() - torch.tensor([outcome.reward for outcome in outcomes])
+        earned = token_rewards_with_penalty(rows, rows.share.select(shaping), penalty)
+        del rows["token_rewards"]
+        advantages, returns = gae_advantages(earned, values, mask, ppo.gamma, ppo.gae_lambda)
+        if ppo.whiten_advantages:
+            advantages = whitened(advantages, mask, ppo.advantage_epsilon, rows.share)
+        rows["values"], rows["returns"], rows["advantages"] = values, returns.float(), advantages.float()
+        return value_metrics(rows["values"], rows["returns"], mask, rows.share)
+
+    def update(self, minibatches: Sequence[OwnRows[Any]], passes: int, of_all: int) -> dict[str, float]:
         """Make an optimizer step on each minibatch, in so many passes.
+
+        Args:
+            of_all: optimizer steps that the schedule counts for this step; minibatches without tokens were left out.
 
         Returns:
             The last step's metrics; with several minibatches, means over the steps.
@@ -61,14 +85,16 @@ class Critic:
         Raises:
             FloatingPointError: loss or gradient norm is not finite, on every rank; weights are as before.
         """
-        with self.model.brought_back():
+        with self.model.on_device():
             try:
                 steps = [
                     self.model.train(_read(minibatch), self.loss_fn) for _ in range(passes) for minibatch in minibatches
                 ]
             except FloatingPointError as error:
                 raise FloatingPointError(f"critic: {error}") from None
-        self.flops += passes * sum(self.model.flops_of(minibatch) for minibatch in minibatches)
+        self._flops += passes * sum(self.model.flops_of(minibatch) for minibatch in minibatches)
+        if left_out := of_all - len(steps):
+            self.model.advance_schedule(left_out)
         for step in steps:
             step.pop("all_mb_metrics")
         trained = steps[-1] if len(minibatches) == 1 else over_steps(steps, reductions_of(self.loss_fn))
@@ -76,9 +102,19 @@ class Critic:
         trained.pop("num_valid_samples")
         return of_loss | {f"critic_{name}": value for name, value in trained.items()}
 
+    def take_flops(self) -> float:
+        """Return the operations of the updates since the last call."""
+        flops, self._flops = self._flops, 0.0
+        return flops
+
+    def introduce(self, updates: int, say: Say) -> None:
+        """Say which model the critic is; warn about an optimizer that does not fit so many updates."""
+        say(f"critic: {self.model.describe()}")
+        tell_of_optimizer("critic.optimizer", self.config.critic.optimizer, updates, say)
+
     def export_hf(self, destination: Path) -> None:
-        """Write it as a Hugging Face sequence classifier of one label."""
-        with self.model.brought_back():
+        """Write the critic as a Hugging Face sequence classifier of one label."""
+        with self.model.on_device():
             self.model.export_hf(destination)
 
 
@@ -86,7 +122,7 @@ def _read(data: OwnRows[Any]) -> OwnRows[Any]:
     return data.with_entries({name: data[name] for name in COLUMNS if name in data})
 
 
-def earned_by_tokens(data: Mapping[str, Tensor], beyond: Tensor, penalty: Tensor | None) -> Tensor:
+def token_rewards_with_penalty(data: Mapping[str, Tensor], beyond: Tensor, penalty: Tensor | None) -> Tensor:
     """[B, S] what each token earns: its own of `token_rewards`, and the last response token what is beyond.
 
     Args:
@@ -134,79 +170,13 @@ def train_ppo(config: PPOConfig, record: Path | None = None, replay: Path | None
     Raises:
         UserError: the configuration, the data or one of the files is not usable.
     """
-    return train_on_rollouts(config, record, replay, PPORun)
-
-
-@dataclass
-class PPORun(GRPORun):
-    """Values of a step's tokens, advantages by them, then updates of the critic and of the policy."""
-
-    config: PPOConfig
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.critic = Critic(self.config, self.total_steps * self.updates_per_step)
-        self.policy.keep_beside("critic", self.critic.model)
-
-    def run(self) -> Path | None:
-        exported = super().run()
-        self.critic.model.shutdown()
-        return exported
-
-    def _introduce(self, done: int, steps: int) -> None:
-        super()._introduce(done, steps)
-        self.say(f"critic: {self.critic.model.describe()}")
-        tell_of_optimizer("critic.optimizer", self.config.critic.optimizer, steps * self.updates_per_step, self.say)
-
-    def _columns(self) -> list[TokenColumn]:
-        return [*super()._columns(), TokenColumn("token_rewards", torch.float32)]
-
-    def _batch_of(self, rollouts: Sequence[Rollout]) -> BatchedDataDict[Any]:
-        data = super()._batch_of(rollouts)
-        data["token_rewards"] = rewards_of_tokens(rollouts, data)
-        return data
-
-    def _add_advantages(
-        self,
-        step: int,
-        data: OwnRows[Any],
-        outcomes: Sequence[Outcome],
-        rewards: torch.Tensor,
-        penalty: torch.Tensor | None,
-    ) -> None:
-        ppo, mask = self.config.ppo, data["token_mask"] * data["sample_mask"][:, None]
-        with self._phase(step, "critic"):
-            values = self.critic.values(data)
-        beyond = rewards.flatten() - torch.tensor([outcome.reward for outcome in outcomes])
-        earned = earned_by_tokens(data, data.share.select(beyond), penalty)
-        del data["token_rewards"]
-        advantages, returns = gae_advantages(earned, values, mask, ppo.gamma, ppo.gae_lambda)
-        if ppo.whiten_advantages:
-            advantages = whitened(advantages, mask, ppo.advantage_epsilon, data.share)
-        data["values"], data["returns"], data["advantages"] = values, returns.float(), advantages.float()
-
-    def _update(self, step: int, data: OwnRows[Any], minibatches: Sequence[OwnRows[Any]]) -> dict[str, Any]:
-        counted = data["token_mask"] * data["sample_mask"][:, None]
-        metrics = value_metrics(data["values"], data["returns"], counted, data.share)
-        passes = self.config.ppo.num_updates_per_rollout
-        with self._phase(step, "critic"):
-            metrics |= self.critic.update(minibatches, passes)
-        if left_out := self.updates_per_step - passes * len(minibatches):
-            self.critic.model.advance_schedule(left_out)
-        return metrics if step < self.config.first_update_step else metrics | super()._update(step, data, minibatches)
-
-    def _pass_over(self, step: int) -> None:
-        super()._pass_over(step)
-        self.critic.model.advance_schedule(self.updates_per_step)
-
-    def throughput(self, num_tokens: float, flops: float, seconds: float) -> dict[str, float]:
-        of_critic, self.critic.flops = self.critic.flops, 0.0
-        return super().throughput(num_tokens, flops + of_critic, seconds)
-
-    def _export(self) -> Path | None:
-        exported = super()._export()
-        if self.config.critic.export_hf:
-            directory = RunDirectory(self.config.output_dir)
-            self.critic.export_hf(directory.critic)
-            self.say(f"critic: {directory.critic}")
-        return exported
+    inputs, recorded = prepare(config, record, replay)
+    policy = build_policy(config, inputs)
+    with rollout_worker(config, inputs, policy) as worker:
+        critic = Critic(config, config.total_steps(len(inputs.train)) * config.updates_per_step)
+        policy.checkpoint.include("critic", critic.model)
+        recording = StepLog(record) if record else None
+        exported = GRPOTrainer(config, inputs, policy, worker, critic, recording, recorded).run()
+        critic.model.shutdown()
+    policy.shutdown()
+    return exported

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mcore_rl.algorithms.build_loss import loss_of
-from mcore_rl.algorithms.supervised import SupervisedRun
+from mcore_rl.algorithms.supervised import Objective, SupervisedTrainer
 from mcore_rl.config import RMConfig
+from mcore_rl.losses.preference import BradleyTerryLoss
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.run.setup import claim_output, load_inputs
 
@@ -15,6 +15,7 @@ def train_rm(config: RMConfig) -> Path | None:
     """Give the chosen response of each pair a higher reward than the rejected one."""
     inputs = claim_output(config, load_inputs(config))
     policy = MegatronPolicy(config, config.total_steps(len(inputs.train)), rows_per_unit=2)
-    exported = SupervisedRun(config, inputs, policy, loss_of(config)).run()
+    objective = Objective(BradleyTerryLoss(config.reward.center_rewards_coefficient))
+    exported = SupervisedTrainer(config, inputs, policy, objective).run()
     policy.shutdown()
     return exported

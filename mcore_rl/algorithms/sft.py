@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mcore_rl.algorithms.build_loss import loss_of
-from mcore_rl.algorithms.supervised import SupervisedRun
+from mcore_rl.algorithms.supervised import Objective, SupervisedTrainer
 from mcore_rl.config import SFTConfig
+from mcore_rl.losses.common import NLLLoss
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.run.setup import claim_output, load_inputs
 
@@ -15,6 +15,6 @@ def train_sft(config: SFTConfig) -> Path | None:
     """Minimise the mean negative log-likelihood of the response tokens."""
     inputs = claim_output(config, load_inputs(config))
     policy = MegatronPolicy(config, config.total_steps(len(inputs.train)))
-    exported = SupervisedRun(config, inputs, policy, loss_of(config)).run()
+    exported = SupervisedTrainer(config, inputs, policy, Objective(NLLLoss())).run()
     policy.shutdown()
     return exported

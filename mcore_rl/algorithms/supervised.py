@@ -1,117 +1,169 @@
-"""Training on a fixed dataset: SFT, DPO, reward models."""
+"""Supervised training: a policy on a fixed dataset, for SFT, reward models, DPO, KTO and distillation."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mcore_rl.config import TrainingConfig
 from mcore_rl.data.batching import collate, share_records, valid_counts
 from mcore_rl.data.datasets import Dataset
-from mcore_rl.distributed.batched_data_dict import OwnRows, Share
+from mcore_rl.distributed.batched_data_dict import OwnRows
 from mcore_rl.losses.common import LossFunction
+from mcore_rl.models.policy.megatron_policy import MegatronPolicy, MicrobatchResults
 from mcore_rl.run import watchdog
-from mcore_rl.run.loop import TrainingRun
-
-AddColumns = Callable[[OwnRows[Any], Any, Sequence[int]], None]
-"""(a replica's own rows of a batch, dataset, indices of their records there)"""
-
+from mcore_rl.run.loop import TrainingLoop
+from mcore_rl.run.setup import Inputs
 
 VALIDATION_RECORDS = 4096
-"""Of a validation set that go through the model at a time; what a loss takes from a whole batch it takes from these."""
+"""Records of a validation set that go through the model at a time. A loss that takes a statistic of the whole batch
+(KTO's reference point) takes it of so many records."""
+
+Columns = dict[str, Tensor]
 
 
-@dataclass
-class SupervisedRun(TrainingRun[Dataset]):
-    """Training of a policy on a fixed dataset.
+@dataclass(eq=False)
+class TrainingBatch:
+    """Records of a dataset that this replica trains on, or validates on, as rows.
 
-    add_columns: adds what the loss needs to a batch of these records of a dataset.
-    check_first_step: raises TrainingError if what must hold before the first update does not.
-    add_current_columns: as `add_columns`, what depends on the policy's present weights: before each use of a batch.
+    rows: `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B], and the columns that are added.
+    dataset, indices: where the records come from.
+    samples: numbers of the records among all of the run, which seed a student's answers; None in validation.
     """
 
-    loss_fn: LossFunction
-    add_columns: AddColumns = lambda data, dataset, indices: None
-    check_first_step: Callable[[dict[str, Any], OwnRows[Any]], None] = lambda metrics, data: None
-    add_current_columns: AddColumns = lambda data, dataset, indices: None
-    validation_columns: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
-    """Columns that `add_columns` adds to a set's parts, by its name and the part's first record."""
-    validation_counts: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """`valid_counts` of each set."""
+    rows: OwnRows[Any]
+    dataset: Dataset
+    indices: list[int]
+    samples: list[int] | None = None
 
-    def step(self, step: int) -> dict[str, Any]:
-        started = time.perf_counter()
+
+class Objective:
+    """What an algorithm adds to supervised training: a loss, and the columns that it reads.
+
+    `SupervisedTrainer` calls each method in one place. Plain losses (SFT, reward models) need nothing more than this.
+    """
+
+    def __init__(self, loss_fn: LossFunction) -> None:
+        self.loss_fn = loss_fn
+
+    def rows(self, batch: TrainingBatch) -> OwnRows[Any]:
+        """Return the rows to train on: the records', or others made from them."""
+        return batch.rows
+
+    def frozen_columns(self, batch: TrainingBatch) -> Columns:
+        """Return columns of models that are not trained. Validation computes them once and keeps them."""
+        return {}
+
+    def current_columns(self, batch: TrainingBatch) -> Columns:
+        """Return columns that depend on the policy's current weights, or are too large to be kept."""
+        return {}
+
+    def check_first_step(self, batch: TrainingBatch, metrics: Mapping[str, float]) -> None:
+        """Check what must hold before the first update.
+
+        Raises:
+            TrainingError: it does not.
+        """
+
+
+class SupervisedTrainer(TrainingLoop[Dataset]):
+    """Trains a policy on a fixed dataset."""
+
+    def __init__(
+        self, config: TrainingConfig, inputs: Inputs[Any], policy: MegatronPolicy, objective: Objective
+    ) -> None:
+        super().__init__(config, inputs, policy)
+        self.objective = objective
+        self._frozen_columns: dict[tuple[str, int], Columns] = {}
+        self._counts: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def train_step(self, step: int) -> dict[str, Any]:
+        """Make one optimizer step on the next global batch and return its metrics.
+
+        Raises:
+            FloatingPointError: loss or gradient norm is not finite, on every rank; the weights are as before.
+        """
+        started, policy, objective, loss_fn = time.perf_counter(), self.policy, self.objective, self.objective.loss_fn
         watchdog.enter(f"step {step}: training")
-        data = self._next_batch()
-        metrics = self.policy.train(data, self.loss_fn)
-        metrics.pop("all_mb_metrics")
+
+        # Batch: this replica's rows of the next global batch, divided so that replicas have equal work.
+        batch = self.next_batch()
+        batch.rows = objective.rows(batch)
+
+        # Reference, teacher: columns that the loss compares the policy with.
+        batch.rows.update(objective.frozen_columns(batch))
+        batch.rows.update(objective.current_columns(batch))
+
+        # Forward and backward: packs of rows go through the model under Megatron's schedule. Each pack's loss is
+        # divided by the counts of the global batch, so that the gradients of all packs and replicas add up.
+        policy.zero_gradients()
+        results = policy.forward_backward(batch.rows, loss_fn, valid_counts(batch.rows))
+
+        # Clip and update, with the optimizer's state on the device.
+        with policy.memory.optimizer_on_device():
+            grad_norm = policy.clip_gradients(self.config.optimizer.clip_grad)
+            routers = policy.router_metrics()
+            lr = policy.update_weights()
+
+        # Metrics, the same on every rank.
+        metrics = {**results.metrics(loss_fn), **routers, "grad_norm": grad_norm, "lr": lr}
         if step == 1:
-            self.check_first_step(metrics, data)
-        (tokens,) = data.share.sum(float(data["input_lengths"].sum()))
-        return {**metrics, **self.throughput(tokens, self.policy.flops_of(data), time.perf_counter() - started)}
+            objective.check_first_step(batch, metrics)
+        (tokens,) = batch.rows.share.sum(float(batch.rows["input_lengths"].sum()))
+        return {**metrics, **self.throughput(tokens, policy.flops_of(batch.rows), time.perf_counter() - started)}
 
-    def _next_batch(self) -> OwnRows[Any]:
-        """This replica's part of the next global batch, which is smaller at the very end of the last epoch."""
+    def next_batch(self) -> TrainingBatch:
+        """Return this replica's records of the next global batch, which is smaller at the end of the last epoch."""
         train, size, epochs = self.inputs.train, self.config.batch.global_batch_size, self.config.trainer.max_epochs
-        count = size if epochs is None else min(size, epochs * len(train) - self.consumed_samples)
-        indices = train.order(self.config.seed).indices(self.consumed_samples, count)
+        first = self.consumed_samples
+        count = size if epochs is None else min(size, epochs * len(train) - first)
         self.consumed_samples += count
-        data, own = self._own_rows(train, indices, self.consumed_samples - count)
-        self.add_columns(data, train, own)
-        self.add_current_columns(data, train, own)
-        return data
+        indices = train.order(self.config.seed).indices(first, count)
+        return self.local_batch(train, indices, range(first, first + count))
 
-    def _own_rows(
-        self, dataset: Dataset, indices: Sequence[int], first_sample: int | None = None
-    ) -> tuple[OwnRows[Any], list[int]]:
-        """This replica's part of a batch of records; and which of `indices` they are.
+    def local_batch(
+        self, dataset: Dataset, indices: Sequence[int], samples: Sequence[int] | None = None
+    ) -> TrainingBatch:
+        """Return this replica's part of a batch of records. Collective.
 
         Args:
-            first_sample: number of the batch's first sample among all of the run; None for those of validation.
+            samples: numbers of the records among all of the run.
         """
         share, places = share_records(self.policy.divide, self.policy.topology.data, dataset.units, indices)
         own = [indices[place] for place in places]
-        samples = None if first_sample is None else [first_sample + place for place in places]
-        return self.own_batch(dataset, own, share, samples), own
-
-    def own_batch(
-        self, dataset: Dataset, indices: Sequence[int], share: Share, samples: Sequence[int] | None
-    ) -> OwnRows[Any]:
-        """The rows of this replica's records of a batch.
-
-        Args:
-            samples: their numbers among all of the run; None for those of validation.
-        """
-        return OwnRows(collate([dataset.units[i] for i in indices], self.inputs.tokenizer.pad_token_id), share)
-
-    def reference_moved(self) -> None:
-        self.validation_columns.clear()
+        rows: OwnRows[Any] = OwnRows(
+            collate([dataset.units[i] for i in own], self.inputs.tokenizer.pad_token_id), share
+        )
+        return TrainingBatch(rows, dataset, own, None if samples is None else [samples[place] for place in places])
 
     def validate_on(self, name: str, dataset: Dataset, step: int) -> dict[str, float]:
-        """Metrics over a whole set, whose tokens are never there all at once: exact means, but for what a loss takes
-        from a batch as a whole (KTO's reference point)."""
-        starts = range(0, len(dataset), VALIDATION_RECORDS)
-        if name not in self.validation_counts:
-            counts = [valid_counts(self._part(dataset, start)[0]) for start in starts]
+        """Return the metrics over a whole validation set, of which one part at a time is in memory."""
+        results = MicrobatchResults()
+        for start in range(0, len(dataset), VALIDATION_RECORDS):
+            batch = self._validation_part(dataset, start)
+            if (name, start) not in self._frozen_columns:
+                self._frozen_columns[name, start] = self.objective.frozen_columns(batch)
+            batch.rows.update(self._frozen_columns[name, start])
+            batch.rows.update(self.objective.current_columns(batch))
+            results += self.policy.forward(batch.rows, self.objective.loss_fn, self._validation_counts(name, dataset))
+        return results.metrics(self.objective.loss_fn)
+
+    def reference_moved(self) -> None:
+        self._frozen_columns.clear()
+
+    def _validation_part(self, dataset: Dataset, start: int) -> TrainingBatch:
+        return self.local_batch(dataset, range(start, min(start + VALIDATION_RECORDS, len(dataset))))
+
+    def _validation_counts(self, name: str, dataset: Dataset) -> tuple[Tensor, Tensor]:
+        """Return `valid_counts` of a whole validation set."""
+        if name not in self._counts:
+            starts = range(0, len(dataset), VALIDATION_RECORDS)
+            counts = [valid_counts(self._validation_part(dataset, start).rows) for start in starts]
             sequences, tokens = (torch.stack(count).sum() for count in zip(*counts, strict=True))
-            self.validation_counts[name] = sequences, tokens
-        parts = (self._with_columns(dataset, name, start) for start in starts)
-        return self.policy.evaluate_parts(parts, self.validation_counts[name], self.loss_fn)
-
-    def _part(self, dataset: Dataset, start: int) -> tuple[OwnRows[Any], list[int]]:
-        return self._own_rows(dataset, range(start, min(start + VALIDATION_RECORDS, len(dataset))))
-
-    def _with_columns(self, dataset: Dataset, name: str, start: int) -> OwnRows[Any]:
-        """A part of a validation set, with all that the loss needs."""
-        data, own = self._part(dataset, start)
-        if (name, start) not in self.validation_columns:
-            tokens = set(data)
-            self.add_columns(data, dataset, own)
-            self.validation_columns[name, start] = {key: data[key] for key in set(data) - tokens}
-        data.update(self.validation_columns[name, start])
-        self.add_current_columns(data, dataset, own)
-        return data
+            self._counts[name] = sequences, tokens
+        return self._counts[name]

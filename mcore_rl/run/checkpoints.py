@@ -67,7 +67,7 @@ class RunCheckpoints:
             self.say(note)
         self.resume_from = broadcast_object(self.resume_from)  # what goes on after a restart, only its node may know
         for iteration in self.resume_from:
-            if problems := self.policy.verify_checkpoint(iteration):
+            if problems := self.policy.checkpoint.verify(iteration):
                 self.say(f"damaged checkpoint: {iteration}: {'; '.join(problems)}")
                 continue
             restored = self.policy.load_checkpoint(iteration, self.config.checkpoint.allow_partial)
@@ -97,7 +97,7 @@ class RunCheckpoints:
 
     def poll(self, step: int, wait: bool = False) -> None:
         """Between two steps: commit what has been written meanwhile, notice what went wrong."""
-        self._or_fail(step, lambda: self.policy.finish_saving(wait))
+        self._or_fail(step, lambda: self.policy.checkpoint.finish(wait))
 
     def finish_alone(self, error: BaseException) -> None:
         """Finish or discard the pending checkpoint as this rank's run ends by `error`; not collective.
@@ -105,7 +105,7 @@ class RunCheckpoints:
         Where another rank was lost before, what it has not written by now will not be written.
         """
         limit = LOST_PEER_SECONDS if is_lost_peer(error) else self.config.checkpoint.timeout_seconds
-        if path := self.policy.finish_saving_alone(limit):
+        if path := self.policy.checkpoint.finish_alone(limit):
             self.say(f"checkpoint: {path}")
 
     def has(self, step: int) -> bool:

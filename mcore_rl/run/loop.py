@@ -35,7 +35,7 @@ def _state(consumed_samples: int, best: BestValidation | None) -> dict[str, Any]
 
 
 @dataclass
-class TrainingRun(ABC, Generic[DatasetT]):
+class TrainingLoop(ABC, Generic[DatasetT]):
     """A run from its start, or the checkpoint it resumes from, to its end. Every method is collective."""
 
     config: TrainingConfig
@@ -60,7 +60,7 @@ class TrainingRun(ABC, Generic[DatasetT]):
         return self.config.data.max_sequence_length
 
     @abstractmethod
-    def step(self, step: int) -> dict[str, Any]:
+    def train_step(self, step: int) -> dict[str, Any]:
         """Train once; returns metrics, among them `tokens_per_second` and `tflops_per_second`.
 
         Raises:
@@ -132,7 +132,7 @@ class TrainingRun(ABC, Generic[DatasetT]):
                     best.is_bettered(0, metrics)
             while done < steps and signal is None and not (best and best.is_exhausted):
                 done += 1
-                metrics = self._or_stop(self.step, done, done - 1, checkpoints, best)
+                metrics = self._or_stop(self.train_step, done, done - 1, checkpoints, best)
                 self._move_reference(done)
                 if validates := self._validates_after(done):
                     metrics.update(self._or_stop(self.validate, done, done, checkpoints, best))
@@ -187,7 +187,7 @@ class TrainingRun(ABC, Generic[DatasetT]):
         Args:
             trained: the step whose weights the part begins with.
         """
-        updates, consumed = self.policy.updates_made, self.consumed_samples
+        updates, consumed = self.policy.checkpoint.updates_made, self.consumed_samples
         try:
             return part(step)
         except FloatingPointError as error:
@@ -200,14 +200,14 @@ class TrainingRun(ABC, Generic[DatasetT]):
             raise NotFiniteError(message) from None
         except TrainingError:  # on every rank alike
             checkpoints.poll(step, wait=True)
-            is_sound = self.policy.updates_made == updates and self.policy.can_be_saved
+            is_sound = self.policy.checkpoint.updates_made == updates and self.policy.checkpoint.can_be_saved
             if is_sound and trained > 0 and not checkpoints.has(trained):
                 checkpoints.save(trained, _state(consumed, best), wait=True)
             raise
 
     def _take_weights_of(self, best: BestValidation, checkpoints: RunCheckpoints) -> None:
         if best.step and checkpoints.has(best.step):
-            self.policy.load_weights(checkpoints.store.iteration(best.step))
+            self.policy.checkpoint.load_weights(checkpoints.store.iteration(best.step))
         else:
             self.say("export_best: no checkpoint is of the best validation; the last weights are exported")
 

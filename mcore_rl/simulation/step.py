@@ -94,9 +94,10 @@ class Watch:
 
         with (
             replaced(scoring, "run_microbatches", self._run(scoring.run_microbatches)),
-            replaced(megatron_policy, "collect_results", self._collect(megatron_policy.collect_results)),
-            replaced(megatron_policy, "optimizer_step", self._update(megatron_policy.optimizer_step)),
-            replaced(reference, "exchange", self._exchange(reference.exchange)),
+            replaced(megatron_policy, "all_gather_results", self._collect(megatron_policy.all_gather_results)),
+            replaced(megatron_policy, "clip_gradients", self._clip(megatron_policy.clip_gradients)),
+            replaced(megatron_policy, "update_weights", self._update(megatron_policy.update_weights)),
+            replaced(reference, "swap_tensors", self._swap(reference.swap_tensors)),
             self.parts.of_lm_head(),
             self.live,
             self.products,
@@ -116,29 +117,35 @@ class Watch:
 
         return run
 
-    def _exchange(self, exchange: Any) -> Any:
-        def exchanged(tensor: Any, kept: Any) -> None:
+    def _swap(self, swap_tensors: Any) -> Any:
+        def swap(tensor: Any, kept: Any) -> None:
             self.swapped += 2 * tensor.nbytes
-            exchange(tensor, kept)
+            swap_tensors(tensor, kept)
 
-        return exchanged
+        return swap
 
-    def _collect(self, collect_results: Any) -> Any:
+    def _collect(self, all_gather_results: Any) -> Any:
         def collect(*arguments: Any) -> Any:
             self.traffic.phase = RESULTS
             try:
-                return collect_results(*arguments)
+                return all_gather_results(*arguments)
             finally:
                 self.traffic.phase = self.live.phase
 
         return collect
 
-    def _update(self, optimizer_step: Any) -> Any:
-        def update(*arguments: Any) -> Any:
+    def _clip(self, clip_gradients: Any) -> Any:
+        def clip(*arguments: Any) -> Any:
             self.enter(CRITIC_UPDATE if self.live.phase == CRITIC_TRAINING else UPDATE)
-            before, done = self.live.live, optimizer_step(*arguments)
-            self._made += self.live.live - before
-            return done
+            self._made -= self.live.live
+            return clip_gradients(*arguments)
+
+        return clip
+
+    def _update(self, update_weights: Any) -> Any:
+        def update(*arguments: Any) -> Any:
+            update_weights(*arguments)
+            self._made += self.live.live
 
         return update
 
@@ -491,7 +498,7 @@ def _regions(config: TrainingConfig, models: Models) -> Iterator[Region]:
     from mcore_rl.models.megatron.checkpoint.optimizer_shards import tensor_regions
 
     for number, model in enumerate(models.trained):
-        part = model.trained_part("" if number == 0 else f"beside_{number}")
+        part = model.checkpoint.part("" if number == 0 else f"beside_{number}")
         weights = part.weights()
         yield from part.regions(weights, with_optimizer=True)
         if number == 0 and config.reference_sync_of is not None:

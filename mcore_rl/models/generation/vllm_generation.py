@@ -63,8 +63,10 @@ class Sender(Protocol):
     """The methods of a policy that the servers' weights come from."""
 
     model: BuiltModel
-    is_writer: bool
     topology: Topology
+
+    @property
+    def is_writer(self) -> bool: ...
 
     def prepare_refit_info(self) -> RefitInfo: ...
 

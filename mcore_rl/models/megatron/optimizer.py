@@ -109,20 +109,23 @@ def build_optimizer(
     return get_megatron_optimizer(megatron, list(wrapped), config_overrides=overrides)
 
 
-def optimizer_step(optimizer: MegatronOptimizer, clip_grad: float) -> tuple[bool, float]:
-    """Clip and step; (False, norm) without touching the weights if the gradient norm is not finite.
+def clip_gradients(optimizer: MegatronOptimizer, limit: float) -> float:
+    """Prepare the gradients, scale them down to the norm `limit` (not if that is 0), and return their norm before.
 
-    Returns:
-        whether the weights were updated, and the gradient norm over the whole model before clipping.
+    A norm that is not finite is returned without clipping.
     """
     optimizer.prepare_grads()
-    grad_norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(grad_norm):
-        return False, grad_norm
-    if clip_grad > 0:
+    norm = float(optimizer.get_grad_norm())
+    if limit > 0 and math.isfinite(norm):
         for chained in optimizer.chained_optimizers:
-            clip_grad_by_total_norm_fp32(chained.get_parameters(), clip_grad, grad_norm)
-    return bool(optimizer.step_with_ready_grads()), grad_norm
+            clip_grad_by_total_norm_fp32(chained.get_parameters(), limit, norm)
+    return norm
+
+
+def update_weights(optimizer: MegatronOptimizer) -> None:
+    """Make the optimizer's step with gradients that `clip_gradients` has prepared."""
+    updated = optimizer.step_with_ready_grads()
+    assert updated, "Megatron skips a step for gradients that are not finite, which clip_gradients has ruled out"
 
 
 def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:

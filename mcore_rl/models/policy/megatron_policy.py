@@ -1,51 +1,68 @@
-"""The policy on Megatron: the same SPMD program on every rank, each call with a global batch or a share of it."""
+"""The policy on Megatron: every rank makes the same calls, with a global batch or with its replica's rows of one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcore_rl.config import TrainingConfig
-from mcore_rl.data.batching import valid_counts
+from mcore_rl import platform
+from mcore_rl.config import RLConfig, TrainingConfig
+from mcore_rl.data.batching import Microbatch, valid_counts
+from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, share_of
-from mcore_rl.distributed.collectives import Acquainted
-from mcore_rl.errors import ContractError
-from mcore_rl.losses.common import LossFunction, over_steps, reduce_metrics, reductions_of
+from mcore_rl.distributed.collectives import Acquainted, all_gather, all_reduce, gather_objects
+from mcore_rl.distributed.topology import Topology
+from mcore_rl.errors import ContractError, UserError
+from mcore_rl.losses.common import LossFunction, locate_nonfinite, over_steps, reduce_metrics, reductions_of
+from mcore_rl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+from mcore_rl.models.generation.megatron_generation import MegatronGeneration, megatron_generation_of
+from mcore_rl.models.generation.refit import RefitInfo
+from mcore_rl.models.generation.sampling import SamplingParams
+from mcore_rl.models.megatron.checkpoint.checkpoint import Restored
 from mcore_rl.models.megatron.families.mixtures import Mixture
-from mcore_rl.models.megatron.forward_step import (
-    LossHead,
-)
+from mcore_rl.models.megatron.forward_step import LossHead
+from mcore_rl.models.megatron.hf_checkpoint import write_hf_directory
+from mcore_rl.models.megatron.lora import write_peft_directory
+from mcore_rl.models.megatron.lora_layers import export_adapters
 from mcore_rl.models.megatron.moe import ROUTED_EXPERTS, GlobalLoad, begin_step
 from mcore_rl.models.megatron.optimizer import (
     ParameterGather,
     build_optimizer,
     build_scheduler,
-    optimizer_step,
+    clip_gradients,
+    update_weights,
     wrap_for_training,
 )
 from mcore_rl.models.megatron.parallel_state import seed_everything
-from mcore_rl.models.policy.checkpoint import Keeping
-from mcore_rl.models.policy.generating import Generating
-from mcore_rl.models.policy.interfaces import ReferenceLogprobOutputSpec
+from mcore_rl.models.megatron.weights import export_hf_weights
+from mcore_rl.models.policy.checkpoint import PolicyCheckpoint
+from mcore_rl.models.policy.interfaces import ColocatablePolicyInterface, ReferenceLogprobOutputSpec
 from mcore_rl.models.policy.memory import TrainingMemory
-from mcore_rl.models.policy.microbatch_results import MicrobatchResult, collect_results, explain_nonfinite
-from mcore_rl.models.policy.refit_sender import WeightHandover
+from mcore_rl.models.policy.reference import KeptWeights, Reference, initial_reference
+from mcore_rl.models.policy.refit_sender import BUCKET_BYTES, WeightSender
+from mcore_rl.models.policy.scoring import ScoringModel
 
 
-class MegatronPolicy(Keeping, Generating):
-    """Model, optimizer and reference weights of one run.
+class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterface):
+    """A model that is scored, trained and saved, that generates, and whose weights are sent to inference engines.
+
+    Its parts: `reference` (the model that it is compared with), `memory` (what is offloaded when), `checkpoint`,
+    `sender` (of weights) and `generation` (once `prepare_for_generation` was called).
 
     Args:
         config: the run's configuration.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule; 0 for a policy
             that is never trained (no optimizer is built).
         rows_per_unit: rows that must share a microbatch: 2 for pairs.
-        keep_reference: keep a copy of the initial weights on the host; where adapters are trained, which begin from
-            nothing, the reference is the model without them.
+        keep_reference: keep a copy of the initial weights on the host. With new adapters, the reference is the
+            model without them, and nothing is copied.
     """
 
     def __init__(
@@ -54,34 +71,142 @@ class MegatronPolicy(Keeping, Generating):
         super().__init__(config, rows_per_unit)
         seed_everything(config.seed)
         lora = config.model.lora
-        begun = lora is not None and lora.path is not None
-        self.reference = self._new_reference(begun) if keep_reference else None
-        self.generation: Any = None
-        self.load: GlobalLoad | None = None
-        self.gather: ParameterGather | None = None
-        self._names_of_metrics = Acquainted()
+        self.reference: Reference | None = None
+        if keep_reference:
+            self.reference = initial_reference(self, adapters_are_trained=lora is not None and lora.path is not None)
         self.is_trained = total_steps > 0
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        self.gather: ParameterGather | None = None
         if self.is_trained:
             self.chunks = wrap_for_training(self.model, config.parallel)
             self.gather = ParameterGather(self.chunks) if config.parallel.overlap_param_gather else None
             dtype = getattr(torch, "float32" if self.model.lora else config.model.dtype)
-            ratio = 1.0 if lora is None else lora.lr_ratio
-            self.optimizer = build_optimizer(self.chunks, config.optimizer, dtype, ratio)
+            self.optimizer = build_optimizer(
+                self.chunks, config.optimizer, dtype, 1.0 if lora is None else lora.lr_ratio
+            )
             self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps)
-        trained_by = self.optimizer if self.is_trained else None
         self.memory = TrainingMemory(
-            self.weights_away, self.parameters, self.chunks, trained_by, config.optimizer.offload
+            self.weights_away, self.parameters, self.chunks, self.optimizer, config.optimizer.offload
         )
-        self.handover = WeightHandover(self.model, config.parallel.timeout_seconds)
+        self.checkpoint = PolicyCheckpoint(self)
+        self.sender = WeightSender(self.model, config.parallel.timeout_seconds)
+        self.generation: MegatronGeneration | None = None
+        self._router_load: GlobalLoad | None = None
+        self._metric_names = Acquainted()
 
-    def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, temperature: float = 1.0
-    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        data = data.with_entries({name: values for name, values in data.items() if name != ROUTED_EXPERTS})
-        with self.reference_weights():  # they choose experts of their own
-            return BatchedDataDict(reference_logprobs=self._score(data, micro_batch_size, temperature))
+    # ------------------------------------------------------------ a training step
 
-    # ------------------------------------------------------------ training
+    def zero_gradients(self) -> None:
+        """Set the gradients to zero before a step.
+
+        Raises:
+            RuntimeError: the policy has no optimizer, or what training needs is offloaded.
+        """
+        if not self.is_trained:
+            raise RuntimeError("train: the policy was built without an optimizer (total_steps=0)")
+        self.require("train", self.weights_away, self.memory.optimizer, self.memory.gradients)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def forward_backward(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        counts: tuple[Tensor, Tensor],
+        temperature: float = 1.0,
+        micro_batch_size: int | None = None,
+    ) -> MicrobatchResults:
+        """Add the gradients of a global batch's loss to the parameters' `main_grad`. Collective.
+
+        Packs of rows go through the model under Megatron's schedule. Every loss is divided by the global batch's
+        counts, so that the gradients of packs and replicas add up.
+
+        Args:
+            counts: `valid_counts(data)`.
+            micro_batch_size: rows of a microbatch without packing.
+
+        Raises:
+            FloatingPointError: the loss is not finite; names row and position where one log-probability is not.
+        """
+        if not isinstance(self.model.family, Mixture):
+            return self._run_loss(data, loss_fn, counts, temperature, micro_batch_size, train=True)
+        num_tokens = begin_step(self.model, data)
+        results = self._run_loss(data, loss_fn, counts, temperature, micro_batch_size, train=True)
+        self._router_load = GlobalLoad(self.model, num_tokens)
+        return results
+
+    @torch.no_grad()
+    def forward(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        counts: tuple[Tensor, Tensor],
+        temperature: float = 1.0,
+        micro_batch_size: int | None = None,
+    ) -> MicrobatchResults:
+        """Compute the loss of a batch without gradients. Collective; arguments as of `forward_backward`.
+
+        A part of a batch takes the counts of the whole batch; the results of all parts are added with `+`.
+        """
+        self.require_weights("evaluate")
+        return self._run_loss(data, loss_fn, counts, temperature, micro_batch_size, train=False)
+
+    def clip_gradients(self, limit: float) -> float:
+        """Clip the gradients of the whole model to the norm `limit` (not if it is 0); returns the norm before.
+
+        Raises:
+            FloatingPointError: the norm is not finite, on every rank; the weights are as before.
+        """
+        norm = clip_gradients(self.optimizer, limit)
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm is {norm}")
+        return norm
+
+    def update_weights(self) -> float:
+        """Make the optimizer's step and count it in the schedule; returns the step's learning rate."""
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        update_weights(self.optimizer)
+        if self.gather is not None:
+            self.gather.begin()
+        self.advance_schedule()
+        if self._router_load is not None and (rate := self.config.model.moe_router_bias_update_rate):
+            self._router_load.update_biases(self.model, rate)
+        return lr
+
+    def router_metrics(self) -> dict[str, float]:
+        """Return the metrics of the routers in the last `forward_backward`; {} without experts."""
+        return {} if self._router_load is None else self._router_load.metrics()
+
+    def advance_schedule(self, steps: int = 1) -> None:
+        """Count optimizer steps in the learning-rate schedule: those done, or those that there was no need for."""
+        self.scheduler.step(increment=steps)
+
+    def _run_loss(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        counts: tuple[Tensor, Tensor],
+        temperature: float,
+        micro_batch_size: int | None,
+        train: bool,
+    ) -> MicrobatchResults:
+        head = LossHead(self.model, loss_fn, *counts, temperature)
+        # A loss that takes logits gets them row by row, so rows with a common beginning must not share it in a pack.
+        share = head.fused or head.rewards is not None
+        microbatches = self._microbatches(data, micro_batch_size, share, getattr(loss_fn, "rows_per_unit", 1))
+        if prepare := getattr(loss_fn, "prepare", None):
+            prepare(microbatches)
+        outputs = self._run(microbatches, head, train)
+        results = all_gather_results(self.topology, loss_fn, microbatches, outputs, self._metric_names)
+        known = share_of(data)
+        if not math.isfinite(results.loss):
+            raise FloatingPointError(explain_nonfinite(results.loss, outputs, known.indices))
+        assert results.rows == known.total, f"{results.rows} rows went through the loss, not {known.total}"
+        return results
+
+    # ------------------------------------------------------------ training and evaluation, for controllers
 
     def train(
         self,
@@ -109,48 +234,25 @@ class MegatronPolicy(Keeping, Generating):
 
         Raises:
             ContractError: no rows, or rows that do not make whole global batches; metrics that are not numbers.
-            FloatingPointError: loss or gradient norm is not finite, on every rank; weights are as before.
+            FloatingPointError: loss or gradient norm is not finite, on every rank; the weights are as before.
         """
-        step = self._evaluate if eval_mode else self._train_step
-        total = share_of(data).total
-        size = total if gbs is None else gbs
-        if total == 0:
-            raise ContractError("train: the batch has no rows")
-        if isinstance(data, OwnRows):
-            if size != total:
-                raise ContractError(f"train: a replica's own rows are of one global batch; it has {total} rows")
-            metrics, of_microbatches = step(data, loss_fn, temperature, mbs)
-            return {**metrics, "all_mb_metrics": of_microbatches}
-        if size < 1 or total % size:
-            raise ContractError(f"train: {total} rows do not make whole global batches of gbs={size}")
-        results: list[dict[str, float]] = []
+        steps: list[dict[str, float]] = []
         all_mb_metrics: dict[str, list[float]] = {}
-        for start in range(0, total, size):
-            metrics, of_microbatches = step(data.slice(start, start + size), loss_fn, temperature, mbs)
-            results.append(metrics)
-            for name, values in of_microbatches.items():
+        for batch in _global_batches(data, gbs):
+            arguments = batch, loss_fn, valid_counts(batch), temperature, mbs
+            if eval_mode:
+                results, update = self.forward(*arguments), {}
+            else:
+                self.zero_gradients()
+                results = self.forward_backward(*arguments)
+                with self.memory.optimizer_on_device():
+                    grad_norm = self.clip_gradients(self.config.optimizer.clip_grad)
+                    update = {**self.router_metrics(), "grad_norm": grad_norm, "lr": self.update_weights()}
+            steps.append({**results.metrics(loss_fn), **update})
+            for name, values in results.by_microbatch().items():
                 all_mb_metrics.setdefault(name, []).extend(values)
-        return {**over_steps(results, reductions_of(loss_fn)), "all_mb_metrics": all_mb_metrics}
-
-    def _train_step(
-        self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float, mbs: int | None
-    ) -> tuple[dict[str, float], dict[str, list[float]]]:
-        metrics, of_microbatches = self._learn(data, loss_fn, temperature, mbs)
-        lr = self.optimizer.param_groups[0]["lr"]
-        with self.memory.optimizer_at_hand():
-            updated, grad_norm = optimizer_step(self.optimizer, self.config.optimizer.clip_grad)
-        if not updated:
-            raise FloatingPointError(f"the gradient norm is {grad_norm}")
-        if self.gather is not None:
-            self.gather.begin()
-        self.advance_schedule()
-        if self.load is not None and (rate := self.config.model.moe_router_bias_update_rate):
-            self.load.update_biases(self.model, rate)
-        return {**metrics, "grad_norm": grad_norm, "lr": float(lr)}, of_microbatches
-
-    def advance_schedule(self, steps: int = 1) -> None:
-        """Count optimizer steps in the learning-rate schedule: those done, or those that there was no need for."""
-        self.scheduler.step(increment=steps)
+        metrics = steps[0] if len(steps) == 1 else over_steps(steps, reductions_of(loss_fn))
+        return {**metrics, "all_mb_metrics": all_mb_metrics}
 
     def compute_gradients(
         self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0
@@ -158,103 +260,329 @@ class MegatronPolicy(Keeping, Generating):
         """Forward and backward over the global batch; gradients stay in the parameters' `main_grad`.
 
         Raises:
-            FloatingPointError: the loss is not finite; names row and position where one log-probability is.
+            FloatingPointError: the loss is not finite; names row and position where one log-probability is not.
         """
-        return self._learn(data, loss_fn, temperature, None)[0]
-
-    def _zero_gradients(self) -> None:
-        if not self.is_trained:
-            raise RuntimeError("train: the policy was built without an optimizer (total_steps=0)")
-        self.require("train", self.weights_away, self.memory.optimizer, self.memory.gradients)
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-
-    def _learn(
-        self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float, mbs: int | None
-    ) -> tuple[dict[str, float], dict[str, list[float]]]:
-        """Gradients of the global batch; its metrics, and of each microbatch."""
-        self._zero_gradients()
-        if not isinstance(self.model.family, Mixture):
-            return self._run_loss(data, loss_fn, temperature, mbs, train=True)
-        num_tokens = begin_step(self.model, data)
-        metrics, of_microbatches = self._run_loss(data, loss_fn, temperature, mbs, train=True)
-        self.load = GlobalLoad(self.model, num_tokens)
-        return {**metrics, **self.load.metrics()}, of_microbatches
+        self.zero_gradients()
+        results = self.forward_backward(data, loss_fn, valid_counts(data), temperature)
+        return {**results.metrics(loss_fn), **self.router_metrics()}
 
     def evaluate(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, float]:
-        """The loss's metrics over a global batch, without gradients."""
-        return self._evaluate(data, loss_fn, temperature, None)[0]
+        """Return the loss's metrics over a global batch, without gradients."""
+        return self.forward(data, loss_fn, valid_counts(data), temperature).metrics(loss_fn)
 
-    @torch.no_grad()
-    def _evaluate(
-        self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float, mbs: int | None
-    ) -> tuple[dict[str, float], dict[str, list[float]]]:
-        self.require_weights("evaluate")
-        return self._run_loss(data, loss_fn, temperature, mbs, train=False)
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Bring back what was offloaded."""
+        self.memory.restore()
+        for chunk in self.chunks:
+            chunk.train()
 
-    @torch.no_grad()
-    def evaluate_parts(
-        self, parts: Iterable[BatchedDataDict[Any]], counts: tuple[Tensor, Tensor], loss_fn: LossFunction
-    ) -> dict[str, float]:
-        """Evaluate all parts as one batch; only one part needs to be in memory.
-
-        Args:
-            counts: `valid_counts` of all parts together.
-        """
-        self.require_weights("evaluate")
-        results = [result for data in parts for result in self._results(data, loss_fn, counts, 1.0, None, train=False)]
-        return _reduced(results, loss_fn)[0]
-
-    def _run_loss(
-        self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float, mbs: int | None, train: bool
-    ) -> tuple[dict[str, float], dict[str, list[float]]]:
-        """Metrics over the global batch, and of each microbatch."""
-        return _reduced(self._results(data, loss_fn, valid_counts(data), temperature, mbs, train), loss_fn)
-
-    def _results(
-        self,
-        data: BatchedDataDict[Any],
-        loss_fn: LossFunction,
-        counts: tuple[Tensor, Tensor],
-        temperature: float,
-        mbs: int | None,
-        train: bool,
-    ) -> list[MicrobatchResult]:
-        """Return the results of every microbatch of all replicas.
-
-        Args:
-            counts: (global_valid_seqs, global_valid_toks), what the loss is averaged over.
-        """
-        head = LossHead(self.model, loss_fn, *counts, temperature)
-        # A loss of logits gets a row's own, one at a time, so that its rows stand apart.
-        share = head.fused or head.rewards is not None
-        microbatches = self._microbatches(data, mbs, share, getattr(loss_fn, "rows_per_unit", 1))
-        if prepare := getattr(loss_fn, "prepare", None):
-            prepare(microbatches)
-        outputs = self._run(microbatches, head, train)
-        loss_name = type(loss_fn).__name__
-        results = collect_results(self.topology, loss_name, microbatches, outputs, self._names_of_metrics)
-        loss, rows = sum(result.loss for result in results), sum(result.rows for result in results)
-        known = share_of(data)
-        if not math.isfinite(loss):
-            raise FloatingPointError(explain_nonfinite(loss, outputs, known.indices))
-        assert rows == known.total, f"{rows} rows went through the loss, not {known.total}"
-        return results
-
-    # ------------------------------------------------------------ life
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """Release gradient buffers and optimizer state until `prepare_for_training`."""
+        self.memory.offload_training_state()
+        for chunk in self.chunks:
+            chunk.eval()
 
     def shutdown(self) -> bool:
-        self.release_shared_bucket()
+        """Release shared memory and the process groups."""
+        self.sender.release()
         return super().shutdown()
 
+    # ------------------------------------------------------------ the reference
 
-def _reduced(
-    results: Sequence[MicrobatchResult], loss_fn: LossFunction
-) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Metrics over all microbatches, and of each."""
-    parts = [{"loss": result.loss, **result.metrics} for result in results]
-    reduced = reduce_metrics(parts, [result.samples for result in results], reductions_of(loss_fn))
-    of_microbatches = {name: [part[name] for part in parts if name in part] for name in reduced}
-    loss = sum(result.loss for result in results)
-    return {**{name: float(value) for name, value in reduced.items()}, "loss": loss}, of_microbatches
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, temperature: float = 1.0
+    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+        """Return `reference_logprobs` [B, S] of the rows' own tokens under the reference."""
+        # The reference routes tokens to experts of its own.
+        data = data.with_entries({name: values for name, values in data.items() if name != ROUTED_EXPERTS})
+        with self.reference_weights():
+            return BatchedDataDict(reference_logprobs=self._score(data, micro_batch_size, temperature))
+
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """Inside, the model computes what the reference does. The current weights return, whatever happens."""
+        if self.reference is None:
+            raise UserError("the policy was built without reference weights (keep_reference=True)")
+        self.settle_weights()
+        with self.reference.in_place():
+            yield
+
+    def move_reference(self, alpha: float) -> None:
+        """Set the reference to (1 − alpha) · reference + alpha · policy; from then on checkpoints hold it."""
+        assert isinstance(self.reference, KeptWeights), "the policy was built without a reference that can move"
+        self.settle_weights()
+        self.reference.move(alpha)
+
+    # ------------------------------------------------------------ checkpoints and exports
+
+    def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any], wait: bool = True) -> Path | None:
+        """Write a checkpoint; as `PolicyCheckpoint.save`."""
+        return self.checkpoint.save(directory, step, state, wait)
+
+    def load_checkpoint(self, iteration: Path, allow_partial: bool = False) -> Restored:
+        """Restore a checkpoint; as `PolicyCheckpoint.load`."""
+        return self.checkpoint.load(iteration, allow_partial)
+
+    def export_hf(self, destination: Path) -> None:
+        """Write the current weights, adapters merged into them, as a Hugging Face model directory. Collective."""
+        self.settle_weights()
+        write_hf_directory(
+            export_hf_weights(self.model, first_only=True),
+            destination,
+            self.config.model.path,
+            self.hf_config,
+            is_writer=self.is_writer,
+            chat_template=self.config.data.read_chat_template(),
+        )
+        torch.distributed.barrier()
+
+    def export_adapters(self, destination: Path) -> None:
+        """Write the current adapters as a PEFT directory. Collective."""
+        lora = self.model.lora
+        assert lora is not None, "the model has no adapters"
+        self.settle_weights()
+        write_peft_directory(
+            export_adapters(self.model, first_only=True),
+            destination,
+            self.config.model.path,
+            lora.settings,
+            is_writer=self.is_writer,
+            chat_template=self.config.data.read_chat_template(),
+        )
+        torch.distributed.barrier()
+
+    # ------------------------------------------------------------ generation by the policy's own weights
+
+    def prepare_for_generation(
+        self,
+        params: SamplingParams | None = None,
+        max_sequence_length: int | None = None,
+        tokenizer: Any = None,
+        max_batch_size: int = 64,
+    ) -> bool:
+        """Make ready for `generate`, with the current weights.
+
+        Args:
+            params: how tokens are drawn. If left out: as in the call before, or as a GRPO configuration says.
+            max_sequence_length: of prompt and response together; `data.max_sequence_length` if left out.
+            tokenizer: the model directory's own if left out.
+
+        Raises:
+            ContractError: nothing says how tokens are drawn.
+        """
+        self.weights_away.restore()
+        if params is None and self.generation is not None:
+            return self.generation.prepare_for_generation()
+        tokenizer = tokenizer or load_tokenizer(self.config.model.path, self.config.model.trust_remote_code)
+        if params is not None:
+            limit = max_sequence_length or self.config.data.max_sequence_length
+            self.generation = MegatronGeneration(self.model, params, limit, tokenizer, max_batch_size)
+        elif isinstance(self.config, RLConfig):
+            self.generation = megatron_generation_of(self.config, self, tokenizer)
+        else:
+            raise ContractError("prepare_for_generation: give SamplingParams; the configuration is not GRPO's")
+        return self.generation.prepare_for_generation()
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Generate a response to each row with the current weights; as `MegatronGeneration.generate`."""
+        self.require("generate", self.weights_away)
+        if self.generation is None:
+            self.prepare_for_generation()
+        assert self.generation is not None
+        return self.generation.generate(data, greedy)
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Release what generation holds."""
+        return self.generation is None or self.generation.finish_generation()
+
+    # ------------------------------------------------------------ memory and weights, for inference engines
+
+    def offload_before_refit(self) -> int:
+        """Move the optimizer's state to the host and drop the gradient buffers; returns the device bytes freed."""
+        return self.memory.offload_training_state()
+
+    def offload_after_refit(self) -> int:
+        """Move the weights to the host too; returns the device bytes freed."""
+        self.sender.release()
+        return self.memory.offload_all()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Inside, the policy is ready for training. If its weights were offloaded, everything is again afterwards."""
+        was_away = self.weights_away.is_away
+        self.prepare_for_training()
+        try:
+            yield
+        finally:
+            if was_away:
+                self.offload_after_refit()
+
+    def prepare_refit_info(self, adapters_only: bool = False) -> RefitInfo:
+        """Return name → (shape, dtype) of what is sent; as `WeightSender.info`."""
+        return self.sender.info(adapters_only)
+
+    def adapter_settings(self) -> dict[str, Any]:
+        """Return the arguments of PEFT's `LoraConfig` for the adapters; as `WeightSender.adapter_settings`."""
+        return self.sender.adapter_settings()
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> None:
+        """Open a group with the engine's processes; as `WeightSender.connect`."""
+        self.sender.connect(ip, port, world_size)
+
+    def broadcast_weights_for_collective(self, bucket_bytes: int = BUCKET_BYTES, adapters_only: bool = False) -> None:
+        """Send all weights to the engine's processes; as `WeightSender.broadcast`."""
+        self.require_weights("broadcast_weights_for_collective")
+        self.sender.broadcast(bucket_bytes, adapters_only)
+
+    def prepare_weights_for_ipc(self, bucket_bytes: int = BUCKET_BYTES, adapters_only: bool = False) -> list[list[str]]:
+        """Return keys in groups of at most `bucket_bytes`, to be asked for one group after the other."""
+        return self.sender.buckets(bucket_bytes, adapters_only)
+
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        """Return handles on shared memory with these tensors; as `WeightSender.share`."""
+        self.require_weights("get_weights_ipc_handles")
+        return self.sender.share(keys)
+
+
+def _global_batches(data: BatchedDataDict[Any], gbs: int | None) -> list[BatchedDataDict[Any]]:
+    """Cut `data` into global batches of `gbs` rows; one of all rows if that is None.
+
+    Raises:
+        ContractError: no rows, or rows that do not make whole global batches.
+    """
+    total = share_of(data).total
+    size = total if gbs is None else gbs
+    if total == 0:
+        raise ContractError("train: the batch has no rows")
+    if isinstance(data, OwnRows):
+        if size != total:
+            raise ContractError(f"train: a replica's own rows are of one global batch; it has {total} rows")
+        return [data]
+    if size < 1 or total % size:
+        raise ContractError(f"train: {total} rows do not make whole global batches of gbs={size}")
+    return [data.slice(start, start + size) for start in range(0, total, size)]
+
+
+@dataclass(frozen=True)
+class MicrobatchResult:
+    """Results of a microbatch: its loss, its rows, its rows that count, and the loss's metrics."""
+
+    loss: float
+    rows: int
+    samples: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class MicrobatchResults:
+    """Results of all microbatches of a batch, of all replicas; the same on every rank."""
+
+    parts: tuple[MicrobatchResult, ...] = ()
+
+    def __add__(self, others: MicrobatchResults) -> MicrobatchResults:
+        return MicrobatchResults(self.parts + others.parts)
+
+    @property
+    def loss(self) -> float:
+        """The loss of the batch: losses of microbatches add up."""
+        return sum(part.loss for part in self.parts)
+
+    @property
+    def rows(self) -> int:
+        """Rows that went through the loss."""
+        return sum(part.rows for part in self.parts)
+
+    def metrics(self, loss_fn: LossFunction) -> dict[str, float]:
+        """Return the loss's metrics over the batch, and the `loss`."""
+        samples = [part.samples for part in self.parts]
+        reduced = reduce_metrics(self._metrics_of_parts(), samples, reductions_of(loss_fn))
+        return {**{name: float(value) for name, value in reduced.items()}, "loss": self.loss}
+
+    def by_microbatch(self) -> dict[str, list[float]]:
+        """Return each metric's values in all microbatches that have it."""
+        parts = self._metrics_of_parts()
+        names = dict.fromkeys(name for part in parts for name in part)
+        return {name: [part[name] for part in parts if name in part] for name in names}
+
+    def _metrics_of_parts(self) -> list[dict[str, float]]:
+        return [{"loss": part.loss, **part.metrics} for part in self.parts]
+
+
+def all_gather_results(
+    topology: Topology,
+    loss_fn: LossFunction,
+    microbatches: Sequence[Microbatch],
+    outputs: Sequence[dict[str, Any]],
+    names_of_all: Acquainted,
+) -> MicrobatchResults:
+    """Gather the results of all data-parallel ranks, without fillers, with one wait of the host for the device.
+
+    Args:
+        outputs: of the loss's head for each of `microbatches`; [] on all pipeline stages but the last.
+        names_of_all: exchanges the names of metrics; the same object in every step.
+
+    Raises:
+        ContractError: a metric is not a number; on every rank.
+    """
+    own_names = _names_of(type(loss_fn).__name__, outputs)
+    everyone = names_of_all.gather(own_names) if torch.distributed.get_world_size() > 1 else [own_names]
+    if errors := [found for found in everyone if isinstance(found, str)]:
+        raise ContractError(errors[0])
+    names = sorted({name for found in everyone for name in found})
+    width = 4 + 2 * len(names)
+    rows = [_as_row(microbatch, output, names) for microbatch, output in zip(microbatches, outputs, strict=False)]
+    own = torch.stack(rows) if rows else torch.zeros(len(microbatches), width, dtype=torch.float64)
+    everything = all_gather(own.to(platform.device()), topology.data.group).flatten(0, 1)
+    table = all_reduce(everything, topology.pipeline.group).tolist()
+    results = []
+    for counts, loss, num_rows, samples, *values in table:
+        if counts:
+            metrics = {
+                name: value
+                for name, value, present in zip(names, values[: len(names)], values[len(names) :], strict=True)
+                if present
+            }
+            results.append(MicrobatchResult(loss, int(num_rows), samples, metrics))
+    return MicrobatchResults(tuple(results))
+
+
+def explain_nonfinite(loss: float, outputs: Sequence[dict[str, Any]], indices: Sequence[int]) -> str:
+    """Say at which row and position the first log-probability is not finite. Collective.
+
+    Args:
+        indices: numbers in the global batch of the rows that this rank has.
+    """
+    found = None
+    for output in outputs:
+        if "logprobs" in output and (place := locate_nonfinite(output["logprobs"].cpu(), output["mask"].cpu())):
+            found = f"row {indices[output['rows'][place[0]]]} of the global batch, position {place[1]}"
+            break
+    places = [f"rank {rank}: {place}" for rank, place in enumerate(gather_objects(found)) if place]
+    return f"the loss is {loss}" + (f"; first bad log-probability at {places[0]}" if places else "")
+
+
+def _names_of(loss_name: str, outputs: Sequence[dict[str, Any]]) -> list[str] | str:
+    """Return the names of all metrics, or an error about one of them."""
+    for output in outputs:
+        for name, value in output["metrics"].items():
+            if not (isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)):
+                found = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                return f"{loss_name}: metric {name!r} is {found}; return numbers, one metric an element"
+    return sorted({name for output in outputs for name in output["metrics"]})
+
+
+def _as_row(microbatch: Microbatch, output: dict[str, Any], names: Sequence[str]) -> Tensor:
+    """Return the row of a microbatch: whether it counts, loss, rows, valid samples, metrics, which metrics it has."""
+    metrics = output["metrics"]
+    numbers = [
+        float(microbatch.counts),
+        output["loss"],
+        len(microbatch.rows),
+        microbatch.data["sample_mask"].sum(),
+        *(metrics.get(name, 0.0) for name in names),
+        *(float(name in metrics) for name in names),
+    ]
+    device = platform.device()
+    return torch.stack([torch.as_tensor(n, device=device).double().detach().reshape(()) for n in numbers])

@@ -16,10 +16,10 @@ class TrainingMemory:
     """The device memory that a policy can give up for a while.
 
     Args:
-        weights: the offload of its weights.
-        parameters: gives them.
+        weights: the offload of the policy's weights.
+        parameters: returns the weights.
         optimizer: None for a policy that is not trained.
-        offloads_optimizer: what the optimizer keeps is on the host but where `optimizer_at_hand` has it back.
+        offloads_optimizer: keep the optimizer's state on the host outside of `optimizer_on_device`.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class TrainingMemory:
         # A simulated storage cannot be emptied; what it would come to is reckoned afterwards.
         self.offloads_optimizer = offloads_optimizer and optimizer is not None and not platform.simulates()
         self.between_steps = Offload(keep=True)
-        with self.optimizer_at_hand():
-            pass  # it goes already before the first step
+        with self.optimizer_on_device():
+            pass  # the state is offloaded before the first step too
 
     @contextmanager
-    def optimizer_at_hand(self) -> Iterator[None]:
-        """Inside, the optimizer's state is on the device, unless `give_up_training` has moved it."""
+    def optimizer_on_device(self) -> Iterator[None]:
+        """Inside, the optimizer's state is on the device, unless `offload_training_state` has moved it."""
         self.between_steps.restore()
         try:
             yield
@@ -53,13 +53,13 @@ class TrainingMemory:
         for offload in (self.weights, self.optimizer, self.gradients):
             offload.restore()
 
-    def give_up_training(self) -> int:
-        """The optimizer's state goes to the host, the gradient buffers go; returns the device bytes freed."""
+    def offload_training_state(self) -> int:
+        """Move the optimizer's state to the host and drop the gradient buffers; returns the device bytes freed."""
         if self.trained_by is None:
             return 0
         freed = self.gradients.offload(gradient_buffers(self.chunks))
         return freed + self.optimizer.offload(optimizer_tensors(self.trained_by, self.parameters()))
 
-    def give_up_all(self) -> int:
-        """The weights go to the host too; returns the device bytes freed."""
-        return self.give_up_training() + self.weights.offload(self.parameters())
+    def offload_all(self) -> int:
+        """Move the weights to the host too; returns the device bytes freed."""
+        return self.offload_training_state() + self.weights.offload(self.parameters())

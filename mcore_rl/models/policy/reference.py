@@ -8,10 +8,10 @@ import hashlib
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -25,9 +25,14 @@ from mcore_rl.distributed.batched_data_dict import OwnRows
 from mcore_rl.distributed.collectives import broadcast_object, gather_on_first
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.checkpoint.writer import SaveError, on_first_rank
+from mcore_rl.models.megatron.lora_layers import adapters_in
+from mcore_rl.models.megatron.weights import adapters_of
 from mcore_rl.models.policy.scoring import ScoringModel
 from mcore_rl.run.identity import digest_of_weights
 from mcore_rl.utils.console import Progress, Say
+
+if TYPE_CHECKING:
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
 
 class Reference(Protocol):
@@ -69,20 +74,20 @@ class KeptWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        exchanged = list[tuple[Tensor, Tensor]]()
+        swapped = list[tuple[Tensor, Tensor]]()
         try:
             for tensor, kept in zip(self.tensors, self.kept, strict=True):
-                exchange(tensor, kept)
-                exchanged.append((tensor, kept))
+                swap_tensors(tensor, kept)
+                swapped.append((tensor, kept))
             yield
         finally:
-            for tensor, kept in reversed(exchanged):
-                exchange(tensor, kept)
+            for tensor, kept in reversed(swapped):
+                swap_tensors(tensor, kept)
             platform.synchronize_stream()  # a checkpoint reads what is kept without asking the device
 
 
 @torch.no_grad()
-def exchange(tensor: Tensor, kept: Tensor) -> None:
+def swap_tensors(tensor: Tensor, kept: Tensor) -> None:
     """The values of each go to the other, one tensor more on the device meanwhile."""
     current = tensor.clone()
     tensor.copy_(kept, non_blocking=True)
@@ -120,9 +125,64 @@ class AdaptersOff:
             adapter.enabled = enabled
 
 
+def initial_reference(model: ScoringModel, adapters_are_trained: bool) -> Reference:
+    """Return the reference of a policy whose weights are those of now.
+
+    Args:
+        adapters_are_trained: whether the model's adapters, if there are some, compute anything but zeros.
+    """
+    if model.model.lora is None:
+        return KeptWeights(model.parameters())
+    if adapters_are_trained or model.config.reference_sync_of is not None:
+        return KeptWeights(adapters_in(model.model))
+    return AdaptersOff(adapters_of(model.model).values())
+
+
 DIGEST_BYTES = hashlib.sha256().digest_size
 """At the end of a stored file: the digest of what stands before."""
 ITEM_BYTES = np.dtype(np.float32).itemsize
+
+
+class ReferenceLogprobs(Protocol):
+    """Log-probabilities of records under the reference, wherever they come from."""
+
+    def logprobs(self, rows: OwnRows[Any], units: TokenStore, indices: Sequence[int]) -> Tensor:
+        """Return [B, S] log-probabilities of the `rows` of these records; column t scores token t."""
+        ...
+
+
+class SwappedReference:
+    """Computes with the reference's weights in the policy's place."""
+
+    def __init__(self, policy: MegatronPolicy) -> None:
+        self.policy = policy
+
+    def logprobs(self, rows: OwnRows[Any], units: TokenStore, indices: Sequence[int]) -> Tensor:
+        logprobs: Tensor = self.policy.get_reference_policy_logprobs(rows)["reference_logprobs"]
+        return logprobs
+
+
+class SecondModel:
+    """Computes with a second model, which stays in memory."""
+
+    def __init__(self, model: ScoringModel) -> None:
+        self.model = model
+
+    def logprobs(self, rows: OwnRows[Any], units: TokenStore, indices: Sequence[int]) -> Tensor:
+        logprobs: Tensor = self.model.get_logprobs(rows)["logprobs"]
+        return logprobs
+
+
+class StoredLogprobs:
+    """Reads log-probabilities that were computed before training."""
+
+    def __init__(self, stored: Sequence[tuple[TokenStore, PrecomputedReference]]) -> None:
+        self.stored = stored
+
+    def logprobs(self, rows: OwnRows[Any], units: TokenStore, indices: Sequence[int]) -> Tensor:
+        of_dataset = next(logprobs for known, logprobs in self.stored if known is units)
+        size = units.sequences_per_unit
+        return of_dataset.rows([size * index + n for index in indices for n in range(size)], rows["input_ids"].shape[1])
 
 
 class PrecomputedReference:

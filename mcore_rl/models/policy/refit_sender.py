@@ -14,12 +14,14 @@ from mcore_rl.models.megatron.lora import LoRA, shapes_of
 from mcore_rl.models.megatron.lora_layers import export_adapters
 from mcore_rl.models.megatron.weights import export_hf_weights, weights_of
 
+BUCKET_BYTES = 512 * 1024**2
 
-class WeightHandover:
-    """A model's weights for an engine: by a collective with its processes, or in shared memory. Collective.
+
+class WeightSender:
+    """Sends a model's weights to an engine: by a collective with its processes, or in shared memory. Collective.
 
     Args:
-        seconds: that the engine's processes have to join, and a collective with them may take.
+        seconds: limit for the engine's processes to join, and for a collective with them.
     """
 
     def __init__(self, model: BuiltModel, seconds: float) -> None:
@@ -31,7 +33,10 @@ class WeightHandover:
         self._devices = Acquainted()
 
     def info(self, adapters_only: bool = False) -> RefitInfo:
-        """Return names, shapes and types of the tensors that are sent, in their order.
+        """Return name → (shape, dtype) of the tensors that are sent, in their order.
+
+        Args:
+            adapters_only: of the adapters alone, under their names in PEFT's files.
 
         Raises:
             RuntimeError: only adapters are wanted, and the model has none.
@@ -44,7 +49,8 @@ class WeightHandover:
         return {name: (shape, torch.float32 if name in wide else dtype) for name, shape in family.shapes().items()}
 
     def adapter_settings(self) -> dict[str, Any]:
-        """
+        """Return the arguments of PEFT's `LoraConfig` for the adapters: `r`, `lora_alpha`, `target_modules`, …
+
         Raises:
             RuntimeError: the model has no adapters.
         """
@@ -56,18 +62,24 @@ class WeightHandover:
         return self.model.lora
 
     def connect(self, ip: str, port: int, world_size: int) -> None:
-        """
+        """Open a group with the engine's processes, ranks 1 … world_size − 1 of it.
+
         Raises:
-            RuntimeError: the engine's processes did not come.
+            RuntimeError: they did not join within `seconds`.
         """
         if self.rank == 0:
             self._group = RefitGroup.join(ip, port, 0, world_size, self.seconds)
         self.is_connected = True
 
     def broadcast(self, bucket_bytes: int, adapters_only: bool = False) -> None:
-        """
+        """Send all weights, gathered one at a time, in buckets of at most `bucket_bytes`.
+
+        Args:
+            adapters_only: send the adapters as they are, not the model's weights with adapters merged into them; as
+                `info` told the receivers.
+
         Raises:
-            RuntimeError: nobody is connected, or there are no adapters.
+            RuntimeError: `connect` was not called, or there are no adapters.
         """
         if not self.is_connected:
             raise RuntimeError("broadcast_weights_for_collective: call init_collective first")
@@ -80,10 +92,21 @@ class WeightHandover:
         send_weights(tensors, info, self._group, bucket_bytes)
 
     def buckets(self, bucket_bytes: int, adapters_only: bool = False) -> list[list[str]]:
+        """Return the names of tensors in groups of at most `bucket_bytes`."""
         return plan_buckets(self.info(adapters_only), bucket_bytes)
 
     def share(self, keys: list[str]) -> dict[str, Any]:
-        """
+        """Write tensors into a block of shared memory on every device; blocks of the call before are released.
+
+        An engine's process takes the block of the device that it runs on.
+
+        Args:
+            keys: names of the model's tensors, or of the adapters'.
+
+        Returns:
+            Device (a GPU's UUID, or "cpu", which one block serves) → handle: on the first rank of all devices, on
+            another rank of its own block, if it holds one.
+
         Raises:
             ValueError: a key that the model does not have.
         """
@@ -106,7 +129,7 @@ class WeightHandover:
         return {device: handle for part in everyones for device, handle in part.items()} if self.rank == 0 else own
 
     def release(self) -> None:
-        """Let go of this rank's last block of shared memory."""
+        """Release this rank's block of shared memory."""
         if self._shared is not None:
             self._shared.release()
         self._shared = None
