@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -28,6 +29,8 @@ class LossType(enum.Enum):
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
 
+
+LossT = TypeVar("LossT")
 
 Reduction = Literal["sum", "mean", "min", "max"]
 """How a metric of several calls becomes one; mean: weighted by the valid samples of each call."""
@@ -73,8 +76,6 @@ class LossFunction(Protocol):
 
 
 EPSILON = 1e-8
-
-_NOT_GIVEN: Any = object()
 
 
 def masked_sum(
@@ -140,23 +141,19 @@ def locate_nonfinite(
     return None if len(bad) == 0 else (int(bad[0, 0]), int(bad[0, 1]) + 1)
 
 
-def _is_batch(data: Any) -> bool:
-    return isinstance(data, Mapping)
-
-
 class LogprobLoss(LossFunction):
     """A loss of next-token log-probabilities. Subclasses write `from_logprobs`.
 
     Called with logits, it computes the log-probabilities (over vocabulary and context shards) first.
     On the CPU a log-probability that counts and is not finite raises, naming row and position; on a GPU
-    that check would wait for the device, and `locate_nonfinite` is there for the caller.
+    that check would wait for the device, and the caller can use `locate_nonfinite`.
 
-    Who has log-probabilities already may ask `takes_logprobs` and call `from_logprobs` instead.
+    A policy, which has log-probabilities, asks `takes_logprobs` and calls `from_logprobs`.
     """
 
     needs_entropy = False
     reads_counted_tokens_only = False
-    """Declared by each class for itself: `from_logprobs` never looks at tokens that the masks leave out.
+    """Whether `from_logprobs` never reads tokens that the masks leave out; each class declares it for itself.
 
     A policy then gives it 0 there and saves their part of the LM head.
     """
@@ -165,7 +162,7 @@ class LogprobLoss(LossFunction):
     def __call__(
         self,
         next_token_logits: Any = None,
-        data: Any = _NOT_GIVEN,
+        data: Any = None,
         global_valid_seqs: Tensor | None = None,
         global_valid_toks: Tensor | None = None,
         vocab_parallel_rank: int | None = None,
@@ -175,33 +172,29 @@ class LogprobLoss(LossFunction):
         next_token_logprobs: Tensor | None = None,
         **named_options: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """From logits [B, S / CP, V / TP]; or `(data, …, next_token_logprobs=…)`, the reference's present form.
+        """Compute the loss from logits [B, S / CP, V / TP], or from `next_token_logprobs` [B, S − 1].
 
         Under context parallelism every rank computes the whole loss, and gradients are summed over the ranks:
         divide the loss by their number (see `gather_context_parallel`).
+
+        Args:
+            options, named_options: further arguments of `from_logprobs`.
 
         Raises:
             ContractError: keys, shapes or counts that do not fit.
             ValueError: a log-probability that counts is not finite (CPU only).
         """
-        if next_token_logprobs is not None:
-            if _is_batch(next_token_logits):  # positional arguments begin with the data
-                if data is not _NOT_GIVEN:
-                    global_valid_toks = global_valid_toks if global_valid_seqs is None else global_valid_seqs
-                    global_valid_seqs = data
-                data = next_token_logits
-            if not _is_batch(data):
-                raise ContractError(f"{type(self).__name__}: give data beside next_token_logprobs")
-            self.refuse_nonfinite(next_token_logprobs, data)
-            logprobs, entropy = next_token_logprobs, None
-        else:
-            if not isinstance(next_token_logits, Tensor) or not _is_batch(data):
-                raise ContractError(f"{type(self).__name__}: give next_token_logits and data, or next_token_logprobs")
-            logprobs, entropy = self.next_token_logprobs(
+        if data is None or isinstance(data, Tensor) or (next_token_logits is None) == (next_token_logprobs is None):
+            raise ContractError(f"{type(self).__name__}: give data, and next_token_logits or next_token_logprobs")
+        entropy = None
+        if next_token_logprobs is None:
+            next_token_logprobs, entropy = self.next_token_logprobs(
                 next_token_logits, data, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
             )
+        else:
+            self.refuse_nonfinite(next_token_logprobs, data)
         return self.from_logprobs(
-            logprobs, data, global_valid_seqs, global_valid_toks, entropy, *options, **named_options
+            next_token_logprobs, data, global_valid_seqs, global_valid_toks, entropy, *options, **named_options
         )
 
     def next_token_logprobs(
@@ -259,39 +252,25 @@ class LogprobLoss(LossFunction):
             )
 
 
-class Configured(LossFunction):
-    """A loss with `options`, which are attributes of the loss too: ported code reads them, and may set them."""
+def reads_options(options: type[LossOptions]) -> Callable[[type[LossT]], type[LossT]]:
+    """Give a class of losses a read-only attribute for each of its `options`, and for their other names.
 
-    options: LossOptions
+    Code that is ported from the reference reads `loss_fn.ratio_clip_min`; here the value is in `loss_fn.options`.
+    """
+    names = {**options.aliases, **{field.name: field.name for field in fields(options)}}
 
-    def configure(self, options: Any) -> None:
-        """Take these options, and whatever follows from them."""
-        object.__setattr__(self, "options", options)
+    def with_attributes(kind: type[LossT]) -> type[LossT]:
+        for name, option in names.items():
+            setattr(kind, name, property(attrgetter(f"options.{option}")))
+        return kind
 
-    def __getattr__(self, name: str) -> Any:
-        if (option := self._option(name)) is None:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self.options, option)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if (option := self._option(name)) is not None:
-            self.configure(replace(self.options, **{option: value}))
-        else:
-            object.__setattr__(self, name, value)
-
-    def _option(self, name: str) -> str | None:
-        """The option that is meant by `name`, which may be another version's; None if there is none."""
-        options = vars(self).get("options")  # not there before `configure`, nor while a copy is unpickled
-        if options is None:
-            return None
-        name = options.aliases.get(name, name)
-        return name if name in options.__dataclass_fields__ else None
+    return with_attributes
 
 
 def takes_logprobs(loss_fn: Any) -> bool:
-    """True where calling `loss_fn` with logits is the same as calling its `from_logprobs`.
+    """Return whether calling `loss_fn` with logits is the same as calling its `from_logprobs`.
 
-    Not of a subclass that has its own `__call__` or its own way to log-probabilities: that must run.
+    It is not for a subclass with its own `__call__` or `next_token_logprobs`: that one is called with logits.
     """
     kind = type(loss_fn)
     return (
@@ -303,18 +282,12 @@ def takes_logprobs(loss_fn: Any) -> bool:
 
 
 def takes_hidden_states(loss_fn: Any) -> bool:
-    """True where the class of `loss_fn` has a `from_hidden_states` that is the same as calling it with logits.
-
-    Not of a subclass that has its own `__call__`: that must run.
-    """
-    owner = next(
-        kind for kind in type(loss_fn).__mro__ if "__call__" in vars(kind) or "from_hidden_states" in vars(kind)
-    )
-    return {"__call__", "from_hidden_states"} <= vars(owner).keys()
+    """Return whether the class of `loss_fn` itself declares `takes_hidden_states`; a subclass may need its logits."""
+    return bool(vars(type(loss_fn)).get("takes_hidden_states", False))
 
 
 def reads_counted_tokens_only(loss_fn: Any) -> bool:
-    """True where the class of `loss_fn` says so itself: a subclass may look at more than the class it extends."""
+    """Return whether the class of `loss_fn` itself declares it; a subclass may read more than the class it extends."""
     return bool(vars(type(loss_fn)).get("reads_counted_tokens_only", False))
 
 

@@ -18,9 +18,10 @@ from mcore_rl.distributed.logprobs import vocab_parallel_logprobs
 from mcore_rl.distributed.packs import gather_context_parallel, slice_context_parallel
 from mcore_rl.errors import ContractError
 from mcore_rl.losses.common import (
-    Configured,
+    LossFunction,
     LossType,
     masked_mean,
+    reads_options,
     require_count,
     require_keys,
     require_shape,
@@ -49,7 +50,8 @@ class DistillationLossDataDict(TypedDict):
     teacher_topk_indices: Tensor
 
 
-class _Distillation(Configured):
+@reads_options(DistillationOptions)
+class _Distillation(LossFunction):
     """The part that both kinds share: the loss from divergences of tokens."""
 
     loss_type = LossType.TOKEN_LEVEL
@@ -57,7 +59,7 @@ class _Distillation(Configured):
     options: DistillationOptions
 
     def __init__(self, cfg: DistillationLossConfig | DistillationOptions) -> None:
-        self.configure(DistillationOptions.from_config(cfg, type(self).__name__))
+        self.options = DistillationOptions.from_config(cfg, type(self).__name__)
 
     @property
     def _beta(self) -> float | None:
@@ -95,6 +97,7 @@ class DistillationLossFn(_Distillation):
     vocabulary, and the teacher's outside the k tokens are e⁻¹⁰⁰.
     """
 
+    takes_hidden_states = True
     required_keys = tuple(DistillationLossDataDict.__annotations__)
 
     def __call__(
@@ -207,6 +210,8 @@ class WholeVocabularyDistillationLossFn(_Distillation):
     For a policy, which tells of its microbatches before they go through it, and whose layout the teacher must have.
     Tokens that the smaller of the two vocabularies lacks (rows of the larger LM head) are left out.
     """
+
+    takes_hidden_states = True
 
     def __init__(self, cfg: DistillationLossConfig | DistillationOptions, teacher: Teacher) -> None:
         super().__init__(cfg)

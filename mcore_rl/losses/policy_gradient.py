@@ -15,13 +15,13 @@ from torch import Tensor
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import ContractError
 from mcore_rl.losses.common import (
-    Configured,
     LogprobLoss,
     LossFunction,
     LossType,
     Reduction,
     masked_mean,
     masked_sum,
+    reads_options,
     require_count,
     require_keys,
     require_shape,
@@ -188,7 +188,8 @@ Mean = Callable[[Tensor], Tensor]
 """From values [B, S − 1] to a number that adds up over microbatches."""
 
 
-class ClippedPGLossFn(Configured, LogprobLoss):
+@reads_options(ClippedPGOptions)
+class ClippedPGLossFn(LogprobLoss):
     """E[max(−A·r, −A·clamp(r, 1 − ε_min, 1 + ε_max))] + β·KL(π ‖ π_ref), r = π / π_prev.
 
     PPO (arXiv:1707.06347), GRPO (arXiv:2402.03300) and their kin: see `ClippedPGOptions`, whose values are also
@@ -206,10 +207,7 @@ class ClippedPGLossFn(Configured, LogprobLoss):
     options: ClippedPGOptions
 
     def __init__(self, cfg: ClippedPGLossConfig | ClippedPGOptions) -> None:
-        self.configure(ClippedPGOptions.from_config(cfg, type(self).__name__))
-
-    def configure(self, options: ClippedPGOptions) -> None:
-        super().configure(options)
+        options = self.options = ClippedPGOptions.from_config(cfg, type(self).__name__)
         self.loss_type = LossType.TOKEN_LEVEL if options.token_level_loss else LossType.SEQUENCE_LEVEL
         self.needs_entropy = options.entropy_bonus > 0
         left_out = set() if options.kl_in_loss else {"reference_policy_logprobs"}
@@ -220,12 +218,8 @@ class ClippedPGLossFn(Configured, LogprobLoss):
 
     @property
     def use_cispo(self) -> bool:
-        """`clip_type`, under the name that other versions of the reference have for it."""
+        """`clip_type`, under its name in other versions of the reference."""
         return self.options.clip_type == "cispo"
-
-    @use_cispo.setter
-    def use_cispo(self, value: bool) -> None:
-        self.clip_type = "cispo" if value else "ppo"
 
     def from_logprobs(
         self,

@@ -17,13 +17,13 @@ from torch.distributed import ProcessGroup
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import ContractError
 from mcore_rl.losses.common import (
-    Configured,
     LogprobLoss,
     LossFunction,
     LossType,
     NLLLoss,
     masked_mean,
     masked_sum,
+    reads_options,
     require_count,
     require_keys,
     require_shape,
@@ -162,7 +162,8 @@ class BradleyTerryLoss(PreferenceLoss):
         return loss, accuracy, chosen_mean, rejected_mean
 
 
-class DPOLossFn(Configured, LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called with logits, not rewards
+@reads_options(DPOOptions)
+class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called with logits, not rewards
     """Direct preference optimization (arXiv:2305.18290) and its kin, with an optional SFT term on the chosen rows.
 
     w_p · L_pref(r) + w_s · NLL(chosen), with r = Σ (logprob − reference logprob) over a row's tokens, or
@@ -175,13 +176,8 @@ class DPOLossFn(Configured, LogprobLoss, PreferenceLoss):  # type: ignore[misc] 
     required_keys: tuple[str, ...] = ("input_ids", "token_mask", "sample_mask", "reference_policy_logprobs")
     options: DPOOptions
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "_dpo_loss" in vars(cls):  # the reference's __call__ goes through it; here it would never run
-            raise ContractError(f"{cls.__name__}: override _per_pair or from_logprobs; _dpo_loss is only for callers")
-
     def __init__(self, cfg: DPOLossConfig | DPOOptions) -> None:
-        self.configure(DPOOptions.from_config(cfg, type(self).__name__))
+        self.options = DPOOptions.from_config(cfg, type(self).__name__)
         self.sft_loss = NLLLoss()
         if not self.options.needs_reference:
             self.required_keys = tuple(key for key in self.required_keys if key != "reference_policy_logprobs")
@@ -238,7 +234,10 @@ class DPOLossFn(Configured, LogprobLoss, PreferenceLoss):  # type: ignore[misc] 
         vocab_parallel_group: ProcessGroup | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The preference term alone: its loss, accuracy, and the mean rewards of chosen and rejected."""
+        """Compute the preference term: its loss, accuracy, and the mean rewards of chosen and rejected.
+
+        For callers that are ported; `from_logprobs` does not go through it.
+        """
         logprobs, _ = self.next_token_logprobs(
             next_token_logits, data, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
         )
@@ -363,7 +362,8 @@ def kto_reference_point(
     return (sequence_logprobs.detach() - reference_sequence_logprobs).mean().clamp(min=0)
 
 
-class KTOLossFn(Configured, LogprobLoss):
+@reads_options(KTOOptions)
+class KTOLossFn(LogprobLoss):
     """λ_D·(1 − σ(β(r − z₀))) for desirable rows, λ_U·(1 − σ(β(z₀ − r))) for the others.
 
     r = Σ (logprob − reference logprob); averaged over the sequences of the global batch.
@@ -376,7 +376,7 @@ class KTOLossFn(Configured, LogprobLoss):
     options: KTOOptions
 
     def __init__(self, cfg: KTOLossConfig | KTOOptions) -> None:
-        self.configure(KTOOptions.from_config(cfg, type(self).__name__))
+        self.options = KTOOptions.from_config(cfg, type(self).__name__)
 
     def from_logprobs(
         self,
