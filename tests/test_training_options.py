@@ -344,7 +344,7 @@ def test_asynchronous_decides_whether_a_save_is_waited_for(asynchronous, tmp_pat
     waited = []
     policy = SimpleNamespace(
         save_checkpoint=lambda directory, step, state, wait: waited.append(wait),
-        checkpoint=SimpleNamespace(finish=lambda wait: None),
+        checkpoint=SimpleNamespace(pending=None),
     )
     overrides = [f"checkpoint.asynchronous={str(asynchronous).lower()}"]
     config = load(SFTConfig, tmp_path, overrides, batch={"global_batch_size": 2})

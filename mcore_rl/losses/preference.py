@@ -179,7 +179,10 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
     def __init__(self, cfg: DPOLossConfig | DPOOptions) -> None:
         self.options = DPOOptions.from_config(cfg, type(self).__name__)
         self.sft_loss = NLLLoss()
-        if not self.options.needs_reference:
+        # Properties of the options, which every microbatch reads.
+        self.kinds, self.averages = self.options.preference_losses, self.options.averages
+        self.needs_reference = self.options.needs_reference
+        if not self.needs_reference:
             self.required_keys = tuple(key for key in self.required_keys if key != "reference_policy_logprobs")
 
     def from_logprobs(
@@ -214,7 +217,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
 
     def _parts(self, logprobs: Tensor, data: BatchedDataDict[Any], seqs: Tensor) -> dict[str, Tensor]:
         """Return each preference loss without its weight, if there are several."""
-        if len(kinds := self.options.preference_losses) == 1:
+        if len(self.kinds) == 1:
             return {}
         chosen, rejected = self.split_output_tensor(self._rewards(logprobs, data))
         mask, beta = sample_mask_of(data, logprobs)[::2], self.options.reference_policy_kl_penalty
@@ -222,7 +225,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
             f"preference_loss_{kind}": masked_mean(
                 self._of_kind(kind, chosen, rejected, beta), mask, global_normalization_factor=seqs / 2
             )
-            for kind in kinds
+            for kind in self.kinds
         }
 
     def _dpo_loss(
@@ -269,7 +272,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         beta: float,
     ) -> Float[Tensor, " pairs"]:
         """The weighted sum of the preference losses."""
-        kinds = self.options.preference_losses
+        kinds = self.kinds
         parts = [self._per_pair(chosen - rejected - margin, beta)] if kinds.keys() - OF_BOTH_REWARDS else []
         parts += [
             w * self._of_kind(kind, chosen, rejected, beta) for kind, w in kinds.items() if kind in OF_BOTH_REWARDS
@@ -278,7 +281,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
 
     def _per_pair(self, margin: Float[Tensor, " pairs"], beta: float) -> Float[Tensor, " pairs"]:
         """The weighted sum of those that look at the margin alone."""
-        kinds = self.options.preference_losses
+        kinds = self.kinds
         parts = [w * self._of_margin(kind, margin, beta) for kind, w in kinds.items() if kind not in OF_BOTH_REWARDS]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
@@ -313,13 +316,13 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
 
     def _rewards(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> Float[Tensor, " rows"]:
         """How much likelier each row became than under the reference, or how likely it is without one, in nats."""
-        if self.options.needs_reference:
+        if self.needs_reference:
             reference = data["reference_policy_logprobs"]
             require_shape("reference_policy_logprobs", reference, tuple(data["token_mask"].shape), self)
             logprobs = logprobs - reference[:, :-1].to(logprobs)
         mask = token_mask_of(data, logprobs)
         rewards = masked_sum(logprobs, mask, dim=-1)
-        return rewards / mask.sum(-1).clamp(min=1) if self.options.averages else rewards
+        return rewards / mask.sum(-1).clamp(min=1) if self.averages else rewards
 
 
 def _log_odds(logprob: Tensor) -> Tensor:

@@ -97,7 +97,8 @@ class RunCheckpoints:
 
     def poll(self, step: int, wait: bool = False) -> None:
         """Between two steps: commit what has been written meanwhile, notice what went wrong."""
-        self._or_fail(step, lambda: self.policy.checkpoint.finish(wait))
+        if self.policy.checkpoint.pending is not None:
+            self._or_fail(step, lambda: self.policy.checkpoint.finish(wait))
 
     def finish_alone(self, error: BaseException) -> None:
         """Finish or discard the pending checkpoint as this rank's run ends by `error`; not collective.

@@ -187,7 +187,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         Args:
             trained: the step whose weights the part begins with.
         """
-        updates, consumed = self.policy.checkpoint.updates_made, self.consumed_samples
+        updates, consumed = self.policy.updates_made, self.consumed_samples
         try:
             return part(step)
         except FloatingPointError as error:
@@ -200,7 +200,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             raise NotFiniteError(message) from None
         except TrainingError:  # on every rank alike
             checkpoints.poll(step, wait=True)
-            is_sound = self.policy.checkpoint.updates_made == updates and self.policy.checkpoint.can_be_saved
+            is_sound = self.policy.updates_made == updates and self.policy.checkpoint.can_be_saved
             if is_sound and trained > 0 and not checkpoints.has(trained):
                 checkpoints.save(trained, _state(consumed, best), wait=True)
             raise

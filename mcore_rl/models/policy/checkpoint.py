@@ -40,12 +40,6 @@ class PolicyCheckpoint:
         self.second, self.second_name = second, name
 
     @property
-    def updates_made(self) -> tuple[int, ...]:
-        """Steps of the optimizers, also of the second model's."""
-        second = () if self.second is None else self.second.checkpoint.updates_made
-        return (self.policy.scheduler.num_steps, *second)
-
-    @property
     def can_be_saved(self) -> bool:
         """Whether nothing that a checkpoint holds is offloaded for an inference engine."""
         return not (self.policy.weights_away.is_away or self.policy.memory.optimizer.is_away)

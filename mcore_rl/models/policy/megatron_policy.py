@@ -179,6 +179,12 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         """Return the metrics of the routers in the last `forward_backward`; {} without experts."""
         return {} if self._router_load is None else self._router_load.metrics()
 
+    @property
+    def updates_made(self) -> tuple[int, ...]:
+        """Steps in the schedules of this model and of the one that its checkpoints include."""
+        second = self.checkpoint.second
+        return (self.scheduler.num_steps, *(() if second is None else second.updates_made))
+
     def advance_schedule(self, steps: int = 1) -> None:
         """Count optimizer steps in the learning-rate schedule: those done, or those that there was no need for."""
         self.scheduler.step(increment=steps)

@@ -79,7 +79,10 @@ class ScoringModel:
         load_hf_weights(self.model, SafetensorsDirectory(config.model.path))
         if config.model.lora is not None:
             self.model = add_adapters(self.model, lora_of(config.model.lora, self.model.family, config.seed))
-        self.batching = replace(batching, attention_length=self._attention_length())
+        self._count_flops()
+        # The length at which attention costs as much as all else.
+        length = self._flops_per_token / self._flops_per_token_squared
+        self.batching = replace(batching, attention_length=length)
         self.chunks: list[Any] = list(self.model.chunks)
         self.weights_away = Offload(keep=True)
 
@@ -156,21 +159,17 @@ class ScoringModel:
         Args:
             before: tokens that each of them continues, which are seen but not computed again.
         """
-        family = self.model.family
         before = before or [0] * len(lengths)
         seen = sum((b + n) ** 2 - b**2 for n, b in zip(lengths, before, strict=True))
-        attention = 6 * family.num_layers * family.num_attention_heads * family.head_dim * seen
-        lora = self.model.lora
-        per_token = 6.0 * family.active_parameters()
-        if lora is not None:
-            per_token = 4.0 * family.active_parameters() + 6.0 * lora.active_parameters(family)
-        return per_token * sum(lengths) + attention
+        return self._flops_per_token * sum(lengths) + self._flops_per_token_squared * seen
 
-    def _attention_length(self) -> float:
-        """Tokens of a sequence at which attention costs as much as all else."""
-        one, two = self.training_flops([1]), self.training_flops([2])
-        of_attention = (two - 2 * one) / 2  # a·n + b·n² at n = 1 and 2
-        return (one - of_attention) / of_attention
+    def _count_flops(self) -> None:
+        """Set the operations per token, and those of attention per token squared."""
+        family, lora = self.model.family, self.model.lora
+        self._flops_per_token = 6.0 * family.active_parameters()
+        if lora is not None:
+            self._flops_per_token = 4.0 * family.active_parameters() + 6.0 * lora.active_parameters(family)
+        self._flops_per_token_squared = 6.0 * family.num_layers * family.num_attention_heads * family.head_dim
 
     def flops_of(self, data: BatchedDataDict[Any]) -> float:
         """`training_flops` of a global batch, in which common beginnings may go through the model once."""
