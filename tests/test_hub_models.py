@@ -101,7 +101,7 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self, refuses=None):
         super().__init__(("127.0.0.1", 0), _HubHandler)
-        self.refuses, self.private, self.files = refuses, None, {}
+        self.refuses, self.private, self.files, self.created = refuses, None, {}, 0
 
 
 class _HubHandler(BaseHTTPRequestHandler):
@@ -119,6 +119,7 @@ class _HubHandler(BaseHTTPRequestHandler):
             return self.answer(403, {"error": "You don't have the rights to do this"})
         if path == "/api/repos/create":
             asked = json.loads(body)  # by older clients, and newer ones
+            self.server.created += 1
             self.server.private = asked.get("private", asked.get("visibility") == "private")
             return self.answer(200, {"url": f"http://{self.headers['Host']}/someone/trained", "id": "someone/trained"})
         if path == "/api/validate-yaml":  # the head of a model card
@@ -137,6 +138,8 @@ class _HubHandler(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path.partition("?")[0] == self.server.refuses:
             return self.answer(403, {"error": "You don't have the rights to do this"})
+        if self.path == "/api/whoami-v2":
+            return self.answer(200, {"type": "user", "name": "someone", "orgs": []})
         if self.server.refuses == "/api/repos/create":  # because it is not there
             return self.answer(404, {"error": "Repository not found"})
         return self.answer(200, {"sha": COMMIT, "id": "someone/trained", "siblings": []})
@@ -146,6 +149,8 @@ class _HubHandler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
+        if status == 404:
+            self.send_header("X-Error-Code", "RepoNotFound")
         self.end_headers()
         self.wfile.write(text)
 
@@ -205,6 +210,28 @@ def test_whether_one_may_push_is_found_out_before_training(cache, tmp_path, reas
     assert done.returncode == 2
     assert done.stderr.startswith("error: checkpoint.push_to_hub: someone/trained is not to be written to (")
     assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.long
+def test_nothing_is_written_before_all_checks(cache, tmp_path):
+    """Neither a repository on the hub nor the token cache where a checkpoint is of another run."""
+    model = str(cache / "models--someone--tiny" / "snapshots" / COMMIT)
+    common = ["trainer.max_steps=1", f"output_dir={tmp_path / 'out'}", "checkpoint.push_to_hub=someone/trained"]
+    with hub_of() as (hub, endpoint):
+        dry = train(cache, model, *common, f"data.cache_dir={tmp_path / 'a'}", "--dry-run", endpoint=endpoint)
+        told = f"this was a dry run: it wrote tokenized data to {tmp_path / 'a'} (data.cache_dir) and nothing else"
+        assert dry.stdout.splitlines()[-1] == told, dry.stderr
+        dry = train(cache, model, *common, f"data.cache_dir={tmp_path / 'a'}", "--dry-run", endpoint=endpoint)
+        assert dry.stdout.splitlines()[-1] == "nothing was written: this was a dry run", dry.stderr
+        done = train(cache, model, *common[:2], "checkpoint.export_hf=false")
+        assert done.returncode == 0, done.stderr
+        refused = train(cache, model, *common, f"data.cache_dir={tmp_path / 'b'}", "seed=5", endpoint=endpoint)
+        assert refused.returncode == 2 and refused.stderr.startswith("error: seed: "), refused.stderr
+        assert hub.created == 0 and not (tmp_path / "b").exists()
+    with hub_of(refuses="/api/repos/create") as (_hub, endpoint):
+        foreign = train(cache, model, *common[:2], "checkpoint.push_to_hub=nobody/trained", endpoint=endpoint)
+    assert foreign.returncode == 2
+    assert "(the token is of someone, who is not nobody and not a member of it)" in foreign.stderr
 
 
 @pytest.mark.parametrize(

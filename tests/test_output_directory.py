@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import yaml
 from small_models import make_model
+from test_training_programs import run as run_program
 
 from mcore_rl.config import DPOConfig, RMConfig, SFTConfig, load_config
 from mcore_rl.errors import WorkerError
 from mcore_rl.run.directory import RunDirectory
 from mcore_rl.testing.processes import run_processes
-from mcore_rl.utils.checkpoint_store import CheckpointStore
+from mcore_rl.utils.checkpoint_store import CheckpointStore, step_of
 
 CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
 
@@ -374,6 +375,50 @@ def test_the_clock_saves_between_the_intervals(keep_last, left, files, tmp_path)
     assert text.count("checkpoint: ") == 5
     steps = [int(path.name[5:]) for path in CheckpointStore(tmp_path / "checkpoints").iterations()]
     assert steps == left
+
+
+KILLED = """
+import os
+from mcore_rl.platform import initialize_platform
+initialize_platform()
+from mcore_rl.algorithms.sft import train_sft
+from mcore_rl.algorithms.supervised import SupervisedRun
+from mcore_rl.cli.entry_point import run_script
+from mcore_rl.config import SFTConfig
+from mcore_rl.run.checkpoints import RunCheckpoints
+
+step, remove = SupervisedRun.step, RunCheckpoints._remove_passing
+
+def step_or_die(self, number):
+    if os.environ["KILLED_BEFORE"] == "the next step" and number == 4:
+        os._exit(9)
+    return step(self, number)
+
+def remove_or_die(self, newest):
+    if os.environ["KILLED_BEFORE"] == "the removal" and newest.name == "iter_0000002":
+        os._exit(9)
+    remove(self, newest)
+
+if __name__ == "__main__":
+    SupervisedRun.step, RunCheckpoints._remove_passing = step_or_die, remove_or_die
+    run_script("sft", SFTConfig, train_sft, "")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("killed_before", "found"), [("the next step", [2, 3]), ("the removal", [1, 2])])
+def test_a_restarted_run_removes_what_only_the_clock_saved(killed_before, found, files, tmp_path, monkeypatch):
+    """The run is killed while such a checkpoint is on disk, once after the commit of the one that replaces it."""
+    (tmp_path / "killed.py").write_text(KILLED)
+    overrides = ["checkpoint.save_minutes=1e-9", "checkpoint.save_interval=2", "checkpoint.asynchronous=false"]
+    overrides += [f"output_dir={tmp_path / 'out'}", "trainer.max_steps=6", "checkpoint.export_hf=false"]
+    store = CheckpointStore(tmp_path / "out" / "checkpoints")
+    monkeypatch.setenv("KILLED_BEFORE", killed_before)
+    killed = run_program(tmp_path / "killed.py", files / "config.yaml", *overrides, check=False)
+    assert killed.returncode == 9, killed.stderr_text
+    assert [step_of(path) for path in store.iterations()] == found
+    run(files, *overrides)
+    assert [step_of(path) for path in store.iterations()] == [2, 4, 6]
 
 
 # ------------------------------------------------------------------ two runs at once

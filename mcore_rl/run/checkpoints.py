@@ -12,7 +12,7 @@ from mcore_rl.errors import TrainingError, UserError, is_lost_peer
 from mcore_rl.models.megatron.checkpoint.checkpoint import SaveError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.run.identity import RunIdentity, architecture_changes, architecture_of_checkpoint, identity_of
-from mcore_rl.utils.checkpoint_store import CheckpointStore, remove_listed
+from mcore_rl.utils.checkpoint_store import CheckpointStore, remove_listed, step_of
 from mcore_rl.utils.console import Say
 
 LOST_PEER_SECONDS = 2.0
@@ -74,6 +74,7 @@ class RunCheckpoints:
             state = {"step": 0, "consumed_samples": 0, **restored.state}
             position = f"data position ({state['consumed_samples']:,} samples)"
             self.say(f"resumed from {iteration}: {', '.join([*restored.pieces, position])}")
+            self._take_over_passing(iteration, state.pop("passing", []))
             if self.policy.reference is None and restored.has_reference:
                 self.say("its reference, which has followed the policy, is not used; later checkpoints are without it")
             if restored.missing:
@@ -89,10 +90,10 @@ class RunCheckpoints:
         A `passing` one, which the clock asked for, goes when a later one is there: it is no interval's.
         """
         wait = wait or not self.config.checkpoint.asynchronous
-        state = {**state, "identity": self.identity}
         self.poll(step, wait=True)
-        if passing:
-            self._passing.append(self.store.iteration(step))
+        path = self.store.iteration(step)
+        self._passing = [earlier for earlier in self._passing if earlier != path] + [path] * passing
+        state = {**state, "identity": self.identity, "passing": [step_of(path) for path in self._passing]}
         self._or_fail(step, lambda: self.policy.save_checkpoint(self.store.directory, step, state, wait))
 
     def poll(self, step: int, wait: bool = False) -> None:
@@ -127,6 +128,15 @@ class RunCheckpoints:
             if self.config.checkpoint.on_failure == "stop":
                 raise TrainingError(message) from None
             self.say(message)
+
+    def _take_over_passing(self, resumed: Path, steps: list[int]) -> None:
+        """Remember which checkpoints only the clock asked for, as the checkpoint `resumed` lists them.
+
+        The earlier ones are removed now if the run ended between the commit of `resumed` and their removal.
+        """
+        if resumed.resolve().parent == self.store.directory.resolve():
+            self._passing = [self.store.iteration(step) for step in steps]
+            self._remove_passing(self.store.iteration(step_of(resumed)))
 
     def _remove_passing(self, newest: Path) -> None:
         """Those before `newest` that only the clock asked for, unless retention has its own say about them."""

@@ -64,7 +64,8 @@ class RunIdentity:
     """
     architecture: of the model's config.json.
     base_weights: digest of the model's weights that training begins from (and a reference keeps).
-    data: fingerprint of the tokenized training data, hence of tokenizer and chat template.
+    data: fingerprint of the tokenized training data, hence of tokenizer and chat template; "" before it is read,
+        which is compared with nothing.
     config: every value of the configuration.
     launch: `launch_id` of what wrote this; "" where nothing restarts it.
     other_weights: digests of what else the run reads weights from (adapter, reference, teacher, reward model, critic),
@@ -139,7 +140,7 @@ class RunIdentity:
                 yield key, str(before.get(key)), str(path)
             elif earlier.other_weights.get(key, digest) != digest:  # an earlier version kept none
                 yield f"{key}: other weights in {path}", "", ""
-        if earlier.data != self.data:
+        if self.data and earlier.data != self.data:
             yield f"data.train: {self.config['data']['train']} is other data", "", ""
 
     def differences(self, first: RunIdentity) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from mcore_rl.config import TrainingConfig, resolved_yaml
+from mcore_rl.distributed.collectives import broadcast_object
 from mcore_rl.errors import NotFiniteError, TrainingError, UserError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.run import directory as run_directory
@@ -22,6 +23,7 @@ from mcore_rl.run.metrics import SHOWN, Reporter
 from mcore_rl.run.preflight import is_restart
 from mcore_rl.run.setup import DatasetT, Inputs, tell_what_never_comes
 from mcore_rl.utils.console import speaker
+from mcore_rl.utils.hub import make_repository
 
 
 def _divides(interval: int | None, step: int) -> bool:
@@ -226,12 +228,26 @@ class TrainingLoop(ABC, Generic[DatasetT]):
 
     def _begin(self) -> None:
         """From now on the output directory is this run's, which is watched over."""
+        self._make_repository()
         if self.policy.is_writer:
             directory = RunDirectory(self.config.output_dir)
             if self.config.checkpoint.overwrite and not is_restart(self.config.output_dir):
                 directory.clear()
             directory.mark(self.inputs.identity, resolved_yaml(self.config))
         watchdog.start(self.config.output_dir / "stacks", self.policy.rank)
+
+    def _make_repository(self) -> None:
+        """Create the repository of checkpoint.push_to_hub; what the hub refuses ends the run on every rank."""
+        if (name := self.config.checkpoint.push_to_hub) is None:
+            return
+        problem = None
+        if self.policy.is_writer:
+            try:
+                make_repository(name)
+            except UserError as error:
+                problem = str(error)
+        if problem := broadcast_object(problem):
+            raise UserError(problem)
 
     def _introduce(self, done: int, steps: int) -> None:
         """Say what is trained on what."""

@@ -21,12 +21,12 @@ from mcore_rl.models.megatron.lora import PEFTDirectory
 from mcore_rl.run.agreement import check_agreement
 from mcore_rl.run.checkpoints import check_identity
 from mcore_rl.run.directory import RunDirectory
-from mcore_rl.run.identity import RunIdentity, identity_of
+from mcore_rl.run.identity import RunIdentity, digest_of_weights, identity_of
 from mcore_rl.run.model_checks import POLICY, check_models, check_tokenizers, check_weights
 from mcore_rl.run.preflight import check_layout, check_output, find_checkpoints
 from mcore_rl.utils import torchrun
 from mcore_rl.utils.console import Say, silent, speaker
-from mcore_rl.utils.hub import make_repository
+from mcore_rl.utils.hub import check_repository
 
 
 class RunDataset(Protocol):
@@ -58,10 +58,14 @@ class Inputs(Generic[DatasetT]):
     """To resume from, the best first, and what is to be told about them."""
     identity: str = ""
     """Identity of the run (JSON), on the first process of each node."""
+    cache: Path | None = None
+    """Directory of the token cache if a dry run wrote to it."""
 
 
 def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_weights: bool = True) -> Inputs[Any]:
-    """Check everything a user can get wrong, and read the data; the same on every rank, and nothing is written.
+    """Check everything a user can get wrong, and read the data; the same on every rank.
+
+    The token cache is written once everything that does not depend on the data's tokens has been checked.
 
     Args:
         world_size: processes of the run; what torchrun says if left out.
@@ -79,7 +83,10 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
     say = speaker(torchrun.rank() == 0)
     tokenizer, cache = tokenizer_and_cache(config, say)
     check_tokenizers(config, hf_configs, tokenizer)
+    if needs_weights:
+        _check_before_reading(config, hf_configs[POLICY], tokenizer)
     load_dataset = loader_of(config)
+    before = _entries(cache.directory) if config.dry_run else None
     data, whole = config.data, config.data.model_copy(update={"max_samples": None})
     train = load_dataset(data.train, tokenizer, data, say=say, cache=cache)
     config.check_steps(config.total_steps(len(train)))
@@ -87,7 +94,31 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
     validation = {name: load_dataset(source, tokenizer, whole, say=say, cache=cache) for name, source in sets}
     if isinstance(config, RLConfig) and config.environment.max_turns > 1 and train.has_messages:
         check_keeps_turns(tokenizer)
-    return Inputs(tokenizer, hf_configs[POLICY], train, validation)
+    wrote = before is not None and _entries(cache.directory) != before
+    return Inputs(tokenizer, hf_configs[POLICY], train, validation, cache=cache.directory if wrote else None)
+
+
+def _check_before_reading(config: TrainingConfig, hf_config: Any, tokenizer: Any) -> None:
+    """Check on the first rank what `_claimed` would refuse whatever the data is; nothing is written.
+
+    Raises:
+        UserError: a checkpoint of another run, an adapter of another model, or a hub that refuses.
+    """
+    if torchrun.rank() > 0:
+        return
+    candidates, _ = find_checkpoints(config)
+    lora = config.model.lora
+    if candidates:
+        check_identity(RunIdentity.of(config, hf_config, "", str(chat_day(tokenizer) or "")), candidates)
+    if lora is not None and lora.path is not None:
+        PEFTDirectory(lora.path).check_base(config.model.path, digest_of_weights(config.model.path))
+    if config.checkpoint.push_to_hub is not None:
+        check_repository(config.checkpoint.push_to_hub)
+
+
+def _entries(directory: Path) -> set[Path]:
+    """Return all files and directories below a directory, with itself; an empty set if it does not exist."""
+    return {directory, *directory.rglob("*")} if directory.exists() else set()
 
 
 def tokenizer_and_cache(config: TrainingConfig, say: Say = silent) -> tuple[Any, TokenCache]:
@@ -145,8 +176,6 @@ def _claimed(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[Dataset
     if config.dry_run:
         tell_plan(config, inputs, notes)
         sys.exit(0)
-    if config.checkpoint.push_to_hub is not None:
-        make_repository(config.checkpoint.push_to_hub)
     if note := RunDirectory(config.output_dir).claim():
         notes = [note, *notes]
     return replace(inputs, checkpoints=(checkpoints[0], notes), identity=identity.to_json())
@@ -162,7 +191,10 @@ def tell_plan(config: TrainingConfig, inputs: Inputs[Any], notes: Sequence[str])
     steps = config.total_steps(len(inputs.train))
     for line in (*notes, *describe_plan(config, inputs, steps, torchrun.world_size())):
         print(line, flush=True)
-    print("nothing was written: this was a dry run")
+    if inputs.cache is None:
+        print("nothing was written: this was a dry run")
+    else:
+        print(f"this was a dry run: it wrote tokenized data to {inputs.cache} (data.cache_dir) and nothing else")
 
 
 def tell_what_never_comes(config: TrainingConfig, steps: int, say: Say, updates_per_step: int = 1) -> None:

@@ -60,8 +60,35 @@ def is_repository_name(name: str) -> bool:
     return re.fullmatch(r"\b[\w.-]+\b/\b[\w.-]{1,96}\b", name) is not None and not re.search(r"--|\.\.", name)
 
 
+def check_repository(name: str) -> None:
+    """Check, without writing, that the hub can be reached and lets this user write to a repository, or create it.
+
+    Raises:
+        UserError: the hub cannot be reached, or refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    api, owner = HfApi(), name.partition("/")[0]
+    with_write = {"write": True} if "write" in inspect.signature(api.auth_check).parameters else {}
+    try:
+        try:
+            api.auth_check(name, **with_write)
+        except GatedRepoError:
+            raise
+        except RepositoryNotFoundError:  # `make_repository` creates it
+            user = api.whoami()
+            owners = [user["name"], *(organization["name"] for organization in user.get("orgs", []))]
+            if owner not in owners:
+                raise PermissionError(
+                    f"the token is of {owners[0]}, who is not {owner} and not a member of it"
+                ) from None
+    except Exception as error:  # as below
+        raise _not_writable(name, error) from None
+
+
 def make_repository(name: str) -> None:
-    """Make sure that `push` will be let in: the model's repository on the hub is there, made (private) if it was not.
+    """Create the model's repository on the hub (private) if it is not there, and check that `push` may write to it.
 
     Raises:
         UserError: the hub cannot be reached, or does not let one write there.
@@ -74,8 +101,12 @@ def make_repository(name: str) -> None:
         if "write" in inspect.signature(api.auth_check).parameters:  # in newer versions of the client
             api.auth_check(name, write=True)
     except Exception as error:  # the client's HTTP library, and so what it raises, changes with its versions
-        hint = "log in with `hf auth login` or $HF_TOKEN, or leave it out and upload later"
-        raise UserError(f"{PUSH}: {name} is not to be written to ({_reason(error)}); {hint}") from None
+        raise _not_writable(name, error) from None
+
+
+def _not_writable(name: str, error: Exception) -> UserError:
+    hint = "log in with `hf auth login` or $HF_TOKEN, or leave it out and upload later"
+    return UserError(f"{PUSH}: {name} is not to be written to ({_reason(error)}); {hint}")
 
 
 def push(directory: Path, name: str) -> str:
