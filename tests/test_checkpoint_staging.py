@@ -1,6 +1,11 @@
 """What is on a device is copied to the host while training goes on, and written as it was when saving began."""
 
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,39 +24,32 @@ def test_copies_are_what_was_there():
         torch.randn(33).bfloat16(), torch.arange(5, dtype=torch.int8), torch.tensor([True, False]),
     ]  # fmt: skip
     before = [tensor.clone() for tensor in tensors]
-    copies = staging.copy(tensors)
+    places = staging.copy(tensors)
     for tensor in tensors:
         tensor.zero_()
     assert staging.is_done
-    for copy, original in zip(copies, before, strict=True):
-        assert copy.dtype == original.dtype and torch.equal(copy, original)
-    place = copies[0].data_ptr()
-    assert staging.copy(before[:2])[0].data_ptr() == place, "the block is kept"
-
-
-def stage(storage, staging):
-    """As of tensors on a device."""
-    items, tensors = zip(*storage.tensors, strict=True)
-    storage.tensors = list(zip(items, staging.copy(tensors), strict=True))
+    for place, original in zip(places, before, strict=True):
+        assert torch.equal(staging.read(place, like=original), original)
+    block = staging._block.data_ptr()
+    staging.copy(before[:2])
+    assert staging._block.data_ptr() == block, "the block is kept"
 
 
 def saved_while_training(config, directory):
     """Copies that take two steps, as they might from a device; then ones that are never there."""
-    from mcore_rl.models.megatron.checkpoint import writer
     from mcore_rl.models.megatron.checkpoint.writer import SaveError
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, data, loss_fn = MegatronPolicy(config, total_steps=10, rows_per_unit=2), make_data(), loss_of(config)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer.OneFileWriter, "stage", stage)
         patch.setattr(HostStaging, "is_done", False)
         policy.train(data, loss_fn)
         expected = policy.get_logprobs(data)["logprobs"]
         assert policy.save_checkpoint(directory, 1, {}, wait=False) is None
         policy.train(data, loss_fn)
         assert policy.checkpoint.finish(wait=False) is None
-        assert policy.checkpoint.pending._writer._process.pid is None, "forked before the copies are there"
+        assert not policy.checkpoint.pending._writer._is_submitted, "handed over before the copies are there"
         after_two = policy.train(data, loss_fn)
         patch.setattr(HostStaging, "is_done", True)
         saved = policy.checkpoint.finish()
@@ -76,9 +74,8 @@ def test_what_is_written_is_the_state_at_its_beginning(layout, model_of, tmp_pat
         assert [name for name in names if name.startswith("iter_")] == ["iter_0000001"]
 
 
-def fails_to_fork(config, directory):
+def fails_to_start(config, directory):
     """On the last rank, once the copies are there."""
-    from mcore_rl.models.megatron.checkpoint import writer
     from mcore_rl.models.megatron.checkpoint.writer import SaveError
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -88,7 +85,6 @@ def fails_to_fork(config, directory):
         raise OSError(12, "Cannot allocate memory")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer.OneFileWriter, "stage", stage)
         patch.setattr(HostStaging, "is_done", False)
         policy.save_checkpoint(directory, 1, {}, wait=False)
         patch.setattr(HostStaging, "is_done", True)
@@ -100,4 +96,72 @@ def fails_to_fork(config, directory):
 
 
 def test_a_process_that_cannot_be_started_is_a_failed_save_on_all_ranks(model_of, tmp_path):
-    run_processes(fails_to_fork, Layout(tp=2).apply(make_config(model_of("llama"))), tmp_path, world_size=2)
+    run_processes(fails_to_start, Layout(tp=2).apply(make_config(model_of("llama"))), tmp_path, world_size=2)
+
+
+def process_that_writes(config, directory):
+    """Its number, and the modules that it has imported after a save."""
+    from modules_job import ModulesJob
+
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    policy.save_checkpoint(directory, 1, {})
+    process = policy._staging.process
+    first = process.pid
+    process.submit(ModulesJob(str(directory / "modules")), policy._staging.descriptor)
+    while (report := process.poll()) is None:
+        time.sleep(0.05)
+    assert report.error is None, report.error
+    policy.save_checkpoint(directory, 2, {})
+    assert process.pid == first, "one process serves all saves"
+    policy.shutdown()
+    return first, (directory / "modules").read_text().split()
+
+
+def test_the_process_that_writes_is_not_a_fork_of_its_trainer(model_of, tmp_path, monkeypatch):
+    """It has no Megatron, and it does not outlive the trainer."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "support"), prepend=os.pathsep)
+    config = make_config(model_of("llama"))
+    ((pid, modules),) = run_processes(process_that_writes, config, tmp_path, world_size=1)
+    assert "torch" in modules and not [name for name in modules if name.startswith(("megatron", "transformers"))]
+    deadline = time.monotonic() + 10
+    while is_alive(pid):
+        assert time.monotonic() < deadline, "the writing process outlives its trainer"
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+TRAINER = """
+import time
+from mcore_rl.utils.shard_process import ShardProcess
+process = ShardProcess()
+process.start()
+print(process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [pytest.param(0, id="while it starts"), pytest.param(6, id="while it waits", marks=pytest.mark.long)],
+)
+def test_the_process_that_writes_dies_with_a_trainer_that_is_killed(seconds):
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True)
+    pid = int(trainer.stdout.readline())
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGTERM)  # Slurm sends it to all processes of a job
+    time.sleep(0.5)
+    assert is_alive(pid)
+    trainer.kill()
+    trainer.wait()
+    deadline = time.monotonic() + 15
+    while is_alive(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

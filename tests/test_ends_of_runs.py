@@ -18,30 +18,34 @@ from mcore_rl.run.step_log import StepLog, read_step_log
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
 
 BREAKING = """
-import os, time, torch
+import os, signal, threading, torch
 from mcore_rl.platform import initialize_platform
 initialize_platform()
 from mcore_rl.algorithms.sft import train_sft
 from mcore_rl.algorithms.supervised import SupervisedTrainer
 from mcore_rl.cli.entry_point import run_script
 from mcore_rl.config import SFTConfig
-from mcore_rl.models.megatron.checkpoint.writer import OneFileWriter
+from mcore_rl.utils.shard_process import ShardProcess
 
 step, write = SupervisedTrainer.train_step, OneFileWriter.write
+step, submit = SupervisedTrainer.train_step, ShardProcess.submit
 
 def step_or_break(self, number):
     if number == 3 and str(torch.distributed.get_rank()) in os.environ["BROKEN_RANKS"].split():
         raise RuntimeError("something breaks")
     return step(self, number)
 
-def write_slowly(self):
+def write_slowly(self, job, block):
     seconds = dict(entry.split("=") for entry in os.environ["WRITING_SECONDS"].split())
-    if "iter_0000002" in str(self.checkpoint_dir):
-        time.sleep(float(seconds[str(torch.distributed.get_rank())]))
-    return write(self)
+    if "iter_0000002" in str(job.directory):
+        os.kill(self.pid, signal.SIGSTOP)
+        timer = threading.Timer(float(seconds[str(job.rank)]), os.kill, (self.pid, signal.SIGCONT))
+        timer.daemon = True
+        timer.start()
+    submit(self, job, block)
 
 if __name__ == "__main__":
-    SupervisedTrainer.train_step, OneFileWriter.write = step_or_break, write_slowly
+    SupervisedTrainer.train_step, ShardProcess.submit = step_or_break, write_slowly
     run_script("sft", SFTConfig, train_sft, "")
 """
 
@@ -97,11 +101,12 @@ def test_a_checkpoint_that_is_being_written_is_finished(processes, broken, writi
     assert CheckpointStore(out / "checkpoints").tracked_step() == 2
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_cannot_be_written_in_time_is_discarded(files, monkeypatch):
     out = files / "too_slow"
     monkeypatch.setenv("BROKEN_RANKS", "0")
     monkeypatch.setenv("WRITING_SECONDS", "0=1000")
-    overrides = (f"output_dir={out}", "checkpoint.timeout_seconds=2")
+    overrides = (f"output_dir={out}", "checkpoint.timeout_seconds=8")
     ended = run(files / "breaking.py", files / "sft.yaml", *overrides, check=False)
     assert ended.returncode == 1 and "RuntimeError: something breaks" in ended.stderr_text, ended.stderr_text
     assert saved(out) == ["iter_0000001"]

@@ -28,7 +28,7 @@ class Interruption:
     """
 
     def __init__(self, save_seconds: float | None = None) -> None:
-        self._received, self._pid, self._parent = 0, os.getpid(), os.getppid()
+        self._received, self._parent = 0, os.getppid()
         self.save_seconds, self._saved = save_seconds, time.monotonic()
         self._clock_is_mine = rank() == 0
         self.save_is_due = False
@@ -36,8 +36,6 @@ class Interruption:
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a process that writes a checkpoint: what it does is wanted
-            return
         if self._received:
             os._exit(128 + number)
         self._received = number

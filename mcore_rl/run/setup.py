@@ -24,7 +24,7 @@ from mcore_rl.run.directory import RunDirectory
 from mcore_rl.run.identity import RunIdentity, digest_of_weights, identity_of
 from mcore_rl.run.model_checks import POLICY, check_models, check_tokenizers, check_weights
 from mcore_rl.run.preflight import check_layout, check_output, find_checkpoints
-from mcore_rl.utils import torchrun
+from mcore_rl.utils import shard_process, torchrun
 from mcore_rl.utils.console import Say, silent, speaker
 from mcore_rl.utils.hub import check_repository
 
@@ -155,6 +155,7 @@ def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT], options: Mapp
     inputs = _claimed(config, inputs)
     platform.initialize_process_group(timedelta(seconds=config.parallel.timeout_seconds))
     check_agreement(config, inputs, options)
+    shard_process.start_early()
     return inputs
 
 

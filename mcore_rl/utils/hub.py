@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.errors import UserError
 
@@ -70,7 +71,7 @@ def check_repository(name: str) -> None:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     api, owner = HfApi(), name.partition("/")[0]
-    with_write = {"write": True} if "write" in inspect.signature(api.auth_check).parameters else {}
+    with_write: dict[str, Any] = {"write": True} if "write" in inspect.signature(api.auth_check).parameters else {}
     try:
         try:
             api.auth_check(name, **with_write)
@@ -80,9 +81,8 @@ def check_repository(name: str) -> None:
             user = api.whoami()
             owners = [user["name"], *(organization["name"] for organization in user.get("orgs", []))]
             if owner not in owners:
-                raise PermissionError(
-                    f"the token is of {owners[0]}, who is not {owner} and not a member of it"
-                ) from None
+                told = f"the token is of {owners[0]}, who is not {owner} and not a member of it"
+                raise PermissionError(told) from None
     except Exception as error:  # as below
         raise _not_writable(name, error) from None
 

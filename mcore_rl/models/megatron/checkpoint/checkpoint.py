@@ -30,18 +30,17 @@ from mcore_rl.models.megatron.checkpoint.region_reader import Region, RegionRead
 from mcore_rl.models.megatron.checkpoint.trained_part import METADATA, TrainedPart, model_state, set_objects
 from mcore_rl.models.megatron.checkpoint.trust import check_trusted
 from mcore_rl.models.megatron.checkpoint.writer import (
-    POLL_SECONDS,
     PlannedShards,
     SaveError,
     ShardWriter,
-    Written,
     on_every_rank,
     on_first_rank,
     raise_together,
 )
 from mcore_rl.models.megatron.parallel_state import process_groups, random_states, seed_everything, set_random_states
 from mcore_rl.models.megatron.weights import ADAPTER
-from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems, digests_of
+from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
+from mcore_rl.utils.shard_process import POLL_SECONDS, Commit
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import (
@@ -112,8 +111,7 @@ class PendingSave:
     def __init__(
         self, store: CheckpointStore, step: int, run: TrainingState, state: dict[str, Any], staging: HostStaging
     ) -> None:
-        self.store, self.step, self.config = store, step, run.config
-        self.best: int | None = state.get("best", {}).get("step")
+        self.store, self.step = store, step
         self.partial: Path = on_first_rank(lambda: store.begin(step))
         weights = run.policy.weights()
         weights_beside = {part.name: part.weights() for part in run.beside}
@@ -134,8 +132,11 @@ class PendingSave:
         )
         on_first_rank(lambda: write_common(common, resolved_yaml(_described(run)), self.partial))
         planned = PlannedShards.of(shards, own, self.partial, process_groups().dp_cp)
-        self.planned, timeout = planned, run.config.checkpoint.timeout_seconds
-        self._writer = on_every_rank(lambda: ShardWriter(planned, timeout, staging, self._commit))
+        asked, best = run.config.checkpoint, state.get("best", {}).get("step")
+        commit = None
+        if torch.distributed.get_rank() == 0:
+            commit = Commit(store, step, self.partial, planned.metadata, asked.keep_last, asked.keep_every, best)
+        self._writer = on_every_rank(lambda: ShardWriter(planned, asked.timeout_seconds, staging, commit))
 
     @property
     def final(self) -> Path:
@@ -159,14 +160,6 @@ class PendingSave:
     def finish_alone(self, seconds: float) -> bool:
         """Wait at most so long until it is committed; whether it is, otherwise it is discarded. Not collective."""
         return self._writer.finish_alone(seconds)
-
-    def _commit(self, written: Sequence[Written]) -> None:
-        """Write the index and give the directory its name; in the writing process of the first rank."""
-        self.planned.storage.finish(self.planned.metadata, [of_rank.results for of_rank in written])
-        named = {name: digest for of_rank in written for name, digest in of_rank.digests.items()}
-        named.update(digests_of(self.partial, ("common.pt", "config.yaml", "metadata.json", ".metadata")))
-        self.store.commit(self.step, self.partial, named)
-        self.store.prune(self.config.checkpoint.keep_last, self.config.checkpoint.keep_every, self.best)
 
 
 def _reference_part(run: TrainingState, weights: dict[str, Any]) -> dict[str, Any]:

@@ -1,28 +1,19 @@
-"""Writing the shards of a checkpoint in a process of its own, while training goes on.
+"""Planning the shards of a checkpoint, and handing them to the process that writes them beside training.
 
-The process is forked, so it sees the tensors as they were at that moment, whatever training does to
-them afterwards. Tensors of a GPU are first copied to the host, while the host goes on; the process is forked when the
-copies are there. It can fail or die without taking the run
-with it: whoever waits looks at the process too, not only for its message.
-
-Each process leaves a report beside its shard. The first rank's process waits for the reports of all ranks and then
-commits the checkpoint, so a checkpoint is complete as soon as its shards are, whatever the training processes do.
+All tensors are first copied to a block of the host's memory that the writing process shares, so what is written is
+their values of that moment. The host goes on while a GPU's tensors are copied; the job is handed over when the copies
+are there. The writing process (`mcore_rl.utils.shard_process`) can fail or die without taking the run with it: whoever
+waits looks at the process too, not only for its report.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import multiprocessing
-import os
-import pickle
 import queue
 import shutil
-import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from mcore_rl.distributed.collectives import broadcast_object, gather_objects
 from mcore_rl.models.megatron.checkpoint.host_staging import HostStaging
 from mcore_rl.models.megatron.checkpoint.internals import shards_by_key
-from mcore_rl.utils.checkpoint_store import FileDigests, digests_of
+from mcore_rl.utils.shard_process import POLL_SECONDS, Commit, Report, ShardJob, StagedTensor, report_file
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -45,9 +36,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
-POLL_SECONDS = 0.05
-REPORT_POLL_SECONDS = 1.0
-"""How often, at the least, the first rank's process looks for the reports of the others."""
+START_SECONDS = 60.0
+"""How long the writing process may take to start before the time limit for writing begins."""
 COMMIT_SECONDS = 60.0
 """How long after the time limit for writing the first rank's process may still wait and commit."""
 FAILED = "failed"
@@ -56,18 +46,6 @@ FAILED = "failed"
 
 class SaveError(RuntimeError):
     """A checkpoint could not be written; raised on every rank. Earlier checkpoints are untouched."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """The result of a rank's writing: Megatron's results and the digests of the files."""
-
-    results: list[Any]
-    digests: FileDigests
-
-
-Commit = Callable[[Sequence[Written]], Any]
-"""Gives the directory its name, from what every rank has written."""
 
 
 @dataclass(frozen=True)
@@ -126,16 +104,10 @@ class OneFileWriter(FileSystemWriterAsync):
     """A rank's tensors and objects, in one file."""
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        self.file_name = f"{plan.storage_data.prefix}0.distcp"
+        self.prefix, self.file_name = plan.storage_data, f"{plan.storage_data.prefix}0.distcp"
         resolved: list[tuple[WriteItem, Any]] = [(item, planner.resolve_data(item)) for item in plan.items]
         self.objects = [(item, data) for item, data in resolved if item.type == WriteItemType.BYTE_IO]
         self.tensors = [(item, data.detach()) for item, data in resolved if item.type != WriteItemType.BYTE_IO]
-
-    def stage(self, staging: HostStaging) -> None:
-        """Copy to the host what is on a GPU, and whatever else could change before the copies are there."""
-        items, tensors = [item for item, _ in self.tensors], [tensor for _, tensor in self.tensors]
-        if any(tensor.device.type != "cpu" for tensor in tensors):
-            self.tensors = list(zip(items, staging.copy(tensors), strict=True))
 
     def write(self, tensors: Iterable[tuple[WriteItem, torch.Tensor]] | None = None) -> list[Any]:
         """Write and flush the file; returns what the index needs to know.
@@ -165,69 +137,65 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ShardWriter:
-    """The process that writes a rank's shards to disk.
+    """A save of this rank's shards, which a process of its own writes to disk.
 
     Args:
         planned: what to write.
-        timeout: seconds after which the process is given up.
-        staging: memory for what is on a GPU; nobody else may use it before the file is written.
-        commit: called in the writing process of the first rank, once all ranks have written.
+        timeout: seconds after which the save is given up.
+        staging: memory and process; nobody else may use them before the file is written.
+        commit: on the first rank: done by its process, once all ranks have written.
     """
 
-    def __init__(self, planned: PlannedShards, timeout: float, staging: HostStaging, commit: Commit) -> None:
-        self.storage, self.staging = planned.storage, staging
-        self.directory, self._rank = Path(self.storage.checkpoint_dir), torch.distributed.get_rank()
-        self._deadline = time.monotonic() + timeout
-        self._report: _Report | None = None
-        context = multiprocessing.get_context("fork")
-        self._receiver, self._sender = context.Pipe(duplex=False)
+    def __init__(self, planned: PlannedShards, timeout: float, staging: HostStaging, commit: Commit | None) -> None:
+        storage, self.staging = planned.storage, staging
+        self.directory, self._rank = Path(storage.checkpoint_dir), torch.distributed.get_rank()
+        self._timeout, self._begun = timeout, time.monotonic()
+        self._deadline = self._begun + timeout
+        self._report: Report | None = None
+        self._is_submitted = False
+        self._process = staging.process
+        self._process.start()
+        places = staging.copy([tensor for _, tensor in storage.tensors])
+        tensors = [
+            StagedTensor(item, offset, tensor.dtype, tuple(tensor.shape))
+            for (item, tensor), offset in zip(storage.tensors, places, strict=True)
+        ]
+        objects = [(item, data.getvalue()) for item, data in storage.objects]
         ranks = torch.distributed.get_world_size()
-        arguments = (self._sender, self.storage, os.getpid(), self._rank, ranks, commit)
-        self._process = context.Process(target=_write, args=arguments, daemon=True)
-        self.storage.stage(staging)
-        self._start_if_staged()
+        self._job = ShardJob(self.directory, storage.prefix, self._rank, ranks, objects, tensors, commit)
+        self._submit_if_staged()
 
-    def _start_if_staged(self) -> bool:
-        """Whether the process has been started."""
-        if self._process.pid is None and self.staging.is_done:
-            self._process.start()
-            self._sender.close()
-        return self._process.pid is not None
+    def _submit_if_staged(self) -> bool:
+        """Whether the process has been given its job."""
+        if not self._is_submitted and self.staging.is_done:
+            self._process.submit(self._job, self.staging.descriptor)
+            self._is_submitted = True
+        return self._is_submitted
 
-    def poll(self) -> _Report | None:
+    def poll(self) -> Report | None:
         """Return the report of the writing process; None while it writes."""
         if self._report is None:
             self._report = self._look()
         return self._report
 
-    def _look(self) -> _Report | None:
+    def _look(self) -> Report | None:
         try:
-            if not self._start_if_staged():
+            if not self._submit_if_staged():
                 return self._given_up()
         except Exception as error:  # the device's, or that no process can be started; other ranks must hear of it
-            return _Report(error=f"{type(error).__name__}: {error}")
-        if self._receiver in wait([self._receiver, self._process.sentinel], timeout=0) or self._receiver.poll():
-            try:
-                report: _Report = self._receiver.recv()
-            except (EOFError, OSError):
-                return self._died()
-            self._process.join()
-            return report
-        if not self._process.is_alive():
-            return self._died()
-        return self._given_up()
+            return Report(error=f"{type(error).__name__}: {error}")
+        return self._process.poll() or self._given_up()
 
-    def _given_up(self) -> _Report | None:
+    def _given_up(self) -> Report | None:
         """Return a report with an error if the time is over; None while there is time left."""
-        waits_for_others = self._rank == 0 and _report_file(self.directory, 0).exists()
-        if time.monotonic() <= self._deadline + (COMMIT_SECONDS if waits_for_others else 0.0):
+        now = time.monotonic()
+        if self._is_submitted and not self._process.is_ready and now < self._begun + START_SECONDS:
+            self._deadline = now + self._timeout
+        waits_for_others = self._rank == 0 and report_file(self.directory, 0).exists()
+        if now <= self._deadline + (COMMIT_SECONDS if waits_for_others else 0.0):
             return None
         self.abandon()
-        return _Report(error="writing took longer than checkpoint.timeout_seconds")
-
-    def _died(self) -> _Report:
-        self._process.join(1)
-        return _Report(error=f"the process that wrote died (exit status {self._process.exitcode})")
+        return Report(error="writing took longer than checkpoint.timeout_seconds")
 
     def finish_alone(self, seconds: float) -> bool:
         """Wait, without other ranks, until the checkpoint is committed; whether it is. Otherwise it is discarded.
@@ -250,66 +218,9 @@ class ShardWriter:
         return False
 
     def abandon(self) -> None:
-        """Stop writing."""
-        if self._process.pid is None:
-            self._sender.close()
-            return
-        self._process.kill()
-        self._process.join()
-
-
-@dataclass(frozen=True)
-class _Report:
-    """The end of a writing process: what went wrong, or None."""
-
-    error: str | None = None
-
-
-def _report_file(directory: Path, rank: int) -> Path:
-    return directory / f"rank_{rank:05d}.report"
-
-
-def _everyone_written(directory: Path, ranks: int) -> list[Written]:
-    """Wait for the reports of all ranks, and take them away."""
-    files, seconds = {_report_file(directory, rank) for rank in range(ranks)}, POLL_SECONDS / 4
-    while not files <= set(directory.iterdir()):  # listed: a network file system remembers what was not there
-        time.sleep(seconds)
-        seconds = min(seconds * 1.5, REPORT_POLL_SECONDS)
-    written = [pickle.loads(file.read_bytes()) for file in sorted(files)]
-    for file in files:
-        file.unlink()
-    return written
-
-
-def _write(sender: Connection, storage: OneFileWriter, parent: int, rank: int, ranks: int, commit: Commit) -> None:
-    """Write and flush the file, read it back for its digest, report; the first rank then commits."""
-    _live_and_die_with(parent)
-    torch.set_num_threads(1)  # the parent's OpenMP threads do not exist here
-    directory = Path(storage.checkpoint_dir)
-    try:
-        results = storage.write()
-        written = Written(results, digests_of(directory, [storage.file_name] if results else []))
-        temporary = directory / f"rank_{rank:05d}.partial"
-        temporary.write_bytes(pickle.dumps(written))
-        temporary.rename(_report_file(directory, rank))
-        if rank == 0:
-            commit(_everyone_written(directory, ranks))
-        report = _Report()
-    except Exception as error:
-        report = _Report(error=f"{type(error).__name__}: {error}")
-    sender.send(report)
-    sender.close()
-
-
-def _live_and_die_with(parent: int) -> None:
-    """Let signals to stop be the parent's to answer, end when it ends, and leave it the processor."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    die_with_parent = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
-    ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    os.nice(5)
+        """Stop writing; the next save starts another process."""
+        if self._report is None or self._report.error is not None:
+            self._process.kill()
 
 
 def on_every_rank(action: Callable[[], Any]) -> Any:

@@ -1,0 +1,328 @@
+"""The process that writes a rank's part of each checkpoint, beside training.
+
+It is a fresh Python process, not a fork: it has no device, no communicator, and none of the trainer's threads. It
+starts early and serves one save after the other. The trainer hands over a job and a block of shared memory with the
+tensors, as file descriptors over a socket, so it never waits for the process. The process answers each job with one
+report.
+
+Each process leaves a report beside its shard. The first rank's process waits for the reports of all ranks and then
+commits the checkpoint, so a checkpoint is complete as soon as its shards are, whatever the training processes do. The
+process ends when its trainer does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import io
+import json
+import mmap
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.utils.checkpoint_store import CheckpointStore, FileDigests, digests_of
+
+if TYPE_CHECKING:
+    import torch
+
+POLL_SECONDS = 0.05
+REPORT_POLL_SECONDS = 1.0
+"""How often, at the least, the first rank's process looks for the reports of the others."""
+FILES_BESIDE = ("common.pt", "config.yaml", "metadata.json", ".metadata")
+"""The files of a checkpoint beside its shards."""
+DEATH_SIGNAL_OPTION = 1
+"""PR_SET_PDEATHSIG of Linux's prctl: which signal a process gets when its parent dies."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+MESSAGE_BYTES = 1 << 15
+
+
+@dataclass(frozen=True)
+class StagedTensor:
+    """A tensor of a job: its plan by torch, and its place in the block of shared memory."""
+
+    item: Any
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Written:
+    """The result of a rank's writing: torch's results and the digests of the files."""
+
+    results: list[Any]
+    digests: FileDigests
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The end of a save, on the first rank: the index, the manifest, the directory's name, and retention.
+
+    metadata: torch's plan of the checkpoint.
+    best: the iteration of the best validation, which retention keeps.
+    """
+
+    store: CheckpointStore
+    step: int
+    partial: Path
+    metadata: Any
+    keep_last: int | None
+    keep_every: int | None
+    best: int | None
+
+    def __call__(self, written: Sequence[Written]) -> None:
+        """Commit what every rank has written."""
+        from torch.distributed.checkpoint import FileSystemWriter
+
+        FileSystemWriter(self.partial).finish(self.metadata, [of_rank.results for of_rank in written])
+        named = {name: digest for of_rank in written for name, digest in of_rank.digests.items()}
+        named.update(digests_of(self.partial, FILES_BESIDE))
+        self.store.commit(self.step, self.partial, named)
+        self.store.prune(self.keep_last, self.keep_every, self.best)
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """A rank's part of a save.
+
+    prefix: torch's, of the names of the rank's files.
+    objects: plans and bytes of what is not a tensor.
+    commit: on the first rank.
+    """
+
+    directory: Path
+    prefix: Any
+    rank: int
+    ranks: int
+    objects: list[tuple[Any, bytes]]
+    tensors: list[StagedTensor]
+    commit: Commit | None
+
+    def run(self, block: memoryview) -> None:
+        """Write and flush the shard, read it back for its digest, report; the first rank then commits."""
+        results = self._write(block)
+        written = Written(results, digests_of(self.directory, sorted({r.storage_data.relative_path for r in results})))
+        temporary = self.directory / f"rank_{self.rank:05d}.partial"
+        temporary.write_bytes(pickle.dumps(written))
+        temporary.rename(report_file(self.directory, self.rank))
+        if self.commit is not None:
+            self.commit(_everyone_written(self.directory, self.ranks))
+
+    def _write(self, block: memoryview) -> list[Any]:
+        from torch.distributed.checkpoint import FileSystemWriter, SavePlan
+
+        if not self.objects and not self.tensors:
+            return []
+        values = {item.index: io.BytesIO(data) for item, data in self.objects}
+        values |= {staged.item.index: _tensor_in(block, staged) for staged in self.tensors}
+        items = [*(item for item, _ in self.objects), *(staged.item for staged in self.tensors)]
+        writer = FileSystemWriter(self.directory, single_file_per_rank=True, sync_files=True, thread_count=1)
+        plan = SavePlan(items, storage_data=self.prefix)
+        results: list[Any] = writer.write_data(plan, _Resolved(values)).wait()  # type: ignore[arg-type]
+        return results
+
+
+@dataclass(frozen=True)
+class _Resolved:
+    """The part of torch's planner that its writer asks: values by their indices."""
+
+    values: dict[Any, Any]
+
+    def resolve_data(self, item: Any) -> Any:
+        return self.values[item.index]
+
+
+def _tensor_in(block: memoryview, staged: StagedTensor) -> torch.Tensor:
+    import torch
+
+    count = 1
+    for size in staged.shape:
+        count *= size
+    if count == 0:
+        return torch.empty(staged.shape, dtype=staged.dtype)
+    return torch.frombuffer(block, dtype=staged.dtype, count=count, offset=staged.offset).view(staged.shape)
+
+
+def report_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank:05d}.report"
+
+
+def _everyone_written(directory: Path, ranks: int) -> list[Written]:
+    """Wait for the reports of all ranks, and take them away."""
+    files, seconds = {report_file(directory, rank) for rank in range(ranks)}, POLL_SECONDS / 4
+    while not files <= set(directory.iterdir()):  # listed: a network file system remembers what was not there
+        time.sleep(seconds)
+        seconds = min(seconds * 1.5, REPORT_POLL_SECONDS)
+    written = [pickle.loads(file.read_bytes()) for file in sorted(files)]
+    for file in files:
+        file.unlink()
+    return written
+
+
+# ------------------------------------------------------------------ the trainer's end
+
+
+@dataclass(frozen=True)
+class Report:
+    """The end of a job: what went wrong, or None."""
+
+    error: str | None = None
+
+
+class ShardProcess:
+    """A writing process, as its trainer sees it. It is started again where it is gone when the next job comes."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        atexit.register(self.kill)
+
+    @property
+    def pid(self) -> int | None:
+        """The process's number; None before it is started, and after it was killed."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process unless it lives; its imports go on meanwhile.
+
+        Raises:
+            OSError: there is no memory or no process number for it.
+        """
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.kill()
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own.setblocking(False)
+        code = "from mcore_rl.utils.shard_process import main; main()"
+        earlier = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the process ignores them
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code, str(os.getpid()), str(other.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
+            other.close()
+        self._socket = own
+
+    def submit(self, job: ShardJob, block: int) -> None:
+        """Hand over a job; its report is there when `poll` returns it. One job at a time.
+
+        Args:
+            block: file descriptor of the shared memory that holds the job's tensors.
+        """
+        self.start()
+        assert self._socket is not None
+        with shared_file() as file:
+            file.write(pickle.dumps(job))
+            file.flush()
+            socket.send_fds(self._socket, [b"job"], [file.fileno(), block])
+
+    def poll(self) -> Report | None:
+        """Return the job's report; None while the process works."""
+        assert self._socket is not None and self._process is not None
+        try:
+            message = self._socket.recv(MESSAGE_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            message = b""
+        if message:
+            return Report(json.loads(message)["error"])
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+        return Report(f"the process that wrote died (exit status {self._process.returncode})")
+
+    def kill(self) -> None:
+        """End the process, with what it writes."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._socket is not None:
+            self._socket.close()
+        self._process, self._socket = None, None
+
+
+_spare: ShardProcess | None = None
+
+
+def start_early() -> None:
+    """Start a writing process for the first who asks, so that its imports are done when the first save begins."""
+    global _spare
+    if _spare is None:
+        _spare = ShardProcess()
+    _spare.start()
+
+
+def take() -> ShardProcess:
+    """Return the process that was started early, or one that starts with its first job."""
+    global _spare
+    taken, _spare = _spare, None
+    return taken or ShardProcess()
+
+
+def shared_file() -> Any:
+    """Return a file in memory (a temporary one where there is no memfd) that another process can map.
+
+    Not a file in /dev/shm, which containers keep small.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("mcore_rl"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+# ------------------------------------------------------------------ the writing process
+
+
+def main() -> None:
+    """Write what comes, until the trainer ends."""
+    parent, descriptor = map(int, sys.argv[1:3])
+    _live_and_die_with(parent)
+    import torch
+    import torch.distributed.checkpoint
+
+    torch.set_num_threads(1)
+    with socket.socket(fileno=descriptor) as trainer:
+        while True:
+            _, files, *_ = socket.recv_fds(trainer, MESSAGE_BYTES, 2)
+            if not files:  # the trainer has closed its end
+                return
+            trainer.send(json.dumps({"error": _outcome(*files)}).encode())
+
+
+def _outcome(job: int, block: int) -> str | None:
+    """Do a job; return what went wrong."""
+    try:
+        with open(job, "rb") as file, open(block, "rb") as shared:
+            file.seek(0)
+            size = os.fstat(block).st_size
+            memory = mmap.mmap(shared.fileno(), size) if size else b""
+            pickle.load(file).run(memoryview(memory))
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}"
+    return None
+
+
+def _live_and_die_with(parent: int) -> None:
+    """Let signals to stop be the parent's to answer, end when it ends, and leave it the processor."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(DEATH_SIGNAL_OPTION, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.nice(5)
