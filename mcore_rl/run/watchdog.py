@@ -1,23 +1,36 @@
-"""What each rank is doing, on disk, for the day when all of them wait for each other.
+"""Diagnoses deadlocks: tells what each rank is doing when it is asked.
 
-Every rank keeps a file `stacks/rank_00000.txt` that names the phase it is in. A rank whose collective
-timed out asks all ranks for their Python stacks, which they write behind that line; a fatal signal (NCCL
-aborts a process whose collective timed out) writes the rank's own. A run that ends well removes them.
+All ranks are asked when the collective of a rank has timed out, or when a user creates the file `stacks/requested`.
+Each rank then writes the phase that it is in and its Python stacks to `stacks/rank_00000.txt`. A fatal signal (NCCL
+aborts a process whose collective timed out) writes the rank's own stacks there. A run that ends well removes the files.
+
+The ranks hear of a request over the store of the process group, through connections of their own: a rank may be blocked
+in the group's own connection. Only rank 0 looks for the user's file. Nothing is written before somebody asks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-POLL_SECONDS = 0.5
+from mcore_rl.utils import torchrun
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+POLL_SECONDS = 1.0
+STORE_SECONDS = 30.0
+"""How long a request to the store may take."""
 
 
 class Watchdog:
-    """The file of one rank, and the thread that answers when another asks.
+    """The file of one rank, and the thread that answers when somebody asks.
 
     Args:
         directory: shared by all ranks; made if it is not there.
@@ -25,45 +38,86 @@ class Watchdog:
 
     def __init__(self, directory: Path, rank: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory, self.rank, self.phase = directory, rank, ""
+        self.directory, self.rank, self.phase, self._since = directory, rank, "", time.localtime()
         self._request = directory / "requested"
-        self._request.unlink(missing_ok=True)
+        if rank == 0:
+            self._request.unlink(missing_ok=True)
         self._file = open(directory / f"rank_{rank:05d}.txt", "w")  # noqa: SIM115 (open for the process's life)
         faulthandler.enable(self._file)
+        self._own, self._writing = "", threading.Lock()
+        self._store, self._key = own_store(), f"mcore_rl/stacks/{torchrun.restarts()}"
+        self._answered = self._store.add(self._key, 0)
         self._stopped = threading.Event()
-        threading.Thread(target=self._answer, name="watchdog", daemon=True).start()
+        self._thread = threading.Thread(target=self._answer, name="watchdog", daemon=True)
+        self._thread.start()
 
     def enter(self, phase: str) -> None:
         """Say what this rank does from now on."""
-        self.phase = phase
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(f"rank {self.rank}, {phase}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-        self._file.flush()
+        self.phase, self._since = phase, time.localtime()
 
     def ask_everyone(self, own: str) -> Path:
-        """Write `own` traceback, have all ranks write their stacks, and give them a moment to."""
-        self._file.write(own)
-        self._file.flush()
-        self._request.touch()
-        time.sleep(4 * POLL_SECONDS)
+        """Have all ranks write their stacks, this one with `own` traceback, and give them a moment to."""
+        self._own = own
+        with contextlib.suppress(RuntimeError):  # the store is gone with rank 0
+            self._store.add(self._key, 1)
+        self._write()
+        time.sleep(2.5 * POLL_SECONDS)
         return self.directory
 
     def close(self) -> None:
-        """The run ended well."""
+        """Remove this rank's file: the run ended well."""
         self._stopped.set()
+        self._thread.join(STORE_SECONDS)
         faulthandler.enable()
         self._file.close()
-        for file in (Path(self._file.name), self._request):
-            file.unlink(missing_ok=True)
+        Path(self._file.name).unlink(missing_ok=True)
+        if self.rank == 0:
+            self._request.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # the last rank to end removes it
             self.directory.rmdir()
 
     def _answer(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):
-            if self._request.exists():
-                faulthandler.dump_traceback(self._file, all_threads=True)
+            try:
+                if self.rank == 0 and self._request.exists():
+                    self._request.unlink(missing_ok=True)
+                    self._store.add(self._key, 1)
+                asked = self._store.add(self._key, 0)
+            except (RuntimeError, OSError):  # the store is gone with rank 0, and the run with it
                 return
+            if asked != self._answered:
+                self._answered = asked
+                self._write()
+
+    def _write(self) -> None:
+        """Write the phase and the stacks of all threads in place of earlier ones."""
+        with self._writing, contextlib.suppress(OSError):
+            self._file.seek(0)
+            self._file.truncate()
+            since = time.strftime("%Y-%m-%d %H:%M:%S", self._since)
+            self._file.write(f"rank {self.rank}, {self.phase}, since {since}\n{self._own}")
+            self._file.flush()
+            faulthandler.dump_traceback(self._file, all_threads=True)
+
+
+def own_store() -> Store:
+    """Return a connection of this process's own to the store of the process group; one in memory where it is alone.
+
+    A connection serves one request at a time, so the process group's own may be blocked for minutes.
+    """
+    from torch.distributed import HashStore, TCPStore
+
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if torchrun.is_launched() and torchrun.world_size() > 1 and address and port:
+        with contextlib.suppress(RuntimeError):  # the group has another kind of store: this rank tells of itself alone
+            return TCPStore(
+                address,
+                int(port),
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=STORE_SECONDS),
+            )
+    return HashStore()
 
 
 _current: Watchdog | None = None
@@ -87,7 +141,7 @@ def phase() -> str:
 
 
 def stop() -> None:
-    """The run ended well."""
+    """Stop watching: the run ended well."""
     global _current
     if _current is not None:
         _current.close()
