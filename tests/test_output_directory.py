@@ -382,12 +382,12 @@ import os
 from mcore_rl.platform import initialize_platform
 initialize_platform()
 from mcore_rl.algorithms.sft import train_sft
-from mcore_rl.algorithms.supervised import SupervisedRun
+from mcore_rl.algorithms.supervised import SupervisedTrainer
 from mcore_rl.cli.entry_point import run_script
 from mcore_rl.config import SFTConfig
 from mcore_rl.run.checkpoints import RunCheckpoints
 
-step, remove = SupervisedRun.step, RunCheckpoints._remove_passing
+step, remove = SupervisedTrainer.train_step, RunCheckpoints._remove_passing
 
 def step_or_die(self, number):
     if os.environ["KILLED_BEFORE"] == "the next step" and number == 4:
@@ -400,7 +400,7 @@ def remove_or_die(self, newest):
     remove(self, newest)
 
 if __name__ == "__main__":
-    SupervisedRun.step, RunCheckpoints._remove_passing = step_or_die, remove_or_die
+    SupervisedTrainer.train_step, RunCheckpoints._remove_passing = step_or_die, remove_or_die
     run_script("sft", SFTConfig, train_sft, "")
 """
 

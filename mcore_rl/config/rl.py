@@ -115,6 +115,10 @@ class EnvironmentConfig(JudgeOptions):
     limit."""
     start_seconds: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 60.0
     """Within this time a judging process must have imported its judge and be ready."""
+    environment_variables: list[Annotated[str, Field(pattern=r"^[\w*]+$")]] = Field(default=[])
+    """Environment variables that judging processes get, by name or by pattern (`OPENAI_*`; `*` for all), in addition to
+    those that Python, PyTorch, tokenizers, locales and proxies need and those that `headers` names. Other variables
+    (`HF_TOKEN`, `WANDB_API_KEY`, …) stay with the trainer."""
     num_workers: Positive = 2
     """Judging processes of each data-parallel replica, which judge the replica's own samples."""
     batch_size: Positive = 1

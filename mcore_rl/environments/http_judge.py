@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,12 +14,10 @@ from typing import Any
 import requests
 
 from mcore_rl.environments.interfaces import Sample, Step
+from mcore_rl.environments.judge_variables import IN_HEADER
 
 FIRST_PAUSE_SECONDS = 0.5
 """Before the second attempt; twice as long before each further one."""
-
-
-VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 def from_environment(value: str) -> str:
@@ -29,11 +26,11 @@ def from_environment(value: str) -> str:
     Raises:
         ValueError: there is no such variable.
     """
-    if missing := [name for name in VARIABLE.findall(value) if name not in os.environ]:
+    if missing := [name for name in IN_HEADER.findall(value) if name not in os.environ]:
         raise ValueError(
             f"environment.headers: the environment has no variable {missing[0]}; set it where the run starts"
         )
-    return VARIABLE.sub(lambda found: os.environ[found[1]], value)
+    return IN_HEADER.sub(lambda found: os.environ[found[1]], value)
 
 
 class HTTPJudge:

@@ -21,6 +21,7 @@ from typing import Any
 
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.environments.interfaces import Sample, Step
+from mcore_rl.environments.judge_variables import judge_variables
 from mcore_rl.errors import UserError
 
 
@@ -154,7 +155,7 @@ class _Worker:
                 stdout=subprocess.PIPE,
                 stderr=printed,
                 start_new_session=True,  # so that what a judge starts can be ended with it
-                env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                env=judge_variables(self.config, os.environ),
             )
         assert self.process.stdout is not None
         self.answers, self._partial, self.gone = self.process.stdout.fileno(), b"", False

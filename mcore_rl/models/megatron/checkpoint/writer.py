@@ -36,8 +36,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
-START_SECONDS = 60.0
-"""How long the writing process may take to start before the time limit for writing begins."""
 COMMIT_SECONDS = 60.0
 """How long after the time limit for writing the first rank's process may still wait and commit."""
 FAILED = "failed"
