@@ -45,6 +45,8 @@ DEATH_SIGNAL_OPTION = 1
 """PR_SET_PDEATHSIG of Linux's prctl: which signal a process gets when its parent dies."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 MESSAGE_BYTES = 1 << 15
+READY = b"ready"
+"""The first message of the process."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,8 @@ class ShardProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self.is_ready = False
+        """Whether the process has done its imports, as far as `poll` has heard."""
         atexit.register(self.kill)
 
     @property
@@ -236,6 +240,9 @@ class ShardProcess:
         assert self._socket is not None and self._process is not None
         try:
             message = self._socket.recv(MESSAGE_BYTES)
+            if message == READY:
+                self.is_ready = True
+                message = self._socket.recv(MESSAGE_BYTES)
         except BlockingIOError:
             return None
         except OSError:
@@ -253,7 +260,7 @@ class ShardProcess:
             self._process.wait()
         if self._socket is not None:
             self._socket.close()
-        self._process, self._socket = None, None
+        self._process, self._socket, self.is_ready = None, None, False
 
 
 _spare: ShardProcess | None = None
@@ -295,7 +302,9 @@ def main() -> None:
     import torch.distributed.checkpoint
 
     torch.set_num_threads(1)
+    os.nice(5)  # leaves the trainer the processor
     with socket.socket(fileno=descriptor) as trainer:
+        trainer.send(READY)
         while True:
             _, files, *_ = socket.recv_fds(trainer, MESSAGE_BYTES, 2)
             if not files:  # the trainer has closed its end
@@ -317,7 +326,7 @@ def _outcome(job: int, block: int) -> str | None:
 
 
 def _live_and_die_with(parent: int) -> None:
-    """Let signals to stop be the parent's to answer, end when it ends, and leave it the processor."""
+    """Let signals to stop be the parent's to answer, and end when it ends."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -325,4 +334,3 @@ def _live_and_die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(DEATH_SIGNAL_OPTION, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    os.nice(5)
