@@ -26,16 +26,15 @@ from mcore_rl.models.megatron.checkpoint.host_staging import HostStaging
 from mcore_rl.models.megatron.checkpoint.internals import shards_by_key
 from mcore_rl.utils.shard_process import POLL_SECONDS, Commit, Report, ShardJob, StagedTensor, report_file
 
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict  # isort: skip
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # isort: skip
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # isort: skip
-from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan  # isort: skip
-from megatron.core.dist_checkpointing.strategies.torch import (  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
     mcore_to_pyt_state_dict,
 )
-
 
 START_SECONDS = 60.0
 """How long the writing process may take to start before the time limit for writing begins."""
