@@ -16,9 +16,9 @@ from typing import Any
 from mcore_rl.cli.entry_point import Parser, told_in_one_line
 from mcore_rl.config import read_chat_template, read_yaml
 from mcore_rl.errors import UserError
-from mcore_rl.run.preflight import check_model_directory
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
 from mcore_rl.utils.console import quiet_libraries
+from mcore_rl.utils.model_directory import check_model_directory
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def megatron_to_hf(checkpoint: Path, destination: Path, model: Path | None) -> N
 def inspect(checkpoint: Path) -> None:
     iteration = find_iteration(checkpoint)
     choose_device()
-    from mcore_rl.models.megatron.checkpoint.inspection import describe
+    from mcore_rl.models.megatron.checkpoint.convert import describe
 
     for line in describe(iteration):
         print(line)

@@ -8,8 +8,8 @@ import argparse
 from mcore_rl.cli.entry_point import Parser, count, told_in_one_line
 from mcore_rl.config import DPOConfig, load_config
 from mcore_rl.data.readers import check_file
-from mcore_rl.run.preflight import check_model_directory
 from mcore_rl.utils.console import quiet_libraries
+from mcore_rl.utils.model_directory import check_model_directory
 
 
 def main() -> None:

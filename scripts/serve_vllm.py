@@ -10,8 +10,9 @@ import time
 from mcore_rl.cli.entry_point import Parser, told_in_one_line
 from mcore_rl.config import GRPOConfig, load_config
 from mcore_rl.errors import TrainingError
-from mcore_rl.run.preflight import check_model_directory, check_vllm
+from mcore_rl.run.preflight import check_vllm
 from mcore_rl.utils.console import quiet_libraries
+from mcore_rl.utils.model_directory import check_model_directory
 
 
 def main() -> None:
@@ -32,10 +33,10 @@ def serve(config: GRPOConfig) -> None:
     from mcore_rl.platform import initialize_platform
 
     initialize_platform()
+    from mcore_rl.config.rl import SERVER_LOGS
     from mcore_rl.models.generation.vllm_client import VLLMServer
     from mcore_rl.models.generation.vllm_generation import wait_until_ready
     from mcore_rl.models.generation.vllm_server import VLLMService
-    from mcore_rl.run.directory import SERVER_LOGS
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     deadline = time.monotonic() + config.generation.vllm.start_seconds

@@ -127,8 +127,7 @@ def sequences_of(config: TrainingConfig, lengths: list[int] | None, arguments: N
     """Of these lengths, or of the data's first global batch, the policy's own answers as long as they may be;
     once models and data are found such that a run would take them."""
     from mcore_rl.cli.dry_run import first_batch
-    from mcore_rl.run.model_checks import check_models, check_weights
-    from mcore_rl.run.setup import load_inputs
+    from mcore_rl.run.setup import check_models, check_weights, load_inputs
     from mcore_rl.simulation.step import sequences_of
 
     if lengths is None:

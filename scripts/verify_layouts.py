@@ -25,8 +25,8 @@ from mcore_rl.config import (
 from mcore_rl.config.parallel import own_split, parse_layouts
 from mcore_rl.data.readers import check_file
 from mcore_rl.errors import UserError
-from mcore_rl.run.preflight import check_model_directory
 from mcore_rl.utils.console import quiet_libraries
+from mcore_rl.utils.model_directory import check_model_directory
 
 DEFAULT_LAYOUTS = ["tp=1,2", "pp=1,2", "cp=1,2"]
 

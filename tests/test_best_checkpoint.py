@@ -12,7 +12,7 @@ from small_models import make_model
 
 from mcore_rl.config import CheckpointConfig, SFTConfig, build_config
 from mcore_rl.errors import UserError, WorkerError
-from mcore_rl.run.best import BestValidation
+from mcore_rl.run.checkpoints import BestValidation
 from mcore_rl.testing.processes import run_processes
 from mcore_rl.utils.checkpoint_store import CheckpointStore
 

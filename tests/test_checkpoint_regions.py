@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.checkpoint import region_reader
-from mcore_rl.models.megatron.checkpoint.region_reader import Region, RegionReader
+from mcore_rl.models.megatron.checkpoint import load
+from mcore_rl.models.megatron.checkpoint.load import RegionReader
+from mcore_rl.models.megatron.checkpoint.state import Region
 
 
 def store(directory, tensors, cuts, files=2, transposed=True):
@@ -61,7 +62,7 @@ def test_every_region_is_found(tmp_path_factory, shape, cuts, data):
     sizes = tuple(data.draw(st.integers(1, size - first)) for size, first in zip(shape, offsets, strict=True))
     expected = tensor[tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(region_reader, "BLOCK_BYTES", data.draw(st.sampled_from([16, 40, 4096])))
+        patch.setattr(load, "BLOCK_BYTES", data.draw(st.sampled_from([16, 40, 4096])))
         assert torch.equal(reader.tensor("key", offsets, sizes), expected)
         strided = torch.full((*sizes[:-1], 2 * sizes[-1]), 7, dtype=torch.float64)
         reader.read([Region("key", offsets, strided[..., ::2], tuple(shape))])
@@ -71,11 +72,11 @@ def test_every_region_is_found(tmp_path_factory, shape, cuts, data):
 
 def test_no_more_is_read_than_a_block_beyond_what_is_wanted(tmp_path, monkeypatch):
     """A rank's range in the middle of a shard much larger than it."""
-    monkeypatch.setattr(region_reader, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(load, "BLOCK_BYTES", 4000)
     tensor = torch.randn(3, 500, 200)
     reader = store(tmp_path, {"key": tensor}, set(), files=1, transposed=False)
     counted = CountingFile(tmp_path / "0")
-    monkeypatch.setattr(region_reader, "open", lambda *_: counted, raising=False)
+    monkeypatch.setattr(load, "open", lambda *_: counted, raising=False)
     values = reader.tensor("key", (1, 100, 0), (1, 50, 200))
     assert torch.equal(values, tensor[1:2, 100:150])
     assert counted.bytes < values.nbytes + 4000 + 20_000 < tensor.nbytes / 15  # the archive's own bytes among them

@@ -108,7 +108,7 @@ def test_going_on_under_more_layouts(family, first, second, model_of, uninterrup
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
 def test_rectangles_cover_a_range_once(shape, data):
-    from mcore_rl.models.megatron.checkpoint.optimizer_shards import rectangles
+    from mcore_rl.models.megatron.checkpoint.state import rectangles
 
     numbers = torch.arange(math.prod(shape)).view(shape)
     start = data.draw(st.integers(0, numbers.numel() - 1))

@@ -18,7 +18,8 @@ from small_models import and_long, make_model
 from mcore_rl.errors import UserError
 from mcore_rl.run.identity import RunIdentity
 from mcore_rl.testing.processes import run_processes
-from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems, digests_of, quick_problems
+from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems, quick_problems
+from mcore_rl.utils.files import digests_of
 
 ROOT = Path(__file__).parent.parent
 FILES = ("common.pt", "metadata.json", ".metadata", "__0_0.distcp", "config.yaml")
@@ -245,7 +246,7 @@ def test_sigterm_saves_and_the_run_ends_bit_for_bit_the_same(files, whole_run):
 def test_a_second_signal_stops_at_once(files):
     code = (
         "import os, signal\n"
-        "from mcore_rl.run.interruption import Interruption\n"
+        "from mcore_rl.run.loop import Interruption\n"
         "Interruption()\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
         "print('going on', flush=True)\n"

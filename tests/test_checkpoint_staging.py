@@ -12,7 +12,7 @@ import torch
 from test_layout_check import make_config, make_data
 
 from mcore_rl.algorithms.build_loss import loss_of
-from mcore_rl.models.megatron.checkpoint.host_staging import HostStaging
+from mcore_rl.models.megatron.checkpoint.save import HostStaging
 from mcore_rl.testing.layout_check import Layout
 from mcore_rl.testing.processes import run_processes
 
@@ -37,7 +37,7 @@ def test_copies_are_what_was_there():
 
 def saved_while_training(config, directory):
     """Copies that take two steps, as they might from a device; then ones that are never there."""
-    from mcore_rl.models.megatron.checkpoint.writer import SaveError
+    from mcore_rl.models.megatron.checkpoint.save import SaveError
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, data, loss_fn = MegatronPolicy(config, total_steps=10, rows_per_unit=2), make_data(), loss_of(config)
@@ -76,7 +76,7 @@ def test_what_is_written_is_the_state_at_its_beginning(layout, model_of, tmp_pat
 
 def fails_to_start(config, directory):
     """On the last rank, once the copies are there."""
-    from mcore_rl.models.megatron.checkpoint.writer import SaveError
+    from mcore_rl.models.megatron.checkpoint.save import SaveError
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)

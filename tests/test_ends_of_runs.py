@@ -13,8 +13,7 @@ from small_models import make_model
 from test_training_programs import run
 
 from mcore_rl.config import SFTConfig
-from mcore_rl.run.metrics import Reporter
-from mcore_rl.run.step_log import StepLog, read_step_log
+from mcore_rl.run.metrics import Reporter, StepLog, read_step_log
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
 
 BREAKING = """

@@ -152,7 +152,7 @@ def save_with_a_writer_that(fate, config, directory):
     from test_layout_check import make_data
 
     from mcore_rl.algorithms.loss_functions import NLLLoss
-    from mcore_rl.models.megatron.checkpoint import writer
+    from mcore_rl.models.megatron.checkpoint import save
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.utils.shard_process import ShardProcess
 
@@ -173,7 +173,7 @@ def save_with_a_writer_that(fate, config, directory):
     error = None
     try:
         policy.save_checkpoint(directory, 1, {})
-    except writer.SaveError as failure:
+    except save.SaveError as failure:
         error = str(failure)
     seconds = time.monotonic() - seconds
     ShardProcess.submit = submit

@@ -8,7 +8,7 @@ from small_models import make_model
 from test_training_programs import run
 
 from mcore_rl.config import EnvironmentConfig
-from mcore_rl.environments.judge_variables import judge_variables
+from mcore_rl.environments.judge_processes import judge_variables
 
 JUDGE = """
 import json, os

@@ -203,7 +203,7 @@ def test_functions_are_called_as_trls_trainer_calls_them(kind, monkeypatch):
     from accelerate import PartialState
     from trl.trainer import grpo_trainer
 
-    from mcore_rl.environments.trl_reward import TRLReward
+    from mcore_rl.environments.judges import TRLReward
 
     samples, seen = conversations()[kind], []
 

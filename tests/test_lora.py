@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from mcore_rl.config import DPOConfig, KTOConfig, LoRAConfig, build_config
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.checkpoint.trust import read_index
+from mcore_rl.models.megatron.checkpoint.load import read_index
 from mcore_rl.models.megatron.lora import PEFTDirectory
 from mcore_rl.testing.layout_check import Layout, compute_outcome
 from mcore_rl.testing.processes import run_processes

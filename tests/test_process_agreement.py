@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from small_models import and_long, make_model
 
 from mcore_rl.config import GRPOConfig, SFTConfig
-from mcore_rl.run.agreement import Given, disagreement, files_of
 from mcore_rl.run.identity import RunIdentity
+from mcore_rl.run.setup import Given, disagreement, files_of
 
 
 @pytest.fixture(scope="module")

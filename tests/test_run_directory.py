@@ -11,9 +11,10 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.lora import PEFTDirectory, write_peft_directory
 from mcore_rl.rollouts.recordings import check_record
 from mcore_rl.run.directory import RunDirectory
-from mcore_rl.run.identity import RunIdentity, digest_of_weights
+from mcore_rl.run.identity import RunIdentity
 from mcore_rl.run.preflight import check_output, find_checkpoints, is_restart, preflight
-from mcore_rl.utils.checkpoint_store import digests_of, write_manifest
+from mcore_rl.utils.files import digests_of, write_manifest
+from mcore_rl.utils.model_directory import digest_of_weights
 from mcore_rl.utils.torchrun import launch_id
 
 

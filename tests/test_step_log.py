@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.run.step_log import StepLog, read_step_log
+from mcore_rl.run.metrics import StepLog, read_step_log
 
 
 def test_lines_that_are_of_no_step_are_refused(tmp_path):

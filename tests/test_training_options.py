@@ -28,14 +28,13 @@ from mcore_rl.environments.interfaces import Sample
 from mcore_rl.environments.judge_processes import JudgedEnvironment
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation import megatron_generation
-from mcore_rl.models.megatron.checkpoint.checkpoint import Restored
+from mcore_rl.models.megatron.checkpoint.load import Restored
 from mcore_rl.models.megatron.hf_config import load_hf_config
 from mcore_rl.rollouts.samples import Rollout, Rollouts
 from mcore_rl.run import checkpoints as checkpointing
 from mcore_rl.run import metrics, watchdog
 from mcore_rl.run.checkpoints import RunCheckpoints
-from mcore_rl.run.metrics import Reporter
-from mcore_rl.run.step_log import read_step_log
+from mcore_rl.run.metrics import Reporter, read_step_log
 from mcore_rl.testing.layout_check import Layout
 from mcore_rl.testing.processes import run_processes
 

@@ -47,12 +47,12 @@ from mcore_rl.rollouts.worker import Conversation, RolloutWorker
 from mcore_rl.run import watchdog
 from mcore_rl.run.directory import JUDGE_LOG, RunDirectory
 from mcore_rl.run.loop import TrainingLoop
+from mcore_rl.run.metrics import StepLog
 from mcore_rl.run.preflight import find_checkpoints, is_restart
 from mcore_rl.run.setup import Inputs, claim_output, load_inputs
-from mcore_rl.run.step_log import StepLog
 from mcore_rl.utils import torchrun
-from mcore_rl.utils.checkpoint_store import digest_of_file
 from mcore_rl.utils.console import Say, silent, speaker
+from mcore_rl.utils.files import digest_of_file
 
 if TYPE_CHECKING:
     from mcore_rl.algorithms.ppo import Critic
@@ -62,10 +62,10 @@ PROBED_RECORDS = 4
 """A judge may refuse an odd record; one that fails on all of these is wrong."""
 
 
-def prepare(
+def check_inputs(
     config: RLConfig, record: Path | None, replay: Path | None
 ) -> tuple[Inputs[PromptDataset], dict[int, list[Rollout]] | None]:
-    """Check everything before the run, and claim its output directory.
+    """Check everything before the run, its judge too; nothing is written.
 
     Args:
         record: a file that keeps every step's rollouts.
@@ -90,6 +90,14 @@ def prepare(
     if record:
         goes_on = bool(find_checkpoints(config)[0]) or is_restart(config.output_dir)
         check_record(record, recorded_by(config, inputs.train.fingerprint), goes_on)
+    return inputs, recorded
+
+
+def prepare(
+    config: RLConfig, record: Path | None, replay: Path | None
+) -> tuple[Inputs[PromptDataset], dict[int, list[Rollout]] | None]:
+    """Return `check_inputs`, with the output directory claimed for this run."""
+    inputs, recorded = check_inputs(config, record, replay)
     contents = "" if replay is None else digest_of_file(replay)
     return claim_output(config, inputs, {"--record": str(record is not None), "--replay": contents}), recorded
 

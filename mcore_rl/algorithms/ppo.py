@@ -18,8 +18,8 @@ from mcore_rl.losses.common import over_steps, reductions_of
 from mcore_rl.losses.policy_gradient import ValueLossFn
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.rollouts.samples import Outcome, last_response_tokens
+from mcore_rl.run.metrics import StepLog
 from mcore_rl.run.setup import tell_of_optimizer
-from mcore_rl.run.step_log import StepLog
 from mcore_rl.utils.console import Say
 
 COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "values", "returns")

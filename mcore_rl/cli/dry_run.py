@@ -1,19 +1,44 @@
-"""What a run would do, told before it does anything: `--dry-run`."""
+"""The dry run (`--dry-run`): everything is checked, and what the run would do is printed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from mcore_rl.algorithms.grpo import check_inputs
 from mcore_rl.config import ParallelConfig, PPOConfig, RLConfig, TrainingConfig
 from mcore_rl.data.batching import batching_of
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
+from mcore_rl.run.setup import check_output_dir, load_inputs
 from mcore_rl.simulation.search import chosen_ranks, simulate
 from mcore_rl.simulation.step import Sequences
+from mcore_rl.utils import torchrun
 
 SHOWN_RANKS, SHOWN_RECORDS, SHOWN_CHARACTERS = 64, 3, 600
+
+
+def run_dry(config: TrainingConfig, record: Path | None = None, replay: Path | None = None) -> None:
+    """Check everything that a run checks, and print on rank 0 what it would do.
+
+    Raises:
+        UserError: what the run would raise.
+    """
+    if isinstance(config, RLConfig):
+        inputs, _ = check_inputs(config, record, replay)
+    else:
+        inputs = load_inputs(config)
+    if torchrun.rank() > 0:
+        return
+    inputs, steps = check_output_dir(config, inputs), config.total_steps(len(inputs.train))
+    for line in (*inputs.checkpoints[1], *describe_plan(config, inputs, steps, torchrun.world_size())):
+        print(line, flush=True)
+    if inputs.cache is None:
+        print("nothing was written: this was a dry run")
+    else:
+        print(f"this was a dry run: it wrote tokenized data to {inputs.cache} (data.cache_dir) and nothing else")
 
 
 def describe_plan(config: TrainingConfig, inputs: Any, steps: int, world_size: int) -> Iterator[str]:

@@ -26,7 +26,7 @@ from mcore_rl.run import directory, watchdog
 from mcore_rl.run.identity import models_of
 from mcore_rl.run.preflight import preflight
 from mcore_rl.utils.console import quiet_libraries
-from mcore_rl.utils.hub import download, is_hub_name
+from mcore_rl.utils.model_directory import download, is_hub_name
 from mcore_rl.utils.torchrun import error_file, is_launched, is_under_torchrun, pretend, rank, world_size
 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
@@ -115,7 +115,12 @@ def run_script(
         from mcore_rl.platform import initialize_platform  # with PyTorch
 
         initialize_platform()
-        train(config, **paths)
+        if config.dry_run:
+            from mcore_rl.cli.dry_run import run_dry  # with the simulator, which no training program imports
+
+            run_dry(config, **paths)
+        else:
+            train(config, **paths)
 
 
 def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.Namespace) -> tuple[ConfigT, str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 from mcore_rl.cli.entry_point import run_script
@@ -20,64 +21,16 @@ from mcore_rl.config import (
 )
 from mcore_rl.errors import UserError
 from mcore_rl.run.model_card import write_model_card
-from mcore_rl.utils.hub import push
+from mcore_rl.utils.model_directory import push
 from mcore_rl.utils.torchrun import rank
-
-# Algorithms import PyTorch and Megatron: only once the configuration has been found right.
-
-
-def _sft(config: SFTConfig) -> Path | None:
-    from mcore_rl.algorithms.sft import train_sft
-
-    return train_sft(config)
-
-
-def _dpo(config: DPOConfig) -> Path | None:
-    from mcore_rl.algorithms.dpo import train_dpo
-
-    return train_dpo(config)
-
-
-def _rm(config: RMConfig) -> Path | None:
-    from mcore_rl.algorithms.rm import train_rm
-
-    return train_rm(config)
-
-
-def _kto(config: KTOConfig) -> Path | None:
-    from mcore_rl.algorithms.kto import train_kto
-
-    return train_kto(config)
-
-
-def _distill(config: DistillationConfig) -> Path | None:
-    from mcore_rl.algorithms.distill import train_distill
-
-    return train_distill(config)
-
-
-def _grpo(config: GRPOConfig, record: Path | None, replay: Path | None) -> Path | None:
-    from mcore_rl.algorithms.grpo import train_grpo
-
-    return train_grpo(config, record, replay)
-
-
-def _ppo(config: PPOConfig, record: Path | None, replay: Path | None) -> Path | None:
-    from mcore_rl.algorithms.ppo import train_ppo
-
-    return train_ppo(config, record, replay)
 
 
 @dataclass(frozen=True)
 class Program:
-    """
-    train: returns the directory of the exported model, None without one.
-    file_options: options that take a path, and what they are for.
-    """
+    """A training program: its description, the type of its configuration, and options that take a path."""
 
     description: str
     config: type[TrainingConfig]
-    train: Callable[..., Path | None]
     file_options: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -87,18 +40,13 @@ RECORDINGS = {
 }
 
 PROGRAMS = {
-    "sft": Program("Supervised fine-tuning.", SFTConfig, _sft),
-    "dpo": Program("Direct preference optimization.", DPOConfig, _dpo),
-    "rm": Program("A reward model from preferences (Bradley–Terry).", RMConfig, _rm),
-    "kto": Program("Kahneman–Tversky optimization of unpaired responses.", KTOConfig, _kto),
-    "distill": Program("Distillation from a teacher beside the student.", DistillationConfig, _distill),
-    "grpo": Program(
-        "Group relative policy optimization, and its kin.",
-        GRPOConfig,
-        _grpo,
-        RECORDINGS,
-    ),
-    "ppo": Program("Proximal policy optimization, with a critic.", PPOConfig, _ppo, RECORDINGS),
+    "sft": Program("Supervised fine-tuning.", SFTConfig),
+    "dpo": Program("Direct preference optimization.", DPOConfig),
+    "rm": Program("A reward model from preferences (Bradley–Terry).", RMConfig),
+    "kto": Program("Kahneman–Tversky optimization of unpaired responses.", KTOConfig),
+    "distill": Program("Distillation from a teacher beside the student.", DistillationConfig),
+    "grpo": Program("Group relative policy optimization, and its kin.", GRPOConfig, RECORDINGS),
+    "ppo": Program("Proximal policy optimization, with a critic.", PPOConfig, RECORDINGS),
 }
 
 
@@ -124,7 +72,9 @@ def train(algorithm: str, arguments: Sequence[str] | None = None, usage: str | N
     program = PROGRAMS[algorithm]
 
     def train_and_push(config: TrainingConfig, **files: Path | None) -> None:
-        exported = program.train(config, **files)
+        # Algorithms import PyTorch and Megatron: only now, when the configuration has been found right.
+        module = import_module(f"mcore_rl.algorithms.{algorithm}")
+        exported: Path | None = getattr(module, f"train_{algorithm}")(config, **files)
         # Once the ranks' groups are closed: others would give up waiting for an upload.
         if exported is not None and config.checkpoint.push_to_hub is not None and rank() == 0:
             write_model_card(exported, config)

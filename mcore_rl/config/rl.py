@@ -150,6 +150,10 @@ class EnvironmentConfig(JudgeOptions):
         return super().compares or any(reward.compares for reward in self.rewards.values())
 
 
+SERVER_LOGS = "vllm"
+"""The directory of vLLM's logs, in the output directory."""
+
+
 class VLLMConfig(Section):
     """vLLM's servers, which have an environment and processes of their own (docs/rollouts.md)."""
 

@@ -28,7 +28,7 @@ from mcore_rl.config.base import (
 )
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import UserError
-from mcore_rl.utils.hub import is_repository_name
+from mcore_rl.utils.model_directory import is_repository_name
 
 
 class LoRAConfig(Section):

@@ -24,8 +24,8 @@ from mcore_rl.data.token_store import TokenStore, collect
 from mcore_rl.data.tokenize import Tokenization, TokenizerSource, available_workers, tokenize_source
 from mcore_rl.errors import UserError
 from mcore_rl.utils import torchrun
-from mcore_rl.utils.checkpoint_store import digest_of_file
 from mcore_rl.utils.console import Say
+from mcore_rl.utils.files import digest_of_file
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 """Of a model directory: files that are not the tokenizer's. All others may be."""

@@ -1,4 +1,4 @@
-"""A judge behind a URL."""
+"""A judge behind a URL. Its own module, because it imports requests, which other judges do not need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import requests
 
 from mcore_rl.environments.interfaces import Sample, Step
-from mcore_rl.environments.judge_variables import IN_HEADER
+from mcore_rl.environments.judge_processes import IN_HEADER
 
 FIRST_PAUSE_SECONDS = 0.5
 """Before the second attempt; twice as long before each further one."""

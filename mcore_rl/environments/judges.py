@@ -1,6 +1,6 @@
-"""The built-in judges.
+"""The built-in judges: exact match, math, functions, TRL's reward functions, weighted sums.
 
-Judges are made once in each worker process, from the options of the configuration's `environment` section.
+Each worker process makes its judge once, from the options of the configuration's `environment` section.
 """
 
 from __future__ import annotations
@@ -13,7 +13,45 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from mcore_rl.environments.interfaces import BatchJudge, Judge, MessageLog, Sample, Step
-from mcore_rl.environments.trl_reward import TRLReward
+
+OWN_COLUMNS = {"prompt", "completion", "completion_ids"}
+
+
+class TRLReward:
+    """`function(prompts=…, completions=…, completion_ids=…, **columns)` → a list of rewards, as a judge.
+
+    prompts, completions: texts where the prompt is a text, lists of messages where it is messages; a completion is
+        all that follows the prompt. completion_ids: its tokens. columns: every other field of the records, a list
+        each, with None where a record does not have it. A reward of None does not apply to its sample.
+
+    What TRL also passes, `trainer_state`, `log_extra`, `log_metric` and `environments`, is of its trainer, and not
+    passed. The function may be a coroutine function.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[float | None]:
+        rewards = self.function(**arguments_of(samples))
+        rewards = list(await rewards if inspect.isawaitable(rewards) else rewards)
+        if len(rewards) != len(samples):
+            raise ValueError(f"the function returned {len(rewards)} rewards for {len(samples)} completions")
+        return [None if reward is None else float(reward) for reward in rewards]
+
+
+def arguments_of(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """Return the arguments of the function."""
+    names = dict.fromkeys(name for sample in samples for name in sample.record if name not in OWN_COLUMNS)
+    return {
+        "prompts": [_part(sample, sample.message_log[: sample.num_prompt_messages]) for sample in samples],
+        "completions": [_part(sample, sample.message_log[sample.num_prompt_messages :]) for sample in samples],
+        "completion_ids": [list(sample.completion_ids) for sample in samples],
+        **{name: [sample.record.get(name) for sample in samples] for name in names},
+    }
+
+
+def _part(sample: Sample, messages: MessageLog) -> str | MessageLog:
+    return "".join(message["content"] for message in messages) if sample.is_text else messages
 
 
 class ExactMatch:
@@ -165,7 +203,7 @@ def make_judge(options: Mapping[str, Any]) -> BatchJudge:
         case "trl":
             return TRLReward(load_function(options["function"]))
         case "http":
-            from mcore_rl.environments.http_judge import HTTPJudge  # and requests, which others need not wait for
+            from mcore_rl.environments.http_judge import HTTPJudge  # imports requests, which other judges do not need
 
             return HTTPJudge(options["url"], options["retries"], options["time_limit_seconds"], options["headers"])
         case "weighted":

@@ -17,10 +17,10 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from mcore_rl.errors import UserError
 from mcore_rl.platform import cuda_stand_ins
-from mcore_rl.platform.byte_blocks import bytes_for, views_of
 from mcore_rl.utils import torchrun
 
 _installed = False
@@ -280,3 +280,24 @@ def _group_options(timeout: timedelta) -> dict[str, Any]:
         store = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
         kwargs.update(rank=rank, world_size=world_size, store=store)
     return kwargs
+
+
+ALIGNMENT = 64
+"""Bytes; where a tensor may begin, whatever its dtype."""
+
+
+def bytes_for(tensors: Sequence[Tensor]) -> int:
+    """How large a block must be to hold them."""
+    return sum(map(_room, tensors))
+
+
+def views_of(block: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The places of `tensors` in a block (uint8, at least `bytes_for` them), of their shapes and dtypes."""
+    parts = block[: bytes_for(tensors)].split([_room(tensor) for tensor in tensors])
+    return [
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)
+    ]
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT

@@ -15,7 +15,7 @@ from mcore_rl.config import read_yaml
 from mcore_rl.errors import UserError
 from mcore_rl.run.directory import RunDirectory
 from mcore_rl.run.identity import flattened
-from mcore_rl.run.step_log import step_log_entries
+from mcore_rl.run.metrics import step_log_entries
 from mcore_rl.utils.checkpoint_store import quick_problems, step_of
 
 MAX_SAMPLES = 400

@@ -18,8 +18,8 @@ from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.rollouts.recordings import REPLAYED_OPTIONS, hash_of_weights, recorded_by, recorded_step
 from mcore_rl.rollouts.samples import Outcome, Rollout, Rollouts, are_judged, has_signal
 from mcore_rl.rollouts.worker import Asked, Begun, RolloutWorker
+from mcore_rl.run.metrics import StepLog
 from mcore_rl.run.setup import Inputs
-from mcore_rl.run.step_log import StepLog
 from mcore_rl.utils.console import Say
 
 SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", *REPLAYED_OPTIONS}

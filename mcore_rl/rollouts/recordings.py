@@ -14,7 +14,7 @@ from torch import Tensor
 from mcore_rl.config import TrainingConfig
 from mcore_rl.errors import UserError
 from mcore_rl.rollouts.samples import Rollout
-from mcore_rl.run.step_log import read_step_log
+from mcore_rl.run.metrics import read_step_log
 
 REPLAYED_OPTIONS = {"temperature", "num_generations_per_prompt", "num_prompts_per_step"}
 """Keys of the algorithm's section that a replay must share with its recording."""

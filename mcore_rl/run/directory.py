@@ -21,13 +21,15 @@ from typing import Literal
 
 import psutil
 
+from mcore_rl.config.rl import SERVER_LOGS
 from mcore_rl.errors import UserError
 from mcore_rl.run.identity import RunIdentity
-from mcore_rl.utils.checkpoint_store import CheckpointStore, foreign_files, remove_listed
+from mcore_rl.utils.checkpoint_store import CheckpointStore
+from mcore_rl.utils.files import foreign_files, remove_listed
 from mcore_rl.utils.torchrun import launch_id
 
 MARKER, LOCK, NOT_FINITE, WANDB_ID = "run.json", "run.lock", "not_finite.json", "wandb.id"
-STEP_LOGS, JUDGE_LOG, SERVER_LOGS = ("metrics.jsonl", "samples.jsonl"), "judge.log", "vllm"
+STEP_LOGS, JUDGE_LOG = ("metrics.jsonl", "samples.jsonl"), "judge.log"
 LOGS = (*STEP_LOGS, JUDGE_LOG)
 WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "critic", "stacks", "tensorboard")
 """What a run replaces or removes; judge.log and vllm/ only grow; precomputed references are named by content."""

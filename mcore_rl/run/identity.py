@@ -6,26 +6,20 @@ layout, …) may change on the way, and is told.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import pickle
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config import TrainingConfig, read_yaml
+from mcore_rl.config import TrainingConfig
 from mcore_rl.config.algorithms import CRITIC, JUDGE, REFERENCE, TEACHER
 from mcore_rl.errors import UserError
+from mcore_rl.utils.checkpoint_store import stored_identity
+from mcore_rl.utils.model_directory import architecture_changes, architecture_of, digest_of_weights
 from mcore_rl.utils.torchrun import launch_id
 
-# Of a config.json: where it came from and how it is used, not what the model computes.
-NOT_ARCHITECTURE = {
-    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "auto_map",
-    "pad_token_id", "bos_token_id", "eos_token_id", "problem_type", "id2label", "label2id", "return_dict",
-    "output_attentions", "output_hidden_states", "initializer_range", "_attn_implementation",
-}  # fmt: skip
 IDENTIFYING_KEYS = (
     "model.head",
     "model.dtype",
@@ -54,9 +48,6 @@ OF_A_NODE = (
 """Patterns of the keys whose values may be a node's own: places, and servers. What is read there is compared instead;
 of vLLM's servers all processes take what the first one is told."""
 NOT_GIVEN = "(not given)"
-
-WHOLE_FILE_BYTES, WHOLE_TENSOR_BYTES = 64 << 20, 1 << 20
-BLOCKS, BLOCK_BYTES = 16, 16 << 10
 
 
 @dataclass(frozen=True)
@@ -186,68 +177,12 @@ def _named(key: str, number: int) -> str:
     return f"{key}[{number}]" if number else key
 
 
-def architecture_of(hf_config: Any) -> dict[str, Any]:
-    """Return the fields of a transformers configuration that decide a model's tensors and computations."""
-    values: dict[str, Any] = json.loads(json.dumps(hf_config.to_dict(), default=str))
-    return {key: value for key, value in values.items() if key not in NOT_ARCHITECTURE}
-
-
 def identity_of(iteration: Path) -> RunIdentity | None:
-    """Of the run that wrote a checkpoint; None where it says nothing of it (converted weights), or is damaged."""
-    import torch
-
+    """Return the identity of the run that wrote a checkpoint; None for converted weights, or if it is damaged."""
     try:
-        state = torch.load(iteration / "common.pt", map_location="cpu", weights_only=True)["state"]
-        return RunIdentity.from_json(state["identity"])
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
+        return RunIdentity.from_json(stored_identity(iteration) or "")
+    except (TypeError, ValueError):
         return None
-
-
-def architecture_of_checkpoint(iteration: Path) -> dict[str, Any]:
-    """`architecture_of` the model whose weights a checkpoint holds; {} where it does not say."""
-    if identity := identity_of(iteration):
-        return identity.architecture
-    architecture = read_yaml(iteration / "config.yaml").get("architecture", {})
-    return architecture if isinstance(architecture, dict) else {}
-
-
-def architecture_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, earlier value, value now) of what differs, the model's type first."""
-    keys = sorted(set(earlier) & set(now), key=lambda key: (key != "model_type", key))
-    return [(key, earlier[key], now[key]) for key in keys if earlier[key] != now[key]]
-
-
-def digest_of_weights(path: Path) -> str:
-    """Hash of the safetensors files of a model's or an adapter's directory, whatever they are called.
-
-    Reading all of a large model takes minutes. So of files of more than 64 MiB the header is read, tensors of up
-    to 1 MiB whole, and of each larger one 16 evenly spaced blocks of 16 KiB, its first and last among them. What
-    changes nothing in these is not seen, such as a few rows in the middle of an embedding.
-    """
-    files = [*path.glob("*.safetensors"), *path.glob("adapter_config.json")]  # which says an adapter's scale
-    digests = [_digest_of_file(file) for file in files]
-    return hashlib.sha256(b"".join(sorted(digests))).hexdigest()
-
-
-def _digest_of_file(file: Path) -> bytes:
-    with open(file, "rb") as stream:
-        if file.stat().st_size <= WHOLE_FILE_BYTES:
-            return hashlib.file_digest(stream, "sha256").digest()
-        header = stream.read(int.from_bytes(stream.read(8), "little"))
-        data, digest = stream.tell(), hashlib.sha256(header)
-        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
-        for begin, end in sorted(entry["data_offsets"] for entry in tensors):
-            for offset, size in _blocks(begin, end - begin):
-                stream.seek(data + offset)
-                digest.update(stream.read(size))
-    return digest.digest()
-
-
-def _blocks(begin: int, size: int) -> list[tuple[int, int]]:
-    """(offset, size) of what is read of a tensor."""
-    if size <= WHOLE_TENSOR_BYTES:
-        return [(begin, size)]
-    return [(begin + index * (size - BLOCK_BYTES) // (BLOCKS - 1), BLOCK_BYTES) for index in range(BLOCKS)]
 
 
 def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

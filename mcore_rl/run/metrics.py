@@ -1,21 +1,190 @@
-"""Metrics of a run: one JSON object a step, a line on the console, trackers, a summary."""
+"""Metrics of a run: JSON lines, the console, trackers, a summary."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import secrets
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, Protocol
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from mcore_rl.config import TrainingConfig, greatest_is_best
 from mcore_rl.run import watchdog
-from mcore_rl.run.step_log import StepLog
-from mcore_rl.run.trackers import Trackers
-from mcore_rl.utils.console import console, speaker
+from mcore_rl.run.directory import WANDB_ID
+from mcore_rl.run.identity import flattened
+from mcore_rl.utils.console import Say, console, speaker
+
+
+class StepLog:
+    """Appends to such a file, whose steps ascend.
+
+    A run may have been killed in the middle of a line, further than its last checkpoint: the first `append`
+    removes what is there of its step and later ones; all that is there if it is a run's first step (0 or 1).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._goes_on = False
+
+    def append(self, step: int, *entries: dict[str, Any]) -> None:
+        if not self._goes_on:
+            self._truncate(step)
+            self._goes_on = True
+        with open(self.path, "a") as file:
+            file.writelines(json.dumps({"step": step, **entry}) + "\n" for entry in entries)
+
+    def _truncate(self, step: int) -> None:
+        with open(self.path, "ab+") as file:
+            file.seek(0)
+            earlier = (line for line, entry in _whole_lines(file) if entry["step"] < step)
+            file.truncate(0 if step <= 1 else sum(len(line) for line in earlier))
+
+
+def read_step_log(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a log, without a last line that was cut short.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds something else.
+    """
+    with open(path, "rb") as file:
+        return list(step_log_entries(file))
+
+
+def step_log_entries(file: IO[bytes]) -> Iterator[dict[str, Any]]:
+    """The same of an open file, one after the other.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    return (entry for _, entry in _whole_lines(file))
+
+
+def _whole_lines(lines: Any) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    for line in lines:
+        if line.endswith(b"\n"):
+            entry = json.loads(line)
+            if not (isinstance(entry, dict) and isinstance(entry.get("step"), int)):
+                raise ValueError("a line of it is not an object with its step")
+            yield line, entry
+
+
+class Tracker(Protocol):
+    """A tracker, which receives the metrics that metrics.jsonl receives."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """The numbers of one step."""
+
+    def close(self) -> None:
+        """The run is over, however it ended."""
+
+
+class TensorBoard:
+    """Event files in output_dir/tensorboard."""
+
+    def __init__(self, config: TrainingConfig) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(config.output_dir / "tensorboard"))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run there, which goes on when this run does: its id is kept in the output directory."""
+
+    def __init__(self, config: TrainingConfig) -> None:
+        import wandb
+
+        asked, kept = config.logging, config.output_dir / WANDB_ID
+        run_id = kept.read_text().strip() if kept.is_file() else ""
+        if not run_id:
+            run_id = secrets.token_hex(8)
+            with contextlib.suppress(OSError):
+                kept.write_text(run_id)
+        self._run: Any = wandb.init(
+            id=run_id,
+            resume="allow",
+            project=asked.wandb,
+            name=asked.run_name,
+            tags=list(asked.wandb_tags) or None,
+            dir=str(config.output_dir),
+            config=config.model_dump(mode="json"),
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """To the server, or the directory, that `MLFLOW_TRACKING_URI` names."""
+
+    def __init__(self, config: TrainingConfig) -> None:
+        import mlflow
+
+        self._mlflow = mlflow
+        mlflow.set_experiment(config.logging.mlflow)
+        mlflow.start_run(run_name=config.logging.run_name)
+        mlflow.log_params(flattened(config.model_dump(mode="json")))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._mlflow.log_metrics({name: float(value) for name, value in metrics.items()}, step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class Trackers:
+    """The trackers of the configuration. A tracker that fails is reported once and left out from then on."""
+
+    def __init__(self, config: TrainingConfig, say: Say) -> None:
+        asked, self._say, self._started = config.logging, say, dict[str, Tracker]()
+        kinds: dict[str, tuple[object, Callable[[TrainingConfig], Tracker]]] = {
+            "TensorBoard": (asked.tensorboard, TensorBoard),
+            "Weights & Biases": (asked.wandb, WeightsAndBiases),
+            "MLflow": (asked.mlflow, MLflow),
+        }
+        for name, (is_asked, start) in kinds.items():
+            if is_asked:
+                with self._left_out_if_it_fails(name):
+                    self._started[name] = start(config)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Hand the numbers of one step to all of them."""
+        for name, tracker in list(self._started.items()):
+            with self._left_out_if_it_fails(name):
+                tracker.log(metrics, step)
+
+    def close(self) -> None:
+        """Tell all of them that the run is over."""
+        for name, tracker in list(self._started.items()):
+            with self._left_out_if_it_fails(name):
+                tracker.close()
+
+    @contextlib.contextmanager
+    def _left_out_if_it_fails(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever it is, it is no reason to lose what is trained
+            self._started.pop(name, None)
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self._say(f"warning: {name} fails and is left out from now on ({reason}); metrics.jsonl goes on")
+
 
 SHOWN = ("reward_mean", "loss", "value_loss", "explained_variance", "accuracy")
 """Metrics for people."""

@@ -11,7 +11,7 @@ import yaml
 from mcore_rl.config import TrainingConfig
 from mcore_rl.run.directory import STEP_LOGS
 from mcore_rl.run.identity import flattened
-from mcore_rl.run.step_log import read_step_log
+from mcore_rl.run.metrics import read_step_log
 
 CACHED = re.compile(r"^models--([^-].*?)--(.+)$")
 """A folder of the hub's cache, which has the name of its model."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from mcore_rl.errors import NotFiniteError, UserError
 from mcore_rl.run.directory import RunDirectory
 from mcore_rl.run.identity import inputs_of, models_of
 from mcore_rl.utils.checkpoint_store import CheckpointStore, quick_problems
+from mcore_rl.utils.model_directory import check_model_directory
 from mcore_rl.utils.torchrun import has_name, launch_id, node, rank, restarts
 
 
@@ -60,21 +60,6 @@ def check_sources(config: TrainingConfig) -> None:
     """Raises UserError if a file of records is not there, or none."""
     for source in (*config.data.train_sources, *config.data.validation_sets.values()):
         check_file(source)
-
-
-def check_model_directory(path: Path, key: str = "model.path") -> None:
-    """Raises UserError if a path is no Hugging Face model directory, saying what it is instead."""
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        instead = "give its base model, and it as model.lora.path" if key == "model.path" else "merge it into its base"
-        raise UserError(f"{key}: {path} is an adapter (LoRA), not a model; {instead}")
-    if not (path / "config.json").is_file():
-        raise UserError(f"{key}: {path} must be a Hugging Face model directory with a config.json")
-    try:
-        config = json.loads((path / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}: {path / 'config.json'} is not JSON ({error})") from None
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise UserError(f"{key}: {path / 'config.json'} names no model_type")
 
 
 def check_vllm(config: RLConfig) -> None:

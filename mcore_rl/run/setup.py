@@ -1,32 +1,309 @@
-"""The inputs of a run: checked, read, claimed and compared between processes before any model exists."""
+"""Start of a run: checks of models, agreement of all processes, inputs, the output directory."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import hashlib
+import json
+import math
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
+from fnmatch import fnmatchcase
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from mcore_rl import platform
-from mcore_rl.cli.dry_run import describe_plan
-from mcore_rl.config import OptimizerConfig, RLConfig, TrainingConfig
+from mcore_rl.config import DistillationConfig, OptimizerConfig, RLConfig, TrainingConfig
+from mcore_rl.config.algorithms import JUDGE, TEACHER, configs_beside
 from mcore_rl.data.chat import chat_day, check_keeps_turns, set_chat_day
 from mcore_rl.data.datasets import loader_of
 from mcore_rl.data.sample_order import Order
 from mcore_rl.data.token_cache import TokenCache, default_directory
 from mcore_rl.data.tokenize import TokenizerSource, load_tokenizer
+from mcore_rl.distributed.collectives import broadcast_object, gather_objects_on_first
+from mcore_rl.errors import ContractError, UserError
+from mcore_rl.models.megatron.families.base import REWARD_HEAD
+from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.models.megatron.lora import PEFTDirectory
-from mcore_rl.run.agreement import check_agreement
+from mcore_rl.models.megatron.weights import check_hf_tensors
 from mcore_rl.run.checkpoints import check_identity
-from mcore_rl.run.directory import RunDirectory
-from mcore_rl.run.identity import RunIdentity, digest_of_weights, identity_of
-from mcore_rl.run.model_checks import POLICY, check_models, check_tokenizers, check_weights
+from mcore_rl.run.directory import RunDirectory, own_lock
+from mcore_rl.run.identity import RunIdentity, flattened, identity_of, models_of
 from mcore_rl.run.preflight import check_layout, check_output, find_checkpoints
 from mcore_rl.utils import shard_process, torchrun
 from mcore_rl.utils.console import Say, silent, speaker
-from mcore_rl.utils.hub import check_repository
+from mcore_rl.utils.files import MANIFEST_FILE, digest_of_file
+from mcore_rl.utils.model_directory import (
+    COMPANION_PATTERNS,
+    NOT_ARCHITECTURE,
+    check_repository,
+    digest_of_weights,
+    missing_files,
+)
+
+POLICY = "model.path"
+"""The key of the model that is trained."""
+
+
+def check_models(config: TrainingConfig) -> dict[str, Any]:
+    """The transformers configurations of the policy and of the models beside it, by the keys that name them.
+
+    Raises:
+        UserError: one of them cannot be used so, or not beside the policy.
+    """
+    found = {POLICY: _checked(config)}
+    for key, other in configs_beside(config).items():
+        with _named_by(key, other.model.path):
+            found[key] = _checked(other)
+    if isinstance(config, DistillationConfig):
+        _check_teacher(config, found)
+    return found
+
+
+def _checked(config: TrainingConfig) -> Any:
+    model = config.model
+    hf = load_hf_config(model.path, model.trust_remote_code, model.head)
+    check_model_fits(hf, config.parallel, config.data.max_sequence_length, model)
+    check_positions(hf, config.data.max_sequence_length)
+    return hf
+
+
+def check_weights(config: TrainingConfig, found: Mapping[str, Any], needed: bool = True) -> None:
+    """Compare names and shapes of the models' weights with their configurations.
+
+    Args:
+        found: what `check_models` returns.
+        needed: whether a model must have its weights there; weights that are there, all of them, are looked at anyway.
+
+    Raises:
+        UserError: they are others, or not those of a reward model where one judges.
+    """
+    for key, one in {POLICY: config, **configs_beside(config)}.items():
+        path = one.model.path
+        with _named_by(key, path):
+            if needed or not missing_files(path):
+                source = SafetensorsDirectory(path)
+                check_hf_tensors(found[key], source)
+                if key == JUDGE and REWARD_HEAD not in source.names():
+                    raise UserError(f"{POLICY}: {path} is no reward model: it has no {REWARD_HEAD}")
+
+
+def check_positions(hf_config: Any, max_sequence_length: int) -> None:
+    """Refuse sequences longer than those that the model tells positions of.
+
+    Raises:
+        UserError: naming the key.
+    """
+    own = getattr(hf_config, "max_position_embeddings", None) or math.inf
+    rope = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    positions = max(own, (rope.get("factor") or 1.0) * (rope.get("original_max_position_embeddings") or own))
+    if max_sequence_length > positions:
+        raise UserError(
+            f"data.max_sequence_length={max_sequence_length}: the model has {positions:.0f} positions "
+            "(max_position_embeddings)"
+        )
+
+
+def _check_teacher(config: DistillationConfig, found: Mapping[str, Any]) -> None:
+    topk, rows, own = config.distillation.topk, found[TEACHER].vocab_size, found[POLICY].vocab_size
+    if topk is not None and rows > own:
+        raise UserError(
+            f"{TEACHER}: {config.distillation.teacher} has an LM head of {rows} rows, the student one of {own}, so "
+            "that a token of the teacher's likeliest may be none of the student's; set distillation.topk=null"
+        )
+    if topk is not None and topk > rows:
+        raise UserError(f"distillation.topk={topk}: the teacher has {rows} tokens")
+
+
+def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer: Any) -> None:
+    """Compare the policy's tokenizer with its model, and with those of the models beside it.
+
+    Args:
+        found: what `check_models` returns.
+
+    Raises:
+        UserError: an id beyond a model's embeddings, or a model that has other tokens than the policy.
+    """
+    size = found[POLICY].vocab_size
+    if len(tokenizer) > size:
+        raise UserError(f"{POLICY}: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {size}")
+    for key, other in configs_beside(config).items():
+        model = other.model
+        with _named_by(key, model.path):
+            own = load_tokenizer(model.path, model.trust_remote_code)
+        if key != JUDGE:
+            _check_vocabulary(f"{key}: {model.path}", own.get_vocab(), tokenizer.get_vocab())
+            if len(own) > found[key].vocab_size:
+                raise UserError(
+                    f"{key}: {model.path} has {found[key].vocab_size} rows of embeddings for {len(own)} tokens"
+                )
+        elif isinstance(config, RLConfig) and config.environment.format == "chat" and not own.chat_template:
+            raise UserError(
+                f"{key}: the tokenizer of {model.path} has no chat template; set environment.format=text if the model "
+                "was trained on plain prompts and completions"
+            )
+
+
+def _check_vocabulary(model: str, own: dict[str, int], policy: dict[str, int]) -> None:
+    """
+    Raises:
+        UserError: a token has another id, or none, on one of the two sides; the first one is named.
+    """
+    different = [token for token in own.keys() | policy.keys() if own.get(token) != policy.get(token)]
+    if different:
+        last = max(len(own), len(policy))
+        token = min(different, key=lambda token: (min(own.get(token, last), policy.get(token, last)), token))
+        ids = [f"id {ids[token]}" if token in ids else "no token" for ids in (own, policy)]
+        raise UserError(
+            f"{model} has another vocabulary than {POLICY} ({len(own)} and {len(policy)} tokens; {token!r} is "
+            f"{ids[0]} of its own, {ids[1]} of the policy's); use a model with the policy's tokenizer"
+        )
+
+
+@contextmanager
+def _named_by(key: str, path: Path) -> Iterator[None]:
+    """What is wrong with a model beside the policy is told of it, not of the policy."""
+    try:
+        yield
+    except UserError as error:
+        if key == POLICY:
+            raise
+        told = str(error).replace("; set model.head=reward", ", where a language model is needed")
+        if key == JUDGE:
+            told = told.replace("data.max_sequence_length", "environment.max_sequence_length")
+        # A limit or a layout is told by the key that sets it, which another model may keep to.
+        raise UserError(told.replace(POLICY, key) if POLICY in told else f"{told}; the model is {key}={path}") from None
+
+
+SEEN_WITHIN_SECONDS = 60.0
+"""Network file systems let a node know of a new file as late as this (NFS: acdirmax)."""
+VALIDATION = "data.validation"
+OTHER_CODE = ": other code of "
+PACKAGE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Given:
+    """The inputs of a process.
+
+    read: fingerprints by keys, of datasets, validation sets in their order, chat template and options; and where a
+        process is its node's first, `files_of` it.
+    identity: of the run, as JSON, of such a one.
+    software: of such a one too.
+    sees_output: whether such a one finds the first process's output directory.
+    """
+
+    host: str
+    read: dict[str, str]
+    identity: str = ""
+    software: dict[str, str] = field(default_factory=dict)
+    sees_output: bool = True
+
+
+def check_agreement(config: TrainingConfig, inputs: Inputs[Any], options: Mapping[str, str]) -> None:
+    """Compare what every process was given with what the first one was, which has claimed `output_dir`. Collective.
+
+    Args:
+        options: of the command line, and what they come to.
+
+    Raises:
+        UserError: on every process, naming what is different and where.
+    """
+    template = _digest(str(inputs.tokenizer.chat_template))
+    sets = {f"{VALIDATION} {name}".strip(): dataset.fingerprint for name, dataset in inputs.validation.items()}
+    read = {"data.train": inputs.train.fingerprint, **sets, "data.chat_template": template, **options}
+    lock, resume_from = broadcast_object((own_lock(), inputs.checkpoints[0]))
+    given = Given(socket.gethostname(), read)
+    if inputs.identity:
+        patience = min(SEEN_WITHIN_SECONDS, config.parallel.timeout_seconds / 4)
+        is_first = torchrun.rank() == 0
+        sees = is_first or RunDirectory(config.output_dir).comes_to_hold(lock, patience)
+        read |= files_of(config, resume_from)
+        given = Given(socket.gethostname(), read, inputs.identity, software(), sees)
+    if told := broadcast_object(disagreement(gather_objects_on_first(given))):
+        raise UserError(told)
+
+
+def files_of(config: TrainingConfig, resume_from: Sequence[Path]) -> dict[str, str]:
+    """Digests of what is read beside weights and data, by what names it: models' configurations and tokenizers, the
+    checkpoints that may be resumed, modules of functions that judge."""
+    manifests = [path / MANIFEST_FILE for path in resume_from]
+    found = {"checkpoint.resume": _digest(str([digest_of_file(file) for file in manifests if file.is_file()]))}
+    for key, path in models_of(config).items():
+        files = sorted(file for pattern in COMPANION_PATTERNS for file in path.glob(pattern) if file.is_file())
+        values = json.loads((path / "config.json").read_bytes()) if (path / "config.json").is_file() else {}
+        kept = sorted((name, value) for name, value in values.items() if name not in NOT_ARCHITECTURE)
+        found[f"{key}: other configuration or tokenizer"] = _digest(
+            str((kept, [digest_of_file(file) for file in files]))
+        )
+    for key, value in flattened(config.model_dump(mode="json")).items():
+        is_judge = fnmatchcase(key, "environment*.function") and value is not None
+        if is_judge and (file := _file_of_module(value.partition(":")[0])):
+            found[f"{key}{OTHER_CODE}{value}"] = digest_of_file(file)
+    return found
+
+
+def _file_of_module(name: str) -> Path | None:
+    """Return the file of a module's code; None where this node lacks the module, or it is no file."""
+    try:
+        module = find_spec(name)
+    except Exception:  # the package that it is in is not there, or cannot be imported
+        return None
+    origin = None if module is None or module.origin is None else Path(module.origin)
+    return origin if origin is not None and origin.is_file() else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def software() -> dict[str, str]:
+    """Versions of what computes; of this package, whose version a `git pull` leaves as it is, a digest of its files."""
+    files = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".yaml"))
+    digest = _digest(str([(str(path.relative_to(PACKAGE)), digest_of_file(path)) for path in files]))
+    versions = {name: str(import_module(name).__version__) for name in ("torch", "megatron.core", "transformers")}
+    return {"the files of mcore_rl": digest[:12], **versions}
+
+
+def disagreement(everyone: Sequence[Given]) -> str:
+    """Describe the first process whose inputs differ from process 0's; "" if there is none."""
+    for rank, given in enumerate(everyone):
+        first = everyone[0]
+        process = f"process {rank} (on {given.host})"
+        if others := _differences(given, first):
+            return (
+                f"{others[0]}: {process} was given something else than process 0 (on {first.host}); every node needs "
+                "the same packages, files, configuration and date"
+            )
+        if not given.sees_output:
+            return (
+                f"output_dir: what process 0 (on {first.host}) writes there, {process} does not find; it must be the "
+                "same directory on all nodes, of a file system that they share"
+            )
+    return ""
+
+
+def _differences(given: Given, first: Given) -> list[str]:
+    """The likely causes before what follows from them."""
+    differences = []
+    if given.identity:
+        theirs, own = first.software, given.software
+        differences += [f"{name} {theirs[name]} → {own[name]}" for name in theirs if own[name] != theirs[name]]
+    if given.identity and not differences:  # otherwise it may not even have the same keys
+        differences += RunIdentity.from_json(given.identity).differences(RunIdentity.from_json(first.identity))
+    differences += [key for key in first.read if given.read.get(key, first.read[key]) != first.read[key]]
+    if given.identity:  # other processes than the first of a node read less
+        lacking = sorted(key for key in first.read.keys() ^ given.read.keys() if OTHER_CODE in key)
+        differences += [f"{key} (which is on one of them alone)" for key in lacking]
+    sets, firsts = ([key for key in one.read if key.startswith(VALIDATION)] for one in (given, first))
+    if sets != firsts:
+        differences.append(f"{VALIDATION}: other sets, or in another order")
+    return differences
 
 
 class RunDataset(Protocol):
@@ -99,7 +376,7 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
 
 
 def _check_before_reading(config: TrainingConfig, hf_config: Any, tokenizer: Any) -> None:
-    """Check on the first rank what `_claimed` would refuse whatever the data is; nothing is written.
+    """Check on the first rank what `check_output_dir` would refuse whatever the data is; nothing is written.
 
     Raises:
         UserError: a checkpoint of another run, an adapter of another model, or a hub that refuses.
@@ -139,63 +416,52 @@ def _earlier_identity(config: TrainingConfig) -> RunIdentity | None:
 
 
 def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT], options: Mapping[str, str] = {}) -> Inputs[DatasetT]:
-    """`inputs` with the checkpoints to resume from, once the output directory is this run's to write to. Collective.
+    """Claim the output directory for this run, and return `inputs` with the checkpoints to resume from. Collective.
 
-    Rank 0 looks at what is there and locks it; until the first step nothing else is written. A dry run ends here. The
-    first thing that processes tell each other is what they were given: whatever comes next, a model or scores that are
-    kept for later runs, is made by all of them together.
+    Rank 0 checks the directory and locks it; nothing else is written before the first step. Then all processes compare
+    what they were given, before they make models and scores together.
 
     Args:
-        options: of the command line, and what they come to, which is compared as well.
+        options: of the command line, which are compared as well.
 
     Raises:
-        UserError: something there would be destroyed or continued that is not this run's; or a process was given
-            something else than the first.
+        UserError: the run would destroy or continue something that is not its own, or a process was given something
+            else than rank 0.
     """
-    inputs = _claimed(config, inputs)
+    if config.dry_run:
+        raise ContractError("dry_run: a dry run ends before the output directory is claimed; use mcore_rl.cli.dry_run")
+    inputs = check_output_dir(config, inputs)
+    if torchrun.rank() == 0 and (note := RunDirectory(config.output_dir).claim()):
+        inputs = replace(inputs, checkpoints=(inputs.checkpoints[0], [note, *inputs.checkpoints[1]]))
     platform.initialize_process_group(timedelta(seconds=config.parallel.timeout_seconds))
     check_agreement(config, inputs, options)
     shard_process.start_early()
     return inputs
 
 
-def _claimed(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[DatasetT]:
-    # The first rank alone looks: others may see other files, and are told what it has found.
-    checkpoints = find_checkpoints(config) if torchrun.rank() == 0 else ([], [])
+def check_output_dir(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[DatasetT]:
+    """Return `inputs` with the checkpoints to resume from and the run's identity; nothing is written.
+
+    Only rank 0 looks at the directory, because other ranks may see other files.
+
+    Raises:
+        UserError: the run would destroy or continue something that is not its own.
+    """
     if torchrun.rank() > 0:
-        if config.dry_run:
-            sys.exit(0)
-        is_first = torchrun.local_rank() == 0
-        return replace(
-            inputs, checkpoints=checkpoints, identity=_identity(config, inputs).to_json() if is_first else ""
-        )
+        identity = _identity(config, inputs).to_json() if torchrun.local_rank() == 0 else ""
+        return replace(inputs, checkpoints=([], []), identity=identity)
+    candidates, notes = find_checkpoints(config)
     check_output(config)
-    identity = _identity(config, inputs)
-    notes = checkpoints[1] + check_identity(identity, checkpoints[0])
+    run = _identity(config, inputs)
+    notes = notes + check_identity(run, candidates)
     if config.model.lora is not None and config.model.lora.path is not None:
-        notes += PEFTDirectory(config.model.lora.path).check_base(config.model.path, identity.base_weights)
-    if config.dry_run:
-        tell_plan(config, inputs, notes)
-        sys.exit(0)
-    if note := RunDirectory(config.output_dir).claim():
-        notes = [note, *notes]
-    return replace(inputs, checkpoints=(checkpoints[0], notes), identity=identity.to_json())
+        notes += PEFTDirectory(config.model.lora.path).check_base(config.model.path, run.base_weights)
+    return replace(inputs, checkpoints=(candidates, notes), identity=run.to_json())
 
 
 def _identity(config: TrainingConfig, inputs: Inputs[Any]) -> RunIdentity:
     day = str(chat_day(inputs.tokenizer) or "")
     return RunIdentity.of(config, inputs.hf_config, inputs.train.fingerprint, day)
-
-
-def tell_plan(config: TrainingConfig, inputs: Inputs[Any], notes: Sequence[str]) -> None:
-    """Print what the run would do."""
-    steps = config.total_steps(len(inputs.train))
-    for line in (*notes, *describe_plan(config, inputs, steps, torchrun.world_size())):
-        print(line, flush=True)
-    if inputs.cache is None:
-        print("nothing was written: this was a dry run")
-    else:
-        print(f"this was a dry run: it wrote tokenized data to {inputs.cache} (data.cache_dir) and nothing else")
 
 
 def tell_what_never_comes(config: TrainingConfig, steps: int, say: Say, updates_per_step: int = 1) -> None:

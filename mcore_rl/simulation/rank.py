@@ -249,7 +249,7 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
     from mcore_rl.models.megatron import attention, weights
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.policy import reference, scoring
-    from mcore_rl.run.model_checks import POLICY, check_models
+    from mcore_rl.run.setup import POLICY, check_models
 
     hf_configs = check_models(config)
     in_turn = {POLICY: config, **simulated_beside(config)}  # as they are built

@@ -48,7 +48,7 @@ from mcore_rl.utils import torchrun
 
 if TYPE_CHECKING:
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-    from mcore_rl.models.megatron.checkpoint.region_reader import Region
+    from mcore_rl.models.megatron.checkpoint.state import Region
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
 
@@ -480,7 +480,7 @@ def simulate_loading(config: TrainingConfig, rank: int, world_size: int, writers
         UserError: what the run itself would refuse, and what cannot be simulated.
     """
     with simulated_process(config, rank, world_size):
-        from mcore_rl.models.megatron.checkpoint.region_reader import BLOCK_BYTES
+        from mcore_rl.models.megatron.checkpoint.load import BLOCK_BYTES
 
         live = LiveBytes("meta", "cpu")
         with live:
@@ -495,7 +495,7 @@ def simulate_loading(config: TrainingConfig, rank: int, world_size: int, writers
 
 def _regions(config: TrainingConfig, models: Models) -> Iterator[Region]:
     """Yield the regions of all models that are trained, and of a reference that moves."""
-    from mcore_rl.models.megatron.checkpoint.optimizer_shards import tensor_regions
+    from mcore_rl.models.megatron.checkpoint.state import tensor_regions
 
     for number, model in enumerate(models.trained):
         part = model.checkpoint.part("" if number == 0 else f"beside_{number}")
@@ -510,7 +510,7 @@ def _read(regions: list[Region], writers: int) -> int:
     """Bytes that are read, by the code that reads files, of which there are none."""
     import torch
 
-    from mcore_rl.models.megatron.checkpoint.region_reader import RegionReader, copy_piece
+    from mcore_rl.models.megatron.checkpoint.load import RegionReader, copy_piece
 
     total = 0
     reader = RegionReader(Path("simulated"), _index(regions, writers))

@@ -197,8 +197,8 @@ def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Layou
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from mcore_rl.models.megatron.families import family_of, has_reward_head
-    from mcore_rl.models.megatron.hf_checkpoint import companions
     from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.utils.model_directory import companions
 
     config = load_hf_config(source.path, source.trust_remote_code, source.head)
     tp, pp, ep, vpp = (max(getattr(layout, name) for layout in layouts) for name in ("tp", "pp", "ep", "vpp"))

@@ -10,27 +10,31 @@ that name is a whole checkpoint unless the disk damaged it, which the manifest t
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
 import json
 import os
+import pickle
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.errors import UserError
+from mcore_rl.utils.files import (
+    MANIFEST_FILE,
+    FileDigests,
+    digests_of,
+    flush,
+    flush_directory,
+    read_manifest,
+    remove_listed,
+    unused,
+    write_manifest,
+)
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-MANIFEST_FILE = "manifest.json"
-WEIGHTS = (".safetensors", ".distcp")
 CHECKPOINT_FILES = frozenset({"common.pt", "metadata.json", ".metadata"})
 _ITERATION = re.compile(r"iter_(\d+)")
-
-FileDigests = dict[str, tuple[int, str]]
-"""File name → (size in bytes, SHA-256)."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class CheckpointStore:
         if final.exists():  # of a run that was taken back to an earlier iteration
             remove_listed(final)
         if final.exists():  # with files in it that no run wrote
-            final.rename(_unused(final.with_name(f"{final.name}.replaced")))
+            final.rename(unused(final.with_name(f"{final.name}.replaced")))
         os.replace(partial, final)
         self._point_tracker_to(step)
         return final
@@ -78,9 +82,9 @@ class CheckpointStore:
     def _point_tracker_to(self, step: int) -> None:
         temporary = self.directory / f".{TRACKER_FILE}.partial"
         temporary.write_text(f"{step}\n")
-        _flush(temporary)
+        flush(temporary)
         os.replace(temporary, self.directory / TRACKER_FILE)
-        _flush(self.directory)
+        flush(self.directory)
 
     def prune(self, keep_last: int | None, keep_every: int | None, best: int | None = None) -> list[Path]:
         """Delete what retention does not keep, but never the newest checkpoint that is whole.
@@ -130,43 +134,21 @@ class CheckpointStore:
         return whole, [f"damaged checkpoint: {problem}" for problem in problems]
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def stored_identity(iteration: Path) -> str | None:
+    """Return the identity, a JSON object, of the run that wrote a checkpoint; None if it has none or is damaged."""
+    import torch
+
+    try:
+        identity = torch.load(iteration / "common.pt", map_location="cpu", weights_only=True)["state"]["identity"]
+        return identity if isinstance(json.loads(identity), dict) else None
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
+        return None
 
 
 def step_of(iteration: Path) -> int:
     match = _ITERATION.fullmatch(iteration.name)
     assert match, f"{iteration} is not named like a checkpoint"
     return int(match[1])
-
-
-def digests_of(directory: Path, names: Iterable[str]) -> FileDigests:
-    """Sizes and digests of files as they are on disk."""
-    paths = {name: directory / name for name in names}
-    return {name: (path.stat().st_size, digest_of_file(path)) for name, path in paths.items()}
-
-
-def digest_of_file(path: Path) -> str:
-    """SHA-256."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_manifest(directory: Path, digests: FileDigests) -> None:
-    """List a directory's files in it, and let others read it, which mkdtemp's mode does not."""
-    (directory / MANIFEST_FILE).write_text(json.dumps(digests, indent=1, sort_keys=True))
-    directory.chmod(0o777 & ~_umask())
-
-
-def read_manifest(iteration: Path) -> FileDigests:
-    """Raises ValueError if there is none that can be read."""
-    try:
-        manifest = json.loads((iteration / MANIFEST_FILE).read_text())
-        return {str(name): (int(size), str(digest)) for name, (size, digest) in manifest.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
-        raise ValueError(f"{MANIFEST_FILE} is missing or cannot be read") from None
 
 
 def quick_problems(iteration: Path, required: frozenset[str] = CHECKPOINT_FILES) -> list[str]:
@@ -195,75 +177,3 @@ def digest_problems(iteration: Path, part: int = 0, parts: int = 1) -> list[str]
     names = sorted(manifest)[part::parts]
     found = digests_of(iteration, names)
     return [f"{name}: its contents are damaged (SHA-256)" for name in names if found[name] != manifest[name]]
-
-
-def foreign_files(directory: Path) -> list[str]:
-    """What is in a directory beside what its manifest lists, or is not as listed; [] if it does not exist.
-
-    Of weights only the size is compared: nobody edits them by hand, and their digests take minutes.
-    """
-    if not (directory.exists() or directory.is_symlink()):
-        return []
-    if not directory.is_dir() or directory.is_symlink():
-        return [directory.name]
-    found = sorted(path.name for path in directory.iterdir())
-    try:
-        listed = read_manifest(directory)
-    except ValueError:
-        return found
-    changed = [name for name in found if name in listed and not _is_as_listed(directory / name, *listed[name])]
-    return [name for name in found if name not in {*listed, MANIFEST_FILE}] + changed
-
-
-def _is_as_listed(path: Path, size: int, digest: str) -> bool:
-    if not path.is_file() or path.stat().st_size != size:
-        return False
-    return path.suffix in WEIGHTS or digests_of(path.parent, [path.name])[path.name] == (size, digest)
-
-
-def remove_listed(directory: Path) -> None:
-    """Remove the files that a directory's manifest lists, and the directory if nothing else is in it."""
-    try:
-        listed = read_manifest(directory)
-    except ValueError:
-        return
-    for name in (*listed, MANIFEST_FILE):
-        if Path(name).name == name:
-            (directory / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        directory.rmdir()
-
-
-def replace_listed(new: Path, destination: Path) -> None:
-    """Give the directory `new` the name of one that a manifest lists (or that is not there), which then goes.
-
-    Raises:
-        UserError: `destination` holds what no manifest lists.
-    """
-    if foreign := foreign_files(destination):
-        raise UserError(f"{destination} holds {', '.join(foreign[:3])}, which is not ours to remove; see {new}")
-    old = _unused(destination.with_name(f".{destination.name}.old"))
-    if destination.exists():
-        destination.rename(old)
-    os.replace(new, destination)
-    remove_listed(old)
-
-
-def _unused(path: Path) -> Path:
-    """`path`, or that name with the first number that is free."""
-    numbered = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
-    return next(name for name in itertools.chain([path], numbered) if not name.exists())
-
-
-def flush_directory(directory: Path) -> None:
-    """Wait until a directory and its files are on the disk."""
-    for entry in [*directory.iterdir(), directory]:
-        _flush(entry)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.utils.checkpoint_store import CheckpointStore, FileDigests, digests_of
+from mcore_rl.utils.checkpoint_store import CheckpointStore
+from mcore_rl.utils.files import FileDigests, digests_of
 
 if TYPE_CHECKING:
     import torch

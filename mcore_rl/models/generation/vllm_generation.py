@@ -19,6 +19,7 @@ import torch
 
 from mcore_rl import platform
 from mcore_rl.config import RLConfig
+from mcore_rl.config.rl import SERVER_LOGS
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows
 from mcore_rl.distributed.collectives import settle, share_outcome
 from mcore_rl.distributed.topology import Topology
@@ -48,7 +49,6 @@ from mcore_rl.models.generation.vllm_server import VLLMService
 from mcore_rl.models.megatron.build import BuiltModel
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
 from mcore_rl.models.megatron.weights import export_hf_weights
-from mcore_rl.run.directory import SERVER_LOGS
 from mcore_rl.utils.console import Say
 
 T = TypeVar("T")

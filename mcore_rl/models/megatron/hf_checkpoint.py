@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_rl.errors import UserError
-from mcore_rl.utils.checkpoint_store import digests_of, flush_directory, replace_listed, write_manifest
+from mcore_rl.utils.files import digests_of, flush_directory, replace_listed, write_manifest
+from mcore_rl.utils.model_directory import INDEX_FILE, SINGLE_FILE, companions, read_index
 
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 * 1024**3
-
-# What belongs to a model beside its weights and config.json, by file name pattern.
-COMPANION_PATTERNS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
-    "generation_config.json",
-)
-
-
-def missing_files(path: Path) -> list[str]:
-    """Return the missing files of a model directory's weights; all may be missing, or a download may have ended early.
-
-    Raises:
-        UserError: an index that cannot be read.
-    """
-    index = path / INDEX_FILE
-    files = sorted(set(_read_index(index).values())) if index.is_file() else [SINGLE_FILE]
-    return [name for name in files if not (path / name).is_file()]
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor."""
-    try:
-        return dict(json.loads(path.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path}: must be JSON with a weight_map") from None
 
 
 class SafetensorsDirectory:
@@ -65,7 +35,7 @@ class SafetensorsDirectory:
 
     def _locate(self) -> dict[str, str]:
         if (self.path / INDEX_FILE).is_file():
-            weight_map = _read_index(self.path / INDEX_FILE)
+            weight_map = read_index(self.path / INDEX_FILE)
         elif (self.path / SINGLE_FILE).is_file():
             weight_map = dict.fromkeys(self._opened(SINGLE_FILE).keys(), SINGLE_FILE)
         else:
@@ -205,9 +175,3 @@ def write_hf_directory(
     write_manifest(temporary, digests)
     flush_directory(temporary)
     replace_listed(temporary, destination)
-
-
-def companions(path: Path) -> Iterator[Path]:
-    """The tokenizer, chat template and generation files of a model directory."""
-    for pattern in COMPANION_PATTERNS:
-        yield from sorted(file for file in path.glob(pattern) if file.is_file())

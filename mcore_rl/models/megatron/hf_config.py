@@ -14,7 +14,7 @@ from mcore_rl.models.megatron.families.base import REWARD_ARCHITECTURE, has_rewa
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.layers import concentration_scale, uses_transformer_engine
 from mcore_rl.models.megatron.lora import is_expert_target, lora_of
-from mcore_rl.run.preflight import check_model_directory
+from mcore_rl.utils.model_directory import check_model_directory
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -23,7 +23,6 @@ from mcore_rl.config import LoRAConfig
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import Family
 from mcore_rl.models.megatron.families.mixtures import Mixture
-from mcore_rl.models.megatron.hf_checkpoint import companions
 from mcore_rl.models.megatron.weight_mapping import (
     Columns,
     GateUp,
@@ -35,8 +34,8 @@ from mcore_rl.models.megatron.weight_mapping import (
     Stacked,
     TensorSource,
 )
-from mcore_rl.run.identity import digest_of_weights
-from mcore_rl.utils.checkpoint_store import digests_of, flush_directory, replace_listed, write_manifest
+from mcore_rl.utils.files import digests_of, flush_directory, replace_listed, write_manifest
+from mcore_rl.utils.model_directory import companions, digest_of_weights
 
 GATE_UP, DOWN = TARGETS = ("experts.gate_up_proj", "experts.down_proj")
 """Names of the parameters of transformers that can have adapters."""

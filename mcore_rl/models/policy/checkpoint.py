@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.models.megatron.checkpoint import checkpoint
-from mcore_rl.models.megatron.checkpoint.host_staging import HostStaging
-from mcore_rl.models.megatron.checkpoint.trained_part import TrainedPart
+from mcore_rl.models.megatron.checkpoint import load
+from mcore_rl.models.megatron.checkpoint.save import HostStaging, PendingSave, SaveError
+from mcore_rl.models.megatron.checkpoint.state import TrainedPart, TrainingState
 from mcore_rl.models.megatron.lora_layers import adapters_in
 from mcore_rl.models.policy.reference import AdaptersOff, KeptWeights, initial_reference
 from mcore_rl.utils.checkpoint_store import CheckpointStore
@@ -29,7 +29,7 @@ class PolicyCheckpoint:
         self.second_name = ""
         self.started_from: Path | None = None
         """The checkpoint that training began from, if its weights or its reference are not the model directory's."""
-        self.pending: checkpoint.PendingSave | None = None
+        self.pending: PendingSave | None = None
 
     @cached_property
     def _staging(self) -> HostStaging:
@@ -70,7 +70,7 @@ class PolicyCheckpoint:
         self.policy.require("save_checkpoint", self.policy.weights_away, self.policy.memory.optimizer)
         with self._all_on_device():
             store, run = CheckpointStore(directory), self._training_state()
-            self.pending = checkpoint.PendingSave(store, step, run, state, self._staging)
+            self.pending = PendingSave(store, step, run, state, self._staging)
         return self.finish() if wait else None
 
     def finish(self, wait: bool = True) -> Path | None:
@@ -87,7 +87,7 @@ class PolicyCheckpoint:
         try:
             if not self.pending.is_written(wait):
                 return None
-        except checkpoint.SaveError:
+        except SaveError:
             self.pending = None
             raise
         final, self.pending = self.pending.final, None
@@ -102,17 +102,17 @@ class PolicyCheckpoint:
         pending, self.pending = self.pending, None
         return pending.final if pending is not None and pending.finish_alone(seconds) else None
 
-    def load(self, iteration: Path, allow_partial: bool = False) -> checkpoint.Restored:
+    def load(self, iteration: Path, allow_partial: bool = False) -> load.Restored:
         """Restore weights, optimizer, schedule, random states and the loop's own state, from any layout.
 
         Raises:
             UserError: the checkpoint does not fit, or lacks a piece and `allow_partial` is not set.
         """
         policy = self.policy
-        if isinstance(policy.reference, AdaptersOff) and checkpoint.holds_reference(iteration):
+        if isinstance(policy.reference, AdaptersOff) and load.holds_reference(iteration):
             policy.reference = KeptWeights(adapters_in(policy.model))
         with self._all_on_device():
-            restored = checkpoint.load(iteration, self._training_state(), allow_partial)
+            restored = load.load(iteration, self._training_state(), allow_partial)
         begins = not restored.state  # training begins with these weights
         if begins or restored.has_reference:
             self.started_from = iteration
@@ -125,23 +125,23 @@ class PolicyCheckpoint:
     def load_weights(self, iteration: Path) -> None:
         """Restore only the weights of a checkpoint, from any layout; also those of the second model."""
         self.policy.settle_weights()
-        checkpoint.load_weights(iteration, self.policy.model)
+        load.load_weights(iteration, self.policy.model)
         if self.second is not None:
             with self._all_on_device():
                 self.second.settle_weights()
-                checkpoint.load_weights(iteration, self.second.model, self.second_name)
+                load.load_weights(iteration, self.second.model, self.second_name)
 
     def verify(self, iteration: Path) -> list[str]:
         """Return the damage of a checkpoint after reading every byte; the same on every rank."""
-        return checkpoint.verify(iteration)
+        return load.verify(iteration)
 
     def part(self, name: str = "") -> TrainedPart:
         """Return the parts of this policy's model that a checkpoint holds."""
         self.policy.settle_weights()
         return TrainedPart(self.policy.model, self.policy.optimizer, self.policy.scheduler, name)
 
-    def _training_state(self) -> checkpoint.TrainingState:
+    def _training_state(self) -> TrainingState:
         reference = self.policy.reference
         kept = reference if isinstance(reference, KeptWeights) else None
         second = () if self.second is None else (self.second.checkpoint.part(self.second_name),)
-        return checkpoint.TrainingState(self.part(), self.policy.config, kept, second)
+        return TrainingState(self.part(), self.policy.config, kept, second)

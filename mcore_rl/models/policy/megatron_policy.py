@@ -25,7 +25,7 @@ from mcore_rl.models.generation.interfaces import GenerationDatumSpec, Generatio
 from mcore_rl.models.generation.megatron_generation import MegatronGeneration, megatron_generation_of
 from mcore_rl.models.generation.refit import RefitInfo
 from mcore_rl.models.generation.sampling import SamplingParams
-from mcore_rl.models.megatron.checkpoint.checkpoint import Restored
+from mcore_rl.models.megatron.checkpoint.load import Restored
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.forward_step import LossHead
 from mcore_rl.models.megatron.hf_checkpoint import write_hf_directory

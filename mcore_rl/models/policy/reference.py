@@ -24,12 +24,12 @@ from mcore_rl.data.token_store import TokenStore
 from mcore_rl.distributed.batched_data_dict import OwnRows
 from mcore_rl.distributed.collectives import broadcast_object, gather_on_first
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.checkpoint.writer import SaveError, on_first_rank
+from mcore_rl.models.megatron.checkpoint.save import SaveError, on_first_rank
 from mcore_rl.models.megatron.lora_layers import adapters_in
 from mcore_rl.models.megatron.weights import adapters_of
 from mcore_rl.models.policy.scoring import ScoringModel
-from mcore_rl.run.identity import digest_of_weights
 from mcore_rl.utils.console import Progress, Say
+from mcore_rl.utils.model_directory import digest_of_weights
 
 if TYPE_CHECKING:
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy

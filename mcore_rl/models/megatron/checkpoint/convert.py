@@ -1,8 +1,4 @@
-"""Hugging Face directories ⇄ weights-only Megatron checkpoints, one tensor at a time.
-
-The model is built without memory (on torch's meta device), and Megatron describes how its checkpoint
-holds each parameter. Tensors are then read, rearranged and written one after the other, in one process.
-"""
+"""Conversion of checkpoints to Hugging Face models, and their inspection."""
 
 from __future__ import annotations
 
@@ -22,12 +18,14 @@ from torch.distributed.checkpoint.planner import WriteItem
 from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig, read_yaml
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.build import BuiltModel, build_model
-from mcore_rl.models.megatron.checkpoint.checkpoint import load_weights, write_common
-from mcore_rl.models.megatron.checkpoint.optimizer_shards import parts_of
-from mcore_rl.models.megatron.checkpoint.region_reader import RegionReader
-from mcore_rl.models.megatron.checkpoint.trained_part import METADATA, model_state
-from mcore_rl.models.megatron.checkpoint.trust import check_trusted
-from mcore_rl.models.megatron.checkpoint.writer import PlannedShards
+from mcore_rl.models.megatron.checkpoint.load import (
+    RegionReader,
+    architecture_of_checkpoint,
+    check_trusted,
+    load_weights,
+)
+from mcore_rl.models.megatron.checkpoint.save import PlannedShards, write_common
+from mcore_rl.models.megatron.checkpoint.state import METADATA, model_state, parts_of
 from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.hf_checkpoint import MAX_SHARD_BYTES, SafetensorsDirectory, write_hf_directory
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
@@ -36,11 +34,59 @@ from mcore_rl.models.megatron.lora_layers import add_adapters, export_adapters
 from mcore_rl.models.megatron.parallel_state import destroy_parallel, initialize_parallel, process_groups
 from mcore_rl.models.megatron.weight_mapping import Mapping, Shape, Vocabulary
 from mcore_rl.models.megatron.weights import FLOAT32_BUFFER, check_hf_tensors, chunk_mappings, read_shard
-from mcore_rl.run.identity import architecture_changes, architecture_of, architecture_of_checkpoint
-from mcore_rl.utils.checkpoint_store import CheckpointStore, digests_of
+from mcore_rl.utils.checkpoint_store import CheckpointStore, quick_problems
+from mcore_rl.utils.files import digests_of
+from mcore_rl.utils.model_directory import architecture_changes, architecture_of
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+
+
+def describe(iteration: Path) -> Iterator[str]:
+    """Lines: soundness, the run's state, every tensor's shape, precision and number of shards, sizes, config.
+
+    Raises:
+        UserError: it names code to run.
+    """
+    index = check_trusted(iteration)
+    common = torch.load(iteration / "common.pt", weights_only=True)
+    problems = quick_problems(iteration)
+    yield f"{iteration}: {'; '.join(problems) or 'whole'}"
+    for name, value in {**common.get("state", {}), **common.get("versions", {})}.items():
+        yield f"  {name}: {_short(value)}"
+    yield f"  also: {', '.join(sorted(set(common) - {'state', 'versions'}))}"
+    tensors = {
+        name: entry
+        for name, entry in sorted(index.state_dict_metadata.items())
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    widest = max(map(len, tensors), default=0)
+    for name, entry in tensors.items():
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        shape = " x ".join(map(str, entry.size))
+        yield f"  {name:{widest}}  {dtype}  {shape}  ({len(entry.chunks)} {_plural(len(entry.chunks), 'shard')})"
+    for what, part in (
+        ("model", [e for n, e in tensors.items() if not n.startswith("optimizer.")]),
+        ("optimizer", [e for n, e in tensors.items() if n.startswith("optimizer.")]),
+    ):
+        numbers, size = sum(map(_numel, part)), sum(_numel(e) * e.properties.dtype.itemsize for e in part)
+        yield f"{what}: {len(part)} tensors, {numbers:,} numbers, {size:,} bytes"
+    yield "config.yaml:"
+    yield from (f"  {line}" for line in (iteration / "config.yaml").read_text().splitlines())
+
+
+def _numel(entry: TensorStorageMetadata) -> int:
+    return math.prod(entry.size)
+
+
+def _plural(count: int, word: str) -> str:
+    return word if count == 1 else word + "s"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 70 else text[:67] + "..."
+
 
 # Wraps an iterable of a known length in a progress bar.
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]

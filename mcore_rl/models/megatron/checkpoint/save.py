@@ -1,32 +1,50 @@
-"""Planning the shards of a checkpoint, and handing them to the process that writes them beside training.
+"""Saving of checkpoints in Megatron's distributed format, while training goes on.
 
-All tensors are first copied to a block of the host's memory that the writing process shares, so what is written is
-their values of that moment. The host goes on while a GPU's tensors are copied; the job is handed over when the copies
-are there. The writing process (`mcore_rl.utils.shard_process`) can fail or die without taking the run with it: whoever
-waits looks at the process too, not only for its report.
+Tensors are copied to staging buffers in shared memory; a process that was started early writes them. A checkpoint holds
+model, optimizer and schedule (also of a second trained model), random states, the loop's own state, and `config.yaml`.
+`mcore_rl.utils.checkpoint_store` makes sure that an iteration on disk is complete or does not exist.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import queue
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from mcore_rl.distributed.collectives import broadcast_object, gather_objects
-from mcore_rl.models.megatron.checkpoint.host_staging import HostStaging
+from mcore_rl import __version__, platform
+from mcore_rl.config import TrainingConfig, resolved_yaml
+from mcore_rl.distributed.collectives import broadcast_object, gather_objects, gather_objects_on_first, on_all_ranks
+from mcore_rl.models.megatron.checkpoint import state
 from mcore_rl.models.megatron.checkpoint.internals import shards_by_key
-from mcore_rl.utils.shard_process import POLL_SECONDS, Commit, Report, ShardJob, StagedTensor, report_file
+from mcore_rl.models.megatron.checkpoint.state import (
+    METADATA,
+    TrainingState,
+)
+from mcore_rl.models.megatron.parallel_state import process_groups, random_states
+from mcore_rl.platform import bytes_for, views_of
+from mcore_rl.utils import shard_process
+from mcore_rl.utils.checkpoint_store import CheckpointStore
+from mcore_rl.utils.shard_process import POLL_SECONDS, Commit, Report, ShardJob, ShardProcess, StagedTensor, report_file
 
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    save_config,
+)
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
@@ -35,6 +53,60 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistSaveShardedStrategy,
     mcore_to_pyt_state_dict,
 )
+
+
+class HostStaging:
+    """A block of the host's memory that the writing process maps, for one copy of some tensors at a time.
+
+    It is page-locked, so that the host need not wait for copies, and kept from one time to the next: locking it takes
+    longer than filling it. The process may read it once the copies are there.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._file = shard_process.shared_file()
+        self._copied: platform.Event | None = None
+
+    @cached_property
+    def process(self) -> ShardProcess:
+        """The process that writes what is staged."""
+        return shard_process.take()
+
+    @property
+    def descriptor(self) -> int:
+        """File descriptor of the block, to be sent to the process."""
+        return int(self._file.fileno())
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Copy tensors into the block and return their places, in bytes. The values are there when `is_done`.
+
+        What the device is told to do from now on comes after the copies. The block's last contents are lost.
+        """
+        size = bytes_for(tensors)
+        if size > len(self._block):
+            platform.release_page_lock(self._block)
+            self._block = torch.empty(0, dtype=torch.uint8)
+            self._file.truncate(size)
+            # Its pages are there at once: to meet them one by one takes longer than the copies.
+            populate = getattr(mmap, "MAP_POPULATE", 0)
+            memory = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED | populate)
+            self._block = torch.frombuffer(memory, dtype=torch.uint8)
+            platform.page_lock(self._block)
+        copies = views_of(self._block, tensors)
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor.detach(), non_blocking=True)
+        self._copied = platform.record_event()
+        return [copy.data_ptr() - self._block.data_ptr() for copy in copies]
+
+    def read(self, place: int, like: Tensor) -> Tensor:
+        """Return the staged value at a place, of a tensor's shape and dtype."""
+        return self._block[place : place + like.nbytes].view(like.dtype).view(like.shape)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last copies are there."""
+        return self._copied is None or self._copied.query()
+
 
 START_SECONDS = 60.0
 """How long the writing process may take to start before the time limit for writing begins."""
@@ -244,3 +316,96 @@ def raise_together(error: str | None) -> None:
     errors = gather_objects(error)
     if any(errors):
         raise SaveError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text))
+
+
+VERSIONS = {"mcore_rl": __version__, **{name: version(name) for name in ("torch", "megatron-core")}}
+
+
+# ------------------------------------------------------------------ saving
+
+
+def _described(run: TrainingState) -> TrainingConfig:
+    """The configuration, with what adapters are if another directory says it, which may not be there for ever."""
+    lora, asked = run.model.lora, run.config.model.lora
+    if lora is None or asked is None:
+        return run.config
+    told = {"rank": lora.rank, "alpha": lora.alpha, "target_modules": lora.target_modules}
+    model = run.config.model.model_copy(update={"lora": asked.model_copy(update=told)})
+    return run.config.model_copy(update={"model": model})
+
+
+class PendingSave:
+    """A checkpoint on its way to disk; every method is collective.
+
+    Raises (the constructor and all methods):
+        SaveError: the disk is full, the folder cannot be written, a writing process died, …
+    """
+
+    def __init__(
+        self, store: CheckpointStore, step: int, run: TrainingState, state: dict[str, Any], staging: HostStaging
+    ) -> None:
+        self.store, self.step = store, step
+        self.partial: Path = on_first_rank(lambda: store.begin(step))
+        weights = run.policy.weights()
+        weights_beside = {part.name: part.weights() for part in run.beside}
+        own = list(run.policy.optimizer_shards(weights))
+        for part in run.beside:
+            own += part.optimizer_shards(weights_beside[part.name])
+        shards, common = save_preprocess(
+            {
+                **weights,
+                **_reference_part(run, weights),
+                **run.policy.common(),
+                **{part.name: {**weights_beside[part.name], **part.common()} for part in run.beside},
+                "state": {**state, "step": step},
+                "versions": VERSIONS,
+                "random": {"layout": run.layout, "states": gather_objects_on_first(random_states())},
+                "content_metadata": METADATA,
+            }
+        )
+        on_first_rank(lambda: write_common(common, resolved_yaml(_described(run)), self.partial))
+        planned = PlannedShards.of(shards, own, self.partial, process_groups().dp_cp)
+        asked, best = run.config.checkpoint, state.get("best", {}).get("step")
+        commit = None
+        if torch.distributed.get_rank() == 0:
+            commit = Commit(store, step, self.partial, planned.metadata, asked.keep_last, asked.keep_every, best)
+        self._writer = on_every_rank(lambda: ShardWriter(planned, asked.timeout_seconds, staging, commit))
+
+    @property
+    def final(self) -> Path:
+        """The directory of the complete checkpoint."""
+        return self.store.iteration(self.step)
+
+    def is_written(self, wait: bool = False) -> bool:
+        """Whether every rank's shards are on disk, and the checkpoint is committed."""
+        while True:
+            report = self._writer.poll()
+            well, done = on_all_ranks(report is None or report.error is None, report is not None)
+            if not well:
+                self._writer.abandon()
+                raise_together(None if report is None else report.error)
+            if done:
+                return True
+            if not wait:
+                return False
+            time.sleep(POLL_SECONDS)
+
+    def finish_alone(self, seconds: float) -> bool:
+        """Wait at most so long until it is committed; whether it is, otherwise it is discarded. Not collective."""
+        return self._writer.finish_alone(seconds)
+
+
+def _reference_part(run: TrainingState, weights: dict[str, Any]) -> dict[str, Any]:
+    if run.reference is None or not run.reference.has_moved:
+        return {}
+    return {state.KEY: state.reference_state(weights, run.reference.by_tensor())}
+
+
+def write_common(common: dict[str, Any], config: str, directory: Path) -> None:
+    """The files of a checkpoint beside its shards and their index: `config` is the text of config.yaml."""
+    torch.save(common, directory / "common.pt")
+    (directory / "config.yaml").write_text(config)
+    save_config(CheckpointingConfig("torch_dist"), str(directory))
+
+
+# ------------------------------------------------------------------ loading

@@ -1,9 +1,12 @@
-"""Models by their names on the Hugging Face hub, kept in its cache."""
+"""Model directories, on disk and on the hub: their files, architecture, and digests of their weights."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,9 @@ WEIGHTS = ["*.safetensors"]
 PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
 """Patterns of the other files."""
 CODE = ["*.py"]
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+WHOLE_FILE_BYTES, WHOLE_TENSOR_BYTES = 64 << 20, 1 << 20
+BLOCKS, BLOCK_BYTES = 16, 16 << 10
 PUSH = "checkpoint.push_to_hub"
 """The key that errors name."""
 
@@ -127,3 +133,108 @@ def push(directory: Path, name: str) -> str:
 
 def _reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+# Keys of config.json about a model's origin and use, not about what it computes.
+NOT_ARCHITECTURE = {
+    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "auto_map",
+    "pad_token_id", "bos_token_id", "eos_token_id", "problem_type", "id2label", "label2id", "return_dict",
+    "output_attentions", "output_hidden_states", "initializer_range", "_attn_implementation",
+}  # fmt: skip
+
+
+def architecture_of(hf_config: Any) -> dict[str, Any]:
+    """Return the fields of a transformers configuration that decide a model's tensors and computations."""
+    values: dict[str, Any] = json.loads(json.dumps(hf_config.to_dict(), default=str))
+    return {key: value for key, value in values.items() if key not in NOT_ARCHITECTURE}
+
+
+def architecture_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, earlier value, value now) of what differs, the model's type first."""
+    keys = sorted(set(earlier) & set(now), key=lambda key: (key != "model_type", key))
+    return [(key, earlier[key], now[key]) for key in keys if earlier[key] != now[key]]
+
+
+def digest_of_weights(path: Path) -> str:
+    """Hash of the safetensors files of a model's or an adapter's directory, whatever they are called.
+
+    Reading all of a large model takes minutes. So of files of more than 64 MiB the header is read, tensors of up
+    to 1 MiB whole, and of each larger one 16 evenly spaced blocks of 16 KiB, its first and last among them. What
+    changes nothing in these is not seen, such as a few rows in the middle of an embedding.
+    """
+    files = [*path.glob("*.safetensors"), *path.glob("adapter_config.json")]  # which says an adapter's scale
+    digests = [_digest_of_file(file) for file in files]
+    return hashlib.sha256(b"".join(sorted(digests))).hexdigest()
+
+
+def _digest_of_file(file: Path) -> bytes:
+    with open(file, "rb") as stream:
+        if file.stat().st_size <= WHOLE_FILE_BYTES:
+            return hashlib.file_digest(stream, "sha256").digest()
+        header = stream.read(int.from_bytes(stream.read(8), "little"))
+        data, digest = stream.tell(), hashlib.sha256(header)
+        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        for begin, end in sorted(entry["data_offsets"] for entry in tensors):
+            for offset, size in _blocks(begin, end - begin):
+                stream.seek(data + offset)
+                digest.update(stream.read(size))
+    return digest.digest()
+
+
+def _blocks(begin: int, size: int) -> list[tuple[int, int]]:
+    """(offset, size) of what is read of a tensor."""
+    if size <= WHOLE_TENSOR_BYTES:
+        return [(begin, size)]
+    return [(begin + index * (size - BLOCK_BYTES) // (BLOCKS - 1), BLOCK_BYTES) for index in range(BLOCKS)]
+
+
+def check_model_directory(path: Path, key: str = "model.path") -> None:
+    """Raises UserError if a path is no Hugging Face model directory, saying what it is instead."""
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        instead = "give its base model, and it as model.lora.path" if key == "model.path" else "merge it into its base"
+        raise UserError(f"{key}: {path} is an adapter (LoRA), not a model; {instead}")
+    if not (path / "config.json").is_file():
+        raise UserError(f"{key}: {path} must be a Hugging Face model directory with a config.json")
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: {path / 'config.json'} is not JSON ({error})") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise UserError(f"{key}: {path / 'config.json'} names no model_type")
+
+
+# What belongs to a model beside its weights and config.json, by file name pattern.
+COMPANION_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+)
+
+
+def missing_files(path: Path) -> list[str]:
+    """Return the missing files of a model directory's weights; all may be missing, or a download may have ended early.
+
+    Raises:
+        UserError: an index that cannot be read.
+    """
+    index = path / INDEX_FILE
+    files = sorted(set(read_index(index).values())) if index.is_file() else [SINGLE_FILE]
+    return [name for name in files if not (path / name).is_file()]
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    try:
+        return dict(json.loads(path.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path}: must be JSON with a weight_map") from None
+
+
+def companions(path: Path) -> Iterator[Path]:
+    """The tokenizer, chat template and generation files of a model directory."""
+    for pattern in COMPANION_PATTERNS:
+        yield from sorted(file for file in path.glob(pattern) if file.is_file())

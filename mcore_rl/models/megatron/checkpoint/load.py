@@ -1,0 +1,514 @@
+"""Loading of checkpoints in Megatron's distributed format, from any layout.
+
+Only pickled types that checkpoints need are loaded. Each rank reads the regions of the shards that it holds.
+"""
+
+from __future__ import annotations
+
+import bisect
+import io
+import itertools
+import json
+import math
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from mcore_rl.config import read_yaml
+from mcore_rl.distributed.collectives import gather_objects
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.build import BuiltModel
+from mcore_rl.models.megatron.checkpoint import state
+from mcore_rl.models.megatron.checkpoint.state import (
+    MovingReference,
+    Region,
+    TrainedPart,
+    TrainingState,
+    model_state,
+    set_objects,
+    tensor_regions,
+)
+from mcore_rl.models.megatron.parallel_state import seed_everything, set_random_states
+from mcore_rl.models.megatron.weight_mapping import Shape
+from mcore_rl.models.megatron.weights import ADAPTER
+from mcore_rl.utils.checkpoint_store import digest_problems, stored_identity
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingException,
+)
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+# What an index is made of, by module and name.
+INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath"},
+    "collections": {"OrderedDict"},
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in INDEX_CLASSES.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which an index has no use for")
+
+
+def read_index(iteration: Path) -> Metadata:
+    """The index of a checkpoint, without running anything that it may name.
+
+    Raises:
+        UserError: not an index, or one that names other classes than an index is made of.
+    """
+    try:
+        with open(iteration / ".metadata", "rb") as file:
+            index = _IndexUnpickler(file).load()
+    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{iteration / '.metadata'}: cannot be trusted as an index: {error}") from None
+    if not isinstance(index, Metadata):
+        raise UserError(f"{iteration / '.metadata'}: holds a {type(index).__name__}, not an index")
+    return index
+
+
+def check_trusted(iteration: Path) -> Metadata:
+    """The index of a checkpoint; refuse one that would run code when loaded, or read outside its directory.
+
+    Raises:
+        UserError: naming the file and what it names.
+    """
+    index = read_index(iteration)
+    for storage in index.storage_data.values():
+        if Path(storage.relative_path).name != storage.relative_path:
+            raise UserError(f"{iteration / '.metadata'}: {storage.relative_path!r} is not a file of this directory")
+    for name, stream in [("common.pt", _read(iteration / "common.pt")), *_objects(iteration, index)]:
+        if named := torch.serialization.get_unsafe_globals_in_checkpoint(stream):
+            raise UserError(f"{iteration}: {name} names {', '.join(sorted(named))}, which is never loaded")
+    return index
+
+
+def _objects(iteration: Path, index: Metadata) -> Iterator[tuple[str, io.BytesIO]]:
+    for place, storage in index.storage_data.items():
+        if isinstance(index.state_dict_metadata.get(place.fqn), BytesStorageMetadata):
+            yield place.fqn, _read(iteration / storage.relative_path, storage.offset, storage.length)
+
+
+def _read(path: Path, offset: int = 0, length: int = -1) -> io.BytesIO:
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return io.BytesIO(file.read(length))
+
+
+def architecture_of_checkpoint(iteration: Path) -> dict[str, Any]:
+    """Return `architecture_of` the model whose weights a checkpoint holds; {} if it does not say."""
+    if (identity := stored_identity(iteration)) is not None:
+        architecture = json.loads(identity).get("architecture", {})
+    else:
+        architecture = read_yaml(iteration / "config.yaml").get("architecture", {})
+    return architecture if isinstance(architecture, dict) else {}
+
+
+BLOCK_BYTES = 4 * 1024**2
+
+# Of a file's header in a zip archive: how many bytes it has before the file's name, and the lengths of this name and
+# of what stands behind it.
+ZIP_HEADER_BYTES, ZIP_LENGTHS_AT, ZIP_LENGTHS = 30, 26, struct.Struct("<HH")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a region in one stored shard: the shard's place, the bytes to read, and their destination."""
+
+    file: str
+    start: int
+    length: int
+    sizes: Shape
+    dtype: torch.dtype
+    offsets: Shape
+    values: Tensor
+
+
+class RegionReader:
+    """Reads regions, from however many shards their tensors were written in. No communication."""
+
+    def __init__(self, iteration: Path, index: Metadata) -> None:
+        self.iteration, self.index = iteration, index
+        self._by_first_row: dict[str, _ByFirstRow] = {}
+        self._block = bytearray(BLOCK_BYTES)
+
+    @torch.no_grad()
+    def read(self, regions: Iterable[Region]) -> None:
+        """Fill the memory of all regions; of none if one of them does not fit.
+
+        Raises:
+            UserError: there is no such tensor, not all of a region, or a damaged file.
+        """
+        regions = list(regions)
+        pieces = [piece for region in regions for piece in self.pieces(region)]
+        for region in regions:
+            if region.is_padded:
+                region.values.zero_()
+        pieces.sort(key=lambda piece: (piece.file, piece.start))
+        for name, of_file in itertools.groupby(pieces, key=lambda piece: piece.file):
+            try:
+                with open(self.iteration / name, "rb") as file:
+                    for piece in of_file:
+                        self._read_piece(file, piece)
+            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, struct.error) as error:
+                raise UserError(f"{self.iteration / name}: cannot be read: {error}") from None
+
+    def tensor(self, key: str, offsets: Shape, sizes: Shape) -> Tensor:
+        """`tensor[offsets : offsets + sizes]`, in its own precision.
+
+        Raises:
+            UserError: as `read`.
+        """
+        values = torch.empty(sizes, dtype=self._entry(key, len(sizes)).properties.dtype)
+        self.read([Region(key, offsets, values)])
+        return values
+
+    def _entry(self, key: str, dimensions: int) -> TensorStorageMetadata:
+        entry = self.index.state_dict_metadata.get(key)
+        if not isinstance(entry, TensorStorageMetadata) or len(entry.size) != dimensions:
+            raise UserError(f"{self.iteration} does not fit the model: it holds no {key} of {dimensions} dimensions")
+        return entry
+
+    def pieces(self, region: Region) -> list[Piece]:
+        """Return the pieces to read for a region, from each of its shards.
+
+        Raises:
+            UserError: there is no such tensor, or not all of the region.
+        """
+        sizes = tuple(region.values.shape)
+        entry = self._entry(region.key, len(sizes))
+        if region.whole not in (None, tuple(entry.size)) and not region.is_padded:
+            raise UserError(
+                f"{self.iteration} does not fit the model: its {region.key} is {tuple(entry.size)}, not {region.whole}"
+            )
+        if region.key not in self._by_first_row:
+            self._by_first_row[region.key] = _ByFirstRow(entry)
+        pieces = []
+        for chunk in self._by_first_row[region.key].near(region.offsets, sizes):
+            low = tuple(map(max, chunk.offsets, region.offsets))
+            corners = zip(chunk.offsets, chunk.sizes, region.offsets, sizes, strict=True)
+            high = tuple(min(a + b, c + d) for a, b, c, d in corners)
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            storage = self.index.storage_data[MetadataIndex(region.key, chunk.offsets)]
+            values = region.values.detach()
+            for dimension, (first, last) in enumerate(zip(low, high, strict=True)):
+                values = values.narrow(dimension, first - region.offsets[dimension], last - first)
+            offsets = tuple(a - b for a, b in zip(low, chunk.offsets, strict=True))
+            place = storage.relative_path, storage.offset, storage.length
+            pieces.append(Piece(*place, tuple(chunk.sizes), entry.properties.dtype, offsets, values))
+        if sum(piece.values.numel() for piece in pieces) != region.values.numel() and not region.is_padded:
+            raise UserError(f"{self.iteration}: {region.key} is {tuple(entry.size)}, not large enough for this model")
+        return pieces
+
+    def _read_piece(self, file: BinaryIO, piece: Piece) -> None:
+        shard: Any = _Slice(file, piece.start, piece.length)
+        begin = _numbers_in(shard, piece)
+        if begin is None:
+            shard.seek(0)
+            numbers = torch.load(shard, map_location="cpu", weights_only=True).flatten()
+            copy_piece(lambda first, count: numbers[first : first + count], piece)
+            return
+
+        def read(first: int, count: int) -> Tensor:
+            wanted = memoryview(self._block)[: count * piece.dtype.itemsize]
+            file.seek(piece.start + begin + first * piece.dtype.itemsize)
+            if file.readinto(wanted) != len(wanted):  # type: ignore[attr-defined]
+                raise EOFError("it ends too early")
+            return torch.frombuffer(self._block, dtype=piece.dtype, count=count)
+
+        copy_piece(read, piece)
+
+
+class _ByFirstRow:
+    """The stored shards of a tensor, found by the rows that they have of its first dimension."""
+
+    def __init__(self, entry: TensorStorageMetadata) -> None:
+        self.chunks = sorted(entry.chunks, key=lambda chunk: tuple(chunk.offsets))
+        self.firsts = [chunk.offsets[0] if chunk.offsets else 0 for chunk in self.chunks]
+        self.tallest = max((chunk.sizes[0] if chunk.sizes else 1 for chunk in self.chunks), default=0)
+
+    def near(self, offsets: Shape, sizes: Shape) -> list[Any]:
+        """All that have rows of a region, and some more."""
+        if not sizes:
+            return self.chunks
+        begin = bisect.bisect_right(self.firsts, offsets[0] - self.tallest)
+        return self.chunks[begin : bisect.bisect_left(self.firsts, offsets[0] + sizes[0])]
+
+
+def _numbers_in(shard: Any, piece: Piece) -> int | None:
+    """Return the offset of a shard's numbers in its file; None if they are not contiguous in its shape."""
+    layout = torch.load(shard, map_location="meta", weights_only=True)
+    with zipfile.ZipFile(shard) as archive:
+        found = [record for record in archive.infolist() if "/data/" in record.filename]
+    plain = len(found) == 1 and found[0].compress_type == zipfile.ZIP_STORED
+    if not plain or not layout.is_contiguous() or layout.storage_offset() or layout.dtype != piece.dtype:
+        return None
+    shard.seek(found[0].header_offset + ZIP_LENGTHS_AT)
+    return found[0].header_offset + ZIP_HEADER_BYTES + sum(ZIP_LENGTHS.unpack(shard.read(ZIP_LENGTHS.size)))
+
+
+def copy_piece(read: Callable[[int, int], Tensor], piece: Piece) -> None:
+    """The piece's numbers, in blocks of whole rows, of whatever dimension has rows that fit into one.
+
+    Args:
+        read: gives so many of the stored shard's numbers, from one of them on.
+    """
+    for begin, inner, offsets, values in _rows(piece.sizes, 0, piece.offsets, piece.values, piece.dtype.itemsize):
+        step = max(1, BLOCK_BYTES // (math.prod(inner) * piece.dtype.itemsize))
+        for start in range(0, len(values), step):
+            rows = values[start : start + step]
+            numbers = read(begin + start * math.prod(inner), len(rows) * math.prod(inner)).view(len(rows), *inner)
+            for dimension, offset in enumerate(offsets, 1):
+                numbers = numbers.narrow(dimension, offset, rows.shape[dimension])
+            rows.copy_(numbers)
+
+
+def _rows(
+    sizes: Shape, first: int, offsets: Shape, values: Tensor, itemsize: int
+) -> Iterator[tuple[int, Shape, Shape, Tensor]]:
+    """A region of a row-major tensor, as regions of its parts whose rows fit into a block.
+
+    Yields:
+        the number that the first row begins at, a row's shape, the region's offsets in a row, its values.
+    """
+    if not sizes:
+        sizes, offsets, values = (1,), (0,), values.view(1)
+    row = math.prod(sizes[1:])
+    of_one_row = len(values) == 1  # then no more of it is read than the region has
+    if len(sizes) == 1 or (row * itemsize <= BLOCK_BYTES and not of_one_row):
+        yield first + offsets[0] * row, sizes[1:], offsets[1:], values
+        return
+    for index, part in enumerate(values.unbind()):
+        yield from _rows(sizes[1:], first + (offsets[0] + index) * row, offsets[1:], part, itemsize)
+
+
+class _Slice(io.RawIOBase):
+    """Bytes `start` … `start + length − 1` of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self.file, self.start, self.length, self.position = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.length}[whence]
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self.length - self.position))
+        self.file.seek(self.start + self.position)
+        count = self.file.readinto(memoryview(buffer)[:count])  # type: ignore[attr-defined]
+        self.position += count
+        return count
+
+
+def verify(iteration: Path) -> list[str]:
+    """Return the damage of a checkpoint after reading every byte; ranks share the files. Collective."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return [problem for part in gather_objects(digest_problems(iteration, rank, size)) for problem in part]
+
+
+@dataclass
+class Restored:
+    """The content that was loaded from a checkpoint.
+
+    state: the loop's own values; empty where the checkpoint has none.
+    pieces: what was restored, in words.
+    missing: what the checkpoint does not hold.
+    has_reference: whether the checkpoint holds the weights of a reference that has moved.
+    """
+
+    state: dict[str, Any]
+    pieces: list[str]
+    missing: list[str] = field(default_factory=list)
+    has_reference: bool = False
+
+
+def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Restored:
+    """Restore everything that was saved, under this run's layout; collective.
+
+    Raises:
+        UserError: it does not fit the model, lacks a piece (unless `allow_partial`), or names code to run.
+    """
+    index = check_trusted(iteration)
+    _check_adapters(iteration, index, run.model)
+    common = dist_checkpointing.load_common_state_dict(str(iteration))
+    has_optimizer = any(key.startswith("optimizer.state.") for key in index.state_dict_metadata)
+    restored = Restored(common.get("state", {}), ["weights" if run.model.lora is None else "adapters"])
+    present = {
+        "optimizer": has_optimizer and "optimizer" in common,
+        "schedule": "scheduler" in common,
+        **{part.name: part.name in common for part in run.beside},
+        "random states": "random" in common,
+        "data position": "state" in common,
+    }
+    restored.missing = [name for name, there in present.items() if not there]
+    if restored.missing and not allow_partial:
+        raise UserError(
+            f"{iteration} lacks {', '.join(restored.missing)}; "
+            "set checkpoint.allow_partial=true to go on from what it has"
+        )
+    restored.has_reference = _has_reference(index)
+    reference = run.reference if restored.has_reference else None
+    there = [part for part in run.beside if present[part.name]]
+    _load_weights_and_moments(iteration, index, run, common if present["optimizer"] else {}, reference)
+    _load_beside(iteration, index, there, common)
+    if reference is not None:
+        restored.pieces.append("reference")
+    if present["schedule"]:
+        run.policy.scheduler.load_state_dict(common["scheduler"])
+    restored.pieces += [name for name in ("optimizer", "schedule", *(part.name for part in there)) if present[name]]
+    if present["random states"]:
+        restored.pieces.append(_restore_random(common["random"], run, restored.state))
+    return restored
+
+
+def _check_adapters(iteration: Path, index: Any, model: BuiltModel) -> None:
+    """Raises UserError if a checkpoint holds adapters alone and the model has none, or the other way round."""
+    there = any(ADAPTER in key for key in index.state_dict_metadata)
+    if there and model.lora is None:
+        raise UserError(f"{iteration} holds adapters alone; set model.lora to go on with them")
+    if model.lora is not None and not there:
+        raise UserError(
+            f"{iteration} holds a whole model, which model.lora takes from model.path; convert it "
+            "(scripts/convert_checkpoint.py megatron-to-hf) if that is not where it came from, and leave "
+            "checkpoint.resume out"
+        )
+
+
+def holds_reference(iteration: Path) -> bool:
+    """Whether a checkpoint has the weights of a reference that has moved."""
+    return _has_reference(check_trusted(iteration))
+
+
+def _has_reference(index: Any) -> bool:
+    return any(key.startswith(f"{state.KEY}.") for key in index.state_dict_metadata)
+
+
+def _restore_random(saved: dict[str, Any], run: TrainingState, state: dict[str, Any]) -> str:
+    if saved["layout"] == run.layout:
+        set_random_states(saved["states"][torch.distributed.get_rank()])
+        return "random states"
+    seed_everything(run.config.seed + int(state.get("step", 0)))
+    return "random states (seeded anew: the layout is another)"
+
+
+def _load_weights_and_moments(
+    iteration: Path, index: Metadata, run: TrainingState, common: dict[str, Any], reference: MovingReference | None
+) -> None:
+    """
+    Args:
+        common: what all ranks share of the optimizer; {} where there is none to be loaded.
+    """
+    weights = run.policy.weights()
+    regions = [*run.policy.regions(weights, bool(common))]
+    if reference is not None:
+        regions += tensor_regions(state.reference_state(weights, reference.by_tensor()))
+    _read_regions(iteration, index, regions)
+    if reference is not None:
+        reference.has_moved = True
+    _load_objects(iteration, index, run.model, weights)
+    run.policy.restore_step(common.get("optimizer"))
+
+
+def _load_beside(iteration: Path, index: Metadata, parts: Sequence[TrainedPart], common: dict[str, Any]) -> None:
+    """Models trained beside the policy, whole or not at all."""
+    for part in parts:
+        weights = part.weights()
+        _read_regions(iteration, index, part.regions(weights, with_optimizer=True))
+        _load_objects(iteration, index, part.model, weights)
+        part.restore_step(common[part.name]["optimizer"])
+        part.scheduler.load_state_dict(common[part.name]["scheduler"])
+
+
+def load_weights(iteration: Path, model: BuiltModel, name: str = "") -> None:
+    """Restore the model alone, under this run's layout; collective.
+
+    Args:
+        name: of a model trained beside the policy.
+
+    Raises:
+        UserError: it does not fit the model, or names code to run.
+    """
+    index, weights = check_trusted(iteration), model_state(model, name)
+    _read_regions(iteration, index, tensor_regions(weights))
+    _load_objects(iteration, index, model, weights)
+
+
+def _read_regions(iteration: Path, index: Metadata, regions: Iterable[Region]) -> None:
+    """Each rank reads its own; if one cannot, it is an error on all of them. Collective.
+
+    Raises:
+        UserError: the checkpoint does not fit, or a file of it is damaged.
+    """
+    problem = None
+    try:
+        RegionReader(iteration, index).read(regions)
+    except UserError as error:
+        problem = str(error)
+    for found in gather_objects(problem):
+        if found is not None:
+            raise UserError(found)
+
+
+def _load_objects(iteration: Path, index: Metadata, model: BuiltModel, weights: dict[str, Any]) -> None:
+    """Load the objects that modules keep in addition to their tensors, which Megatron reads. Collective.
+
+    Args:
+        weights: Megatron's description of the model.
+
+    Raises:
+        UserError: the checkpoint does not hold it.
+    """
+    if not any(isinstance(entry, BytesStorageMetadata) for entry in index.state_dict_metadata.values()):
+        return
+    objects = {
+        chunk: {name: entry for name, entry in entries.items() if isinstance(entry, ShardedObject)}
+        for chunk, entries in weights.items()
+    }
+    try:
+        loaded = dist_checkpointing.load(objects, str(iteration))
+    except (CheckpointingException, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{iteration} does not fit the model of model.path: {reason}") from None
+    set_objects(model, loaded)

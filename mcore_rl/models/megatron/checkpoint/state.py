@@ -1,0 +1,317 @@
+"""State in a checkpoint: weights, optimizer shards, a moved reference, as Megatron's sharded tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from mcore_rl.config import TrainingConfig
+from mcore_rl.models.megatron.build import BuiltModel
+from mcore_rl.models.megatron.checkpoint.internals import optimizer_tensors_of, owned_ranges
+from mcore_rl.models.megatron.lora_layers import adapter_state
+from mcore_rl.models.megatron.optimizer import optimizers_with_parameters
+from mcore_rl.models.megatron.weight_mapping import Shape
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+KEY = "reference"
+
+
+def reference_state(model_state: Mapping[str, Any], kept: Mapping[int, Tensor]) -> dict[str, Any]:
+    """Megatron's description of the reference, under any layout that of the model.
+
+    Args:
+        model_state: the model's own description.
+        kept: the reference's values of the model's tensors, by their `id`.
+    """
+    described: dict[str, Any] = {}
+    for chunk, name, entry, value in _pairs(model_state, kept):
+        described.setdefault(chunk, {})[name] = replace(entry, data=value)
+    add_prefix_for_sharding(described, f"{KEY}.")
+    return described
+
+
+def _pairs(model_state: Mapping[str, Any], kept: Mapping[int, Tensor]) -> Iterator[tuple[str, str, Any, Tensor]]:
+    for chunk, entries in model_state.items():
+        for name, entry in entries.items():
+            if (value := kept.get(id(getattr(entry, "data", None)))) is not None:
+                yield chunk, name, entry, value
+
+
+def optimizer_shards(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[tuple[WriteItem, Tensor]]:
+    """This rank's parts of fp32 parameters and moments, to be written.
+
+    Args:
+        model_state: Megatron's description of the model, whose places and shapes the optimizer's state shares.
+    """
+    for entry, region in _optimizer_regions(optimizer, model_state):
+        if not any(entry.replica_id[:-1]):  # otherwise another tensor-parallel rank or stage writes it
+            yield _write_item(region), region.values
+
+
+def optimizer_regions(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[Region]:
+    """This rank's parts of fp32 parameters and moments, to be read; `model_state` as for `optimizer_shards`."""
+    return (region for _, region in _optimizer_regions(optimizer, model_state))
+
+
+def tensor_regions(described: dict[str, Any]) -> Iterator[Region]:
+    """The tensors of Megatron's description, to be read into their own memory."""
+    for entry in nested_values(described):
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory):
+            memory = entry.data.untyped_storage().data_ptr()
+            for part in parts_of(entry):
+                assert part.data.untyped_storage().data_ptr() == memory, f"{part.key}: its parts are copies"
+                values = part.data.detach()[(None,) * part.prepend_axis_num]
+                yield Region(
+                    part.key, tuple(part.global_offset), values, tuple(part.global_shape), part.allow_shape_mismatch
+                )
+
+
+def _optimizer_regions(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[tuple[Any, Region]]:
+    """Yield the optimizer's regions, with the description of their parameters."""
+    described = {id(entry.data): entry for entry in nested_values(model_state) if hasattr(entry, "data")}
+    for inner in optimizers_with_parameters(optimizer):
+        for parameter, start, end in owned_ranges(inner):
+            entry = described[id(parameter)]
+            for name, values in optimizer_tensors_of(inner, parameter).items():
+                for part in parts_of(entry):
+                    first = part.data.storage_offset() - parameter.storage_offset()
+                    for region in _rectangular_regions(part, first, values.detach(), start, end):
+                        yield entry, Region(f"optimizer.state.{name}.{part.key}", *region)
+
+
+def parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    """A parameter's places in whole tensors: one, or several where it is stored in parts that lie side by side."""
+    return list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
+
+
+def _rectangular_regions(
+    part: ShardedTensor, first: int, values: Tensor, start: int, end: int
+) -> Iterator[tuple[Shape, Tensor, Shape, bool]]:
+    """`values` are the numbers start … end − 1 of a parameter, `part` a piece of it that begins at number `first`."""
+    low, high = max(start, first), min(end, first + part.data.numel())
+    if low >= high:
+        return
+    ones = (1,) * part.prepend_axis_num
+    for offsets, sizes, begin, stop in rectangles(low - first, high - first, tuple(part.data.shape)):
+        local = (*(0 for _ in ones), *offsets)
+        at = tuple(a + b for a, b in zip(part.global_offset, local, strict=True))
+        rectangle = values[first + begin - start : first + stop - start].view(*ones, *sizes)
+        yield at, rectangle, tuple(part.global_shape), part.allow_shape_mismatch
+
+
+def _write_item(region: Region) -> WriteItem:
+    at, size = torch.Size(region.offsets), region.values.shape
+    assert region.whole is not None, "an optimizer's tensor has a shape"
+    return WriteItem(
+        index=MetadataIndex(region.key, at),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(at, size),
+            properties=TensorProperties(dtype=region.values.dtype),
+            size=torch.Size(region.whole),
+        ),
+    )
+
+
+def rectangles(start: int, end: int, shape: Shape) -> Iterator[tuple[Shape, Shape, int, int]]:
+    """The numbers start … end − 1 of a row-major tensor, cut into rectangles.
+
+    Yields:
+        offsets, sizes, and which of the numbers it covers: from, to.
+    """
+    if len(shape) == 1:
+        yield (start,), (end - start,), start, end
+        return
+    row_size = math.prod(shape[1:])
+    while start < end:
+        row, column = divmod(start, row_size)
+        if column or end - start < row_size:
+            stop = min(end, (row + 1) * row_size)
+            for offsets, sizes, begin, to in rectangles(column, stop - row * row_size, shape[1:]):
+                yield (row, *offsets), (1, *sizes), row * row_size + begin, row * row_size + to
+        else:
+            rows = (end - start) // row_size
+            stop = start + rows * row_size
+            yield (row, *(0 for _ in shape[1:])), (rows, *shape[1:]), start, stop
+        start = stop
+
+
+TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+# The one optimizer format that loads under every layout.
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """
+    name: what the keys of its shards begin with, and the key of all else; "" for the policy, which has none.
+    """
+
+    model: BuiltModel
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    name: str = ""
+
+    def weights(self) -> dict[str, Any]:
+        """Megatron's description of the weights."""
+        return model_state(self.model, self.name)
+
+    def optimizer_shards(self, weights: dict[str, Any]) -> Iterator[tuple[WriteItem, Tensor]]:
+        """This rank's parts of the optimizer's state, with zero moments before the first step.
+
+        Args:
+            weights: as described above.
+        """
+        _ensure_optimizer_state(self.optimizer)
+        return optimizer_shards(self.optimizer, weights)
+
+    def common(self) -> dict[str, Any]:
+        """Return the state that all ranks share."""
+        return {"optimizer": _optimizer_common(self.optimizer), "scheduler": self.scheduler.state_dict()}
+
+    def regions(self, weights: dict[str, Any], with_optimizer: bool) -> Iterator[Region]:
+        """Yield the regions to read, with this rank's memory for them.
+
+        Args:
+            weights: as described above.
+        """
+        yield from tensor_regions(weights)
+        if with_optimizer:
+            _ensure_optimizer_state(self.optimizer)
+            yield from optimizer_regions(self.optimizer, weights)
+
+    def restore_step(self, common: dict[str, Any] | None) -> None:
+        """Restore the rest after the regions have been read.
+
+        Args:
+            common: the optimizer's part of what all ranks share; None where it begins anew.
+        """
+        if common is None:
+            self.optimizer.reload_model_params()
+            return
+        step = common["optimizer"]["param_groups"][0].get("step")
+        for inner in optimizers_with_parameters(self.optimizer):
+            _set_step(inner.optimizer, step)
+
+
+def _optimizer_common(optimizer: MegatronOptimizer) -> dict[Any, Any]:
+    """Return the optimizer's state that all ranks share: its parameter groups, of which only the step is loaded.
+
+    Experts have an optimizer of their own, with the same step and rates.
+    """
+    state = optimizers_with_parameters(optimizer)[0].state_dict()
+    return {**state, "param_state_sharding_type": METADATA["distrib_optim_sharding_type"]}
+
+
+def _ensure_optimizer_state(optimizer: MegatronOptimizer) -> None:
+    """Zero moments before the first step: what is saved and read is what is there."""
+    for inner in optimizers_with_parameters(optimizer):
+        inner.init_state_fn(inner.optimizer, inner.config)
+        if isinstance(inner.optimizer, TORCH_ADAM):
+            for state in inner.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))
+
+
+def _set_step(optimizer: Any, step: Any) -> None:
+    """torch's Adam counts in each parameter's state, in place, so each has a tensor of its own; others count in the
+    parameter groups."""
+    if isinstance(optimizer, TORCH_ADAM):
+        for state in optimizer.state.values():
+            state["step"].fill_(step)
+    elif step is not None:
+        for group in optimizer.param_groups:
+            group["step"] = step
+
+
+def _model_key(model: BuiltModel, index: int) -> str:
+    return "model" if len(model.chunks) == 1 else f"model{index}"
+
+
+def model_state(model: BuiltModel, name: str = "") -> dict[str, Any]:
+    """Megatron's description of the model's part of a checkpoint, by chunk: of the adapters alone, where there are.
+
+    Args:
+        name: what the keys in the checkpoint begin with, of a model beside the policy.
+    """
+    described = {
+        _model_key(model, index): adapter_state(model, chunk)
+        if model.lora
+        else chunk.sharded_state_dict(metadata=METADATA)
+        for index, chunk in enumerate(model.chunks)
+    }
+    if name:
+        add_prefix_for_sharding(described, f"{name}.")
+    return described
+
+
+def set_objects(model: BuiltModel, loaded: dict[str, Any]) -> None:
+    """Set the objects that modules keep in addition to their tensors, by chunk as in `model_state`."""
+    for index, chunk in enumerate(model.chunks):
+        if objects := loaded.get(_model_key(model, index)):  # which Megatron drops where there are none
+            chunk.load_state_dict(objects, strict=False)
+
+
+@dataclass(frozen=True)
+class Region:
+    """`tensor[offsets : offsets + values.shape]` of a tensor in a checkpoint, and this rank's memory for it.
+
+    values: of as many dimensions as the tensor, in any precision, on any device.
+    whole: the shape that the tensor must have; None for any.
+    is_padded: what the tensor does not reach to is zero, and its shape may be another.
+    """
+
+    key: str
+    offsets: Shape
+    values: Tensor
+    whole: Shape | None = None
+    is_padded: bool = False
+
+
+class MovingReference(Protocol):
+    """Weights beside the policy's."""
+
+    has_moved: bool
+
+    def by_tensor(self) -> dict[int, Tensor]:
+        """The value for each of the model's tensors, by the tensor's `id`."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The part of a run in a checkpoint, apart from the loop's own values.
+
+    reference: its weights, if it has a copy of them; they are part of a checkpoint once they have moved.
+    beside: models that are trained with the policy, each with a name.
+    """
+
+    policy: TrainedPart
+    config: TrainingConfig
+    reference: MovingReference | None = None
+    beside: tuple[TrainedPart, ...] = ()
+
+    @property
+    def model(self) -> BuiltModel:
+        return self.policy.model
+
+    @property
+    def layout(self) -> list[int]:
+        """Sizes of the parallel dimensions, for which random states are valid."""
+        topology = self.model.topology
+        return [d.size for d in (topology.tensor, topology.pipeline, topology.context, topology.data)]

@@ -1,0 +1,127 @@
+"""Files and directories: digests, manifests, replacement as a whole, flushing to disk."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from mcore_rl.errors import UserError
+
+MANIFEST_FILE = "manifest.json"
+
+
+WEIGHTS = (".safetensors", ".distcp")
+
+
+FileDigests = dict[str, tuple[int, str]]
+"""File name → (size in bytes, SHA-256)."""
+
+
+def digests_of(directory: Path, names: Iterable[str]) -> FileDigests:
+    """Sizes and digests of files as they are on disk."""
+    paths = {name: directory / name for name in names}
+    return {name: (path.stat().st_size, digest_of_file(path)) for name, path in paths.items()}
+
+
+def digest_of_file(path: Path) -> str:
+    """SHA-256."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(directory: Path, digests: FileDigests) -> None:
+    """List a directory's files in it, and let others read it, which mkdtemp's mode does not."""
+    (directory / MANIFEST_FILE).write_text(json.dumps(digests, indent=1, sort_keys=True))
+    directory.chmod(0o777 & ~_umask())
+
+
+def read_manifest(iteration: Path) -> FileDigests:
+    """Raises ValueError if there is none that can be read."""
+    try:
+        manifest = json.loads((iteration / MANIFEST_FILE).read_text())
+        return {str(name): (int(size), str(digest)) for name, (size, digest) in manifest.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        raise ValueError(f"{MANIFEST_FILE} is missing or cannot be read") from None
+
+
+def foreign_files(directory: Path) -> list[str]:
+    """What is in a directory beside what its manifest lists, or is not as listed; [] if it does not exist.
+
+    Of weights only the size is compared: nobody edits them by hand, and their digests take minutes.
+    """
+    if not (directory.exists() or directory.is_symlink()):
+        return []
+    if not directory.is_dir() or directory.is_symlink():
+        return [directory.name]
+    found = sorted(path.name for path in directory.iterdir())
+    try:
+        listed = read_manifest(directory)
+    except ValueError:
+        return found
+    changed = [name for name in found if name in listed and not is_as_listed(directory / name, *listed[name])]
+    return [name for name in found if name not in {*listed, MANIFEST_FILE}] + changed
+
+
+def is_as_listed(path: Path, size: int, digest: str) -> bool:
+    if not path.is_file() or path.stat().st_size != size:
+        return False
+    return path.suffix in WEIGHTS or digests_of(path.parent, [path.name])[path.name] == (size, digest)
+
+
+def remove_listed(directory: Path) -> None:
+    """Remove the files that a directory's manifest lists, and the directory if nothing else is in it."""
+    try:
+        listed = read_manifest(directory)
+    except ValueError:
+        return
+    for name in (*listed, MANIFEST_FILE):
+        if Path(name).name == name:
+            (directory / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+def replace_listed(new: Path, destination: Path) -> None:
+    """Give the directory `new` the name of one that a manifest lists (or that is not there), which then goes.
+
+    Raises:
+        UserError: `destination` holds what no manifest lists.
+    """
+    if foreign := foreign_files(destination):
+        raise UserError(f"{destination} holds {', '.join(foreign[:3])}, which is not ours to remove; see {new}")
+    old = unused(destination.with_name(f".{destination.name}.old"))
+    if destination.exists():
+        destination.rename(old)
+    os.replace(new, destination)
+    remove_listed(old)
+
+
+def unused(path: Path) -> Path:
+    """`path`, or that name with the first number that is free."""
+    numbered = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
+    return next(name for name in itertools.chain([path], numbered) if not name.exists())
+
+
+def flush_directory(directory: Path) -> None:
+    """Wait until a directory and its files are on the disk."""
+    for entry in [*directory.iterdir(), directory]:
+        flush(entry)
+
+
+def flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
