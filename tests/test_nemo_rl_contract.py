@@ -274,7 +274,7 @@ def test_options_are_attributes_under_their_other_names_too():
     loss_fn = ClippedPGLossFn({**PG, "use_cispo": True})
     assert loss_fn.use_cispo and loss_fn.clip_type == "cispo"
     assert loss_fn.reference_policy_kl_type == loss_fn.kl_estimator == loss_fn.options.kl_estimator
-    with pytest.raises(AttributeError, match="clip_type"):
+    with pytest.raises(AttributeError, match="no setter"):
         loss_fn.clip_type = "ppo"
 
 

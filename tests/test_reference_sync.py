@@ -169,7 +169,7 @@ def test_a_reference_that_has_moved_is_not_computed_again(model_of, tmp_path):
     without = {**values, "reference_sync": None, "trainer": {"max_epochs": 2}}
     auto = build_config(DPOConfig, without, [], "")
     assert not precomputes_reference(auto, SimpleNamespace(train=range(1))), "what has moved is in the checkpoint alone"
-    with pytest.raises(WorkerError, match=r"dpo\.reference=precompute: .*iter_0000001 begins from other weights than"):
+    with pytest.raises(WorkerError, match=r"dpo\.reference=precompute: .*iter_0000001 begins with other weights"):
         run_processes(train, build_config(DPOConfig, without, ["dpo.reference=precompute"], ""), world_size=1)
 
 

@@ -291,7 +291,9 @@ def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
     monkeypatch.setattr(
         megatron_generation,
         "MegatronGeneration",
-        lambda *arguments, record_experts: taken.extend((*arguments, record_experts)),
+        lambda *arguments, record_experts: (
+            taken.extend((*arguments, record_experts)) or SimpleNamespace(close=lambda: None)
+        ),
     )
     options = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "stop_strings": ["!", "END"]}
     section = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_new_tokens": 7, **options}

@@ -213,7 +213,7 @@ def untouched_copies(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
 
 
-def exchange_stand_in(tensor: Tensor, kept: Tensor) -> None:
+def swap_stand_in(tensor: Tensor, kept: Tensor) -> None:
     """`reference_weights.exchange`: what it takes of the device meanwhile."""
     tensor.clone()
 
@@ -263,7 +263,7 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
         replaced(scoring, "SafetensorsDirectory", lambda path: ShapesOnly(path, next(shapes))),
         replaced(weights, "read_shard", lambda *_: torch.empty((), device="meta")),
         replaced(reference, "copies_on_host", untouched_copies),
-        replaced(reference, "exchange", exchange_stand_in),
+        replaced(reference, "swap_tensors", swap_stand_in),
         replaced(batched_data_dict, "reduced", alike(batched_data_dict.reduced)),
     ):
         yield seen
