@@ -41,9 +41,9 @@ def train(config):
     # These import Megatron, which `run_script` has chosen a device for by now.
     from mcore_rl.algorithms.supervised import Objective, SupervisedTrainer
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-    from mcore_rl.run.setup import claim_output, load_inputs
+    from mcore_rl.run.setup import claim_output_dir, load_inputs
 
-    inputs = claim_output(config, load_inputs(config))
+    inputs = claim_output_dir(config, load_inputs(config))
     policy = MegatronPolicy(config, config.total_steps(len(inputs.train)))
     SupervisedTrainer(config, inputs, policy, Objective(FocalLoss())).run()
     policy.shutdown()

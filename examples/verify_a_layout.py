@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from mcore_rl.config import SFTConfig, load_config
-from mcore_rl.config.parallel import Layout
+from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.data.batching import collate
 from mcore_rl.data.datasets import load_sft_dataset
 from mcore_rl.data.tokenize import load_tokenizer
@@ -19,7 +19,7 @@ from mcore_rl.platform import initialize_platform
 from mcore_rl.testing.layout_check import TABLE_HEADER, check_layouts, shrink_model, table_row
 from mcore_rl.utils.console import quiet_libraries
 
-LAYOUTS = [Layout(), Layout(tp=2, cp=2, sp=True)]
+LAYOUTS = [ParallelLayout(), ParallelLayout(tp=2, cp=2, sp=True)]
 
 
 def main(path):

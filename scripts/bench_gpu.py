@@ -28,7 +28,7 @@ from device_meter import DeviceMeter, device_name, median_seconds, product_rate
 from gpu_steps import CASES, REHEARSED, SHAPES, Case, Measured, measure_case, simulate_case, write_weights
 
 from mcore_rl import platform
-from mcore_rl.cli.entry_point import Parser, told_in_one_line
+from mcore_rl.cli.entry_point import Parser, exit_on_error
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.step import RankReport
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="toy sizes on this device, which may be the CPU")
     arguments = parser.parse_args()
     quiet_libraries()
-    with told_in_one_line():
+    with exit_on_error():
         part, rehearses = arguments.part, arguments.rehearse
         if part == "predict":
             rows = predictions(Hardware.load(arguments.hardware), arguments.hardware, rehearses)

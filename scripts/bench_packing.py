@@ -15,7 +15,7 @@ from itertools import product
 
 from bench_results import Row, finish
 
-from mcore_rl.data.batching import Batching
+from mcore_rl.data.batching import MicrobatchPlanner
 
 FILL, UNEVENNESS, SECONDS = 0.97, 1.03, 0.1
 CAPACITY = 16_384
@@ -38,7 +38,7 @@ def plan(count: int, ranks: int, multiple: int) -> tuple[tuple[float, float], tu
     """Tokens and places for them, work of the costliest rank and of the mean, and median seconds of planning."""
     generator = random.Random(7)
     lengths = [min(CAPACITY, max(8, int(generator.lognormvariate(6.2, 0.9)))) for _ in range(count)]
-    batching = Batching(True, CAPACITY, 1, 1, ranks, multiple=multiple, attention_length=50_000)
+    batching = MicrobatchPlanner(True, CAPACITY, 1, 1, ranks, multiple=multiple, attention_length=50_000)
     taken = []
     for _ in range(REPETITIONS):
         started = time.perf_counter()

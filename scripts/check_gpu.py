@@ -27,7 +27,7 @@ from typing import Any
 
 from gpu_steps import CASES
 
-from mcore_rl.cli.entry_point import Parser, count, told_in_one_line
+from mcore_rl.cli.entry_point import Parser, count, exit_on_error
 from mcore_rl.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with toy sizes")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
-    with told_in_one_line():
+    with exit_on_error():
         names = [part.name for part in PARTS]
         if unknown := set(arguments.only or ()) - set(names):
             raise UserError(f"--only {' '.join(sorted(unknown))}: there are {', '.join(names)}")

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.cli.entry_point import Parser, told_in_one_line
+from mcore_rl.cli.entry_point import Parser, exit_on_error
 from mcore_rl.config import read_chat_template, read_yaml
 from mcore_rl.errors import UserError
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
@@ -36,7 +36,7 @@ def main() -> None:
     arguments = vars(parser.parse_args())
     quiet_libraries()
     command = {"hf-to-megatron": hf_to_megatron, "megatron-to-hf": megatron_to_hf, "inspect": inspect}
-    with told_in_one_line():
+    with exit_on_error():
         command[arguments.pop("command")](**arguments)
 
 

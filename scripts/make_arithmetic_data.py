@@ -12,7 +12,7 @@ import json
 import random
 from pathlib import Path
 
-from mcore_rl.cli.entry_point import Parser, told_in_one_line
+from mcore_rl.cli.entry_point import Parser, exit_on_error
 from mcore_rl.errors import UserError
 
 LARGEST_OPERAND, HELD_OUT, TEACHER_EXAMPLES, FORGOTTEN_CARRIES = 49, 200, 12000, 0.7
@@ -86,5 +86,5 @@ def make_model(directory):
 if __name__ == "__main__":
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    with told_in_one_line():
+    with exit_on_error():
         main(parser.parse_args().directory)

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from mcore_rl.cli.entry_point import Parser, told_in_one_line
+from mcore_rl.cli.entry_point import Parser, exit_on_error
 from mcore_rl.errors import UserError
 
 CHAT_TEMPLATE = (
@@ -108,5 +108,5 @@ def make_model(directory: Path, texts: list[str]) -> None:
 if __name__ == "__main__":
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    with told_in_one_line():
+    with exit_on_error():
         main(parser.parse_args().directory)

@@ -5,7 +5,7 @@ python scripts/ray_dpo.py CONFIG [--workers 2] [--steps 3] [section.key=value â€
 
 import argparse
 
-from mcore_rl.cli.entry_point import Parser, count, told_in_one_line
+from mcore_rl.cli.entry_point import Parser, count, exit_on_error
 from mcore_rl.config import DPOConfig, load_config
 from mcore_rl.data.readers import check_file
 from mcore_rl.utils.console import quiet_libraries
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--steps", type=count, default=3)
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
-    with told_in_one_line():
+    with exit_on_error():
         config = load_config(DPOConfig, arguments.config, arguments.overrides)
         config.parallel.data_parallel_size(arguments.workers)
         check_model_directory(config.model.path)
@@ -33,7 +33,7 @@ def train(config: DPOConfig, workers: int, steps: int) -> None:
     from mcore_rl.platform import initialize_platform
 
     initialize_platform()
-    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.data.batching import collate
     from mcore_rl.models.policy.ray_policy import Policy
     from mcore_rl.run.setup import load_inputs
@@ -41,7 +41,7 @@ def train(config: DPOConfig, workers: int, steps: int) -> None:
     inputs = load_inputs(config, world_size=workers)
     whole_run = config.total_steps(len(inputs.train))
     policy = Policy(config, workers, total_steps=whole_run, rows_per_unit=2, keep_reference=True)
-    loss_fn = loss_of(config)
+    loss_fn = build_loss(config)
     order, size = inputs.train.order(config.seed), config.batch.global_batch_size
     for step in range(steps):
         units = [inputs.train.units[i] for i in order.indices(step * size, size)]

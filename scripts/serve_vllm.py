@@ -7,7 +7,7 @@ import contextlib
 import signal
 import time
 
-from mcore_rl.cli.entry_point import Parser, told_in_one_line
+from mcore_rl.cli.entry_point import Parser, exit_on_error
 from mcore_rl.config import GRPOConfig, load_config
 from mcore_rl.errors import TrainingError
 from mcore_rl.run.preflight import check_vllm
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file's values")
     arguments = parser.parse_intermixed_args()
-    with told_in_one_line():
+    with exit_on_error():
         overrides = ["generation.backend=vllm", *arguments.overrides, "generation.vllm.urls=[]"]
         config = load_config(GRPOConfig, arguments.config, overrides)
         check_model_directory(config.model.path)
@@ -36,11 +36,11 @@ def serve(config: GRPOConfig) -> None:
     from mcore_rl.config.rl import SERVER_LOGS
     from mcore_rl.models.generation.vllm_client import VLLMServer
     from mcore_rl.models.generation.vllm_generation import wait_until_ready
-    from mcore_rl.models.generation.vllm_server import VLLMService
+    from mcore_rl.models.generation.vllm_server import VLLMServerProcesses
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     deadline = time.monotonic() + config.generation.vllm.start_seconds
-    with contextlib.closing(VLLMService(config, config.output_dir / SERVER_LOGS)) as service:
+    with contextlib.closing(VLLMServerProcesses(config, config.output_dir / SERVER_LOGS)) as service:
         for url in service.urls:
             wait_until_ready(VLLMServer(url, connections=1), service, deadline)
         print(f"generation.vllm.urls=[{','.join(service.urls)}]", flush=True)

@@ -12,7 +12,7 @@ import argparse
 import sys
 from argparse import Namespace
 
-from mcore_rl.cli.entry_point import Parser, count, told_in_one_line, with_local_models
+from mcore_rl.cli.entry_point import Parser, count, exit_on_error, with_local_models
 from mcore_rl.cli.train import PROGRAMS, load_for
 from mcore_rl.config import DPOConfig, ParallelConfig, TrainingConfig
 from mcore_rl.config.base import whole_number
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--workers", type=count, default=1, help="processes that simulate")
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
-    with told_in_one_line():
+    with exit_on_error():
         from mcore_rl.simulation.hardware import Hardware
 
         config = load_for(arguments.algorithm, arguments.config, arguments.overrides)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from mcore_rl.cli.entry_point import Parser, count, told_in_one_line
+from mcore_rl.cli.entry_point import Parser, count, exit_on_error
 from mcore_rl.cli.train import PROGRAMS, load_for
 from mcore_rl.config import (
     DistillationConfig,
@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--steps", type=count, default=3, help="optimizer steps before weights are compared")
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
-    with told_in_one_line():
+    with exit_on_error():
         config = load_for(arguments.algorithm, arguments.config, arguments.overrides)
         check_model_directory(config.model.path)
         for source in config.data.train_sources:

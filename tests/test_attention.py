@@ -11,7 +11,13 @@ from small_models import and_long
 
 from mcore_rl.distributed.packs import PackLayout, PrefixLayout, PrefixTree, slice_context_parallel
 from mcore_rl.models.megatron import attention
-from mcore_rl.models.megatron.attention import VisibleKeys, flash_varlen, remade_in_backward, sdpa_by_segment, tiled
+from mcore_rl.models.megatron.attention import (
+    AttentionPattern,
+    flash_varlen,
+    recompute_in_backward,
+    sdpa_by_segment,
+    tiled,
+)
 from mcore_rl.testing.processes import run_processes
 
 DIM, LONG = 6, 24
@@ -91,7 +97,7 @@ def in_one_process(attend, in_place, layout, heads, groups, window, dtype, devic
     order = torch.argsort(layout.gather_order).to(device)  # of all ranks' rows, one rank's after the other's
     total, out = 0, torch.zeros_like(leaves[0])
     for rank in range(layout.cp_size):
-        visible = VisibleKeys(layout, rank)
+        visible = AttentionPattern(layout, rank)
         visible.put(*(tensor.to(device) for tensor in visible.on_host()))
         query, grad = (slice_context_parallel(x, layout, rank) for x in (leaves[0], upstream))
         # As parts of a larger tensor, which is how attention gets them.
@@ -198,7 +204,7 @@ def test_what_is_remade_is_not_kept():
 
     doubled = make().requires_grad_()
     alive = weakref.ref(doubled)
-    with remade_in_backward(doubled, make):
+    with recompute_in_backward(doubled, make):
         loss = (doubled[:3] * doubled[3:]).sum() + doubled.exp().sum()
     right = torch.cat((doubled[3:], doubled[:3])) + doubled.exp()
     (gradient,) = torch.autograd.grad(loss, doubled)
@@ -212,7 +218,7 @@ def test_what_is_remade_is_not_kept():
 def test_graphs_without_a_backward_pass_are_freed():
     leaf = torch.ones(3, requires_grad=True)
     seen = leaf * 2
-    with remade_in_backward(seen, lambda: seen.detach()):
+    with recompute_in_backward(seen, lambda: seen.detach()):
         out = seen.exp()
     alive = weakref.ref(out)
     freed = []
@@ -225,7 +231,7 @@ def test_graphs_without_a_backward_pass_are_freed():
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_flash_kernel_takes_its_arguments(window):
     """On shapes: the operator of this torch, forward and backward, with fewer heads of keys than of queries."""
-    visible = VisibleKeys(PackLayout.pack((5, 1, 8)), 0)
+    visible = AttentionPattern(PackLayout.pack((5, 1, 8)), 0)
     visible.put(*(tensor.to("meta") for tensor in visible.on_host()))
     query, key, value = (
         torch.empty(14, heads, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for heads in (6, 2, 2)

@@ -31,8 +31,8 @@ def test_what_is_better():
     ]
     assert taken(BestValidation("loss", True, "", None), math.nan, -0.5, -0.4, math.inf) == [False, True, True, True]
     best = BestValidation("loss", False, "", 2)
-    assert taken(best, 0.5, math.nan) == [True, False] and not best.is_exhausted
-    assert taken(best, 0.6) == [False] and best.is_exhausted
+    assert taken(best, 0.5, math.nan) == [True, False] and not best.patience_is_over
+    assert taken(best, 0.6) == [False] and best.patience_is_over
     with pytest.raises(UserError, match=r"checkpoint\.best_metric=loss: validations have accuracy, reward_mean"):
         best.is_bettered(1, {"validation_reward_mean": 1.0, "validation_accuracy": 0.0, "loss": 1.0})
 
@@ -62,7 +62,7 @@ def test_a_way_that_the_name_does_not_tell():
 def test_none_is_better_than_before_training():
     best = BestValidation("loss", False, "", 2)
     assert best.is_bettered(0, {"validation_loss": 0.5})
-    assert taken(best, 0.6, 0.7) == [False, False] and best.is_exhausted
+    assert taken(best, 0.6, 0.7) == [False, False] and best.patience_is_over
     assert (best.step, str(best)) == (0, "best validation: none has a better loss than 0.5 before the first step")
     best.forget()
     assert taken(best, 0.9) == [True]

@@ -14,21 +14,21 @@ from test_training_programs import run
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.errors import WorkerError
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 FAMILIES = and_long(("llama", "glm4_moe"), ("qwen2", "qwen3", "phi3", "olmo2", "gemma3", "mixtral", "qwen2_moe"))
 LAYOUTS = and_long(
-    [("mixtral", Layout(dp=2, ep=2))],
+    [("mixtral", ParallelLayout(dp=2, ep=2))],
     [
-        ("llama", Layout(pp=2)),
-        ("qwen2", Layout(tp=2)),
-        ("llama", Layout(tp=2)),
-        ("qwen2", Layout(pp=2)),
-        ("qwen3", Layout(tp=2)),
-        ("qwen2_moe", Layout(tp=2, sp=True)),
-        ("glm4_moe", Layout(pp=2)),
-        ("phi3", Layout(tp=2)),
+        ("llama", ParallelLayout(pp=2)),
+        ("qwen2", ParallelLayout(tp=2)),
+        ("llama", ParallelLayout(tp=2)),
+        ("qwen2", ParallelLayout(pp=2)),
+        ("qwen3", ParallelLayout(tp=2)),
+        ("qwen2_moe", ParallelLayout(tp=2, sp=True)),
+        ("glm4_moe", ParallelLayout(pp=2)),
+        ("phi3", ParallelLayout(tp=2)),
     ],
 )
 

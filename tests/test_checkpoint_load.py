@@ -9,10 +9,10 @@ from peak_memory import PeakMemory
 from small_models import make_model
 from test_layout_check import make_config, make_data
 
-from mcore_rl.algorithms.build_loss import loss_of
+from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.config import DPOConfig
 from mcore_rl.errors import UserError
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 
@@ -28,7 +28,7 @@ def save(config, directory):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
-    policy.train(make_data(), loss_of(config))
+    policy.train(make_data(), build_loss(config))
     for inner in optimizers_with_parameters(policy.optimizer):
         for number, state in enumerate(inner.optimizer.state.values(), 1):
             state["exp_avg"].fill_(number)
@@ -78,7 +78,7 @@ def load(config, iteration):
 def test_each_data_parallel_rank_reads_its_own_part(model_of, tmp_path):
     config = in_precision(make_config(model_of("llama")), "bfloat16")
     (saved,) = run_processes(save, config, tmp_path, world_size=1)
-    ranks = run_processes(load, Layout(dp=2).apply(config), saved, world_size=2)
+    ranks = run_processes(load, ParallelLayout(dp=2).apply(config), saved, world_size=2)
     everything = sum(masters + moments for _, moments, masters, _ in ranks) // 4
     numbers = [read for *_, read in ranks]
     assert sum(numbers) == everything
@@ -86,14 +86,18 @@ def test_each_data_parallel_rank_reads_its_own_part(model_of, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("first", "dtype"), [(Layout(), "float32"), (Layout(tp=2), "bfloat16")], ids=str)
+@pytest.mark.parametrize(
+    ("first", "dtype"), [(ParallelLayout(), "float32"), (ParallelLayout(tp=2), "bfloat16")], ids=str
+)
 def test_loading_takes_little_memory(first, dtype, tmp_path):
     """At data parallelism of 2, from stored shards that are as large as their tensors."""
     path = make_model("llama", tmp_path / "large", vocab_size=32000, hidden_size=512, num_hidden_layers=6,
                       intermediate_size=2048, num_attention_heads=8, num_key_value_heads=4, head_dim=64)  # fmt: skip
     config = in_precision(make_config(path), dtype)
     saved = run_processes(save, first.apply(config), tmp_path / "saved", world_size=first.world_size)[0]
-    for (made, there), moments, masters, _ in run_processes(load, Layout(dp=2).apply(config), saved, world_size=2):
+    for (made, there), moments, masters, _ in run_processes(
+        load, ParallelLayout(dp=2).apply(config), saved, world_size=2
+    ):
         state = moments + masters
         print(f"state {state / 1e6:.0f} MB; beyond it {made / 1e6:.1f} MB ({made / state:.1%}), {there / 1e6:.1f} MB")
         assert max(made, there) <= 0.05 * state
@@ -121,7 +125,7 @@ def broken():
 def test_a_rank_that_cannot_read_tells_all(model_of, tmp_path):
     config = make_config(model_of("llama"))
     (saved,) = run_processes(save, config, tmp_path, world_size=1)
-    for told in run_processes(refused, Layout(dp=2).apply(config), saved, 1, world_size=2):
+    for told in run_processes(refused, ParallelLayout(dp=2).apply(config), saved, 1, world_size=2):
         assert told == f"{saved}/__0_0.distcp: cannot be read: Input/output error"
     other = make_config(make_model("llama", tmp_path / "wider", intermediate_size=128))
     (told,) = run_processes(refused, other, saved, None, world_size=1)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from small_models import and_long
 from test_layout_check import make_config, make_data
 
-from mcore_rl.algorithms.build_loss import loss_of
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.algorithms.build_loss import build_loss
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 
@@ -21,7 +21,7 @@ def run_steps(config, directory, load, steps):
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
     done = policy.load_checkpoint(load).state["step"] if load else 0
-    loss_fn = loss_of(config)
+    loss_fn = build_loss(config)
     metrics = [policy.train(make_data(), loss_fn) for _ in range(steps)]
     saved = policy.save_checkpoint(directory, done + steps, {})
     weights = dict(export_hf_weights(policy.model))
@@ -54,27 +54,27 @@ def uninterrupted(model_of, tmp_path_factory):
 
 
 PAIRS = and_long(
-    [(Layout(tp=2, dp=2, sp=True), Layout(pp=2))],
-    [(Layout(dp=3), Layout(cp=2)), (Layout(pp=2, cp=2), Layout())],
+    [(ParallelLayout(tp=2, dp=2, sp=True), ParallelLayout(pp=2))],
+    [(ParallelLayout(dp=3), ParallelLayout(cp=2)), (ParallelLayout(pp=2, cp=2), ParallelLayout())],
 )
 ELSEWHERE = and_long(
     [],
     [
-        ("mixtral", Layout(dp=2, ep=2), Layout(tp=2, ep=2, etp=1, sp=True)),
-        ("deep", Layout(pp=2, vpp=3), Layout(pp=2, first=1)),
-        ("glm4_moe", Layout(), Layout(pp=2, dp=2, ep=2)),
-        ("deep", Layout(pp=2, vpp=3, stages="E|tt|t|t|tt|L"), Layout(pp=3, stages="Et|t*5|L")),
-        ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True), Layout()),
-        ("olmo2", Layout(tp=2, sp=True), Layout()),
-        ("gemma3", Layout(), Layout(tp=2, sp=True)),
+        ("mixtral", ParallelLayout(dp=2, ep=2), ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
+        ("deep", ParallelLayout(pp=2, vpp=3), ParallelLayout(pp=2, first=1)),
+        ("glm4_moe", ParallelLayout(), ParallelLayout(pp=2, dp=2, ep=2)),
+        ("deep", ParallelLayout(pp=2, vpp=3, stages="E|tt|t|t|tt|L"), ParallelLayout(pp=3, stages="Et|t*5|L")),
+        ("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=2, sp=True), ParallelLayout()),
+        ("olmo2", ParallelLayout(tp=2, sp=True), ParallelLayout()),
+        ("gemma3", ParallelLayout(), ParallelLayout(tp=2, sp=True)),
     ],
 )
 MORE = [
-    (Layout(), Layout(tp=4)),
-    (Layout(), Layout(dp=4)),
-    (Layout(tp=2, pp=2), Layout(tp=2, cp=2, sp=True)),
-    (Layout(tp=2, pp=2, dp=2), Layout(dp=2)),
-    (Layout(cp=2, dp=2), Layout(tp=2, pp=2, dp=2)),
+    (ParallelLayout(), ParallelLayout(tp=4)),
+    (ParallelLayout(), ParallelLayout(dp=4)),
+    (ParallelLayout(tp=2, pp=2), ParallelLayout(tp=2, cp=2, sp=True)),
+    (ParallelLayout(tp=2, pp=2, dp=2), ParallelLayout(dp=2)),
+    (ParallelLayout(cp=2, dp=2), ParallelLayout(tp=2, pp=2, dp=2)),
 ]
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from test_layout_check import make_config, make_data
 
-from mcore_rl.algorithms.build_loss import loss_of
+from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.models.megatron.checkpoint.save import HostStaging
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 
@@ -40,7 +40,7 @@ def saved_while_training(config, directory):
     from mcore_rl.models.megatron.checkpoint.save import SaveError
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
-    policy, data, loss_fn = MegatronPolicy(config, total_steps=10, rows_per_unit=2), make_data(), loss_of(config)
+    policy, data, loss_fn = MegatronPolicy(config, total_steps=10, rows_per_unit=2), make_data(), build_loss(config)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostStaging, "is_done", False)
@@ -66,7 +66,7 @@ def saved_while_training(config, directory):
     return after_two["loss"], again["loss"], sorted(path.name for path in directory.iterdir())
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
+@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(tp=2)], ids=str)
 def test_what_is_written_is_the_state_at_its_beginning(layout, model_of, tmp_path):
     config = layout.apply(make_config(model_of("llama")))
     for first, again, names in run_processes(saved_while_training, config, tmp_path, world_size=layout.world_size):
@@ -96,7 +96,7 @@ def fails_to_start(config, directory):
 
 
 def test_a_process_that_cannot_be_started_is_a_failed_save_on_all_ranks(model_of, tmp_path):
-    run_processes(fails_to_start, Layout(tp=2).apply(make_config(model_of("llama"))), tmp_path, world_size=2)
+    run_processes(fails_to_start, ParallelLayout(tp=2).apply(make_config(model_of("llama"))), tmp_path, world_size=2)
 
 
 def process_that_writes(config, directory):

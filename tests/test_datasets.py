@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from small_models import make_tokenizer
 
 from mcore_rl.config import DataConfig
-from mcore_rl.data.batching import Batching, collate, valid_counts
+from mcore_rl.data.batching import MicrobatchPlanner, collate, global_valid_counts
 from mcore_rl.data.datasets import load_preference_dataset, load_prompt_dataset, load_sft_dataset
 from mcore_rl.data.sample_order import SampleOrder
 from mcore_rl.data.token_store import TokenSequence
@@ -283,7 +283,7 @@ def sequences(lengths):
 def test_a_replica_without_rows_counts_none():
     """Also of data without a mask, as for scoring."""
     data = BatchedDataDict(input_ids=torch.ones(1, 4, dtype=torch.long), input_lengths=torch.tensor([4]))
-    batching = Batching(True, 8, 1, 1, dp_size=2)
+    batching = MicrobatchPlanner(True, 8, 1, 1, dp_size=2)
     (one,), (filler,) = batching.microbatches(data, 0), batching.microbatches(data, 1)
     assert one.counts and "sample_mask" not in one.data
     assert not filler.counts and filler.data["sample_mask"].tolist() == [0]
@@ -292,7 +292,7 @@ def test_a_replica_without_rows_counts_none():
 def test_collate_and_counts():
     data = collate(sequences([3, 5]), pad_token_id=9)
     assert data["input_ids"].tolist() == [[1, 1, 1, 9, 9], [1, 1, 1, 1, 1]]
-    assert [int(x) for x in valid_counts(data)] == [2, 6]
+    assert [int(x) for x in global_valid_counts(data)] == [2, 6]
 
 
 @settings(deadline=None)
@@ -306,7 +306,7 @@ def test_collate_and_counts():
 def test_plan(lengths, dp_size, rows_per_unit, packing, multiple):
     """Every row once, units whole, packs within capacity, the same number for every rank."""
     lengths = lengths * rows_per_unit
-    batching = Batching(packing, 70, 3, rows_per_unit, dp_size, multiple=multiple)
+    batching = MicrobatchPlanner(packing, 70, 3, rows_per_unit, dp_size, multiple=multiple)
     plan = batching.plan(lengths)
     assert len(plan) == dp_size
     assert len({len(shard) for shard in plan}) == 1
@@ -322,7 +322,7 @@ def test_plan(lengths, dp_size, rows_per_unit, packing, multiple):
 def test_fillers_keep_ranks_in_step(packing):
     """Three units on four ranks: one rank gets a microbatch whose samples do not count."""
     data = collate(sequences([8, 6, 4]), 0)
-    batching = Batching(packing, 16, 1, 1, dp_size=4, one_width=True)
+    batching = MicrobatchPlanner(packing, 16, 1, 1, dp_size=4, one_width=True)
     shards = [batching.microbatches(data, rank) for rank in range(4)]
     assert {len(shard) for shard in shards} == {1}
     assert {shard[0].layout.total for shard in shards} == {8}
@@ -333,17 +333,17 @@ def test_fillers_keep_ranks_in_step(packing):
 
 
 def test_packs_are_filled_the_longest_first():
-    plan = Batching(True, 10, 1, 1).plan([5, 6, 4, 5])
+    plan = MicrobatchPlanner(True, 10, 1, 1).plan([5, 6, 4, 5])
     assert sorted(map(sorted, plan[0])) == [[0, 3], [1, 2]]
 
 
 def test_a_unit_longer_than_a_pack():
     with pytest.raises(ValueError, match="record of 12 padded tokens does not fit a pack of 10"):
-        Batching(True, 10, 1, 1, multiple=4).plan([9])
+        MicrobatchPlanner(True, 10, 1, 1, multiple=4).plan([9])
 
 
 def test_microbatch_rows_are_cut_to_their_longest():
     data = collate(sequences([9, 3, 4]), 0)
-    microbatch = Batching(False, 0, 2, 1).microbatches(data, 0)[1]
+    microbatch = MicrobatchPlanner(False, 0, 2, 1).microbatches(data, 0)[1]
     assert microbatch.rows == [2]
     assert torch.equal(microbatch.data["input_ids"], data["input_ids"][2:, :4])

@@ -8,7 +8,7 @@ from test_megatron_generation import LIMIT, NEW_TOKENS, config_of, generate, mak
 
 from mcore_rl import platform
 from mcore_rl.config import GRPOConfig
-from mcore_rl.config.parallel import Layout
+from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.models.generation.decoder import Blocks
 from mcore_rl.models.generation.sampling import SamplingParams
@@ -45,13 +45,13 @@ def in_small_blocks(config, params, lag, slots, prompts):
 
 SAMPLED = SamplingParams(NEW_TOKENS, 0.9, top_p=0.95, seed=3, stop_token_ids=tuple(range(1, 8)))
 CASES = and_long(
-    [("gemma3", Layout(tp=2, sp=True), 1, 4), ("llama", Layout(), 1, 64)],
+    [("gemma3", ParallelLayout(tp=2, sp=True), 1, 4), ("llama", ParallelLayout(), 1, 64)],
     [
-        ("llama", Layout(pp=2), 1, 4),
-        ("llama", Layout(), 0, 4),
-        ("mistral", Layout(cp=2), 3, 64),
-        ("mixtral", Layout(dp=2, ep=2), 1, 3),
-        ("deep", Layout(pp=3, stages="E|t*6|L"), 1, 5),
+        ("llama", ParallelLayout(pp=2), 1, 4),
+        ("llama", ParallelLayout(), 0, 4),
+        ("mistral", ParallelLayout(cp=2), 3, 64),
+        ("mixtral", ParallelLayout(dp=2, ep=2), 1, 3),
+        ("deep", ParallelLayout(pp=3, stages="E|t*6|L"), 1, 5),
     ],
 )
 

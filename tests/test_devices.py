@@ -14,7 +14,7 @@ from test_layout_check import STEPS, make_config, make_data, plain_outcome
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.models.generation.sampling import SamplingParams
-from mcore_rl.testing.layout_check import compare, compute_outcome
+from mcore_rl.testing.layout_check import compare, compute_layout_result
 
 ROOT = Path(__file__).parent.parent
 BY_DTYPE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -174,7 +174,7 @@ def test_attention(kind, dtype):
 def check_losses():
     """Value and gradient by logits of each loss, on this device in fp32 and on the CPU in float64."""
     from mcore_rl import platform
-    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, SFTConfig
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
     from mcore_rl.simulation.step import Sequences, invented_batch
@@ -208,7 +208,7 @@ def check_losses():
                 name: values.to(device, dtype if values.is_floating_point() else None) for name, values in batch.items()
             }
             leaf = logits.clone().to(device, dtype).requires_grad_()
-            loss, metrics = loss_of(config)(
+            loss, metrics = build_loss(config)(
                 leaf, BatchedDataDict(there), *(count.to(device, dtype) for count in counts)
             )
             loss.backward()
@@ -227,7 +227,7 @@ def test_losses(kind):
 
 
 def outcome_of(config, steps):
-    return compute_outcome(config, make_data(), steps)
+    return compute_layout_result(config, make_data(), steps)
 
 
 @pytest.mark.parametrize("family", ["llama", "glm4_moe"])
@@ -270,12 +270,12 @@ def no_waiting():
 
 def train_without_waiting(config):
     """How many microbatches went through the model while the host might not wait."""
-    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.models.policy import scoring
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, counts = MegatronPolicy(config, 10, rows_per_unit=2), []
-    policy.train(make_data(), loss_of(config))  # what is made once, is
+    policy.train(make_data(), build_loss(config))  # what is made once, is
     plain = scoring.run_microbatches
 
     def run(model, wrapped, microbatches, head, train):
@@ -285,7 +285,7 @@ def train_without_waiting(config):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scoring, "run_microbatches", run)
-        policy.train(make_data(), loss_of(config))
+        policy.train(make_data(), build_loss(config))
         policy.get_logprobs(make_data())
     policy.shutdown()
     return counts
@@ -323,10 +323,10 @@ def test_greedy_answers_are_those_of_transformers(kind, tmp_path):
 
 def save_and_go_on(config, directory):
     """A checkpoint is being written while training goes on; the metrics of that step."""
-    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
-    policy, loss_fn = MegatronPolicy(config, 10, rows_per_unit=2), loss_of(config)
+    policy, loss_fn = MegatronPolicy(config, 10, rows_per_unit=2), build_loss(config)
     for _ in range(2):
         policy.train(make_data(), loss_fn)
     policy.save_checkpoint(directory, 2, {"step": 2}, wait=False)
@@ -337,12 +337,12 @@ def save_and_go_on(config, directory):
 
 
 def resume(config, path):
-    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, 10, rows_per_unit=2)
     damages, restored = policy.checkpoint.verify(path), policy.load_checkpoint(path)
-    metrics = policy.train(make_data(), loss_of(config))
+    metrics = policy.train(make_data(), build_loss(config))
     policy.shutdown()
     return damages, restored.state, metrics["loss"], metrics["grad_norm"]
 

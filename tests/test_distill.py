@@ -16,7 +16,7 @@ from mcore_rl.config.algorithms import DistillationAlgorithmConfig
 from mcore_rl.data.sample_order import SampleOrder
 from mcore_rl.errors import UserError, WorkerError
 from mcore_rl.run.setup import _check_vocabulary
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 STEPS, SIZE, COUNT, K = 3, 5, 11, 9
@@ -110,7 +110,7 @@ def mixture(p, q):
 
 def distilled(config, kind, topk):
     """Metrics of a step, and every gradient of the student in its Hugging Face shape."""
-    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.models.megatron.optimizer import gather_gradients
     from mcore_rl.models.megatron.weights import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -126,7 +126,7 @@ def distilled(config, kind, topk):
     if topk is not None:
         best = teacher.get_topk_logits(data, topk)
         data["teacher_topk_logits"], data["teacher_topk_indices"] = best["topk_logits"], best["topk_indices"]
-    loss_fn = loss_of(config, teacher)
+    loss_fn = build_loss(config, teacher)
     metrics = student.compute_gradients(data, loss_fn)
     gather_gradients(student.chunks)
     gradients = dict(export_hf_weights(student.model, _main_grad))
@@ -167,17 +167,17 @@ def plain_of(files):
 
 CASES = and_long(
     [
-        ("student", "wide", "js", None, Layout(tp=2, sp=True)),
+        ("student", "wide", "js", None, ParallelLayout(tp=2, sp=True)),
     ],
     [
-        ("untied", "teacher", "reverse", None, Layout(cp=2, dp=2)),
-        ("student", "teacher", "js", K, Layout(tp=2, cp=2)),
-        ("student", "wide", "forward", None, Layout()),
-        ("untied", "wide", "mixed", None, Layout(tp=2, pp=2)),
-        ("student", "teacher", "js", None, Layout(pp=2, dp=2)),
-        ("student", "teacher", "js", None, Layout(tp=2, cp=2, packing=False)),
-        ("untied", "wide", "reverse", None, Layout(tp=2, pp=2, cp=2, sp=True)),
-        ("untied", "teacher", "mixed", K, Layout(pp=2, dp=2)),
+        ("untied", "teacher", "reverse", None, ParallelLayout(cp=2, dp=2)),
+        ("student", "teacher", "js", K, ParallelLayout(tp=2, cp=2)),
+        ("student", "wide", "forward", None, ParallelLayout()),
+        ("untied", "wide", "mixed", None, ParallelLayout(tp=2, pp=2)),
+        ("student", "teacher", "js", None, ParallelLayout(pp=2, dp=2)),
+        ("student", "teacher", "js", None, ParallelLayout(tp=2, cp=2, packing=False)),
+        ("untied", "wide", "reverse", None, ParallelLayout(tp=2, pp=2, cp=2, sp=True)),
+        ("untied", "teacher", "mixed", K, ParallelLayout(pp=2, dp=2)),
     ],
 )
 

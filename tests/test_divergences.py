@@ -9,9 +9,9 @@ from test_logprobs import HIDDEN, LENGTHS, PADDED, VOCAB, groups_of, make_case
 
 from mcore_rl.distributed import logprobs as fused
 from mcore_rl.distributed.collectives import all_gather
-from mcore_rl.distributed.divergences import LastStates, LinearLogits, linear_divergences
+from mcore_rl.distributed.divergences import FinalHiddenStates, HiddenAndHead, linear_divergences
 from mcore_rl.distributed.logprobs import gather_hidden_states
-from mcore_rl.distributed.packs import CountedPositions, gather_context_parallel, slice_context_parallel
+from mcore_rl.distributed.packs import LossPositions, gather_context_parallel, slice_context_parallel
 from mcore_rl.simulation.counters import LiveBytes
 from mcore_rl.testing.processes import run_processes
 
@@ -61,11 +61,11 @@ def sharded(packing, tp, cp, sequence_parallel):
     local = slice_context_parallel(hidden, layout, c)
     local = local.chunk(tp)[t] if sequence_parallel else local
     local, shard = local.clone().requires_grad_(), head.chunk(tp)[t].clone().requires_grad_()
-    positions = CountedPositions.of(layout, mask, c)
+    positions = LossPositions.of(layout, mask, c)
     picked = positions.pick(gather_hidden_states(local, tensor, sequence_parallel))
-    logits, inputs = LinearLogits(picked, shard), positions.inputs()
-    states = LastStates("one", logits, positions, inputs, VOCAB, 0.5, tensor, context)
-    of_teacher = LinearLogits(positions.pick(slice_context_parallel(teacher[0], layout, c)), teacher[1].chunk(tp)[t])
+    logits, inputs = HiddenAndHead(picked, shard), positions.inputs()
+    states = FinalHiddenStates("one", logits, positions, inputs, VOCAB, 0.5, tensor, context)
+    of_teacher = HiddenAndHead(positions.pick(slice_context_parallel(teacher[0], layout, c)), teacher[1].chunk(tp)[t])
     found = torch.stack(states.divergences(of_teacher, VOCAB, TEMPERATURE / 0.5, BETA))
     # Each context-parallel rank computes the whole scalar, and gradients are summed over these ranks.
     ((found * weights).sum() / cp).backward()
@@ -91,7 +91,7 @@ def pair(tokens, vocabulary, dtype=torch.float32, scale=1.0):
     student, head, teacher, teacher_head = (
         (torch.randn(n, HIDDEN, generator=g) * scale).to(dtype) for n in (tokens, vocabulary, tokens, vocabulary)
     )
-    return LinearLogits(student.requires_grad_(), head.requires_grad_()), LinearLogits(teacher, teacher_head)
+    return HiddenAndHead(student.requires_grad_(), head.requires_grad_()), HiddenAndHead(teacher, teacher_head)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -152,8 +152,8 @@ def test_a_gradient_goes_into_main_grad_and_none_to_the_teacher():
     head = torch.nn.Parameter(student.weight.detach().clone())
     (expected,) = torch.autograd.grad(linear_divergences(student, teacher).reverse_kl.sum(), student.weight)
     head.main_grad = torch.ones(10, HIDDEN)
-    taught = LinearLogits(teacher.hidden.requires_grad_(), teacher.weight.requires_grad_())
-    linear_divergences(LinearLogits(student.hidden, head), taught).reverse_kl.sum().backward()
+    taught = HiddenAndHead(teacher.hidden.requires_grad_(), teacher.weight.requires_grad_())
+    linear_divergences(HiddenAndHead(student.hidden, head), taught).reverse_kl.sum().backward()
     torch.testing.assert_close(head.main_grad, expected + 1)
     assert taught.hidden.grad is None is taught.weight.grad
 
@@ -178,11 +178,11 @@ def test_bad_input():
     student, teacher = pair(3, 8)
     for wrong, kwargs, message in (
         (
-            LinearLogits(teacher.hidden[:2], teacher.weight),
+            HiddenAndHead(teacher.hidden[:2], teacher.weight),
             {},
             r"same T and Vp; the student's are \(\(3, 7\), \(8, 7\)\)",
         ),
-        (LinearLogits(teacher.hidden, teacher.weight[:7]), {}, r"the teacher's \(\(3, 7\), \(7, 7\)\)"),
+        (HiddenAndHead(teacher.hidden, teacher.weight[:7]), {}, r"the teacher's \(\(3, 7\), \(7, 7\)\)"),
         (teacher, {"temperature": 0.0}, "temperature must be positive"),
         (teacher, {"js_beta": 1.0}, "js_beta must be between 0 and 1, got 1.0"),
     ):

@@ -16,7 +16,7 @@ import pytest
 
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.environments.interfaces import Sample
-from mcore_rl.environments.judge_processes import JudgedEnvironment
+from mcore_rl.environments.judge_processes import JudgeProcesses
 from mcore_rl.errors import UserError
 
 JUDGES = """\
@@ -36,8 +36,8 @@ STARTER = """
 import sys, time
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.environments.interfaces import Sample
-from mcore_rl.environments.judge_processes import JudgedEnvironment
-environment = JudgedEnvironment(EnvironmentConfig(name="function", function="ending_judges:starts_another"))
+from mcore_rl.environments.judge_processes import JudgeProcesses
+environment = JudgeProcesses(EnvironmentConfig(name="function", function="ending_judges:starts_another"))
 environment.submit(Sample([{"role": "user", "content": "x"}], {"mark": sys.argv[1]})).result(60)
 hanging = environment.submit(Sample([{"role": "user", "content": "x"}], {"mark": sys.argv[1], "hangs": True}))
 print("judged", flush=True)
@@ -92,7 +92,7 @@ def test_a_judge_that_takes_too_long_is_ended_with_what_it_has_started(tmp_path)
     config = EnvironmentConfig(
         name="function", function="ending_judges:starts_another", num_workers=1, time_limit_seconds=1
     )
-    environment = JudgedEnvironment(config, tmp_path / "judge.log")
+    environment = JudgeProcesses(config, tmp_path / "judge.log")
     try:
         future = environment.submit(sample(mark=str(tmp_path), hangs=True))
         assert wait_until(lambda: len(set(descendants(os.getpid())) - before) == 3)
@@ -107,7 +107,7 @@ def test_a_slow_batch_of_healthy_samples_is_judged_once(tmp_path):
     config = EnvironmentConfig(
         name="function", function="ending_judges:slow", num_workers=1, time_limit_seconds=1, batch_size=4
     )
-    environment = JudgedEnvironment(config)
+    environment = JudgeProcesses(config)
     try:
         asked = [environment.submit(sample(calls=str(tmp_path / "calls"))) for _ in range(5)]
         assert [future.result(60).reward for future in asked] == [1.0] * 5
@@ -121,7 +121,7 @@ def test_the_start_has_a_limit_of_its_own(tmp_path):
     config = EnvironmentConfig(name="function", function="late:judge", num_workers=1, start_seconds=1)
     started = time.monotonic()
     with pytest.raises(UserError, match=r"was not ready within environment\.start_seconds=1; raise the limit"):
-        JudgedEnvironment(config)
+        JudgeProcesses(config)
     assert time.monotonic() - started < 15
 
 

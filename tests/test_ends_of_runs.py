@@ -13,7 +13,7 @@ from small_models import make_model
 from test_training_programs import run
 
 from mcore_rl.config import SFTConfig
-from mcore_rl.run.metrics import Reporter, StepLog, read_step_log
+from mcore_rl.run.metrics import JsonLinesLog, MetricsReporter, read_step_log
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
 
 BREAKING = """
@@ -242,7 +242,7 @@ def test_trackers_that_fail_are_told_of_once(files, tmp_path, monkeypatch):
 def test_a_full_disk_costs_lines_of_metrics_and_no_training(tmp_path, monkeypatch, capsys):
     """The line that was cut short is gone once there is room again."""
     values = {"output_dir": tmp_path, "model": {"path": "m"}, "data": {"train": "d"}}
-    reporter, append = Reporter(SFTConfig.model_validate(values), True, 1, 5), StepLog.append
+    reporter, append = MetricsReporter(SFTConfig.model_validate(values), True, 1, 5), JsonLinesLog.append
 
     def append_half(self, step, *entries):
         append(self, step, *entries)
@@ -250,7 +250,7 @@ def test_a_full_disk_costs_lines_of_metrics_and_no_training(tmp_path, monkeypatc
             os.truncate(self.path, self.path.stat().st_size - 5)
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(StepLog, "append", append_half)
+    monkeypatch.setattr(JsonLinesLog, "append", append_half)
     for step in range(1, 6):
         reporter.record(step, {"loss": 1.0})
     assert [entry["step"] for entry in read_step_log(tmp_path / "metrics.jsonl")] == [1, 4, 5]

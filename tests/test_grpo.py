@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
 from mcore_rl.losses.options import ClippedPGOptions
 from mcore_rl.rollouts.samples import Rollout, to_batch
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 TEMPERATURE, KL_PENALTY, STEPS = 2.9, 0.05, 2
@@ -132,8 +132,8 @@ def assert_same(ours, theirs):
 
 
 LAYOUTS = and_long(
-    [Layout(), Layout(pp=2), Layout(dp=2, packing=False), Layout(tp=2, cp=2, sp=True)],
-    [Layout(packing=False), Layout(tp=2), Layout(cp=2)],
+    [ParallelLayout(), ParallelLayout(pp=2), ParallelLayout(dp=2, packing=False), ParallelLayout(tp=2, cp=2, sp=True)],
+    [ParallelLayout(packing=False), ParallelLayout(tp=2), ParallelLayout(cp=2)],
 )
 
 

@@ -10,7 +10,7 @@ from mcore_rl import platform
 from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, RMConfig, SFTConfig
 from mcore_rl.simulation.rank import simulated_process
 from mcore_rl.simulation.step import Sequences, invented_batch
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 
 GRPO = {
     "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_new_tokens": 8},
@@ -27,7 +27,7 @@ def copies_of(config, step):
     """Where they are, those that the host waits for and others; how many microbatches there were; and the files that
     read values of the device."""
     with simulated_process(config, 0, 8) as seen:
-        from mcore_rl.algorithms.build_loss import loss_of
+        from mcore_rl.algorithms.build_loss import build_loss
         from mcore_rl.models.policy import megatron_policy, scoring
         from mcore_rl.models.policy.microbatch_results import MicrobatchResult
         from mcore_rl.simulation.counters import replaced
@@ -47,7 +47,7 @@ def copies_of(config, step):
             replaced(scoring, "run_microbatches", run),
             Transfers() as transfers,
         ):
-            STEPS[step](policy, data, loss_of(config))
+            STEPS[step](policy, data, build_loss(config))
         reads = {place.partition(":")[0] for _, place in seen.reads.places}
         return transfers.waited_for, transfers.others, sum(counts), reads
 
@@ -69,7 +69,7 @@ def copies_of(config, step):
 def test_the_host_waits_for_no_copy_of_a_microbatch(algorithm, sections, step, model_of):
     model = {"path": str(model_of("llama")), "head": "reward"} if algorithm is RMConfig else None
     sections = {**sections, "model": model} if model else sections
-    layout = Layout(tp=2, cp=2, dp=2, sp=True, tokens_per_pack=768)
+    layout = ParallelLayout(tp=2, cp=2, dp=2, sp=True, tokens_per_pack=768)
     config = layout.apply(config_of(model_of("llama"), algorithm, **sections))
     ((waited_for, others, microbatches, reads),) = in_processes(copies_of, (config, step))
     assert microbatches > 1
@@ -97,7 +97,7 @@ def waits_of_export(config):
 
 @pytest.mark.long
 def test_the_host_does_not_wait_for_weights_on_their_way_out(model_of):
-    config = Layout(tp=2, dp=2).apply(config_of(model_of("llama")))
+    config = ParallelLayout(tp=2, dp=2).apply(config_of(model_of("llama")))
     ((size, reads),) = in_processes(waits_of_export, (config,))
     assert size > 0 and reads == {}
 

@@ -10,8 +10,8 @@ import pytest
 
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.environments.interfaces import Sample, Step
-from mcore_rl.environments.judge_processes import JudgedEnvironment, probe
-from mcore_rl.environments.judges import ExactMatch, MathVerify, TryAgain
+from mcore_rl.environments.judge_processes import JudgeProcesses, probe
+from mcore_rl.environments.judges import ExactMatch, MathVerify, RetryExactMatch
 from mcore_rl.errors import UserError, WorkerError
 
 
@@ -55,7 +55,7 @@ def environment_of(tmp_path):
     made = []
 
     def make(**config):
-        made.append(JudgedEnvironment(EnvironmentConfig(**config), tmp_path / "judge.log"))
+        made.append(JudgeProcesses(EnvironmentConfig(**config), tmp_path / "judge.log"))
         return made[-1]
 
     yield make
@@ -235,7 +235,7 @@ def test_math(answer, response, reward):
 
 
 def test_try_again():
-    judge = TryAgain()
+    judge = RetryExactMatch()
     assert judge(log("6*7=", "42"), {"answer": 42}) == Step(reward=1.0)
     wrong = judge(log("6*7=", "43"), {"answer": 42})
     assert not wrong.done

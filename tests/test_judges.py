@@ -16,7 +16,7 @@ from small_models import and_long
 
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.environments.interfaces import Sample, Step
-from mcore_rl.environments.judge_processes import JudgedEnvironment
+from mcore_rl.environments.judge_processes import JudgeProcesses
 
 # ------------------------------------------------------------------ functions of a user's
 
@@ -110,7 +110,7 @@ def judge(tmp_path, monkeypatch):
     )
 
     def run(samples, **options):
-        environment = JudgedEnvironment(EnvironmentConfig(**options), tmp_path / "judge.log")
+        environment = JudgeProcesses(EnvironmentConfig(**options), tmp_path / "judge.log")
         try:
             return [future.result(60) for future in [environment.submit(sample) for sample in samples]]
         finally:

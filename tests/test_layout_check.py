@@ -16,10 +16,10 @@ from mcore_rl.config import DPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import UserError
 from mcore_rl.testing.layout_check import (
-    Layout,
-    Outcome,
+    LayoutResult,
+    ParallelLayout,
     compare,
-    compute_outcome,
+    compute_layout_result,
     fitting,
     shrink_model,
     table_row,
@@ -28,63 +28,63 @@ from mcore_rl.testing.processes import run_processes
 
 STEPS = 3
 FAST = [
-    Layout(tp=2, sp=True),
-    Layout(pp=2),
-    Layout(cp=2),
-    Layout(dp=2),
-    Layout(packing=False),
-    Layout(tokens_per_pack=128),
+    ParallelLayout(tp=2, sp=True),
+    ParallelLayout(pp=2),
+    ParallelLayout(cp=2),
+    ParallelLayout(dp=2),
+    ParallelLayout(packing=False),
+    ParallelLayout(tokens_per_pack=128),
 ]
 SLOW = [
-    Layout(tp=2),
-    Layout(tp=4),
-    Layout(pp=2, packing=False),
-    Layout(cp=2, packing=False),
-    Layout(cp=2, tokens_per_pack=128),
-    Layout(dp=2, tokens_per_pack=128),
-    Layout(dp=4, packing=False),
-    Layout(tp=2, cp=2, sp=True),
-    Layout(pp=2, dp=2, tokens_per_pack=128),
-    Layout(tp=2, pp=2),
-    Layout(tp=2, pp=2, cp=2, sp=True),
-    Layout(tp=2, cp=2, dp=2),
-    Layout(pp=2, cp=2, dp=2, tokens_per_pack=128),
+    ParallelLayout(tp=2),
+    ParallelLayout(tp=4),
+    ParallelLayout(pp=2, packing=False),
+    ParallelLayout(cp=2, packing=False),
+    ParallelLayout(cp=2, tokens_per_pack=128),
+    ParallelLayout(dp=2, tokens_per_pack=128),
+    ParallelLayout(dp=4, packing=False),
+    ParallelLayout(tp=2, cp=2, sp=True),
+    ParallelLayout(pp=2, dp=2, tokens_per_pack=128),
+    ParallelLayout(tp=2, pp=2),
+    ParallelLayout(tp=2, pp=2, cp=2, sp=True),
+    ParallelLayout(tp=2, cp=2, dp=2),
+    ParallelLayout(pp=2, cp=2, dp=2, tokens_per_pack=128),
 ]
 PIPELINES = and_long(
-    [("qwen3_moe", Layout(pp=2, vpp=2, dp=2, ep=2))],
+    [("qwen3_moe", ParallelLayout(pp=2, vpp=2, dp=2, ep=2))],
     [
-        ("deep", Layout(pp=2, vpp=2, stages="E|t*3|tt|tL")),
-        ("deep", Layout(pp=3, first=4, packing=False)),
-        ("deep", Layout(pp=3, stages="E|t*6|L")),
-        ("qwen3_moe", Layout(pp=2, dp=2, ep=2, stages="Et*3|tL")),
-        ("glm4_moe", Layout(pp=2, first=1)),
-        ("qwen3_moe", Layout(pp=2, vpp=2, tokens_per_pack=128)),
-        ("deep", Layout(pp=2, vpp=2, tp=2, sp=True, first=2)),
-        ("deep", Layout(pp=2, vpp=2, first=4, last=2)),
-        ("deep", Layout(pp=3, first=3, last=1)),
+        ("deep", ParallelLayout(pp=2, vpp=2, stages="E|t*3|tt|tL")),
+        ("deep", ParallelLayout(pp=3, first=4, packing=False)),
+        ("deep", ParallelLayout(pp=3, stages="E|t*6|L")),
+        ("qwen3_moe", ParallelLayout(pp=2, dp=2, ep=2, stages="Et*3|tL")),
+        ("glm4_moe", ParallelLayout(pp=2, first=1)),
+        ("qwen3_moe", ParallelLayout(pp=2, vpp=2, tokens_per_pack=128)),
+        ("deep", ParallelLayout(pp=2, vpp=2, tp=2, sp=True, first=2)),
+        ("deep", ParallelLayout(pp=2, vpp=2, first=4, last=2)),
+        ("deep", ParallelLayout(pp=3, first=3, last=1)),
     ],
 )
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe"]
 EXPERT_LAYOUTS = and_long(
     [
-        ("mixtral", Layout(tp=2, ep=2, etp=1, sp=True)),
+        ("mixtral", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
     ],
     [
-        ("glm4_moe", Layout(pp=2, dp=2, ep=2)),
-        ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True)),
-        ("mixtral", Layout(dp=2, ep=2)),
-        ("qwen3_moe", Layout(cp=2, ep=2)),
-        ("qwen2_moe", Layout(tp=2, sp=True)),
+        ("glm4_moe", ParallelLayout(pp=2, dp=2, ep=2)),
+        ("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=2, sp=True)),
+        ("mixtral", ParallelLayout(dp=2, ep=2)),
+        ("qwen3_moe", ParallelLayout(cp=2, ep=2)),
+        ("qwen2_moe", ParallelLayout(tp=2, sp=True)),
     ],
 )
 MORE_EXPERT_LAYOUTS = [
-    Layout(dp=2),
-    Layout(cp=2),
-    Layout(pp=2, tokens_per_pack=128),
-    Layout(dp=2, ep=2, packing=False),
-    Layout(tp=2, dp=2, ep=2, etp=1, sp=True),
-    Layout(tp=2, cp=2, dp=2, ep=2, sp=True, tokens_per_pack=128),
-    Layout(tp=2, pp=2, dp=2, ep=2, etp=1, sp=True),
+    ParallelLayout(dp=2),
+    ParallelLayout(cp=2),
+    ParallelLayout(pp=2, tokens_per_pack=128),
+    ParallelLayout(dp=2, ep=2, packing=False),
+    ParallelLayout(tp=2, dp=2, ep=2, etp=1, sp=True),
+    ParallelLayout(tp=2, cp=2, dp=2, ep=2, sp=True, tokens_per_pack=128),
+    ParallelLayout(tp=2, pp=2, dp=2, ep=2, etp=1, sp=True),
 ]
 
 
@@ -189,7 +189,7 @@ def gradient_of(tensor):
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
-def plain_outcome(config, data, prepare=lambda model: None) -> Outcome:
+def plain_outcome(config, data, prepare=lambda model: None) -> LayoutResult:
     """The same steps with transformers and torch.optim, nothing of this package."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     prepare(model)
@@ -210,7 +210,7 @@ def plain_outcome(config, data, prepare=lambda model: None) -> Outcome:
         metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad).item()
         optimizer.step()
         first = first or (metrics, logprobs.detach(), gradients)
-    return Outcome(*first, as_saved(model, lambda tensor: tensor))
+    return LayoutResult(*first, as_saved(model, lambda tensor: tensor))
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def outcomes(model_of):
     def get(family):
         if family not in made:
             config, data = make_config(model_of(family)), make_data()
-            one = run_processes(compute_outcome, config, copy.deepcopy(data), STEPS, world_size=1)[0]
+            one = run_processes(compute_layout_result, config, copy.deepcopy(data), STEPS, world_size=1)[0]
             made[family] = plain_outcome(config, data), one
         return made[family]
 
@@ -238,13 +238,13 @@ def outcomes(model_of):
 def test_one_process_equals_plain_pytorch(family, outcomes):
     plain, one = outcomes(family)
     difference = compare(one, plain)
-    assert difference.within(), table_row(Layout(), difference)
+    assert difference.within(), table_row(ParallelLayout(), difference)
 
 
 def check_layout(family, layout, outcomes, model_of):
     plain, one = outcomes(family)
     config = layout.apply(make_config(model_of(family)))
-    outcome = run_processes(compute_outcome, config, make_data(), STEPS, world_size=layout.world_size)[0]
+    outcome = run_processes(compute_layout_result, config, make_data(), STEPS, world_size=layout.world_size)[0]
     for reference in (one, plain):
         difference = compare(outcome, reference)
         print(table_row(layout, difference))
@@ -259,15 +259,15 @@ def test_layouts(layout, outcomes, model_of):
 OTHERS = and_long(
     [],
     [
-        ("gemma3", Layout(tp=2, pp=2, sp=True)),
-        ("qwen2", Layout(tp=2, sp=True)),
-        ("qwen3", Layout(pp=2)),
-        ("olmo2", Layout(tp=2, cp=2, sp=True)),
-        ("qwen2", Layout(pp=2)),
-        ("qwen3", Layout(tp=2, sp=True)),
-        ("phi3", Layout(tp=2)),
-        ("gemma3", Layout(cp=2, tokens_per_pack=128)),
-        ("windows", Layout(cp=2)),
+        ("gemma3", ParallelLayout(tp=2, pp=2, sp=True)),
+        ("qwen2", ParallelLayout(tp=2, sp=True)),
+        ("qwen3", ParallelLayout(pp=2)),
+        ("olmo2", ParallelLayout(tp=2, cp=2, sp=True)),
+        ("qwen2", ParallelLayout(pp=2)),
+        ("qwen3", ParallelLayout(tp=2, sp=True)),
+        ("phi3", ParallelLayout(tp=2)),
+        ("gemma3", ParallelLayout(cp=2, tokens_per_pack=128)),
+        ("windows", ParallelLayout(cp=2)),
     ],
 )
 
@@ -354,15 +354,15 @@ def gradients_of(config, loss_fn):
 @pytest.mark.parametrize(
     ("family", "layout"),
     and_long(
-        [("qwen2", Layout(tp=2, sp=True))],
+        [("qwen2", ParallelLayout(tp=2, sp=True))],
         [
-            ("llama", Layout(cp=2)),
-            ("qwen2", Layout(pp=2)),
-            ("llama", Layout()),
-            ("qwen2", Layout()),
-            ("llama", Layout(tp=2, sp=True)),
-            ("qwen2", Layout(cp=2)),
-            ("llama", Layout(pp=2)),
+            ("llama", ParallelLayout(cp=2)),
+            ("qwen2", ParallelLayout(pp=2)),
+            ("llama", ParallelLayout()),
+            ("qwen2", ParallelLayout()),
+            ("llama", ParallelLayout(tp=2, sp=True)),
+            ("qwen2", ParallelLayout(cp=2)),
+            ("llama", ParallelLayout(pp=2)),
         ],
     ),
     ids=str,
@@ -382,12 +382,12 @@ def test_losses_of_logits_equal_losses_of_logprobs(family, layout, model_of):
 @pytest.mark.parametrize(
     ("kind", "layout"),
     and_long(
-        [("gspo", Layout(cp=2))],
+        [("gspo", ParallelLayout(cp=2))],
         [
-            ("ppo with entropy bonus", Layout(tp=2, sp=True)),
-            ("ppo with entropy bonus", Layout(cp=2)),
-            ("gspo", Layout(tp=2, sp=True)),
-            *((kind, layout) for kind in POLICY_GRADIENTS for layout in (Layout(pp=2), Layout(dp=2))),
+            ("ppo with entropy bonus", ParallelLayout(tp=2, sp=True)),
+            ("ppo with entropy bonus", ParallelLayout(cp=2)),
+            ("gspo", ParallelLayout(tp=2, sp=True)),
+            *((kind, layout) for kind in POLICY_GRADIENTS for layout in (ParallelLayout(pp=2), ParallelLayout(dp=2))),
         ],
     ),
     ids=str,
@@ -395,7 +395,8 @@ def test_losses_of_logits_equal_losses_of_logprobs(family, layout, model_of):
 def test_policy_gradients(kind, layout, model_of):
     loss_fn, config = policy_gradient_loss(POLICY_GRADIENTS[kind]), make_config(model_of("llama"))
     ours, theirs = (
-        run_processes(gradients_of, x.apply(config), loss_fn, world_size=x.world_size)[0] for x in (layout, Layout())
+        run_processes(gradients_of, x.apply(config), loss_fn, world_size=x.world_size)[0]
+        for x in (layout, ParallelLayout())
     )
     assert ours[0] == pytest.approx(theirs[0], rel=1e-4, abs=1e-5)
     for name, gradient in theirs[1].items():
@@ -419,14 +420,20 @@ def test_shrunken_models_are_whole_and_fit(family, model_of, tmp_path):
     from mcore_rl.models.megatron.weights import check_hf_tensors
 
     config = make_config(model_of(family))
-    layouts = [Layout(), Layout(tp=4, sp=True), Layout(pp=2, vpp=2), Layout(tp=4), Layout(dp=2, ep=2)]
+    layouts = [
+        ParallelLayout(),
+        ParallelLayout(tp=4, sp=True),
+        ParallelLayout(pp=2, vpp=2),
+        ParallelLayout(tp=4),
+        ParallelLayout(dp=2, ep=2),
+    ]
     shrink_model(config.model, tmp_path / "small", layouts)
     hf = load_hf_config(tmp_path / "small")
     check_hf_tensors(hf, SafetensorsDirectory(tmp_path / "small"))
     assert hf.num_hidden_layers == 8
     small = config.model_copy(update={"model": config.model.model_copy(update={"path": tmp_path / "small"})})
     fits, refused = fitting(layouts, small)
-    not_allowed = Layout(tp=4) if family in MIXTURES else Layout(dp=2, ep=2)
+    not_allowed = ParallelLayout(tp=4) if family in MIXTURES else ParallelLayout(dp=2, ep=2)
     assert [layout for layout, _ in refused] == [not_allowed]
     assert fits == [layout for layout in layouts if layout != not_allowed]
 
@@ -440,7 +447,7 @@ def test_a_shrunken_mixture_has_experts(family, changes, tmp_path):
     from mcore_rl.models.megatron.hf_config import load_hf_config
 
     make_model(family, tmp_path / "large", num_hidden_layers=8, **changes)
-    shrink_model(make_config(tmp_path / "large").model, tmp_path / "small", [Layout(dp=2, ep=2)])
+    shrink_model(make_config(tmp_path / "large").model, tmp_path / "small", [ParallelLayout(dp=2, ep=2)])
     sparse = family_of(load_hf_config(tmp_path / "small")).experts.sparse_layers
     assert not sparse[0] and all(sparse[1:])
 
@@ -448,15 +455,15 @@ def test_a_shrunken_mixture_has_experts(family, changes, tmp_path):
 def test_uneven_pipelines_can_be_asked_for(model_of):
     from mcore_rl.config.parallel import own_split, parse_layouts
 
-    assert parse_layouts(["pp=1,2", "first=1"]) == [Layout(pp=2, first=1)]
+    assert parse_layouts(["pp=1,2", "first=1"]) == [ParallelLayout(pp=2, first=1)]
     assert parse_layouts(["pp=2", "vpp=1,2", "stages=E|t*4L,Et|t|t|tL"]) == [
-        Layout(pp=2, stages="E|t*4L"),
-        Layout(pp=2, vpp=2, stages="Et|t|t|tL"),
+        ParallelLayout(pp=2, stages="E|t*4L"),
+        ParallelLayout(pp=2, vpp=2, stages="Et|t|t|tL"),
     ]
     with pytest.raises(UserError, match=r"--layouts 'stages=E\|x': pipeline_model_parallel_layout: cannot be read"):
         parse_layouts(["pp=2", "stages=E|x"])
     config = make_config(model_of("llama"))
     assert own_split(config, 4) is None
-    assert own_split(Layout(pp=2, last=1).apply(config), 4) == Layout(pp=2, stages="Ettt|tL")
+    assert own_split(ParallelLayout(pp=2, last=1).apply(config), 4) == ParallelLayout(pp=2, stages="Ettt|tL")
     with pytest.raises(UserError, match="has 3 layers; the model has 4"):
-        own_split(Layout(pp=2, stages="Et|ttL").apply(config), 4)
+        own_split(ParallelLayout(pp=2, stages="Et|ttL").apply(config), 4)

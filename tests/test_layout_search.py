@@ -7,7 +7,7 @@ from small_models import make_model
 from test_simulated_step import EQUAL, MIXTURE, SEQUENCES, call, config_of
 
 from mcore_rl.config import DPOConfig, ParallelConfig, SFTConfig
-from mcore_rl.config.parallel import Layout
+from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.search import chosen_ranks, layouts_to_try, search, table
 
@@ -43,7 +43,7 @@ def test_a_process_that_is_killed_costs_its_own_layout_alone(model, monkeypatch)
 
 @pytest.mark.long
 def test_mixtures_are_searched(mixture, monkeypatch):
-    gpu, config = Hardware.load("h100"), Layout(dp=2, ep=2).apply(config_of(mixture))
+    gpu, config = Hardware.load("h100"), ParallelLayout(dp=2, ep=2).apply(config_of(mixture))
     layouts = dict(layouts_to_try(config, 2, gpu, experts=4))
     wanted = {"tp1 pp1 cp1 dp2 ep1", "tp2 pp1 cp1 dp1 ep2"}
     assert wanted <= {*layouts} and not [text for text in layouts if "ep4" in text or ("pp2" in text and "ep2" in text)]
@@ -68,16 +68,16 @@ def test_a_layout_that_the_configuration_refuses_is_a_candidate_with_a_reason(mo
 
 
 def test_ranks_and_layouts(model):
-    config = Layout(pp=2).apply(config_of(model))
+    config = ParallelLayout(pp=2).apply(config_of(model))
     assert chosen_ranks(config, 8, "first,last") == [0, 4]
     assert chosen_ranks(config, 8, "stages,3") == [0, 3, 4]
-    uneven = Layout(pp=4, stages="E|tt|tt|L").apply(config_of(model))
+    uneven = ParallelLayout(pp=4, stages="E|tt|tt|L").apply(config_of(model))
     assert chosen_ranks(uneven, 8, "distinct") == [0, 2, 6]
-    interleaved = Layout(pp=4, vpp=2, stages="E|t|tt|t|t|tt|t|L").apply(config_of(model))
+    interleaved = ParallelLayout(pp=4, vpp=2, stages="E|t|tt|t|t|tt|t|L").apply(config_of(model))
     assert chosen_ranks(interleaved, 4, "distinct") == [0, 1, 2, 3]  # 3 layers on two of them, in other chunks
     assert chosen_ranks(config, 8, "distinct") == [0, 4]
-    assert chosen_ranks(Layout(pp=4, first=1, last=1).apply(config_of(model)), 4, "distinct") == [0, 1, 3]
-    for one in (uneven, Layout(pp=2, first=1).apply(config_of(model))):
+    assert chosen_ranks(ParallelLayout(pp=4, first=1, last=1).apply(config_of(model)), 4, "distinct") == [0, 1, 3]
+    for one in (uneven, ParallelLayout(pp=2, first=1).apply(config_of(model))):
         assert next(iter(layouts_to_try(one, 2, Hardware.load("h100"))))[0] == "tp1 pp1 cp1 dp2"
     whole = config.model_copy(update={"parallel": ParallelConfig(expert_tensor_parallel_size=1)})
     for _, values in layouts_to_try(whole, 2, Hardware.load("h100")):

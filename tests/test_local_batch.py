@@ -14,27 +14,32 @@ from test_shared_prefixes import dpo_config, grpo_config, make_groups, make_pair
 from topologies import grid
 
 from mcore_rl.algorithms import supervised
-from mcore_rl.algorithms.build_loss import loss_of
-from mcore_rl.data.batching import Batching, collate, valid_counts
+from mcore_rl.algorithms.build_loss import build_loss
+from mcore_rl.data.batching import MicrobatchPlanner, collate, global_valid_counts
 from mcore_rl.data.token_store import TokenizedChunk, TokenSequence, collect
 from mcore_rl.distributed import collectives
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, Share, share_of
-from mcore_rl.distributed.collectives import gather_from_replicas, gather_on_first, share_in_replica, share_numbers
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
+from mcore_rl.distributed.collectives import (
+    broadcast_lists_in_replica,
+    broadcast_object_in_replica,
+    gather_from_replicas,
+    gather_items_on_rank_zero,
+)
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import ContractError
 from mcore_rl.losses.common import NLLLoss
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixtral
 from mcore_rl.rollouts.samples import (
-    Outcome,
+    RolloutSummary,
     Rollout,
-    Rollouts,
-    Telling,
+    RolloutBatch,
+    SummaryExchange,
     TokenColumn,
+    exchange_rows,
     packed,
-    rows_of_replica,
     unpacked,
 )
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import WorkerError, run_processes
 
 # ------------------------------------------------------------------ what replicas tell each other
@@ -44,12 +49,12 @@ def shares():
     """Five rows: of replica 0 the rows 4 and 1, of replica 1 none, of replica 2 the others."""
     replicas = grid().data
     indices = [[4, 1], [], [0, 3, 2]][replicas.rank]
-    share = Share(indices, 5, replicas)
+    share = BatchShare(indices, 5, replicas)
     values = torch.tensor([index / 7 for index in indices], dtype=torch.float64)
-    appended = Share.appended([2, 0, 3][replicas.rank], replicas)
+    appended = BatchShare.concatenated([2, 0, 3][replicas.rank], replicas)
     return (
         share.sum(float(values.sum()), 2**53 / 3), share.max(max(indices, default=-1), -replicas.rank),
-        share.everyone(values).tolist(), (list(appended.indices), appended.total),
+        share.gather(values).tolist(), (list(appended.indices), appended.total),
     )  # fmt: skip
 
 
@@ -63,11 +68,11 @@ def test_shares_add_up():
 
 
 def test_all_rows_are_a_share_too():
-    share = share_of(BatchedDataDict(a=torch.arange(3)))
+    share = batch_share(BatchedDataDict(a=torch.arange(3)))
     assert (list(share.indices), share.total, share.sum(0.7), share.max(-0.3)) == ([0, 1, 2], 3, [0.7], [-0.3])
-    assert share.everyone(torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)).tolist() == [0.1, 0.2, 0.3]
+    assert share.gather(torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)).tolist() == [0.1, 0.2, 0.3]
     with pytest.raises(ContractError, match="3 rows for a share of 2"):
-        OwnRows({"a": torch.arange(3)}, Share([0, 1], 2))
+        LocalBatch({"a": torch.arange(3)}, BatchShare([0, 1], 2))
 
 
 def exchanged():
@@ -76,8 +81,8 @@ def exchanged():
     own = {n: ["item", n, "x" * n] for n in range(7) if n % 2 == topology.data.rank} if topology.leads_replica else {}
     lists = [[7, 2**60], [], [-topology.data.rank]] if topology.leads_replica else []
     return (
-        share_in_replica(list(own.values()), topology), gather_on_first(own, [3, 0, 2], topology),
-        gather_from_replicas(topology.data.rank + 0.5, topology), share_numbers(lists, 3, topology),
+        broadcast_object_in_replica(list(own.values()), topology), gather_items_on_rank_zero(own, [3, 0, 2], topology),
+        gather_from_replicas(topology.data.rank + 0.5, topology), broadcast_lists_in_replica(lists, 3, topology),
     )  # fmt: skip
 
 
@@ -111,7 +116,7 @@ def token_rows(rows):
 def given_away(held_by, wanted):
     topology = grid(width=2)
     held = held_by[topology.data.rank] if topology.leads_replica else []
-    return rows_of_replica(token_rows(held), held, wanted, LENGTHS, COLUMNS, topology)
+    return exchange_rows(token_rows(held), held, wanted, LENGTHS, COLUMNS, topology)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +186,7 @@ def test_all_ranks_hear_of_what_fails(kind, told):
 
 
 OUTCOMES = [
-    Outcome(
+    RolloutSummary(
         prompt=2**50 + place, sample_id=2**51 + place, reward=reward, rewards=rewards, error=error,
         truncated=place == 1, turns=place, num_tokens=7 * place, response_length=3, longest_response=2,
         weight_versions=versions,
@@ -198,9 +203,9 @@ OUTCOMES = [
 def told(wells, places_of):
     """Of steps in turn; whether texts were sent."""
     topology, sent = grid(width=2), []
-    telling = Telling(topology)
+    telling = SummaryExchange(topology)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("gather_objects", "gather_along"):
+        for name in ("gather_objects", "gather_objects_along"):
             original = getattr(collectives, name)
             patch.setattr(collectives, name, lambda *a, original=original: (sent.append(1), original(*a))[1])
         results = []
@@ -245,7 +250,7 @@ def divided(lengths, ids, batching, known):
 def test_rows_are_divided_as_a_batch_that_every_rank_has(sharing):
     data = make_groups()
     lengths, ids = data["input_lengths"].tolist(), data["input_ids"]
-    batching = Batching(True, 96, 1, 1, dp_size=3, rows_per_group=4 if sharing else 0, min_shared=8)
+    batching = MicrobatchPlanner(True, 96, 1, 1, dp_size=3, rows_per_group=4 if sharing else 0, min_shared=8)
     expected = [sorted(row for box in boxes for row in box) for boxes in batching.plan(lengths, ids)]
     for known in (None, [[0, 1, 2, 3], [8, 9, 10, 11, 12, 13, 14, 15], [4, 5, 6, 7]], [[], list(range(16)), []]):
         results = run_processes(divided, lengths, ids, batching, known, world_size=3)
@@ -265,9 +270,9 @@ def scored_and_trained(config, data, division):
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2 if config.algorithm == "dpo" else 1)
     replicas = policy.topology.data
-    share = Share(division[replicas.rank], data.size, replicas)
-    own = OwnRows(data.select_indices(share.indices), share)
-    loss_fn = loss_of(config)
+    share = BatchShare(division[replicas.rank], data.size, replicas)
+    own = LocalBatch(data.select_indices(share.indices), share)
+    loss_fn = build_loss(config)
     whole_scores, own_scores = (policy.get_logprobs(rows)["logprobs"] for rows in (data, own))
     if config.algorithm == "grpo":
         for rows, scores in ((data, whole_scores), (own, own_scores)):
@@ -276,7 +281,7 @@ def scored_and_trained(config, data, division):
     whole, evaluated = policy.evaluate(data, loss_fn), policy.evaluate(own, loss_fn)
     flops = policy.flops_of(data), policy.flops_of(own)
     halves = [data.slice(0, 4), data.slice(4, data.size)]
-    first, second = (policy.forward(half, loss_fn, valid_counts(data)) for half in halves)
+    first, second = (policy.forward(half, loss_fn, global_valid_counts(data)) for half in halves)
     in_parts = (first + second).metrics(loss_fn)
     assert in_parts == pytest.approx(whole, rel=1e-6, abs=1e-7)
     trained = policy.train(own, loss_fn)
@@ -306,17 +311,17 @@ UNEVEN = [[2, 3, 8, 9, 0, 1, 10, 11, 4, 5], [6, 7]]
 NONE = [list(range(12)), []]
 LAYOUTS = and_long(
     [
-        ("llama", Layout(dp=2, tokens_per_pack=128), UNEVEN),
-        ("llama", Layout(dp=2, pp=2, tokens_per_pack=128), NONE),
-        ("mixtral", Layout(dp=2, ep=2), NONE),
+        ("llama", ParallelLayout(dp=2, tokens_per_pack=128), UNEVEN),
+        ("llama", ParallelLayout(dp=2, pp=2, tokens_per_pack=128), NONE),
+        ("mixtral", ParallelLayout(dp=2, ep=2), NONE),
     ],
     [
-        ("llama", Layout(dp=2, packing=False), UNEVEN),
-        ("llama", Layout(dp=2, packing=False), NONE),
-        ("llama", Layout(dp=2, cp=2, tp=2, sp=True, tokens_per_pack=128), NONE),
-        ("llama", Layout(dp=4), [[0, 1], [4, 5, 2, 3, 6, 7], [], [8, 9, 10, 11]]),
-        ("deep", Layout(dp=2, pp=2, vpp=2, first=4, last=2, tokens_per_pack=128), NONE),
-        ("qwen3_moe", Layout(dp=2, pp=2, ep=2), UNEVEN),
+        ("llama", ParallelLayout(dp=2, packing=False), UNEVEN),
+        ("llama", ParallelLayout(dp=2, packing=False), NONE),
+        ("llama", ParallelLayout(dp=2, cp=2, tp=2, sp=True, tokens_per_pack=128), NONE),
+        ("llama", ParallelLayout(dp=4), [[0, 1], [4, 5, 2, 3, 6, 7], [], [8, 9, 10, 11]]),
+        ("deep", ParallelLayout(dp=2, pp=2, vpp=2, first=4, last=2, tokens_per_pack=128), NONE),
+        ("qwen3_moe", ParallelLayout(dp=2, pp=2, ep=2), UNEVEN),
     ],
 )
 
@@ -341,7 +346,7 @@ SPLIT = [[0, 1, 5, 6, 7, 12, 13, 14, 15], [2, 3, 4, 8, 9, 10, 11]]
     ),
 )
 def test_own_rows_share_their_beginnings(config_of, make, division, model_of):
-    layout = Layout(prefix=True, dp=2, tokens_per_pack=128)
+    layout = ParallelLayout(prefix=True, dp=2, tokens_per_pack=128)
     check_own_rows(config_of(model_of("llama")), make(), layout, division, splits_groups=division is SPLIT)
 
 
@@ -350,7 +355,7 @@ def empty_batches(config):
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
     data = make_data().select_indices([])
-    policy.train(OwnRows(data, Share([], 0, policy.topology.data)), loss_of(config))
+    policy.train(LocalBatch(data, BatchShare([], 0, policy.topology.data)), build_loss(config))
 
 
 def missing_embeddings(config):
@@ -359,20 +364,22 @@ def missing_embeddings(config):
 
     model = ScoringModel(config)
     replicas, tokens = model.topology.data, torch.tensor([[1, 2, model.hf_config.vocab_size]])
-    model.check_tokens(OwnRows({"input_ids": tokens[:, :2]}, Share([replicas.rank], 2, replicas)), "critic.path")
+    model.check_tokens(
+        LocalBatch({"input_ids": tokens[:, :2]}, BatchShare([replicas.rank], 2, replicas)), "critic.path"
+    )
     own = tokens if replicas.rank == 1 else tokens[:0]
-    model.check_tokens(OwnRows({"input_ids": own}, Share([0][: len(own)], 1, replicas)), "critic.path")
+    model.check_tokens(LocalBatch({"input_ids": own}, BatchShare([0][: len(own)], 1, replicas)), "critic.path")
 
 
 def test_a_token_without_an_embedding_is_told_on_all_ranks(model_of):
-    config = Layout(dp=2).apply(make_config(model_of("llama")))
+    config = ParallelLayout(dp=2).apply(make_config(model_of("llama")))
     with pytest.raises(WorkerError) as error:
         run_processes(missing_embeddings, config, world_size=2)
     assert str(error.value).count("TrainingError: critic.path: ") == 2 and "none for token" in str(error.value)
 
 
 def test_no_rows_at_all_are_refused(model_of):
-    config = Layout(dp=2).apply(make_config(model_of("llama")))
+    config = ParallelLayout(dp=2).apply(make_config(model_of("llama")))
     with pytest.raises(WorkerError, match="ContractError: train: the batch has no rows"):
         run_processes(empty_batches, config, world_size=2)
 
@@ -385,11 +392,11 @@ def losses_of_a_token_that_is_not_finite(config, data, division):
     with torch.no_grad():
         policy.model.chunks[0].embedding.word_embeddings.weight[249] = torch.nan
     replicas = policy.topology.data
-    share = Share(division[replicas.rank], data.size, replicas)
+    share = BatchShare(division[replicas.rank], data.size, replicas)
     said = []
-    for rows in (data, OwnRows(data.select_indices(share.indices), share)):
+    for rows in (data, LocalBatch(data.select_indices(share.indices), share)):
         with pytest.raises(FloatingPointError) as told:
-            policy.train(rows, loss_of(config))
+            policy.train(rows, build_loss(config))
         said.append(str(told.value))
     policy.shutdown()
     return said
@@ -399,7 +406,7 @@ def test_a_bad_row_is_named_by_its_number_in_the_global_batch(model_of):
     data = make_data()
     data["input_ids"][data["input_ids"] == 249] = 248
     data["input_ids"][10, 12], data["token_mask"][10, 13] = 249, 1
-    config = Layout(dp=2, packing=False).apply(make_config(model_of("llama")))
+    config = ParallelLayout(dp=2, packing=False).apply(make_config(model_of("llama")))
     division = [list(range(8)), [8, 9, 10, 11]]
     for said in run_processes(losses_of_a_token_that_is_not_finite, config, data, division, world_size=2):
         assert all(": row 10 of the global batch, position" in told for told in said), said
@@ -433,7 +440,7 @@ def batch_of_records(rows_per_group):
     from mcore_rl.data.batching import divide
 
     replicas, run = grid().data, object.__new__(SupervisedTrainer)
-    batching = Batching(True, 256, 1, 2, dp_size=replicas.size, rows_per_group=rows_per_group)
+    batching = MicrobatchPlanner(True, 256, 1, 2, dp_size=replicas.size, rows_per_group=rows_per_group)
     run.inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
     run.policy = SimpleNamespace(
         topology=SimpleNamespace(data=replicas), divide=lambda lengths, rows: divide(batching, lengths, rows, replicas)
@@ -495,7 +502,7 @@ def test_a_validation_set_is_never_there_all_at_once(monkeypatch):
         run.validate_on("", Nine(units), 1)
     assert [len(part["input_ids"]) for part, _ in run.policy.seen] == [8, 8, 2] * 2
     for (part, counts), start in zip(run.policy.seen, (0, 8, 16) * 2, strict=True):
-        assert counts == [float(count) for count in valid_counts(whole)]
+        assert counts == [float(count) for count in global_valid_counts(whole)]
         width = part["input_ids"].shape[1]
         assert torch.equal(part["input_ids"], whole["input_ids"][start : start + 8, :width])
         assert torch.equal(part["reference"], part["input_ids"] / 3)
@@ -520,7 +527,7 @@ def shared_out(rows_per_group, with_experts, led):
     from mcore_rl.data.batching import divide
 
     topology, run = grid(width=2), object.__new__(GRPOTrainer)
-    batching = Batching(True, 256, 1, 1, dp_size=2, rows_per_group=rows_per_group, min_shared=4)
+    batching = MicrobatchPlanner(True, 256, 1, 1, dp_size=2, rows_per_group=rows_per_group, min_shared=4)
     family = object.__new__(Mixtral)
     family.__dict__["experts"] = Experts(count=8, topk=2, width=1, sparse_layers=(True, False, True, True))
     run.inputs = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=3))
@@ -536,7 +543,7 @@ def shared_out(rows_per_group, with_experts, led):
     )
     known = make_rollouts(with_experts)[: sum(map(len, led))]
     own = {place: known[place] for place in led[topology.data.rank]} if topology.leads_replica else {}
-    data = run._share_out(1, Rollouts([rollout.outcome for rollout in known], own))
+    data = run._share_out(1, RolloutBatch([rollout.outcome for rollout in known], own))
     return dict(data), list(data.share.indices), data.share.total
 
 

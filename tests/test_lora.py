@@ -20,7 +20,7 @@ from mcore_rl.config import DPOConfig, KTOConfig, LoRAConfig, build_config
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.checkpoint.load import read_index
 from mcore_rl.models.megatron.lora import PEFTDirectory
-from mcore_rl.testing.layout_check import Layout, compute_outcome
+from mcore_rl.testing.layout_check import ParallelLayout, compute_layout_result
 from mcore_rl.testing.processes import run_processes
 
 RANK, ALPHA = 3, 5.0
@@ -105,28 +105,28 @@ def plain(model_of, adapter_of):
 
 CASES = and_long(
     [
-        ("llama", "some", Layout(tp=2, sp=True)),
-        ("mixtral", "experts", Layout(tp=2, sp=True)),
+        ("llama", "some", ParallelLayout(tp=2, sp=True)),
+        ("mixtral", "experts", ParallelLayout(tp=2, sp=True)),
     ],
     [
-        ("deep", "all", Layout(pp=2, cp=2)),
-        ("llama", "all", Layout()),
-        ("phi3", "phi3", Layout(tp=2)),
-        ("llama", "all", Layout(tp=4)),  # more ranks than key-value heads
-        ("llama", "some", Layout(tp=4, sp=True, dp=2)),
-        ("gemma3", "all", Layout(tp=2, sp=True)),
-        ("olmo2", "all", Layout(tp=2)),
-        ("qwen3", "some", Layout(tp=2, pp=2, cp=2, sp=True)),
-        ("deep", "some", Layout(pp=2, vpp=3, dp=2)),
-        ("qwen2", "all", Layout(dp=4, packing=False)),
-        ("qwen3_moe", "attention", Layout(tp=2, dp=2, ep=2, sp=True)),
-        ("mixtral", "experts", Layout(dp=2, ep=2)),
-        ("mixtral", "experts", Layout(tp=2, ep=2, etp=1, sp=True)),
-        ("mixtral", "experts", Layout(tp=2, dp=2, ep=2, sp=True)),
-        ("qwen3_moe", "experts_and_attention", Layout(tp=2, dp=2, ep=2, etp=1, sp=True)),
-        ("qwen3_moe", "experts_and_attention", Layout(pp=2, cp=2, ep=2)),
-        ("glm4_moe", "experts_down", Layout(pp=2, dp=2, ep=2)),
-        ("qwen2_moe", "experts_gate_up", Layout(tp=2, sp=True)),
+        ("deep", "all", ParallelLayout(pp=2, cp=2)),
+        ("llama", "all", ParallelLayout()),
+        ("phi3", "phi3", ParallelLayout(tp=2)),
+        ("llama", "all", ParallelLayout(tp=4)),  # more ranks than key-value heads
+        ("llama", "some", ParallelLayout(tp=4, sp=True, dp=2)),
+        ("gemma3", "all", ParallelLayout(tp=2, sp=True)),
+        ("olmo2", "all", ParallelLayout(tp=2)),
+        ("qwen3", "some", ParallelLayout(tp=2, pp=2, cp=2, sp=True)),
+        ("deep", "some", ParallelLayout(pp=2, vpp=3, dp=2)),
+        ("qwen2", "all", ParallelLayout(dp=4, packing=False)),
+        ("qwen3_moe", "attention", ParallelLayout(tp=2, dp=2, ep=2, sp=True)),
+        ("mixtral", "experts", ParallelLayout(dp=2, ep=2)),
+        ("mixtral", "experts", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
+        ("mixtral", "experts", ParallelLayout(tp=2, dp=2, ep=2, sp=True)),
+        ("qwen3_moe", "experts_and_attention", ParallelLayout(tp=2, dp=2, ep=2, etp=1, sp=True)),
+        ("qwen3_moe", "experts_and_attention", ParallelLayout(pp=2, cp=2, ep=2)),
+        ("glm4_moe", "experts_down", ParallelLayout(pp=2, dp=2, ep=2)),
+        ("qwen2_moe", "experts_gate_up", ParallelLayout(tp=2, sp=True)),
     ],
 )
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -146,7 +146,7 @@ def test_gradients_are_pefts(family, targets, layout, model_of, adapter_of, plai
     config = layout.apply(lora_config(model_of(family), path=adapter_of(family, targets)))
     model = config.model.model_copy(update={"recompute_activations": recompute})
     outcome = run_processes(
-        compute_outcome, config.model_copy(update={"model": model}), make_data(), 1, world_size=layout.world_size
+        compute_layout_result, config.model_copy(update={"model": model}), make_data(), 1, world_size=layout.world_size
     )[0]
     logprobs, loss, gradients = plain(family, targets)
     assert outcome.metrics["loss"] == pytest.approx(loss, rel=1e-5)
@@ -243,7 +243,7 @@ STEPS, DIRECTORIES = 3, ("initial", "adapter", "merged")
 
 def a_run(config, directory):
     """Initial adapters, a few steps, and what can be asked of the policy afterwards; rank 0's."""
-    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.models.generation.sampling import SamplingParams
     from mcore_rl.models.megatron.lora_layers import adapters_in
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -253,7 +253,7 @@ def a_run(config, directory):
     first, second, merged = (directory / name for name in DIRECTORIES)
     policy.export_adapters(first)
     before = policy.get_logprobs(make_data())["logprobs"]
-    metrics = [policy.train(make_data(), loss_of(config)) for _ in range(STEPS)]
+    metrics = [policy.train(make_data(), build_loss(config)) for _ in range(STEPS)]
     after = policy.get_logprobs(make_data())["logprobs"]
     reference = policy.get_reference_policy_logprobs(make_data())["reference_logprobs"]
     assert torch.equal(policy.get_logprobs(make_data())["logprobs"], after)
@@ -302,11 +302,11 @@ DENSE, SPARSE = ["q_proj", "k_proj", "down_proj"], ["experts.gate_up_proj", "exp
 @pytest.mark.parametrize(
     ("family", "targets", "layout"),
     [
-        ("llama", DENSE, Layout(tp=2, sp=True)),
-        ("llama", DENSE, Layout(pp=2, cp=2)),
-        ("llama", DENSE, Layout(dp=2)),
-        ("mixtral", SPARSE, Layout(dp=2, ep=2)),
-        ("qwen3_moe", SPARSE, Layout(tp=2, sp=True)),
+        ("llama", DENSE, ParallelLayout(tp=2, sp=True)),
+        ("llama", DENSE, ParallelLayout(pp=2, cp=2)),
+        ("llama", DENSE, ParallelLayout(dp=2)),
+        ("mixtral", SPARSE, ParallelLayout(dp=2, ep=2)),
+        ("qwen3_moe", SPARSE, ParallelLayout(tp=2, sp=True)),
     ],
     ids=str,
 )
@@ -340,13 +340,13 @@ def test_a_run_equals_pefts_and_its_files_are_pefts(family, targets, layout, mod
 
 def run_steps(config, directory, load, steps):
     """Losses, adapters and the checkpoint after `steps` more steps."""
-    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.models.megatron.lora_layers import export_adapters
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
     done = policy.load_checkpoint(load).state["step"] if load else 0
-    losses = [policy.train(make_data(), loss_of(config))["loss"] for _ in range(steps)]
+    losses = [policy.train(make_data(), build_loss(config))["loss"] for _ in range(steps)]
     policy.offload_before_refit()
     policy.prepare_for_training()
     saved = policy.save_checkpoint(directory, done + steps, {})
@@ -356,12 +356,12 @@ def run_steps(config, directory, load, steps):
 
 
 ELSEWHERE = [
-    ("deep", Layout(tp=2, sp=True), Layout(pp=2)),
-    ("llama", Layout(dp=3), Layout(tp=4)),
-    ("deep", Layout(pp=2, vpp=3), Layout(cp=2, dp=2)),
-    ("deep", Layout(pp=2), Layout(pp=2, vpp=2, stages="E|ttt|ttt|L")),
-    ("mixtral", Layout(dp=2, ep=2), Layout(tp=2, sp=True)),
-    ("qwen3_moe", Layout(tp=2, ep=2, etp=1, sp=True), Layout(pp=2, dp=2, ep=2)),
+    ("deep", ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2)),
+    ("llama", ParallelLayout(dp=3), ParallelLayout(tp=4)),
+    ("deep", ParallelLayout(pp=2, vpp=3), ParallelLayout(cp=2, dp=2)),
+    ("deep", ParallelLayout(pp=2), ParallelLayout(pp=2, vpp=2, stages="E|ttt|ttt|L")),
+    ("mixtral", ParallelLayout(dp=2, ep=2), ParallelLayout(tp=2, sp=True)),
+    ("qwen3_moe", ParallelLayout(tp=2, ep=2, etp=1, sp=True), ParallelLayout(pp=2, dp=2, ep=2)),
 ]
 
 
@@ -387,14 +387,14 @@ def test_going_on_under_another_layout(family, first, second, model_of, tmp_path
 
 def with_dropout(config):
     """Scores and losses; whether tensor-parallel ranks still agree on what they all hold."""
-    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.distributed.collectives import all_gather
     from mcore_rl.models.megatron.lora_layers import adapter_mappings
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
     scores = [policy.get_logprobs(make_data())["logprobs"] for _ in range(2)]
-    losses = [policy.train(make_data(), loss_of(config))["loss"] for _ in range(STEPS)]
+    losses = [policy.train(make_data(), build_loss(config))["loss"] for _ in range(STEPS)]
     agree = [
         bool((copies == copies[0]).all())
         for chunk in policy.model.chunks
@@ -407,7 +407,7 @@ def with_dropout(config):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sp=True)], ids=str)
+@pytest.mark.parametrize("layout", [ParallelLayout(tp=2), ParallelLayout(tp=2, sp=True)], ids=str)
 def test_dropout_is_for_training_alone(layout, model_of, adapter_of):
     path, adapter = model_of("llama"), adapter_of("llama", "all")
     (wet, dry) = (
@@ -502,12 +502,12 @@ def test_scripts_train_stop_convert_and_export(model_of, tmp_path):
 
 
 def reference_of_an_adapter(config):
-    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2, keep_reference=True)
     before = policy.get_logprobs(make_data())["logprobs"]
-    policy.train(make_data(), loss_of(config))
+    policy.train(make_data(), build_loss(config))
     found = policy.get_reference_policy_logprobs(make_data())["reference_logprobs"]
     after = policy.get_logprobs(make_data())["logprobs"]
     policy.shutdown()
@@ -570,7 +570,7 @@ def test_dropout_of_an_adapter_that_training_begins_from_is_no_mistake(
 
 @pytest.mark.long
 def test_the_reference_of_training_that_begins_from_an_adapter_has_it(model_of, adapter_of):
-    config = Layout(tp=2).apply(lora_config(model_of("llama"), path=adapter_of("llama", "some")))
+    config = ParallelLayout(tp=2).apply(lora_config(model_of("llama"), path=adapter_of("llama", "some")))
     before, found, after = run_processes(reference_of_an_adapter, config, world_size=2)[0]
     assert torch.equal(before, found)
     assert not torch.equal(before, after)

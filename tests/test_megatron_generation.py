@@ -21,7 +21,7 @@ from mcore_rl.models.generation.sampling import (
     sample,
     uniforms,
 )
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 ROWS, NEW_TOKENS, LIMIT = 13, 30, 100
@@ -39,7 +39,7 @@ def model_path(tmp_path_factory):
     return models_below(tmp_path_factory.mktemp, initializer_range=0.1)
 
 
-def config_of(path, layout=Layout()):  # noqa: B008 (frozen)
+def config_of(path, layout=ParallelLayout()):  # noqa: B008 (frozen)
     config = make_config(path)
     data = config.data.model_copy(update={"max_sequence_length": LIMIT})
     return layout.apply(config.model_copy(update={"data": data}))
@@ -106,14 +106,22 @@ def test_greedy_equals_transformers(family, model_path):
         )
         expected.append(out[0].tolist())
     out, difference = run(
-        config_of(model_path(family)), Layout(), SamplingParams(NEW_TOKENS, stop_token_ids=(1,)), True
+        config_of(model_path(family)), ParallelLayout(), SamplingParams(NEW_TOKENS, stop_token_ids=(1,)), True
     )
     assert sequences(out) == expected
     assert difference < 1e-5
 
 
-LAYOUTS = and_long([(Layout(tp=2, sp=True), 64), (Layout(dp=2), 3)], [(Layout(pp=2), 4), (Layout(cp=2), 64)])
-MORE = [(Layout(), 1), (Layout(tp=2, pp=2), 3), (Layout(tp=2, dp=2), 64), (Layout(cp=2, pp=2), 64)]
+LAYOUTS = and_long(
+    [(ParallelLayout(tp=2, sp=True), 64), (ParallelLayout(dp=2), 3)],
+    [(ParallelLayout(pp=2), 4), (ParallelLayout(cp=2), 64)],
+)
+MORE = [
+    (ParallelLayout(), 1),
+    (ParallelLayout(tp=2, pp=2), 3),
+    (ParallelLayout(tp=2, dp=2), 64),
+    (ParallelLayout(cp=2, pp=2), 64),
+]
 PARAMS = SamplingParams(NEW_TOKENS, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, stop_token_ids=(1,), seed=5)
 
 
@@ -129,7 +137,7 @@ def one_process(model_path):
 
     def get(family):
         if family not in made:
-            out, difference = run(config_of(model_path(family)), Layout(), PARAMS)
+            out, difference = run(config_of(model_path(family)), ParallelLayout(), PARAMS)
             assert difference < 1e-5
             made[family] = sequences(out)
         return made[family]
@@ -144,13 +152,13 @@ def test_the_same_samples_under_every_layout(layout, slots, model_path, one_proc
 
 ELSEWHERE = and_long(
     [
-        ("deep", Layout(pp=2, vpp=2, first=2), 64),
+        ("deep", ParallelLayout(pp=2, vpp=2, first=2), 64),
     ],
     [
-        ("qwen3_moe", Layout(tp=2, dp=2, ep=4, etp=1, sp=True), 64),
-        ("mixtral", Layout(dp=2, ep=2), 3),
-        ("deep", Layout(pp=3, stages="E|t*6|L"), 64),
-        ("glm4_moe", Layout(cp=2, pp=2, ep=2), 4),
+        ("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=4, etp=1, sp=True), 64),
+        ("mixtral", ParallelLayout(dp=2, ep=2), 3),
+        ("deep", ParallelLayout(pp=3, stages="E|t*6|L"), 64),
+        ("glm4_moe", ParallelLayout(cp=2, pp=2, ep=2), 4),
     ],
 )
 
@@ -163,8 +171,8 @@ def test_the_same_samples_wherever_experts_and_layers_are(family, layout, slots,
 def test_a_replica_without_prompts_serves_the_experts_of_others(model_path):
     config = config_of(model_path("mixtral"))
     lone = BatchedDataDict({name: values[:1] for name, values in make_prompts().items()})
-    expected, _ = run(config, Layout(), SamplingParams(5), False, 4, lone)
-    layout = Layout(dp=2, ep=2)
+    expected, _ = run(config, ParallelLayout(), SamplingParams(5), False, 4, lone)
+    layout = ParallelLayout(dp=2, ep=2)
     out, difference = run(layout.apply(config), layout, SamplingParams(5), False, 4, lone)
     assert sequences(out) == sequences(expected)
     assert difference < 1e-5
@@ -179,15 +187,15 @@ def test_the_same_samples_under_more_layouts(layout, slots, model_path, one_proc
 def test_ends(model_path):
     """Stop strings end a response behind them; limits of rows' own are kept, and told."""
     config, limits = config_of(model_path("llama")), [1 + row % 5 for row in range(ROWS)]
-    free, _ = run(config, Layout(), SamplingParams(NEW_TOKENS, seed=1))
+    free, _ = run(config, ParallelLayout(), SamplingParams(NEW_TOKENS, seed=1))
     tokenizer = make_tokenizer()
     responses = [row[n:] for row, n in zip(sequences(free), make_prompts()["input_lengths"].tolist(), strict=True)]
     stop = tokenizer.decode(responses[0][3:5])
-    stopped, _ = run(config, Layout(), SamplingParams(NEW_TOKENS, seed=1, stop_strings=(stop,)))
+    stopped, _ = run(config, ParallelLayout(), SamplingParams(NEW_TOKENS, seed=1, stop_strings=(stop,)))
     assert stopped["generation_lengths"][0] <= 5
     assert not stopped["truncated"][0]
     assert stop in tokenizer.decode(sequences(stopped)[0])
-    limited, _ = run(config, Layout(), SamplingParams(NEW_TOKENS, seed=1), False, 4, None, limits)
+    limited, _ = run(config, ParallelLayout(), SamplingParams(NEW_TOKENS, seed=1), False, 4, None, limits)
     assert limited["generation_lengths"].tolist() == limits
     assert limited["truncated"].all()
     assert [row[n:] for row, n in zip(sequences(limited), make_prompts()["input_lengths"].tolist(), strict=True)] == [
@@ -199,12 +207,12 @@ def test_ends(model_path):
 def test_prompts_that_do_not_fit(length, message, model_path):
     prompts = BatchedDataDict(input_ids=torch.ones(1, LIMIT, dtype=torch.long), input_lengths=torch.tensor([length]))
     with pytest.raises(WorkerError, match=message):
-        run(config_of(model_path("llama")), Layout(), SamplingParams(5), False, 4, prompts)
+        run(config_of(model_path("llama")), ParallelLayout(), SamplingParams(5), False, 4, prompts)
 
 
 @pytest.mark.long
 def test_ranks_that_share_a_key_value_head(model_path, one_process):
-    check_layout(Layout(tp=4), 64, "qwen3", model_path, one_process)
+    check_layout(ParallelLayout(tp=4), 64, "qwen3", model_path, one_process)
 
 
 def generate_groups(config, slots, repeats):

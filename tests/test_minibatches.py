@@ -13,7 +13,7 @@ from test_training_programs import metrics_of, run
 
 from mcore_rl.algorithms.grpo import minibatch_of
 from mcore_rl.config import GRPOConfig, build_config
-from mcore_rl.distributed.batched_data_dict import OwnRows, Share
+from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.errors import UserError
 
 LAYOUTS = {
@@ -27,7 +27,7 @@ MINIBATCHES = "train_global_batch_size=8"  # of 24 responses: three updates a pa
 def test_minibatch_of_holds_the_rows_that_a_replica_has(own, rows):
     own, rows = sorted(own), sorted(rows)
     values = torch.tensor([float(row) for row in own]).view(-1, 1)
-    part = minibatch_of(OwnRows({"values": values, "routed_experts": values.long()}, Share(own, 12)), rows)
+    part = minibatch_of(LocalBatch({"values": values, "routed_experts": values.long()}, BatchShare(own, 12)), rows)
     assert part.share.total == len(rows)
     assert [rows[place] for place in part.share.indices] == [row for row in own if row in rows]
     assert part["values"][:, 0].tolist() == [row for row in own if row in rows]

@@ -13,7 +13,7 @@ from small_models import make_model
 
 from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, SFTConfig, build_config
 from mcore_rl.data.sample_order import PERIOD, MixedOrder, quotas_of
-from mcore_rl.data.token_store import MixedStore, TokenizedChunk, TokenSequence, collect
+from mcore_rl.data.token_store import MixedTokenStore, TokenizedChunk, TokenSequence, collect
 from mcore_rl.errors import UserError
 from mcore_rl.testing.processes import run_processes
 
@@ -69,7 +69,10 @@ def store_of(*lengths, rows=2):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_stores_follow_one_another(rows):
     stores = {"a": store_of(5, 6, 7, rows=rows), "b": store_of(8, rows=rows), "c": store_of(9, 9, rows=rows)}
-    mixed, flat = MixedStore(stores, {"a": 1, "b": 1, "c": 2}), [unit for store in stores.values() for unit in store]
+    mixed, flat = (
+        MixedTokenStore(stores, {"a": 1, "b": 1, "c": 2}),
+        [unit for store in stores.values() for unit in store],
+    )
     assert len(mixed) == 6 and list(mixed) == flat == mixed[:] and mixed[-1] == flat[-1]
     assert mixed.lengths().tolist() == [3] * 6 * rows and mixed.num_tokens == 18 * rows
     assert [json.loads(mixed.extra(i)) for i in range(6)] == [[5, 0], [6, 1], [7, 2], [8, 0], [9, 0], [9, 1]]
@@ -80,17 +83,17 @@ def test_stores_follow_one_another(rows):
 
 def test_what_a_mixture_is_tells_its_fingerprint():
     stores = {"a": store_of(5, 6), "b": store_of(8)}
-    own = MixedStore(stores, {"a": 1, "b": 3}).fingerprint
-    assert own == MixedStore({"x": stores["a"], "y": stores["b"]}, {"x": 2, "y": 6}).fingerprint
-    assert own != MixedStore(stores, {"a": 1, "b": 2}).fingerprint
-    assert own != MixedStore({"a": stores["b"], "b": stores["a"]}, {"a": 1, "b": 3}).fingerprint
+    own = MixedTokenStore(stores, {"a": 1, "b": 3}).fingerprint
+    assert own == MixedTokenStore({"x": stores["a"], "y": stores["b"]}, {"x": 2, "y": 6}).fingerprint
+    assert own != MixedTokenStore(stores, {"a": 1, "b": 2}).fingerprint
+    assert own != MixedTokenStore({"a": stores["b"], "b": stores["a"]}, {"a": 1, "b": 3}).fingerprint
 
 
 def test_sources_that_would_never_be_met_are_refused():
     with pytest.raises(UserError, match=r"data\.train: no record of b is left, which has a weight"):
-        MixedStore({"a": store_of(5), "b": store_of()}, {"a": 1, "b": 1})
+        MixedTokenStore({"a": store_of(5), "b": store_of()}, {"a": 1, "b": 1})
     with pytest.raises(UserError, match=r"data\.train: the weight of a is less than a sample in 10,000"):
-        MixedStore({"a": store_of(5), "b": store_of(5)}, {"a": 1e-6, "b": 1})
+        MixedTokenStore({"a": store_of(5), "b": store_of(5)}, {"a": 1e-6, "b": 1})
 
 
 # ------------------------------------------------------------ runs

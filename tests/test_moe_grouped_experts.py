@@ -7,14 +7,14 @@ import torch
 from test_layout_check import make_config, make_data, outcomes  # noqa: F401
 from test_megatron_generation import PARAMS, config_of, model_path, run, sequences  # noqa: F401
 
-from mcore_rl.testing.layout_check import Layout, compare, compute_outcome, table_row
+from mcore_rl.testing.layout_check import ParallelLayout, compare, compute_layout_result, table_row
 from mcore_rl.testing.processes import run_processes
 
 LAYOUTS = [
-    ("mixtral", Layout(tp=2, ep=2, etp=1, sp=True), False),
-    ("mixtral", Layout(tp=2, sp=True), False),
-    ("glm4_moe", Layout(pp=2, dp=2, ep=2), False),
-    ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True, tokens_per_pack=128), True),
+    ("mixtral", ParallelLayout(tp=2, ep=2, etp=1, sp=True), False),
+    ("mixtral", ParallelLayout(tp=2, sp=True), False),
+    ("glm4_moe", ParallelLayout(pp=2, dp=2, ep=2), False),
+    ("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=2, sp=True, tokens_per_pack=128), True),
 ]
 
 
@@ -27,7 +27,7 @@ def grouped(config, **changes):
 @pytest.mark.parametrize(("family", "layout", "recompute"), LAYOUTS, ids=str)
 def test_three_steps_equal_plain_pytorch_and_one_after_the_other(family, layout, recompute, outcomes, model_of):  # noqa: F811
     config = layout.apply(grouped(make_config(model_of(family)), recompute_activations=recompute))
-    outcome = run_processes(compute_outcome, config, make_data(), 3, world_size=layout.world_size)[0]
+    outcome = run_processes(compute_layout_result, config, make_data(), 3, world_size=layout.world_size)[0]
     for reference in outcomes(family):
         difference = compare(outcome, reference)
         assert difference.within(), table_row(layout, difference)
@@ -35,9 +35,9 @@ def test_three_steps_equal_plain_pytorch_and_one_after_the_other(family, layout,
 
 @pytest.mark.long
 def test_samples_have_the_log_probabilities_of_training(model_path):  # noqa: F811
-    out, difference = run(grouped(config_of(model_path("mixtral"))), Layout(), PARAMS)
+    out, difference = run(grouped(config_of(model_path("mixtral"))), ParallelLayout(), PARAMS)
     assert difference < 1e-5
-    assert len(sequences(out)) == len(sequences(run(config_of(model_path("mixtral")), Layout(), PARAMS)[0]))
+    assert len(sequences(out)) == len(sequences(run(config_of(model_path("mixtral")), ParallelLayout(), PARAMS)[0]))
 
 
 COUNTS = [[5, 0, 1, 9, 0, 2], [0, 0, 0, 0, 0, 7], [0] * 6, [3, 1, 1, 1, 1, 0]]

@@ -11,15 +11,15 @@ from test_layout_check import make_config, make_data, plain_outcome
 from test_training_programs import run
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.algorithms.build_loss import loss_of
+from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.errors import UserError
-from mcore_rl.testing.layout_check import Layout, compare, compute_outcome, table_row
+from mcore_rl.testing.layout_check import ParallelLayout, compare, compute_layout_result, table_row
 from mcore_rl.testing.processes import run_processes
 
 COEFFICIENTS = {"moe_aux_loss_coeff": 0.7, "moe_z_loss_coeff": 0.013}
 LAYOUTS = {
-    "mixtral": [Layout(), Layout(tp=2, sp=True, tokens_per_pack=128)],
-    "qwen3_moe": [Layout(cp=2, dp=2, ep=2), Layout(pp=2, dp=2, packing=False)],
+    "mixtral": [ParallelLayout(), ParallelLayout(tp=2, sp=True, tokens_per_pack=128)],
+    "qwen3_moe": [ParallelLayout(cp=2, dp=2, ep=2), ParallelLayout(pp=2, dp=2, packing=False)],
 }
 
 
@@ -29,7 +29,9 @@ def test_router_losses(family, model_of):
     config = config.model_copy(update={"model": config.model.model_copy(update=COEFFICIENTS)})
     plain = plain_outcome(config, make_data())
     for layout in LAYOUTS[family]:
-        outcome = run_processes(compute_outcome, layout.apply(config), make_data(), 3, world_size=layout.world_size)[0]
+        outcome = run_processes(
+            compute_layout_result, layout.apply(config), make_data(), 3, world_size=layout.world_size
+        )[0]
         difference = compare(outcome, plain)
         assert difference.within(), table_row(layout, difference)
 
@@ -39,7 +41,7 @@ def test_recomputation_changes_nothing(model_of):
     model = config.model.model_copy(update=COEFFICIENTS)
     kept, again = (
         run_processes(
-            compute_outcome,
+            compute_layout_result,
             config.model_copy(update={"model": model.model_copy(update={"recompute_activations": recompute})}),
             make_data(),
             1,
@@ -64,7 +66,7 @@ def train_with_biases(config):
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2, keep_reference=True)
     before = biases()
-    metrics = policy.train(make_data(), loss_of(config))
+    metrics = policy.train(make_data(), build_loss(config))
     after = biases()
     with policy.reference_weights():
         reference = biases()
@@ -96,7 +98,7 @@ def routed(path, data):
     return seen
 
 
-@pytest.mark.parametrize("layout", and_long([Layout()], [Layout(pp=2, dp=2, ep=2)]), ids=str)
+@pytest.mark.parametrize("layout", and_long([ParallelLayout()], [ParallelLayout(pp=2, dp=2, ep=2)]), ids=str)
 def test_biases_and_load(layout, model_of):
     config = make_config(model_of("glm4_moe"))
     config = layout.apply(
@@ -123,7 +125,7 @@ def step_metrics(config, data):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
-    metrics = policy.train(data, loss_of(config))
+    metrics = policy.train(data, build_loss(config))
     policy.shutdown()
     return metrics
 
@@ -131,10 +133,10 @@ def step_metrics(config, data):
 LOADS = and_long(
     [],
     [
-        ("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True, tokens_per_pack=128), True),
-        ("qwen3_moe", Layout(cp=2, ep=2), True),
-        ("qwen3_moe", Layout(pp=2, vpp=2, packing=False), True),
-        ("qwen3_moe", Layout(pp=2, dp=2, stages="E|t*4L"), False),
+        ("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=2, sp=True, tokens_per_pack=128), True),
+        ("qwen3_moe", ParallelLayout(cp=2, ep=2), True),
+        ("qwen3_moe", ParallelLayout(pp=2, vpp=2, packing=False), True),
+        ("qwen3_moe", ParallelLayout(pp=2, dp=2, stages="E|t*4L"), False),
     ],
 )
 
@@ -174,19 +176,19 @@ def lossy_step(config):
     for router, dispatcher in zip(routers, dispatchers, strict=True):
         if router.layer_number == 1:
             dispatcher.dispatch_preprocess = losing(dispatcher.dispatch_preprocess)
-    metrics = policy.train(make_data(), loss_of(config))
+    metrics = policy.train(make_data(), build_loss(config))
     whole = all_reduce(lost, torch.distributed.group.WORLD)
     policy.shutdown()
     return metrics, int(whole)
 
 
 LOSSES = and_long(
-    [(Layout(), False, False)],
+    [(ParallelLayout(), False, False)],
     [
-        (Layout(pp=2, dp=2, ep=2), False, True),
-        (Layout(tp=2, dp=2, ep=2, sp=True), True, True),
-        (Layout(tp=2, dp=2, ep=2, etp=1, sp=True, tokens_per_pack=128), True, False),
-        (Layout(tp=2, sp=True), False, True),
+        (ParallelLayout(pp=2, dp=2, ep=2), False, True),
+        (ParallelLayout(tp=2, dp=2, ep=2, sp=True), True, True),
+        (ParallelLayout(tp=2, dp=2, ep=2, etp=1, sp=True, tokens_per_pack=128), True, False),
+        (ParallelLayout(tp=2, sp=True), False, True),
     ],
 )
 
@@ -241,12 +243,12 @@ def force_experts(data):
 
 REPLAYS = and_long(
     [
-        ("mixtral", Layout(tp=2, sp=True, tokens_per_pack=128), True),
+        ("mixtral", ParallelLayout(tp=2, sp=True, tokens_per_pack=128), True),
     ],
     [
-        ("qwen3_moe", Layout(pp=2, vpp=2, tokens_per_pack=128), True),
-        ("mixtral", Layout(cp=2, ep=2), False),
-        ("qwen3_moe", Layout(dp=2, ep=2, packing=False), False),
+        ("qwen3_moe", ParallelLayout(pp=2, vpp=2, tokens_per_pack=128), True),
+        ("mixtral", ParallelLayout(cp=2, ep=2), False),
+        ("qwen3_moe", ParallelLayout(dp=2, ep=2, packing=False), False),
     ],
 )
 
@@ -273,7 +275,7 @@ def test_replayed_experts(family, layout, recompute, forced, model_of):
     config = make_config(model_of(family))
     model = config.model.model_copy(update={"recompute_activations": recompute})
     config = layout.apply(config.model_copy(update={"model": model}))
-    outcome = run_processes(compute_outcome, config, copy.deepcopy(data), 3, world_size=layout.world_size)[0]
+    outcome = run_processes(compute_layout_result, config, copy.deepcopy(data), 3, world_size=layout.world_size)[0]
     difference = compare(outcome, plain)
     assert difference.within(), table_row(layout, difference)
 
@@ -327,7 +329,8 @@ def sample_and_score(config):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layout"), and_long([], [("bfloat16", Layout()), ("float32", Layout(tp=2, pp=2, ep=2, etp=1, sp=True))])
+    ("dtype", "layout"),
+    and_long([], [("bfloat16", ParallelLayout()), ("float32", ParallelLayout(tp=2, pp=2, ep=2, etp=1, sp=True))]),
 )
 def test_sampled_experts_replayed(dtype, layout, tmp_path):
     """In fp32 they are the same anyway, wherever they were recorded; in bf16 replay brings the differences to 0."""

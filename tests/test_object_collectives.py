@@ -11,7 +11,7 @@ from test_training_programs import metrics_of
 from topologies import grid
 
 from mcore_rl.config import GRPOConfig, PPOConfig
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 STEPS = 3
@@ -82,12 +82,12 @@ def objects_of_steps(config):
 
 
 LAYOUTS = and_long(
-    [("grpo", "llama", Layout(tp=2)), ("grpo", "llama", Layout(dp=2))],
+    [("grpo", "llama", ParallelLayout(tp=2)), ("grpo", "llama", ParallelLayout(dp=2))],
     [
-        ("grpo", "llama", Layout(pp=2)),
-        ("grpo", "llama", Layout(cp=2)),
-        ("grpo", "mixtral", Layout(tp=2, dp=2, ep=2, sp=True)),
-        ("ppo", "llama", Layout(tp=2, dp=2)),
+        ("grpo", "llama", ParallelLayout(pp=2)),
+        ("grpo", "llama", ParallelLayout(cp=2)),
+        ("grpo", "mixtral", ParallelLayout(tp=2, dp=2, ep=2, sp=True)),
+        ("ppo", "llama", ParallelLayout(tp=2, dp=2)),
     ],
 )
 
@@ -102,7 +102,9 @@ def test_a_step_sends_tensors(algorithm, family, layout, model_of, tmp_path):
         assert len(steps) == STEPS
         for calls in steps[1:]:  # in the first, names are new
             calls = set(calls) - {("settle", "_failure")}  # which asks whether an error could be sent
-            assert calls <= {("write", "gather_on_first")}, "texts of samples, which the first rank writes down"
+            assert calls <= {("write", "gather_items_on_rank_zero")}, (
+                "texts of samples, which the first rank writes down"
+            )
             assert not calls or layout.dp > 1
     metrics = metrics_of(tmp_path / "out")
     assert [(line["turns_mean"], line["failed_fraction"], line["skipped_update"]) for line in metrics] == [

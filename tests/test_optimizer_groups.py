@@ -7,10 +7,10 @@ from test_checkpoint_resharding import run_steps
 from test_layout_check import make_config, make_data
 from test_lora import lora_config
 
-from mcore_rl.algorithms.build_loss import loss_of
+from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.config import SFTConfig, build_config
 from mcore_rl.errors import UserError
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 
@@ -23,7 +23,7 @@ def first_step(config):
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
     export = export_adapters if config.model.lora else export_hf_weights
     before = {name: tensor.double() for name, tensor in export(policy.model)}
-    policy.train(make_data(), loss_of(config))
+    policy.train(make_data(), build_loss(config))
     changes = {name: tensor.double() - before[name] for name, tensor in export(policy.model)}
     policy.shutdown()
     return changes
@@ -38,12 +38,12 @@ def compare(ours, plain, ratio_of):
 @pytest.mark.parametrize(
     ("family", "layout"),
     and_long(
-        [("qwen2", Layout(pp=2))],
+        [("qwen2", ParallelLayout(pp=2))],
         [
-            ("llama", Layout(tp=2, sp=True)),
-            ("llama", Layout(pp=2, dp=2)),
-            ("gemma3", Layout()),
-            ("mixtral", Layout(dp=2, ep=2)),
+            ("llama", ParallelLayout(tp=2, sp=True)),
+            ("llama", ParallelLayout(pp=2, dp=2)),
+            ("gemma3", ParallelLayout()),
+            ("mixtral", ParallelLayout(dp=2, ep=2)),
         ],
     ),
     ids=str,
@@ -59,7 +59,7 @@ def test_embeddings(family, layout, model_of):
     compare(ours, plain, lambda name: 4 if name in of_embeddings else 1)
 
 
-@pytest.mark.parametrize("layout", and_long([Layout(tp=2)], [Layout(), Layout(pp=2)]), ids=str)
+@pytest.mark.parametrize("layout", and_long([ParallelLayout(tp=2)], [ParallelLayout(), ParallelLayout(pp=2)]), ids=str)
 def test_matrices_b_of_adapters(layout, model_of):
     """Those begin as zeros, so that the first step changes them alone."""
     plain, ours = (
@@ -74,7 +74,7 @@ def test_matrices_b_of_adapters(layout, model_of):
 def test_a_checkpoint_goes_on_elsewhere(model_of, tmp_path):
     config = make_config(model_of("qwen2"), schedule="cosine", embedding_lr=4e-3, min_lr=1e-4)
     whole, weights, _ = run_processes(run_steps, config, tmp_path / "whole", None, 4, world_size=1)[0]
-    layout = Layout(tp=2, pp=2)
+    layout = ParallelLayout(tp=2, pp=2)
     _, _, saved = run_processes(run_steps, config, tmp_path / "parts", None, 2, world_size=1)[0]
     rest, ours, _ = run_processes(run_steps, layout.apply(config), tmp_path / "parts", saved, 2, world_size=4)[0]
     assert [m["loss"] for m in rest] == pytest.approx([m["loss"] for m in whole[2:]], rel=1e-6)

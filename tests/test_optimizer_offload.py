@@ -8,7 +8,7 @@ from test_simulated_step import SEQUENCES, config_of, in_processes
 
 from mcore_rl.config import LoRAConfig
 from mcore_rl.simulation.step import simulate_rank
-from mcore_rl.testing.layout_check import Layout, compute_outcome
+from mcore_rl.testing.layout_check import ParallelLayout, compute_layout_result
 from mcore_rl.testing.processes import run_processes
 
 
@@ -21,12 +21,12 @@ def changed(config, **model):
 
 
 CASES = and_long(
-    [("llama", Layout(dp=2), "bfloat16")],
+    [("llama", ParallelLayout(dp=2), "bfloat16")],
     [
-        ("llama", Layout(), "float32"),
-        ("deep", Layout(pp=2, vpp=2, stages="E|t*3|tt|tL"), "bfloat16"),
-        ("mixtral", Layout(dp=2, ep=2), "bfloat16"),
-        ("llama", Layout(tp=2, sp=True), "adapters"),
+        ("llama", ParallelLayout(), "float32"),
+        ("deep", ParallelLayout(pp=2, vpp=2, stages="E|t*3|tt|tL"), "bfloat16"),
+        ("mixtral", ParallelLayout(dp=2, ep=2), "bfloat16"),
+        ("llama", ParallelLayout(tp=2, sp=True), "adapters"),
     ],
 )
 
@@ -36,7 +36,9 @@ def test_numbers_stay(family, layout, kind, model_of):
     model = {"lora": LoRAConfig(rank=4)} if kind == "adapters" else {"dtype": kind}
     config = changed(layout.apply(make_config(model_of(family))), **model)
     kept, moved = (
-        run_processes(compute_outcome, offloading(config, offload), make_data(), STEPS, world_size=layout.world_size)[0]
+        run_processes(
+            compute_layout_result, offloading(config, offload), make_data(), STEPS, world_size=layout.world_size
+        )[0]
         for offload in (False, True)
     )
     assert kept.metrics == moved.metrics
@@ -46,7 +48,7 @@ def test_numbers_stay(family, layout, kind, model_of):
 
 def life(config, data):
     """Bytes of the optimizer's state on the device at each point of a run that is saved, goes on, and goes back."""
-    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.models.megatron.optimizer import optimizer_tensors
     from mcore_rl.models.policy import megatron_policy
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -63,7 +65,7 @@ def life(config, data):
         return step(*arguments)
 
     def train():
-        losses.append(policy.train(data, loss_of(config))["loss"])
+        losses.append(policy.train(data, build_loss(config))["loss"])
         held()
 
     held()
@@ -84,7 +86,7 @@ def life(config, data):
 
 
 def test_state_is_away_but_in_the_step(model_of, tmp_path):
-    config = changed(Layout(dp=2).apply(make_config(model_of("llama"))), dtype="bfloat16")
+    config = changed(ParallelLayout(dp=2).apply(make_config(model_of("llama"))), dtype="bfloat16")
     runs = {}
     for offload in (False, True):
         of_run = config.model_copy(update={"output_dir": tmp_path / str(offload)})

@@ -8,7 +8,7 @@ from test_layout_check import STEPS, make_config, make_data
 
 from mcore_rl.config import LoRAConfig, ParallelConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.testing.layout_check import Layout, compare, compute_outcome, table_row
+from mcore_rl.testing.layout_check import ParallelLayout, compare, compute_layout_result, table_row
 from mcore_rl.testing.processes import run_processes
 
 BUCKET_SIZE = 5_000  # parameters: the small models have several buckets
@@ -43,19 +43,19 @@ def in_buckets():
 
 def outcome_in_buckets(config, data, steps):
     in_buckets()
-    return compute_outcome(config, data, steps)
+    return compute_layout_result(config, data, steps)
 
 
 CASES = and_long(
-    [("llama", Layout(dp=2, tokens_per_pack=128), None)],
+    [("llama", ParallelLayout(dp=2, tokens_per_pack=128), None)],
     [
-        ("qwen2", Layout(dp=2, pp=2, tokens_per_pack=128), None),  # tied embeddings on the pipeline's two ends
-        ("qwen2", Layout(dp=2, cp=2), None),
-        ("deep", Layout(dp=2, pp=2, vpp=2, stages="E|t*3|tt|tL", tokens_per_pack=128), None),
-        ("mixtral", Layout(dp=2, ep=2), None),
-        ("llama", Layout(dp=2, tp=2, sp=True), LoRAConfig(rank=4)),
-        ("qwen3_moe", Layout(dp=2), "grouped"),
-        ("mixtral", Layout(dp=4, ep=2), "grouped"),
+        ("qwen2", ParallelLayout(dp=2, pp=2, tokens_per_pack=128), None),  # tied embeddings on the pipeline's two ends
+        ("qwen2", ParallelLayout(dp=2, cp=2), None),
+        ("deep", ParallelLayout(dp=2, pp=2, vpp=2, stages="E|t*3|tt|tL", tokens_per_pack=128), None),
+        ("mixtral", ParallelLayout(dp=2, ep=2), None),
+        ("llama", ParallelLayout(dp=2, tp=2, sp=True), LoRAConfig(rank=4)),
+        ("qwen3_moe", ParallelLayout(dp=2), "grouped"),
+        ("mixtral", ParallelLayout(dp=4, ep=2), "grouped"),
     ],
 )
 
@@ -82,13 +82,13 @@ def test_numbers_stay(family, layout, lora, model_of):
 
 def order_of_events(config, data):
     """What happens in the second step of a rank: gradients that are there, buckets that are reduced, the end."""
-    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     in_buckets()
     policy, events = MegatronPolicy(config, total_steps=10, rows_per_unit=2), []
     (chunk,) = policy.chunks
-    policy.train(data, loss_of(config))  # Megatron learns here which gradients to wait for
+    policy.train(data, build_loss(config))  # Megatron learns here which gradients to wait for
     for number, group in enumerate(chunk.bucket_groups):
         begin, wait = group.start_grad_sync, group.finish_grad_sync
 
@@ -102,14 +102,14 @@ def order_of_events(config, data):
 
         group.start_grad_sync, group.finish_grad_sync = begun, waited
     microbatches = len(policy._microbatches(data, rows_per_unit=2))
-    policy.train(data, loss_of(config))
+    policy.train(data, build_loss(config))
     policy.shutdown()
     return events, len(chunk.bucket_groups), microbatches
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_buckets_are_reduced_before_the_end(model_of, overlaps):
-    config = Layout(dp=2, tokens_per_pack=128).apply(make_config(model_of("llama")))
+    config = ParallelLayout(dp=2, tokens_per_pack=128).apply(make_config(model_of("llama")))
     config = overlapping(config, weights=False) if overlaps else config
     for events, groups, microbatches in run_processes(order_of_events, config, make_data(), world_size=2):
         assert microbatches > 1
@@ -122,7 +122,7 @@ def test_buckets_are_reduced_before_the_end(model_of, overlaps):
 
 def gathers_in_training(config, data):
     """What a rank does in its third step: buckets that are asked for and waited for, layers that compute."""
-    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     in_buckets()
@@ -139,7 +139,7 @@ def gathers_in_training(config, data):
         layer.register_forward_hook(lambda layer, *_: events.append(("computed", layer.layer_number)))
     for _ in range(3):
         events.append(("step", None))
-        policy.train(data, loss_of(config))
+        policy.train(data, build_loss(config))
     pending = policy.gather is not None and policy.gather.is_pending
     events = events[max(i for i, (what, _) in enumerate(events) if what == "step") + 1 :]
     groups, microbatches = len(chunk.bucket_groups), len(policy._microbatches(data, rows_per_unit=2))
@@ -148,7 +148,7 @@ def gathers_in_training(config, data):
 
 
 def test_weights_come_while_layers_compute(model_of):
-    config = overlapping(Layout(dp=2, tokens_per_pack=128).apply(make_config(model_of("llama"))))
+    config = overlapping(ParallelLayout(dp=2, tokens_per_pack=128).apply(make_config(model_of("llama"))))
     for events, groups, microbatches, pending in run_processes(gathers_in_training, config, make_data(), world_size=2):
         assert groups > 3
         assert pending, "the step's own weights are on their way when it ends"
@@ -164,14 +164,14 @@ def test_weights_come_while_layers_compute(model_of):
 
 def weights_taken(config, data, take):
     """Weights after two steps, as each way of taking them gives them, without a step between."""
-    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     in_buckets()
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2, keep_reference=True)
     for _ in range(2):
-        policy.train(data, loss_of(config))
-    taken = TAKEN[take](policy, data, loss_of(config), config.output_dir)
+        policy.train(data, build_loss(config))
+    taken = TAKEN[take](policy, data, build_loss(config), config.output_dir)
     policy.shutdown()
     return taken
 
@@ -269,7 +269,7 @@ TAKEN = {
 def test_whoever_takes_weights_between_steps_has_them_whole(take, model_of, tmp_path):
     found = []
     for weights in (False, True):
-        config = overlapping(Layout(dp=2, tokens_per_pack=128).apply(make_config(model_of("llama"))), weights)
+        config = overlapping(ParallelLayout(dp=2, tokens_per_pack=128).apply(make_config(model_of("llama"))), weights)
         config = config.model_copy(update={"output_dir": tmp_path / str(weights)})
         if take == "adapters":
             model = config.model.model_copy(update={"lora": LoRAConfig(rank=4)})

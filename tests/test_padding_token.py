@@ -5,7 +5,7 @@ import torch
 from small_models import and_long
 from test_layout_check import make_config, make_data, plain_outcome
 
-from mcore_rl.testing.layout_check import Layout, compare, compute_outcome, table_row
+from mcore_rl.testing.layout_check import ParallelLayout, compare, compute_layout_result, table_row
 from mcore_rl.testing.processes import run_processes
 
 PADDING = 0  # of all small models
@@ -20,8 +20,13 @@ def data_with_padding_tokens():
 @pytest.mark.parametrize(
     ("family", "layout"),
     and_long(
-        [("llama", Layout(tp=2, sp=True)), ("gemma3", Layout())],
-        [("llama", Layout(tp=2)), ("llama", Layout(cp=2)), ("qwen2", Layout(pp=2)), ("qwen3_moe", Layout(dp=2, ep=2))],
+        [("llama", ParallelLayout(tp=2, sp=True)), ("gemma3", ParallelLayout())],
+        [
+            ("llama", ParallelLayout(tp=2)),
+            ("llama", ParallelLayout(cp=2)),
+            ("qwen2", ParallelLayout(pp=2)),
+            ("qwen3_moe", ParallelLayout(dp=2, ep=2)),
+        ],
     ),
     ids=str,
 )
@@ -29,7 +34,7 @@ def test_gradients_are_those_of_transformers(family, layout, model_of):
     config = make_config(model_of(family))
     plain = plain_outcome(config, data_with_padding_tokens())
     outcome = run_processes(
-        compute_outcome, layout.apply(config), data_with_padding_tokens(), 3, world_size=layout.world_size
+        compute_layout_result, layout.apply(config), data_with_padding_tokens(), 3, world_size=layout.world_size
     )[0]
     difference = compare(outcome, plain)
     assert difference.within(), table_row(layout, difference)

@@ -9,7 +9,7 @@ from mcore_rl.algorithms.interfaces import LossFunction, LossType
 from mcore_rl.algorithms.loss_functions import DPOLossFn, NLLLoss
 from mcore_rl.losses.options import DPOOptions
 from mcore_rl.models.generation.sampling import SamplingParams
-from mcore_rl.testing.layout_check import Layout, _main_grad
+from mcore_rl.testing.layout_check import ParallelLayout, _main_grad
 from mcore_rl.testing.processes import run_processes
 
 DPO = DPOOptions(sft_loss_weight=0.3)
@@ -77,7 +77,9 @@ def gradients_of(config, loss_fn, rows=12):
     return metrics, gradients
 
 
-@pytest.mark.parametrize("layout", and_long([Layout(cp=2)], [Layout(), Layout(packing=False)]), ids=str)
+@pytest.mark.parametrize(
+    "layout", and_long([ParallelLayout(cp=2)], [ParallelLayout(), ParallelLayout(packing=False)]), ids=str
+)
 def test_a_subclasss_call_runs_in_the_policy(layout, model_of):
     """Twice the loss gives twice every gradient; the pairs of a pack stay together."""
     config = layout.apply(make_config(model_of("llama")))
@@ -97,7 +99,7 @@ def test_a_subclass_may_read_every_token(rows, model_of):
     plain = make_config(model_of("llama"))
     expected, gradients = run_processes(gradients_of, plain, EveryTokenOfLogits(), rows, world_size=1)[0]
     for loss_fn in (EveryToken(), EveryTokenOfLogits()):
-        found, same = run_processes(gradients_of, Layout(dp=2).apply(plain), loss_fn, rows, world_size=2)[0]
+        found, same = run_processes(gradients_of, ParallelLayout(dp=2).apply(plain), loss_fn, rows, world_size=2)[0]
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         for name, gradient in gradients.items():
             torch.testing.assert_close(same[name], gradient, rtol=1e-4, atol=2e-5, msg=name)
@@ -110,7 +112,7 @@ def loss_of_pairs(config, rows_per_unit):
     return metrics
 
 
-@pytest.mark.parametrize("layout", and_long([Layout()], [Layout(packing=False)]), ids=str)
+@pytest.mark.parametrize("layout", and_long([ParallelLayout()], [ParallelLayout(packing=False)]), ids=str)
 def test_a_policy_that_was_not_made_for_pairs_keeps_a_losss_pairs_together(layout, model_of):
     config = layout.apply(make_config(model_of("llama")))
     made_for_pairs, not_made = (run_processes(loss_of_pairs, config, unit, world_size=1)[0] for unit in (2, 1))
@@ -127,7 +129,9 @@ def metrics_of_a_loss_of_ones_own(config):
 
 
 @pytest.mark.parametrize(
-    "layout", and_long([Layout(packing=False, dp=2)], [Layout(packing=False), Layout(dp=2)]), ids=str
+    "layout",
+    and_long([ParallelLayout(packing=False, dp=2)], [ParallelLayout(packing=False), ParallelLayout(dp=2)]),
+    ids=str,
 )
 def test_metrics_of_any_loss(layout, model_of):
     """Rows of a microbatch come together without packing, one at a time in a pack; reductions are as declared."""
@@ -181,7 +185,9 @@ def one_step_at_a_time(config):
 
 
 @pytest.mark.parametrize(
-    "layout", and_long([Layout(packing=False, dp=2)], [Layout(packing=False), Layout(pp=2)]), ids=str
+    "layout",
+    and_long([ParallelLayout(packing=False, dp=2)], [ParallelLayout(packing=False), ParallelLayout(pp=2)]),
+    ids=str,
 )
 def test_a_ported_controller(layout, model_of):
     config = layout.apply(make_config(model_of("llama")))
@@ -222,5 +228,5 @@ def answers(config):
 
 
 def test_the_policy_generates_with_its_current_weights(model_of):
-    layout = Layout(tp=2)
+    layout = ParallelLayout(tp=2)
     assert run_processes(answers, layout.apply(make_config(model_of("llama"))), world_size=2) == [True, True]

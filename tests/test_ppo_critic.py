@@ -7,12 +7,12 @@ from test_layout_check import make_config
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from mcore_rl.algorithms.advantages import gae_advantages, whitened
+from mcore_rl.algorithms.advantages import gae_advantages, whiten
 from mcore_rl.algorithms.loss_functions import ValueLossFn
 from mcore_rl.algorithms.ppo import token_rewards_with_penalty, value_metrics
 from mcore_rl.errors import ContractError
 from mcore_rl.rollouts.samples import Rollout, rewards_of_tokens, to_batch
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 GAMMA, LAMBDA, CLIP, STEPS = 0.97, 0.9, 0.01, 3
@@ -71,7 +71,7 @@ def megatron_critic(config):
     gradients = dict(export_hf_weights(critic.model, _main_grad))
     weights = dict(export_hf_weights(critic.model))
     critic.shutdown()
-    return data["values"], whitened(advantages, mask), metrics, gradients, weights
+    return data["values"], whiten(advantages, mask), metrics, gradients, weights
 
 
 def plain_values(model, data):
@@ -150,8 +150,14 @@ def plain(reward_model):
 
 
 LAYOUTS = and_long(
-    [Layout(), Layout(tp=2, sp=True), Layout(cp=2), Layout(pp=2)],
-    [Layout(packing=False), Layout(tp=2), Layout(dp=2), Layout(dp=2, packing=False), Layout(tp=2, cp=2, sp=True)],
+    [ParallelLayout(), ParallelLayout(tp=2, sp=True), ParallelLayout(cp=2), ParallelLayout(pp=2)],
+    [
+        ParallelLayout(packing=False),
+        ParallelLayout(tp=2),
+        ParallelLayout(dp=2),
+        ParallelLayout(dp=2, packing=False),
+        ParallelLayout(tp=2, cp=2, sp=True),
+    ],
 )
 
 
@@ -161,7 +167,9 @@ def test_a_critic_equals_plain_pytorch(layout, plain, reward_model):
     assert_same(run_processes(megatron_critic, config, world_size=layout.world_size)[0], plain)
 
 
-@pytest.mark.parametrize("layout", and_long([Layout()], [Layout(cp=2), Layout(tp=2, sp=True)]), ids=str)
+@pytest.mark.parametrize(
+    "layout", and_long([ParallelLayout()], [ParallelLayout(cp=2), ParallelLayout(tp=2, sp=True)]), ids=str
+)
 def test_a_prompt_that_stands_in_a_pack_once(layout, plain, reward_model):
     config = critic_config(reward_model, layout, share_prefixes=True, min_shared_tokens=2)
     assert_same(run_processes(megatron_critic, config, world_size=layout.world_size)[0], plain)
@@ -222,11 +230,11 @@ def test_known_limits_of_gae():
 def test_whitening_counts_what_the_mask_counts():
     values = torch.tensor([[1.0, torch.nan, 3.0], [5.0, 100.0, torch.inf]])
     mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
-    white = whitened(values, mask, 0.0)
+    white = whiten(values, mask, 0.0)
     deviation = (8 / 3) ** 0.5
     torch.testing.assert_close(white, torch.tensor([[-2.0, 0, 0], [2.0, 0, 0]], dtype=torch.float64) / deviation)
-    assert not whitened(torch.full((2, 3), 0.7), torch.ones(2, 3), 0.0).any(), "all equal: nothing, not rounding"
-    assert not whitened(values, torch.zeros(2, 3)).any()
+    assert not whiten(torch.full((2, 3), 0.7), torch.ones(2, 3), 0.0).any(), "all equal: nothing, not rounding"
+    assert not whiten(values, torch.zeros(2, 3)).any()
 
 
 # ------------------------------------------------------------------ the loss, and what is told
@@ -287,10 +295,10 @@ def test_shaping_and_penalty_go_where_they_belong():
 
     rollout = Rollout(0, 0, [5, 6], [False, False], [0.0, 0.0])
     rollout.add_response([7, 8], [-1.0, -1.0])
-    rollout.earn(Step(reward=0.5))
+    rollout.add_reward(Step(reward=0.5))
     rollout.add_observation([9])
     rollout.add_response([7, 8, 9], [-1.0] * 3)
-    rollout.earn(Step(reward=1.0, token_rewards=[0.0, 0.25, 0.125]))
+    rollout.add_reward(Step(reward=1.0, token_rewards=[0.0, 0.25, 0.125]))
     plain = Rollout(0, 1, [5, 6, 7], [False, True, False], [0.0, -1.0, 0.0], reward=2.0)  # as an old recording has it
     assert rollout.reward == 1.875
     penalty = torch.full((2, 8), 0.5)
@@ -307,13 +315,13 @@ def test_token_rewards_must_be_of_the_responses_tokens():
 
     rollout = Rollout(0, 0, [5], [False], [0.0])
     rollout.add_response([7, 8], [-1.0, -1.0])
-    rollout.earn(Step(reward=1.0, token_rewards=[0.5]))
+    rollout.add_reward(Step(reward=1.0, token_rewards=[0.5]))
     assert rollout.error == "1 token_rewards for a response of 2 tokens"
     assert (rollout.reward, rollout.token_rewards) == (0.0, [])
 
 
 def test_a_language_models_directory_begins_with_values_of_zero(model_of):
-    values = run_processes(first_values, critic_config(model_of("llama"), Layout()), world_size=1)[0]
+    values = run_processes(first_values, critic_config(model_of("llama"), ParallelLayout()), world_size=1)[0]
     assert values.shape == make_batch()["input_ids"].shape
     assert not values.any()
 

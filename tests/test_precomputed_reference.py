@@ -14,7 +14,7 @@ from mcore_rl.algorithms.dpo import precomputes_reference
 from mcore_rl.config import DPOConfig
 from mcore_rl.data.batching import collate
 from mcore_rl.data.token_store import TokenizedChunk, TokenSequence, collect
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 
@@ -29,7 +29,7 @@ def make_store():
 
 def precompute(config, directory):
     """Rows 13, 0 and 6, what was said, and how many rows were scored; a model is built for these alone."""
-    from mcore_rl.models.policy.reference import PrecomputedReference
+    from mcore_rl.models.policy.reference import PrecomputedLogprobs
     from mcore_rl.models.policy.scoring import ScoringModel
 
     said, scored, built = [], [], []
@@ -43,7 +43,7 @@ def precompute(config, directory):
         built.append(Counted(config, rows_per_unit=2))
         return built[-1]
 
-    stored = PrecomputedReference.load_or_compute(directory, config.model, build, make_store(), 0, 3, said.append)
+    stored = PrecomputedLogprobs.load_or_compute(directory, config.model, build, make_store(), 0, 3, said.append)
     assert len(built) == bool(said)
     for model in built:
         model.shutdown()
@@ -56,7 +56,7 @@ def test_what_is_stored_is_the_models_and_is_computed_once(model_of, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     expected = plain_logprobs(plain, data)[[13, 0, 6], :40].float()
     for rank, (rows, said, scored) in enumerate(
-        run_processes(precompute, Layout(dp=2, pp=2).apply(config), tmp_path, world_size=4)
+        run_processes(precompute, ParallelLayout(dp=2, pp=2).apply(config), tmp_path, world_size=4)
     ):
         torch.testing.assert_close(rows, expected, rtol=1e-5, atol=1e-5, msg=f"rank {rank}")
         assert scored == [6, 6, 2]
@@ -105,7 +105,7 @@ def test_who_was_stopped_goes_on(size, batches, torn, records, whole, model_of, 
     ends = [4 * end for end in (77, 184, 226)[:batches]]
     lines = "".join(f"{end} {zlib.crc32(content[:end])}\n" for end in ends)
     stored.with_suffix(".checksums").write_text(lines + torn)
-    for again, said, scored in run_processes(precompute, Layout(dp=2).apply(config), tmp_path, world_size=2):
+    for again, said, scored in run_processes(precompute, ParallelLayout(dp=2).apply(config), tmp_path, world_size=2):
         assert sum(scored) == 2 * (7 - records)
         once = [line for line in said if "are computed once" in line]
         assert [f", {records} of which were before" in line for line in once] == [bool(records)]

@@ -16,7 +16,7 @@ from small_models import and_long, make_model
 
 from mcore_rl.config import GRPOConfig, SFTConfig
 from mcore_rl.run.identity import RunIdentity
-from mcore_rl.run.setup import Given, disagreement, files_of
+from mcore_rl.run.setup import ProcessInputs, disagreement, files_of
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +178,8 @@ def test_other_files_are_told(files, tmp_path, monkeypatch):
     config = GRPOConfig.model_validate(values)
 
     def differences():
-        now = Given("b", {"data.train": "1", **files_of(config, [tmp_path / "iter_0000001"])})
-        return disagreement([Given("a", before), now]).partition(": process")[0]
+        now = ProcessInputs("b", {"data.train": "1", **files_of(config, [tmp_path / "iter_0000001"])})
+        return disagreement([ProcessInputs("a", before), now]).partition(": process")[0]
 
     before = {"data.train": "1", **files_of(config, [tmp_path / "iter_0000001"])}
     assert differences() == ""
@@ -208,7 +208,7 @@ def given(host="b", read=("1", "v"), sections=None, environment=None, torch_vers
     values = config.model_validate(values | judged).model_dump(mode="json")
     identity = replace(RunIdentity("sft", {"hidden_size": 8}, "w", read[0], values), **changes)
     fingerprints = dict(zip(("data.train", "data.validation"), read, strict=True))
-    return Given(host, fingerprints, identity.to_json(), {"torch": torch_version})
+    return ProcessInputs(host, fingerprints, identity.to_json(), {"torch": torch_version})
 
 
 LORA = {"model": {"path": "m", "lora": {"rank": 4}}}
@@ -233,7 +233,7 @@ LORA = {"model": {"path": "m", "lora": {"rank": 4}}}
     ],
 )
 def test_what_must_be_the_same(other, told):
-    of_other_process = Given("a", {"data.train": "1", "data.validation": "v"})
+    of_other_process = ProcessInputs("a", {"data.train": "1", "data.validation": "v"})
     first = given("a")
     assert disagreement([first, of_other_process, given()]) == ""
     assert disagreement([first, of_other_process, given(**other)]).startswith(told)
@@ -245,8 +245,8 @@ def test_sections_of_the_first_process_alone():
 
 @pytest.mark.parametrize("sets", [("b", "a"), ("a",), ("a", "b", "c"), ()])
 def test_sets_and_their_order(sets):
-    first = Given("a", {"data.train": "1", "data.validation a": "v", "data.validation b": "v"})
-    other = Given("b", {"data.train": "1", **{f"data.validation {name}": "v" for name in sets}})
+    first = ProcessInputs("a", {"data.train": "1", "data.validation a": "v", "data.validation b": "v"})
+    other = ProcessInputs("b", {"data.train": "1", **{f"data.validation {name}": "v" for name in sets}})
     assert "data.validation" in disagreement([first, other])
 
 
@@ -274,11 +274,13 @@ def test_a_node_without_the_judges_module_is_named(tmp_path):
     """Before, it looked equal, and the others waited for it."""
     identity = RunIdentity("grpo", {}, "", "", {}).to_json()
     code = {"environment.function: other code of judging:judge": "abc"}
-    has, lacks = Given("node0", code, identity), Given("node1", {}, identity)
+    has, lacks = ProcessInputs("node0", code, identity), ProcessInputs("node1", {}, identity)
     for everyone in ([has, lacks], [lacks, has]):
         told = disagreement(everyone)
         assert told.startswith("environment.function: other code of judging:judge (which is on one of them alone)")
-    assert disagreement([has, Given("node0", {})]) == "", "a process that is not the first of its node reads less"
+    assert disagreement([has, ProcessInputs("node0", {})]) == "", (
+        "a process that is not the first of its node reads less"
+    )
 
 
 def test_a_module_in_a_package_that_is_not_there_has_no_file(tmp_path):

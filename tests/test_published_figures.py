@@ -7,7 +7,7 @@ from small_models import and_long
 from test_simulated_step import config_of, in_processes
 
 from mcore_rl.config import DPOConfig
-from mcore_rl.config.parallel import Layout
+from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.simulation.step import Sequences, simulate_loading, simulate_rank
 
 
@@ -93,7 +93,7 @@ def published(path, hidden, layers, heads, stages, sequences):
         path, model={"path": str(path), "dtype": "bfloat16"}, data={"train": "x", "max_sequence_length": 2048},
         batch={"global_batch_size": sequences, "tokens_per_pack": 2048 * sequences},
     )  # fmt: skip
-    return Layout(tp=8, sp=True, pp=stages, tokens_per_pack=2048 * sequences).apply(config)
+    return ParallelLayout(tp=8, sp=True, pp=stages, tokens_per_pack=2048 * sequences).apply(config)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_published_memory(hidden, layers, heads, stages, chunks, packs, paramete
     of (p − 1) / (p·m) more. Weights, gradients and optimizer are 18 bytes a parameter on one replica (Megatron Core's
     documentation). A layer's dropout masks, 2·s·b·h, are not there; a gated layer keeps as much as the paper's."""
     config = published(tmp_path / "model", hidden, layers, heads, stages, packs)
-    config = Layout(tp=8, sp=True, pp=stages, vpp=chunks, tokens_per_pack=2048).apply(config)
+    config = ParallelLayout(tp=8, sp=True, pp=stages, vpp=chunks, tokens_per_pack=2048).apply(config)
     (rank,) = in_processes(simulate_rank, (config, 0, 8 * stages, Sequences((2048,) * packs, (2047,) * packs)))
     waiting = (stages - 1) / (stages * chunks) if chunks > 1 else 0
     activations = 34 * 2048 * hidden * layers / 8 * (1 + waiting)

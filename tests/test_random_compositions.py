@@ -14,7 +14,7 @@ from test_moe_routing import with_experts
 from mcore_rl.config import DPOConfig
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import family_of
-from mcore_rl.testing.layout_check import Layout, compare, compute_outcome, fitting, table_row
+from mcore_rl.testing.layout_check import ParallelLayout, compare, compute_layout_result, fitting, table_row
 from mcore_rl.testing.processes import run_processes
 
 SEEDS = range(24)
@@ -37,7 +37,7 @@ def draw(seed, model_of):
             model |= {"moe_aux_loss_coeff": drawn.choice([0, 0.1]), "moe_z_loss_coeff": drawn.choice([0, 0.05])}
             model["moe_grouped_gemm"] = family != "mixtral" and drawn.random() < 0.4
         sizes = {name: drawn.choice([1, 1, 2]) for name in ("tp", "pp", "cp", "dp", "ep")}
-        layout = Layout(
+        layout = ParallelLayout(
             **sizes, sp=sizes["tp"] > 1 and drawn.random() < 0.7, packing=drawn.random() < 0.8,
             tokens_per_pack=drawn.choice([128, 256]), vpp=drawn.choice([1, 1, 2]), prefix=drawn.random() < 0.3,
         )  # fmt: skip
@@ -65,8 +65,8 @@ def test_random_composition_equals_one_process(seed, model_of):
         experts = family_of(hf_config_of(family)).experts
         data = with_experts(data, sum(experts.sparse_layers), experts.count, experts.topk)
     plain = config.model_copy(update={"model": config.model.model_copy(update={"recompute_modules": ()})})
-    one = run_processes(compute_outcome, Layout().apply(plain), copy.deepcopy(data), 2, world_size=1)[0]
-    many = run_processes(compute_outcome, layout.apply(config), data, 2, world_size=layout.world_size)[0]
+    one = run_processes(compute_layout_result, ParallelLayout().apply(plain), copy.deepcopy(data), 2, world_size=1)[0]
+    many = run_processes(compute_layout_result, layout.apply(config), data, 2, world_size=layout.world_size)[0]
     difference = compare(many, one)
     print(f"--composition {seed}: {family} {layout} {config.model.recompute_modules} replays={replays}")
     assert difference.within(), f"--composition {seed}: {family} {table_row(layout, difference)}"

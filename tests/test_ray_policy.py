@@ -9,15 +9,15 @@ import pytest
 import torch
 from test_layout_check import make_config, make_data
 
-from mcore_rl.algorithms.build_loss import loss_of
+from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
 from mcore_rl.errors import UserError, WorkerError
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.long
-LAYOUT = Layout(tp=2)
+LAYOUT = ParallelLayout(tp=2)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def direct(config):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
-    trained = [policy.train(make_data(), loss_of(config)) for _ in range(2)]
-    results = trained, policy.evaluate(make_data(), loss_of(config)), policy.get_logprobs(make_data())
+    trained = [policy.train(make_data(), build_loss(config)) for _ in range(2)]
+    results = trained, policy.evaluate(make_data(), build_loss(config)), policy.get_logprobs(make_data())
     policy.shutdown()
     return results
 
@@ -51,8 +51,8 @@ def direct(config):
 def test_the_numbers_are_the_workers_own(policy, model_of, tmp_path):
     config = LAYOUT.apply(make_config(model_of("llama")))
     metrics, evaluated, logprobs = run_processes(direct, config, world_size=2)[0]
-    assert [policy.train(make_data(), loss_of(config)) for _ in range(2)] == metrics
-    assert policy.evaluate(make_data(), loss_of(config)) == evaluated
+    assert [policy.train(make_data(), build_loss(config)) for _ in range(2)] == metrics
+    assert policy.evaluate(make_data(), build_loss(config)) == evaluated
     assert (policy.get_logprobs(make_data())["logprobs"] == logprobs["logprobs"]).all()
     saved = policy.save_checkpoint(tmp_path, 2, {})
     assert saved.name == "iter_0000002"
@@ -112,7 +112,7 @@ def test_an_engine_is_refitted(policy, model_of):
     joining = engine.join.remote("127.0.0.1", port)
     policy.wait(policy.init_collective("127.0.0.1", port, 2), timeout=60)
     ray.get(joining, timeout=60)
-    policy.train(make_data(), loss_of(LAYOUT.apply(make_config(model_of("llama")))))
+    policy.train(make_data(), build_loss(LAYOUT.apply(make_config(model_of("llama")))))
     refitting = engine.refit.remote()
     policy.wait(policy.broadcast_weights_for_collective(20_000), timeout=60)
     torch.testing.assert_close(ray.get(refitting, timeout=60), policy_outputs(policy), **CLOSE)

@@ -11,7 +11,7 @@ from test_moe_routing import with_experts
 
 from mcore_rl.config import ModelConfig, PPOConfig
 from mcore_rl.config.load import build_config
-from mcore_rl.config.parallel import Layout
+from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.hf_config import check_model_fits
 from mcore_rl.simulation.hardware import Hardware
@@ -26,22 +26,22 @@ MODULES = {
     "qwen3_moe": ["mlp", "moe"],
     "glm4_moe": ["mlp", "shared_experts"],
 }
-ONE = Layout()
+ONE = ParallelLayout()
 CASES = [
     pytest.param("llama", ONE),
-    pytest.param("llama", Layout(tp=2, cp=2, sp=True), marks=pytest.mark.long),
-    pytest.param("llama", Layout(pp=2), marks=pytest.mark.long),
-    pytest.param("qwen3_moe", Layout(tp=2, dp=2, ep=2, sp=True), marks=pytest.mark.long),
-    pytest.param("glm4_moe", Layout(dp=2, ep=2), marks=pytest.mark.long),
+    pytest.param("llama", ParallelLayout(tp=2, cp=2, sp=True), marks=pytest.mark.long),
+    pytest.param("llama", ParallelLayout(pp=2), marks=pytest.mark.long),
+    pytest.param("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=2, sp=True), marks=pytest.mark.long),
+    pytest.param("glm4_moe", ParallelLayout(dp=2, ep=2), marks=pytest.mark.long),
 ]
 # Several microbatches are on their way through a stage at the same time.
 PIPELINES = and_long(
-    [("qwen3_moe", Layout(pp=2, tokens_per_pack=128), False)],
+    [("qwen3_moe", ParallelLayout(pp=2, tokens_per_pack=128), False)],
     [
-        ("qwen3_moe", Layout(pp=2, tokens_per_pack=128), True),
-        ("qwen3_moe", Layout(pp=2, vpp=2, tokens_per_pack=128), False),
-        ("qwen3_moe", Layout(pp=2, vpp=2, tokens_per_pack=128), True),
-        ("glm4_moe", Layout(pp=2, tokens_per_pack=128), True),
+        ("qwen3_moe", ParallelLayout(pp=2, tokens_per_pack=128), True),
+        ("qwen3_moe", ParallelLayout(pp=2, vpp=2, tokens_per_pack=128), False),
+        ("qwen3_moe", ParallelLayout(pp=2, vpp=2, tokens_per_pack=128), True),
+        ("glm4_moe", ParallelLayout(pp=2, tokens_per_pack=128), True),
     ],
 )
 
@@ -174,7 +174,7 @@ def test_a_simulation_sees_what_it_saves(tmp_path):
         "llama", tmp_path, hidden_size=256, intermediate_size=640, num_attention_heads=8, head_dim=32,
         num_hidden_layers=4,
     )  # fmt: skip
-    config = make_config(model).model_copy(update={"parallel": Layout(cp=2).apply(make_config(model)).parallel})
+    config = make_config(model).model_copy(update={"parallel": ParallelLayout(cp=2).apply(make_config(model)).parallel})
     whole = config.model_copy(update={"model": config.model.model_copy(update={"recompute_activations": True})})
     sequences = Sequences((60, 48, 33, 60, 21, 60) * 4, (30, 20, 10, 40, 10, 30) * 4)
     reports = [simulate(config, 2, [0], sequences)[0] for config in (config, recomputing(config, ["mlp"]), whole)]

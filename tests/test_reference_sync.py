@@ -14,12 +14,12 @@ from test_layout_check import make_config, make_data, plain_logprobs
 from test_lora import lora_config
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.algorithms.build_loss import loss_of
+from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.algorithms.dpo import precomputes_reference
 from mcore_rl.config import DPOConfig, GRPOConfig, build_config
 from mcore_rl.errors import UserError, WorkerError
-from mcore_rl.models.policy.reference import KeptWeights
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.models.policy.reference import ReferenceWeights
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 ALPHAS = (0.6, 0.25)
@@ -33,10 +33,10 @@ def move_and_save(config, directory):
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2, keep_reference=True)
     weights = [{name: tensor.clone() for name, tensor in export_hf_weights(policy.model)}]
     for alpha in ALPHAS:
-        policy.train(make_data(), loss_of(config))
+        policy.train(make_data(), build_loss(config))
         weights.append({name: tensor.clone() for name, tensor in export_hf_weights(policy.model)})
         policy.move_reference(alpha)
-    policy.train(make_data(), loss_of(config))
+    policy.train(make_data(), build_loss(config))
     scores = policy.get_reference_policy_logprobs(make_data())["reference_logprobs"]
     saved = policy.save_checkpoint(directory, 3, {"position": 1})
     policy.shutdown()
@@ -57,12 +57,12 @@ def load_and_score(config, saved):
 @pytest.mark.parametrize(
     ("family", "first", "second"),
     and_long(
-        [("qwen2", Layout(tp=2, sp=True), Layout(pp=2))],
+        [("qwen2", ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2))],
         [
-            ("llama", Layout(), Layout(tp=2, dp=2)),
-            ("gemma3", Layout(dp=2), Layout(cp=2)),
-            ("mixtral", Layout(dp=2, ep=2), Layout(tp=2, ep=2, etp=1, sp=True)),
-            ("deep", Layout(pp=2, vpp=3), Layout()),
+            ("llama", ParallelLayout(), ParallelLayout(tp=2, dp=2)),
+            ("gemma3", ParallelLayout(dp=2), ParallelLayout(cp=2)),
+            ("mixtral", ParallelLayout(dp=2, ep=2), ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
+            ("deep", ParallelLayout(pp=2, vpp=3), ParallelLayout()),
         ],
     ),
     ids=str,
@@ -92,7 +92,7 @@ def test_adapters_are_copied(model_of, tmp_path):
     """The reference without adapters becomes the policy of the last move."""
     values = lora_config(model_of("llama"), rank=4).model_dump()
     config = DPOConfig.model_validate({**values, "reference_sync": {"interval": 1, "alpha": 1}})
-    layout = Layout(tp=2, pp=2)
+    layout = ParallelLayout(tp=2, pp=2)
     before, after, saved = run_processes(adapters_moved, layout.apply(config), tmp_path, world_size=4)[0]
     torch.testing.assert_close(after, before)
     _, again, _ = run_processes(load_and_score, config, saved, world_size=1)[0]
@@ -107,10 +107,10 @@ def adapters_moved(config, directory):
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2, keep_reference=True)
     for _ in range(2):
-        policy.train(make_data(), loss_of(config))
+        policy.train(make_data(), build_loss(config))
     before = policy.get_logprobs(make_data())["logprobs"]
     policy.move_reference(1.0)
-    policy.train(make_data(), loss_of(config))
+    policy.train(make_data(), build_loss(config))
     after = policy.get_reference_policy_logprobs(make_data())["reference_logprobs"]
     saved = policy.save_checkpoint(directory, 3, {"position": 1})
     policy.shutdown()
@@ -238,7 +238,7 @@ def test_what_is_refused(kind, overrides, message):
 def test_taking_the_place_takes_one_tensor_more():
     """Of 24 of 4 MB each; the values are those from before to the last bit, also where it breaks off inside."""
     tensors = [torch.randn(2**20) for _ in range(24)]
-    kept = KeptWeights(tensors)
+    kept = ReferenceWeights(tensors)
     begun = [tensor.clone() for tensor in tensors]
     for tensor in tensors:
         tensor.add_(torch.randn(2**20))

@@ -14,13 +14,13 @@ from small_models import and_long
 from test_layout_check import make_config, make_data
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.algorithms.build_loss import loss_of
+from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.config import DPOConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import WorkerError
 from mcore_rl.models.generation.refit import RefitGroup, RefitGroups, plan_buckets, send_weights
 from mcore_rl.models.policy.refit import RefitReceiver, decode_refit_info, encode_refit_info
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 REFITS, ENGINES, BEST = 3, 2, 8
@@ -66,7 +66,7 @@ def train_and_refit(config, port):
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
     policy.init_collective("127.0.0.1", port, ENGINES + 1)
-    loss_fn = loss_of(config)
+    loss_fn = build_loss(config)
     results = []
     for _ in range(REFITS):
         policy.train(make_data(), loss_fn)
@@ -109,8 +109,8 @@ def start_both(config, policies, port, store):
 @pytest.mark.parametrize(
     ("layout", "family"),
     and_long(
-        [(Layout(), "llama")],
-        [(Layout(tp=2, pp=2), "qwen2"), (Layout(), "qwen2"), (Layout(tp=2, pp=2), "llama")],
+        [(ParallelLayout(), "llama")],
+        [(ParallelLayout(tp=2, pp=2), "qwen2"), (ParallelLayout(), "qwen2"), (ParallelLayout(tp=2, pp=2), "llama")],
     ),
     ids=str,
 )
@@ -131,7 +131,7 @@ def share_and_receive(config):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
-    loss_fn = loss_of(config)
+    loss_fn = build_loss(config)
     policy.train(make_data(), loss_fn)
     expected = policy_outputs(policy)
     before = policy.offload_before_refit()
@@ -180,13 +180,13 @@ def two_steps(config):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
-    loss_fn = loss_of(config)
+    loss_fn = build_loss(config)
     metrics = [policy.train(make_data(), loss_fn) for _ in range(2)][-1]
     policy.shutdown()
     return metrics
 
 
-@pytest.mark.parametrize("layout", and_long([Layout()], [Layout(tp=2, pp=2)]), ids=str)
+@pytest.mark.parametrize("layout", and_long([ParallelLayout()], [ParallelLayout(tp=2, pp=2)]), ids=str)
 def test_refit_by_shared_memory_and_offloading(layout, model_of):
     config = layout.apply(make_config(model_of("llama")))
     results = run_processes(share_and_receive, config, world_size=layout.world_size)
@@ -236,7 +236,7 @@ def test_sending_takes_little_memory(tmp_path):
 
     path = make_model("llama", tmp_path / "large", vocab_size=32000, hidden_size=512, num_hidden_layers=12,
                       intermediate_size=3072, num_attention_heads=8, num_key_value_heads=4, head_dim=64)  # fmt: skip
-    config = Layout(tp=2).apply(make_config(path))
+    config = ParallelLayout(tp=2).apply(make_config(path))
     budget, largest = 8 * 10**6, 32000 * 512 * 4
     peak = run_processes(peak_while_sending, config, free_port(), free_port(), budget, world_size=3)[0]
     print(f"peak {peak / 1e6:.0f} MB; bucket {budget / 1e6:.0f} MB, largest tensor {largest / 1e6:.0f} MB")
@@ -339,7 +339,7 @@ def send_adapters(config, port):
     policy.init_collective("127.0.0.1", port, 2)
     results = []
     for _ in range(REFITS):
-        policy.train(make_data(), loss_of(config))
+        policy.train(make_data(), build_loss(config))
         policy.broadcast_weights_for_collective(BUCKET_BYTES, adapters_only=True)
         policy.broadcast_weights_for_collective(BUCKET_BYTES)
         results.append(policy_outputs(policy))
@@ -400,10 +400,10 @@ def state_engine_of(path):
 @pytest.mark.parametrize(
     ("layout", "family", "targets"),
     and_long(
-        [(Layout(tp=2, sp=True), "llama", ["q_proj", "v_proj", "down_proj"])],
+        [(ParallelLayout(tp=2, sp=True), "llama", ["q_proj", "v_proj", "down_proj"])],
         [
-            (Layout(pp=2), "phi3", []),
-            (Layout(dp=2, ep=2), "mixtral", ["q_proj", "experts.gate_up_proj", "experts.down_proj"]),
+            (ParallelLayout(pp=2), "phi3", []),
+            (ParallelLayout(dp=2, ep=2), "mixtral", ["q_proj", "experts.gate_up_proj", "experts.down_proj"]),
         ],
     ),
     ids=str,
@@ -427,7 +427,7 @@ def adapters_by_shared_memory(config):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
-    policy.train(make_data(), loss_of(config))
+    policy.train(make_data(), build_loss(config))
     taken = {}
     receiver = RefitReceiver(lambda tensors: taken.update((n, t.clone()) for n, t in tensors), {})
     for keys in policy.prepare_weights_for_ipc(5_000, adapters_only=True):
@@ -453,7 +453,7 @@ def no_adapters(config):
 
 
 def test_adapters_by_shared_memory(model_of):
-    config = Layout(tp=2, sp=True).apply(with_adapters(model_of("llama"), ["q_proj", "up_proj"]))
+    config = ParallelLayout(tp=2, sp=True).apply(with_adapters(model_of("llama"), ["q_proj", "up_proj"]))
     taken, exported = run_processes(adapters_by_shared_memory, config, world_size=2)[0]
     assert taken.keys() == exported.keys()
     assert all(torch.equal(taken[name], tensor) for name, tensor in exported.items())

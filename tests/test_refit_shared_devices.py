@@ -9,10 +9,10 @@ from test_layout_check import make_config, make_data
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from mcore_rl import platform
-from mcore_rl.algorithms.build_loss import loss_of
+from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.models.generation import refit
 from mcore_rl.models.policy.refit import RefitReceiver
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 BUCKET_BYTES = 20_000
@@ -26,7 +26,7 @@ def take_on(config, devices):
 
     platform.device_id = lambda of=None: devices[torch.distributed.get_rank()]
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
-    policy.train(make_data(), loss_of(config))
+    policy.train(make_data(), build_loss(config))
     taken, own, blocks = {}, [], []
     receiver = RefitReceiver(lambda tensors: taken.update((n, t.clone()) for n, t in tensors), {})
     for keys in policy.prepare_weights_for_ipc(BUCKET_BYTES):
@@ -47,7 +47,8 @@ def take_on(config, devices):
 
 
 DEVICES = and_long(
-    [(Layout(tp=2, sp=True), "AB")], [(Layout(tp=2, pp=2), "AABC"), (Layout(pp=2, dp=2), "ABCD"), (Layout(), "A")]
+    [(ParallelLayout(tp=2, sp=True), "AB")],
+    [(ParallelLayout(tp=2, pp=2), "AABC"), (ParallelLayout(pp=2, dp=2), "ABCD"), (ParallelLayout(), "A")],
 )
 
 
@@ -86,7 +87,7 @@ def count_what_is_given_back(config):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, held = MegatronPolicy(config, total_steps=10, rows_per_unit=2), []
-    policy.train(make_data(), loss_of(config))
+    policy.train(make_data(), build_loss(config))
     weights, gradients = list(policy.parameters()), gradient_buffers(policy.chunks)
     kinds = (weights, optimizer_tensors(policy.optimizer, weights), gradients)
 

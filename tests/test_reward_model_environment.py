@@ -10,7 +10,7 @@ from test_training_programs import metrics_of, run
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from mcore_rl.config import GRPOConfig
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 LIMIT = 70
@@ -79,7 +79,10 @@ def plain_rewards(judge, texts):
     return [model(row).logits.item() for row in ids]
 
 
-LAYOUTS = and_long([Layout(tp=2)], [Layout(tp=2, dp=2, sp=True), Layout(pp=2, packing=False), Layout(cp=2)])
+LAYOUTS = and_long(
+    [ParallelLayout(tp=2)],
+    [ParallelLayout(tp=2, dp=2, sp=True), ParallelLayout(pp=2, packing=False), ParallelLayout(cp=2)],
+)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

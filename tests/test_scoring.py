@@ -14,11 +14,18 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from mcore_rl.algorithms.loss_functions import BradleyTerryLoss
 from mcore_rl.errors import WorkerError
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 STEPS, CENTER, K = 3, 0.1, 7
-LAYOUTS = [Layout(), Layout(packing=False), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(dp=2)]
+LAYOUTS = [
+    ParallelLayout(),
+    ParallelLayout(packing=False),
+    ParallelLayout(tp=2, sp=True),
+    ParallelLayout(pp=2),
+    ParallelLayout(cp=2),
+    ParallelLayout(dp=2),
+]
 
 
 def reward_config(path, layout):
@@ -92,7 +99,7 @@ def topk(config):
     return best.data
 
 
-@pytest.mark.parametrize("layout", and_long([Layout(tp=2, cp=2)], LAYOUTS[1:]), ids=str)
+@pytest.mark.parametrize("layout", and_long([ParallelLayout(tp=2, cp=2)], LAYOUTS[1:]), ids=str)
 def test_topk_logits_are_transformers_own(layout, model_of):
     best = run_processes(topk, layout.apply(make_config(model_of("qwen2"))), world_size=layout.world_size)[0]
     model, data = AutoModelForCausalLM.from_pretrained(model_of("qwen2"), dtype=torch.float32), make_data()

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from mcore_rl.config import ModelConfig
 from mcore_rl.errors import WorkerError
 from mcore_rl.losses.options import DPOOptions
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 
@@ -43,7 +43,7 @@ def beside(config, teacher_path):
     return expected, found, before, after, freed
 
 
-LAYOUTS = and_long([Layout(tp=2, sp=True)], [Layout(pp=2), Layout(cp=2, dp=2)])
+LAYOUTS = and_long([ParallelLayout(tp=2, sp=True)], [ParallelLayout(pp=2), ParallelLayout(cp=2, dp=2)])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -73,4 +73,4 @@ def two_layouts(config, other):
 def test_models_of_two_layouts_are_refused(model_of):
     config = make_config(model_of("llama"))
     with pytest.raises(WorkerError, match="context_parallel_size=2: all models of a process share one layout"):
-        run_processes(two_layouts, config, Layout(cp=2).apply(config), world_size=2)
+        run_processes(two_layouts, config, ParallelLayout(cp=2).apply(config), world_size=2)

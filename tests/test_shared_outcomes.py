@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 import torch
 
-from mcore_rl.distributed.collectives import share_outcome
+from mcore_rl.distributed.collectives import broadcast_result
 from mcore_rl.errors import TrainingError
 from mcore_rl.testing.processes import run_processes
 
@@ -45,7 +45,7 @@ def shared():
         else:
             work.set_result("done" if kind == "result" else lambda: None)
         try:
-            heard[kind] = share_outcome(work if torch.distributed.get_rank() == 0 else None, 0.1)
+            heard[kind] = broadcast_result(work if torch.distributed.get_rank() == 0 else None, 0.1)
         except Exception as error:
             heard[kind] = f"{type(error).__name__}: {error}"
     return heard

@@ -12,11 +12,11 @@ from test_layout_check import make_config
 from test_simulated_step import config_of, in_processes, real_rank
 
 from mcore_rl.config import DPOConfig, GRPOConfig
-from mcore_rl.data.batching import Batching
+from mcore_rl.data.batching import MicrobatchPlanner
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.packs import PrefixLayout, PrefixTree, slice_context_parallel
 from mcore_rl.simulation.step import Sequences, simulate_rank
-from mcore_rl.testing.layout_check import Layout, compare, compute_outcome, table_row
+from mcore_rl.testing.layout_check import ParallelLayout, compare, compute_layout_result, table_row
 from mcore_rl.testing.processes import run_processes
 
 # Few different tokens, so that rows begin alike, are equal, or are beginnings of one another.
@@ -104,7 +104,7 @@ def test_a_filler_is_no_wider_than_what_it_stands_beside():
     """One group for two ranks, in packs of one width: the filler is a whole unit with what its rows share."""
     ids = torch.tensor([[1] * 12 + [row] for row in range(4)])
     data = BatchedDataDict(input_ids=ids, input_lengths=torch.full((4,), 13), sample_mask=torch.ones(4))
-    batching = Batching(True, 64, 1, 1, dp_size=2, one_width=True, rows_per_group=4, min_shared=4)
+    batching = MicrobatchPlanner(True, 64, 1, 1, dp_size=2, one_width=True, rows_per_group=4, min_shared=4)
     (real,), (filler,) = (batching.microbatches(data, rank) for rank in (0, 1))
     assert sorted([real.counts, filler.counts]) == [False, True]
     assert real.layout.total == filler.layout.total == 16
@@ -116,7 +116,7 @@ def test_a_pack_holds_its_rows_in_the_order_of_its_data(rows, min_shared):
     """Also where rows begin alike and nothing is shared: too few tokens, or one row is the beginning of another."""
     ids, lengths = padded(rows)
     data = BatchedDataDict(input_ids=ids, input_lengths=torch.tensor(lengths), sample_mask=torch.ones(len(rows)))
-    batching = Batching(True, 128, 1, 1, rows_per_group=len(rows), min_shared=min_shared)
+    batching = MicrobatchPlanner(True, 128, 1, 1, rows_per_group=len(rows), min_shared=min_shared)
     (microbatch,) = batching.microbatches(data, 0)
     layout = microbatch.layout
     assert layout.row_lengths == tuple(lengths[row] for row in microbatch.rows)
@@ -134,10 +134,12 @@ def test_rows_that_begin_alike_and_share_nothing_have_the_gradients_of_unshared_
         reference_policy_logprobs=torch.randn(ids.shape, generator=torch.Generator().manual_seed(3)) - 5,
     )  # fmt: skip
     config = make_config(model_of("llama"))
-    shared = Layout(prefix=True).apply(config)
-    one, other = (run_processes(compute_outcome, c, copy.deepcopy(data), 1, world_size=1)[0] for c in (config, shared))
+    shared = ParallelLayout(prefix=True).apply(config)
+    one, other = (
+        run_processes(compute_layout_result, c, copy.deepcopy(data), 1, world_size=1)[0] for c in (config, shared)
+    )
     difference = compare(other, one)
-    assert difference.within(), table_row(Layout(prefix=True), difference)
+    assert difference.within(), table_row(ParallelLayout(prefix=True), difference)
 
 
 def test_a_group_too_large_for_a_pack_is_cut():
@@ -146,7 +148,7 @@ def test_a_group_too_large_for_a_pack_is_cut():
     rows = [[*prompt, *[11 + i] * 6] for i in range(8)]
     ids, lengths = padded(rows)
     data = BatchedDataDict(input_ids=ids, input_lengths=torch.tensor(lengths), sample_mask=torch.ones(8))
-    batching = Batching(True, 30, 1, 1, rows_per_group=8, min_shared=4)
+    batching = MicrobatchPlanner(True, 30, 1, 1, rows_per_group=8, min_shared=4)
     microbatches = batching.microbatches(data, 0)
     assert sorted(row for m in microbatches for row in m.rows) == list(range(8))
     assert all(m.layout.total <= 30 for m in microbatches)
@@ -237,11 +239,11 @@ def dpo_config(path):
 
 
 LAYOUTS = [
-    Layout(prefix=True),
-    Layout(prefix=True, cp=2),
-    Layout(prefix=True, tp=2, sp=True),
-    Layout(prefix=True, pp=2),
-    Layout(prefix=True, dp=2, tokens_per_pack=128),
+    ParallelLayout(prefix=True),
+    ParallelLayout(prefix=True, cp=2),
+    ParallelLayout(prefix=True, tp=2, sp=True),
+    ParallelLayout(prefix=True, pp=2),
+    ParallelLayout(prefix=True, dp=2, tokens_per_pack=128),
 ]
 CASES = {"pairs": (dpo_config, make_pairs), "groups": (grpo_config, make_groups)}
 
@@ -253,7 +255,7 @@ def unshared(model_of):
     def get(case):
         if case not in made:
             config, data = CASES[case][0](model_of("llama")), CASES[case][1]()
-            made[case] = run_processes(compute_outcome, Layout().apply(config), data, 2, world_size=1)[0]
+            made[case] = run_processes(compute_layout_result, ParallelLayout().apply(config), data, 2, world_size=1)[0]
         return made[case]
 
     return get
@@ -261,7 +263,7 @@ def unshared(model_of):
 
 def check(layout, case, unshared, model_of):
     config, data = layout.apply(CASES[case][0](model_of("llama"))), copy.deepcopy(CASES[case][1]())
-    outcome = run_processes(compute_outcome, config, data, 2, world_size=layout.world_size)[0]
+    outcome = run_processes(compute_layout_result, config, data, 2, world_size=layout.world_size)[0]
     difference = compare(outcome, unshared(case))
     assert difference.within(), table_row(layout, difference)
 
@@ -273,7 +275,9 @@ def test_shared_prompts_change_nothing(layout, case, unshared, model_of):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [Layout(prefix=True, cp=4), Layout(prefix=True, tp=2, cp=2, pp=2, sp=True)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(prefix=True, cp=4), ParallelLayout(prefix=True, tp=2, cp=2, pp=2, sp=True)], ids=str
+)
 @pytest.mark.parametrize("case", CASES)
 def test_shared_prompts_under_more_layouts(layout, case, unshared, model_of):
     check(layout, case, unshared, model_of)
@@ -283,12 +287,14 @@ def test_prompts_are_shared_there(model_of):
     """The cases above do have something in common: fewer tokens go through the model."""
     for make, rows_per_group in ((make_pairs, 2), (make_groups, 4)):
         data = make()
-        lengths, before = Batching(True, 256, 1, 1, rows_per_group=rows_per_group, min_shared=8).pieces(data)
+        lengths, before = MicrobatchPlanner(True, 256, 1, 1, rows_per_group=rows_per_group, min_shared=8).pieces(data)
         assert sum(lengths) < 0.8 * int(data["input_lengths"].sum())
         assert any(before)
 
 
-@pytest.mark.parametrize("layout", and_long([], [Layout(prefix=True, dp=2)], [Layout(prefix=True)]), ids=str)
+@pytest.mark.parametrize(
+    "layout", and_long([], [ParallelLayout(prefix=True, dp=2)], [ParallelLayout(prefix=True)]), ids=str
+)
 def test_a_simulated_step_shares_as_much_as_a_real_one(layout, model_of):
     config = layout.apply(config_of(model_of("llama"), DPOConfig, batch={"global_batch_size": 4}))
     sequences, port, size = Sequences((240,) * 4 + (99,) * 4, (60,) * 4 + (33,) * 4), free_port(), layout.world_size

@@ -8,7 +8,7 @@ from ports import free_port
 from small_models import and_long, make_model
 from test_simulated_step import EQUAL, SEQUENCES, config_of, in_processes
 
-from mcore_rl.config.parallel import Layout
+from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.simulation.step import invented_batch, simulate_rank
 
 SIZES = {
@@ -83,15 +83,24 @@ def compare(path, layout, sequences):
 
 DENSE = and_long(
     [],
-    [Layout(), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(dp=2)],
-    [Layout(tp=2), Layout(tp=2, pp=2), Layout(pp=2, vpp=2), Layout(packing=False), Layout(tp=2, cp=2, sp=True)],
+    [ParallelLayout(), ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2), ParallelLayout(cp=2), ParallelLayout(dp=2)],
+    [
+        ParallelLayout(tp=2),
+        ParallelLayout(tp=2, pp=2),
+        ParallelLayout(pp=2, vpp=2),
+        ParallelLayout(packing=False),
+        ParallelLayout(tp=2, cp=2, sp=True),
+    ],
 )
 MIXTURES = and_long(
     [],
-    [Layout(dp=2, ep=2), Layout(pp=2, dp=2, ep=2)],
+    [ParallelLayout(dp=2, ep=2), ParallelLayout(pp=2, dp=2, ep=2)],
     [
-        Layout(), Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2), Layout(cp=2, ep=2),
-        Layout(tp=2, sp=True, ep=2, etp=1), Layout(tp=2, sp=True, dp=2, ep=2),
+        ParallelLayout(**sizes)
+        for sizes in (
+            {}, {"tp": 2, "sp": True}, {"pp": 2}, {"dp": 2}, {"cp": 2, "ep": 2},
+            {"tp": 2, "sp": True, "ep": 2, "etp": 1}, {"tp": 2, "sp": True, "dp": 2, "ep": 2},
+        )
     ],
 )  # fmt: skip
 

@@ -14,9 +14,9 @@ from test_simulated_step import MIXTURE, config_of, in_processes
 from mcore_rl import platform
 from mcore_rl.cli.dry_run import first_batch
 from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, PPOConfig, SFTConfig
-from mcore_rl.config.algorithms import config_of_critic
-from mcore_rl.config.parallel import Layout
-from mcore_rl.data.batching import Batching
+from mcore_rl.config.algorithms import critic_config
+from mcore_rl.config.parallel import ParallelLayout
+from mcore_rl.data.batching import MicrobatchPlanner
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
@@ -41,13 +41,13 @@ def one_pack(path, layout=None, family="llama", model=None, **changes):
     config = config_of(
         path, model={"path": str(path), **(model or {})}, batch={"global_batch_size": ROWS, "tokens_per_pack": TOKENS}
     )
-    return (layout or Layout(tokens_per_pack=TOKENS)).apply(config)
+    return (layout or ParallelLayout(tokens_per_pack=TOKENS)).apply(config)
 
 
 def test_memory_and_products_of_a_dense_model(tmp_path):
     """The peak is where logits are computed: one tile, which is all of them, and a few numbers a token; and in the last
     stage what came from the one before."""
-    staged = Layout(pp=2, tokens_per_pack=TOKENS)
+    staged = ParallelLayout(pp=2, tokens_per_pack=TOKENS)
     configs = [one_pack(tmp_path / "whole"), one_pack(tmp_path / "last", staged)]
     whole, last = in_processes(simulate_rank, (configs[0], 0, 1, SEQUENCES), (configs[1], 1, 2, SEQUENCES))
     for report in (whole, last):
@@ -115,12 +115,12 @@ def test_kinds_of_storages_at_a_peak():
 
 def test_shares_of_work():
     """Two replicas, two packs each: 400 and 100 tokens, and 300 and 200, whose squares are work as well."""
-    batching = Batching(True, 400, 1, 1, dp_size=2, attention_length=100.0)
+    batching = MicrobatchPlanner(True, 400, 1, 1, dp_size=2, attention_length=100.0)
     lengths = [400, 300, 200, 100]
     units = batching.unit_sizes(lengths, None, range(4))
     work = [n + n * n / 100 for n in lengths]
     most, least = work[0] + work[3], work[1] + work[2]
-    assert sorted(batching.shares_of_work(units)) == pytest.approx([2 * x / sum(work) for x in (least, most)])
+    assert sorted(batching.relative_work(units)) == pytest.approx([2 * x / sum(work) for x in (least, most)])
 
 
 GPU = Hardware(
@@ -303,7 +303,7 @@ def test_weights_that_take_each_others_place(tmp_path):
 @pytest.mark.long
 def test_a_message_is_between_two_ranks(tmp_path):
     """Whatever other stages there are: the link between these two carries it."""
-    config = one_pack(tmp_path, Layout(pp=4, tokens_per_pack=TOKENS), num_hidden_layers=4)
+    config = one_pack(tmp_path, ParallelLayout(pp=4, tokens_per_pack=TOKENS), num_hidden_layers=4)
     reports = in_processes(simulate_rank, *[(config, rank, 4, SEQUENCES) for rank in (0, 1)])
     for report, pairs in zip(reports, ({(0, 1)}, {(0, 1), (1, 2)}), strict=True):
         for operation in ("send", "recv"):
@@ -331,7 +331,7 @@ def given_up(config):
     from mcore_rl.models.megatron.optimizer import gradient_buffers
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
-    critic = MegatronPolicy(config_of_critic(config), 2)
+    critic = MegatronPolicy(critic_config(config), 2)
     critic.train(critic.own_rows(invented_batch(config, SEQUENCES)), ValueLossFn(None))
     zeros = bytes_of(gradient_buffers(critic.chunks))
     return critic.offload_after_refit(), zeros
@@ -361,7 +361,7 @@ OVERLAPPING = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 @pytest.mark.long
 def test_weights_and_gradients_are_told_from_activations(tmp_path):
     """At TP2 with sequence parallelism and DP2: gradients in fp32 once, weights once, whether they overlap or not."""
-    layout = Layout(tp=2, sp=True, dp=2, tokens_per_pack=TOKENS)
+    layout = ParallelLayout(tp=2, sp=True, dp=2, tokens_per_pack=TOKENS)
     config = one_pack(tmp_path, layout)
     parallel = config.parallel.model_copy(update=OVERLAPPING)
     overlapping = config.model_copy(update={"parallel": parallel})

@@ -26,7 +26,7 @@ from mcore_rl.config import (
     RLConfig,
     SFTConfig,
 )
-from mcore_rl.config.parallel import Layout
+from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.counters import Transfer
 from mcore_rl.simulation.rank import PHASES
@@ -107,11 +107,11 @@ def compare(config, layout, sequences):
 
 
 LAYOUTS = and_long(
-    [Layout()],
-    [Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(tp=2, cp=2, sp=True)],
+    [ParallelLayout()],
+    [ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2), ParallelLayout(cp=2), ParallelLayout(tp=2, cp=2, sp=True)],
     [
-        Layout(dp=2), Layout(tp=2), Layout(tp=2, pp=2),
-        Layout(pp=2, vpp=2), Layout(packing=False), Layout(pp=2, vpp=2, stages="E|ttt|t|L"),
+        ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(tp=2, pp=2),
+        ParallelLayout(pp=2, vpp=2), ParallelLayout(packing=False), ParallelLayout(pp=2, vpp=2, stages="E|ttt|t|L"),
     ],
 )  # fmt: skip
 
@@ -150,8 +150,16 @@ BESIDE = {
 }
 MODELS = and_long(
     [],
-    [("critic", Layout(tp=2, sp=True)), ("reference", Layout(pp=2)), ("whole teacher", Layout())],
-    [(case, layout) for case in BESIDE for layout in (Layout(), Layout(tp=2, sp=True), Layout(pp=2, dp=2))],
+    [
+        ("critic", ParallelLayout(tp=2, sp=True)),
+        ("reference", ParallelLayout(pp=2)),
+        ("whole teacher", ParallelLayout()),
+    ],
+    [
+        (case, layout)
+        for case in BESIDE
+        for layout in (ParallelLayout(), ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2, dp=2))
+    ],
 )
 
 
@@ -179,20 +187,20 @@ GROUPED = {"dtype": "bfloat16", "moe_grouped_gemm": True}
 MIXTURES = and_long(
     [],
     [
-        (Layout(dp=2, ep=2), {}),
-        (Layout(dp=2, ep=2), GROUPED),
-        (Layout(tp=2, sp=True, ep=2, etp=1), {}),
-        (Layout(pp=2, dp=2, ep=2), {}),
+        (ParallelLayout(dp=2, ep=2), {}),
+        (ParallelLayout(dp=2, ep=2), GROUPED),
+        (ParallelLayout(tp=2, sp=True, ep=2, etp=1), {}),
+        (ParallelLayout(pp=2, dp=2, ep=2), {}),
     ],
     [
-        (Layout(), {}),
-        (Layout(), {"recompute_activations": True}),
-        (Layout(cp=2, ep=2), {}),
-        (Layout(tp=2, sp=True, dp=2, ep=2), {}),
-        (Layout(dp=2), {}),
-        (Layout(pp=2), {}),
-        (Layout(cp=2), {}),
-        (Layout(tp=2, sp=True), {}),
+        (ParallelLayout(), {}),
+        (ParallelLayout(), {"recompute_activations": True}),
+        (ParallelLayout(cp=2, ep=2), {}),
+        (ParallelLayout(tp=2, sp=True, dp=2, ep=2), {}),
+        (ParallelLayout(dp=2), {}),
+        (ParallelLayout(pp=2), {}),
+        (ParallelLayout(cp=2), {}),
+        (ParallelLayout(tp=2, sp=True), {}),
     ],
 )
 
@@ -211,7 +219,7 @@ def test_balanced_routing(tmp_path):
     for topk in (2, 3):
         sizes = {**MIXTURE, "num_experts": experts, "num_experts_per_tok": topk, "mlp_only_layers": []}
         make_config("qwen3_moe", **sizes).save_pretrained(tmp_path / str(topk))
-        configs.append(Layout(dp=4, ep=ep).apply(config_of(tmp_path / str(topk))))
+        configs.append(ParallelLayout(dp=4, ep=ep).apply(config_of(tmp_path / str(topk))))
     two, three = in_processes(simulate_rank, *[(config, 1, 4, EQUAL) for config in configs])
     assert two.packs == 1 and two.tokens == (tokens, tokens)
     for topk, report in ((2, two), (3, three)):
@@ -232,7 +240,9 @@ def test_grouped_products_are_as_many_as_single_ones(tmp_path):
     make_config("qwen3_moe", **{**MIXTURE, "num_experts_per_tok": 2}).save_pretrained(tmp_path)
     model = {"path": str(tmp_path), **GROUPED}
     configs = [config_of(tmp_path, model={**model, "moe_grouped_gemm": grouped}) for grouped in (False, True)]
-    single, grouped = in_processes(simulate_rank, *[(Layout(ep=2, dp=2).apply(c), 0, 2, EQUAL) for c in configs])
+    single, grouped = in_processes(
+        simulate_rank, *[(ParallelLayout(ep=2, dp=2).apply(c), 0, 2, EQUAL) for c in configs]
+    )
     assert grouped.products == single.products and grouped.traffic == single.traffic
 
 
@@ -264,7 +274,7 @@ def waits_among_microbatches(report, phase="training"):
 def test_the_host_never_waits_among_the_microbatches(algorithm, sections, model):
     """Only before them, and where results of the whole batch are read: a score's rows, and the gradient's norm."""
     config = config_of(model, algorithm, **sections)
-    layout = Layout(tp=2, cp=2, pp=2, dp=2, sp=True).apply(config)
+    layout = ParallelLayout(tp=2, cp=2, pp=2, dp=2, sp=True).apply(config)
     (report,) = in_processes(simulate_rank, (layout, 9, 16, Sequences(2 * LENGTHS, 2 * SEQUENCES.responses)))
     places = {(phase, place.partition(":")[0]) for phase, place in report.host_reads}
     assert not waits_among_microbatches(report)
@@ -275,7 +285,7 @@ def test_the_host_never_waits_among_the_microbatches(algorithm, sections, model)
 @pytest.mark.parametrize("case", and_long([], ["teacher"], ["whole teacher", "judge", "critic", "mismatched"]))
 def test_nor_where_there_are_several_models(case, model, others):
     algorithm, sections = BESIDE[case]
-    layout = Layout(tp=2, cp=2, pp=2, dp=2, sp=True).apply(config_of(model, algorithm, **sections(others)))
+    layout = ParallelLayout(tp=2, cp=2, pp=2, dp=2, sp=True).apply(config_of(model, algorithm, **sections(others)))
     (report,) = in_processes(simulate_rank, (layout, 9, 16, SEQUENCES))
     assert not waits_among_microbatches(report) and not waits_among_microbatches(report, "critic")
 
@@ -295,7 +305,7 @@ def read_in_loss(config):
 
 @pytest.mark.long
 def test_a_loss_that_waits_is_seen(model):
-    config = Layout(dp=2).apply(config_of(model))
+    config = ParallelLayout(dp=2).apply(config_of(model))
     (report,) = in_processes(read_in_loss, (config,))
     assert sum(waits_among_microbatches(report).values()) == report.packs
 
@@ -373,7 +383,7 @@ def test_every_update_of_a_rollout_is_simulated(model):
 @pytest.mark.long
 def test_weights_that_come_in_the_next_forward_pass_count(model):
     """The model's bytes that are gathered are the same, whenever that is."""
-    config = Layout(dp=2).apply(config_of(model))
+    config = ParallelLayout(dp=2).apply(config_of(model))
     reports = []
     for gathers in (False, True):
         parallel = {"overlap_grad_reduce": True, "overlap_param_gather": gathers}
@@ -445,7 +455,7 @@ def test_what_is_refused_of_mixtures(algorithm, sections, message, tmp_path):
 @pytest.mark.exhaustive
 def test_the_distinct_stages_have_the_largest_peak(tmp_path):
     path = make_model("llama", tmp_path, num_hidden_layers=8)
-    config = Layout(pp=4, stages="Et|ttt|ttt|tL", tokens_per_pack=384).apply(config_of(path))
+    config = ParallelLayout(pp=4, stages="Et|ttt|ttt|tL", tokens_per_pack=384).apply(config_of(path))
     reports = simulate(config, 4, chosen_ranks(config, 4, "stages"), SEQUENCES, workers=2)
     peaks = {report.rank: report.peak for report in reports}
     assert max(peaks[rank] for rank in chosen_ranks(config, 4, "distinct")) == max(peaks.values()) == peaks[1]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.run.metrics import StepLog, read_step_log
+from mcore_rl.run.metrics import JsonLinesLog, read_step_log
 
 
 def test_lines_that_are_of_no_step_are_refused(tmp_path):
@@ -14,18 +14,18 @@ def test_lines_that_are_of_no_step_are_refused(tmp_path):
 
 def test_a_step_log_goes_on_from_any_of_its_steps(tmp_path):
     path = tmp_path / "log.jsonl"
-    log = StepLog(path)
+    log = JsonLinesLog(path)
     log.append(0, {"a": 1})
     for step in (1, 2, 3):
         log.append(step, {"a": step}, {"a": -step})
     with open(path, "a") as file:
         file.write('{"step": 4, "a"')
     assert [entry["a"] for entry in read_step_log(path)] == [1, 1, -1, 2, -2, 3, -3]
-    again = StepLog(path)
+    again = JsonLinesLog(path)
     again.append(3, {"a": 30})
     again.append(4, {"a": 40})
     assert [(entry["step"], entry["a"]) for entry in read_step_log(path)] == [
         (0, 1), (1, 1), (1, -1), (2, 2), (2, -2), (3, 30), (4, 40)
     ]  # fmt: skip
-    StepLog(path).append(1)
+    JsonLinesLog(path).append(1)
     assert path.read_bytes() == b""

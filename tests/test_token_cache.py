@@ -18,7 +18,7 @@ from mcore_rl.data import token_cache, token_store, tokenize
 from mcore_rl.data.datasets import load_preference_dataset, load_prompt_dataset, load_sft_dataset
 from mcore_rl.data.token_cache import TokenCache
 from mcore_rl.data.token_store import TokenStore
-from mcore_rl.data.tokenize import TokenizerSource, load_tokenizer
+from mcore_rl.data.tokenize import TokenizerSpec, load_tokenizer
 from mcore_rl.errors import UserError
 from mcore_rl.testing.processes import run_processes
 from mcore_rl.utils.console import silent
@@ -44,7 +44,7 @@ def write(path, records):
 
 def load(files, load_dataset=load_sft_dataset, settings=SETTINGS, template=None, trust=False):
     tokenizer = load_tokenizer(files / "model", trust, template)
-    cache = TokenCache(files / "cache", TokenizerSource(files / "model", trust, template))
+    cache = TokenCache(files / "cache", TokenizerSpec(files / "model", trust, template))
     return load_dataset(str(files / "data.jsonl"), tokenizer, settings, silent, cache=cache)
 
 
@@ -158,7 +158,7 @@ def test_an_edit_that_keeps_size_and_time_is_noticed(files, monkeypatch):
 def test_one_process_of_a_node_reads_a_large_source_for_its_digest(files, monkeypatch):
     """Beside many that want it at once; a lock of its own for each that opens the file."""
     monkeypatch.setattr(token_cache, "SOURCE_BYTES_TO_REMEMBER", 0)
-    cache = TokenCache(files / "cache", TokenizerSource(files / "model", False, None))
+    cache = TokenCache(files / "cache", TokenizerSpec(files / "model", False, None))
     read, plain = [], token_cache.digest_of_file
 
     def slow(path):
@@ -204,7 +204,7 @@ def test_a_wrong_record_leaves_nothing(files):
 @pytest.mark.parametrize("where", ["a_file", "a_file/below"])
 def test_a_directory_that_cannot_be(where, files):
     (files / "a_file").write_text("")
-    cache = TokenCache(files / where, TokenizerSource(files / "model", False, None))
+    cache = TokenCache(files / where, TokenizerSpec(files / "model", False, None))
     with pytest.raises(UserError, match=r"data.cache_dir: .* cannot be written"):
         load_sft_dataset(str(files / "data.jsonl"), load_tokenizer(files / "model"), SETTINGS, cache=cache)
 
@@ -215,7 +215,7 @@ from pathlib import Path
 from mcore_rl.config import DataConfig
 from mcore_rl.data import records, token_cache, tokenization
 from mcore_rl.data.tokenize import load_tokenizer
-from mcore_rl.data.tokenize import TokenizerSource
+from mcore_rl.data.tokenize import TokenizerSpec
 
 def slow(*arguments):
     time.sleep(1000)
@@ -224,7 +224,7 @@ if __name__ == "__main__":
     files = Path(sys.argv[1])
     tokenize.SOURCE_BYTES_FOR_PROCESSES, token_cache.available_workers = 0, lambda: 2
     records._tokenize_sft = slow
-    cache = token_cache.TokenCache(files / "cache", TokenizerSource(files / "model", False, None))
+    cache = token_cache.TokenCache(files / "cache", TokenizerSpec(files / "model", False, None))
     settings = DataConfig(train="x", max_sequence_length=40)
     records.load_sft_dataset(str(files / "data.jsonl"), load_tokenizer(files / "model"), settings, print, cache)
 """
@@ -255,7 +255,7 @@ def test_workers_end_with_a_killed_parent_and_what_it_left_is_removed(files):
 @pytest.mark.long
 def test_several_processes_tokenize_the_same(files, monkeypatch):
     monkeypatch.setattr(tokenize, "SOURCE_BYTES_FOR_PROCESSES", 0)
-    source, said = TokenizerSource(files / "model", False, None), []
+    source, said = TokenizerSpec(files / "model", False, None), []
     tokenizer = load_tokenizer(files / "model")
     plain = load_sft_dataset(str(files / "data.jsonl"), tokenizer, SETTINGS)
     monkeypatch.setattr(token_cache, "available_workers", lambda: 2)

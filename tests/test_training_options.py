@@ -19,23 +19,23 @@ from transformers import LlamaConfig
 from mcore_rl import platform
 from mcore_rl.algorithms import grpo
 from mcore_rl.config import EnvironmentConfig, GRPOConfig, ModelConfig, PPOConfig, SFTConfig, load_config
-from mcore_rl.data.batching import Batching, divide
+from mcore_rl.data.batching import MicrobatchPlanner, divide
 from mcore_rl.data.datasets import PromptDataset, StoredPrompts
 from mcore_rl.data.sample_order import SampleOrder
 from mcore_rl.data.token_store import TokenizedChunk, TokenSequence, collect
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.environments.interfaces import Sample
-from mcore_rl.environments.judge_processes import JudgedEnvironment
+from mcore_rl.environments.judge_processes import JudgeProcesses
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation import megatron_generation
 from mcore_rl.models.megatron.checkpoint.load import Restored
 from mcore_rl.models.megatron.hf_config import load_hf_config
-from mcore_rl.rollouts.samples import Rollout, Rollouts
+from mcore_rl.rollouts.samples import Rollout, RolloutBatch
 from mcore_rl.run import checkpoints as checkpointing
 from mcore_rl.run import metrics, watchdog
 from mcore_rl.run.checkpoints import RunCheckpoints
-from mcore_rl.run.metrics import Reporter, read_step_log
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.run.metrics import MetricsReporter, read_step_log
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 GROUP, NUM_PROMPTS, DATASET_SIZE = 4, 6, 40
@@ -71,7 +71,7 @@ class Worker:
 
     def run(self, prompts, sample_ids, greedy=False):
         self.asked += [index for index, _ in prompts][::GROUP]
-        return Rollouts.known_to_all(self.answers(prompts, sample_ids))
+        return RolloutBatch.from_all_ranks(self.answers(prompts, sample_ids))
 
     def answers(self, prompts, sample_ids):
         return [
@@ -86,7 +86,7 @@ class Worker:
 
 
 class Policy:
-    is_writer, reference, batching, topology = True, "weights", Batching(True, 64, 1, 1), Topology()
+    is_writer, reference, batching, topology = True, "weights", MicrobatchPlanner(True, 64, 1, 1), Topology()
 
     def __init__(self):
         self.trained, self.skipped = [], 0
@@ -332,7 +332,7 @@ def test_num_workers_judge_at_the_same_time(tmp_path, monkeypatch):
     log = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     for num_workers in (1, 3):
         config = EnvironmentConfig(name="function", function="slowly:judge", num_workers=num_workers)
-        environment = JudgedEnvironment(config)
+        environment = JudgeProcesses(config)
         try:
             steps = [future.result(30) for future in [environment.submit(Sample(log, {})) for _ in range(3)]]
         finally:
@@ -403,7 +403,7 @@ def test_other_programs_get_every_metric(tmp_path, monkeypatch):
     asked = ["logging.tensorboard=true", "logging.wandb=project", "logging.wandb_tags=[a, b]", "logging.mlflow=trials"]
     asked += ["logging.run_name=tuesday", "optimizer.lr=0.25"]
     config = load(SFTConfig, tmp_path, asked, batch={"global_batch_size": 2})
-    reporter = Reporter(config, True, 1, 2)
+    reporter = MetricsReporter(config, True, 1, 2)
     for step in (1, 2):
         reporter.record(step, {"loss": 0.5 / step})
     reporter.close()
@@ -423,7 +423,7 @@ def test_a_terminal_shows_a_bar_and_others_do_not(tmp_path, monkeypatch):
     for is_terminal in (True, False):
         shown = io.StringIO()
         monkeypatch.setattr(metrics, "console", Console(file=shown, force_terminal=is_terminal, width=120))
-        reporter = Reporter(config, True, 3, 4)
+        reporter = MetricsReporter(config, True, 3, 4)
         with reporter.live():
             watchdog.start(tmp_path / "stacks", 0)
             watchdog.enter("step 3: generation {of} [sorts]")
@@ -477,7 +477,9 @@ def test_recomputation_runs_layers_twice_and_changes_no_number(model_of):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(cp=2), Layout(dp=2, pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(tp=2, sp=True), ParallelLayout(cp=2), ParallelLayout(dp=2, pp=2)], ids=str
+)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_deterministic_runs_are_equal_bit_for_bit(layout, family, model_of):
     """And no operation that training needs lacks a deterministic form on the CPU."""

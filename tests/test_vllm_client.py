@@ -22,7 +22,7 @@ from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
 from mcore_rl.models.generation.vllm_generation import wait_until_ready
-from mcore_rl.models.generation.vllm_server import VLLMService, server_command
+from mcore_rl.models.generation.vllm_server import VLLMServerProcesses, server_command
 
 GROUPS = [
     [Request((7, group), 5, seed=10 * group + row, priority=group, group=(group,)) for row in range(1 + group % 4)]
@@ -221,7 +221,7 @@ vllm_server.server_command = lambda config, port: [sys.executable, "-c", server]
 vllm = SimpleNamespace(num_servers=2, host="127.0.0.1", port=int(sys.argv[1]), devices=())
 model = SimpleNamespace(moe_router_replay=False)
 config = SimpleNamespace(model=model, generation=SimpleNamespace(vllm=vllm))
-service = vllm_server.VLLMService(config, Path(sys.argv[2]))
+service = vllm_server.VLLMServerProcesses(config, Path(sys.argv[2]))
 print("started", flush=True)
 time.sleep(99)
 """
@@ -283,7 +283,7 @@ def config_of(tmp_path, offload=False, **vllm):
 
 def test_a_server_that_does_not_start_is_told_at_once(tmp_path):
     config = config_of(tmp_path, num_servers=2)
-    service = VLLMService(config, tmp_path / "logs")
+    service = VLLMServerProcesses(config, tmp_path / "logs")
     try:
         with pytest.raises(
             UserError, match=r"did not start: it ended with status 3: ValueError: --model is no model \("
@@ -301,7 +301,7 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path):
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(UserError, match=f"vllm.port: 127.0.0.1:{port} cannot"),
     ):
-        VLLMService(config, tmp_path / "logs")
+        VLLMServerProcesses(config, tmp_path / "logs")
     assert not (tmp_path / "logs").exists()
 
 
@@ -317,6 +317,6 @@ def test_options_reach_the_servers(tmp_path, monkeypatch):
     }  # fmt: skip
     assert {name: values[name] for name in expected} == expected
     monkeypatch.setenv("WORLD_SIZE", "2")
-    environments = [VLLMService._environment(config, index) for index in range(2)]
+    environments = [VLLMServerProcesses._environment(config, index) for index in range(2)]
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == ["4,5", "6,7"]
     assert not any("WORLD_SIZE" in environment for environment in environments)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from small_models import and_long
 from test_layout_check import make_config
 
-from mcore_rl.testing.layout_check import Layout
+from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list")
@@ -55,7 +55,7 @@ def assert_whole(tensors, expected):
 
 
 def test_the_first_replica_alone_gathers(model_of):
-    (first, second, *others), expected = export("llama", Layout(tp=2, dp=2), model_of, True)
+    (first, second, *others), expected = export("llama", ParallelLayout(tp=2, dp=2), model_of, True)
     assert_whole(first[0], expected)
     assert all(not tensors for tensors, *_ in (second, *others))
     for _, calls, cut, _ in (first, second):
@@ -64,7 +64,7 @@ def test_the_first_replica_alone_gathers(model_of):
 
 
 def test_stages_send_to_the_first_one(model_of):
-    (first, *others), expected = export("qwen2", Layout(pp=2, cp=2), model_of, True)
+    (first, *others), expected = export("qwen2", ParallelLayout(pp=2, cp=2), model_of, True)
     assert_whole(first[0], expected)
     assert all(not tensors for tensors, *_ in others)
     of_stages = {"broadcast": first[3]}
@@ -72,16 +72,16 @@ def test_stages_send_to_the_first_one(model_of):
 
 
 AWKWARD = and_long(
-    [("mixtral", Layout(tp=2, dp=2, ep=2, etp=1, sp=True))],
+    [("mixtral", ParallelLayout(tp=2, dp=2, ep=2, etp=1, sp=True))],
     [
-        ("glm4_moe", Layout(pp=2, dp=2, ep=2)),
-        ("qwen2_moe", Layout(cp=2, dp=2, ep=2)),
-        ("qwen3_moe", Layout(tp=2, dp=2, ep=4, etp=1, sp=True)),
-        ("mixtral", Layout(tp=2, dp=2, ep=2, etp=2, sp=True)),
-        ("deep", Layout(tp=2, pp=2, vpp=3)),
-        ("deep", Layout(pp=2, vpp=3, stages="E|tt|t|t|tt|L")),
-        ("deep", Layout(pp=3, stages="Et|t*5|L")),
-        ("llama", Layout(tp=4)),  # more ranks than key-value heads
+        ("glm4_moe", ParallelLayout(pp=2, dp=2, ep=2)),
+        ("qwen2_moe", ParallelLayout(cp=2, dp=2, ep=2)),
+        ("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=4, etp=1, sp=True)),
+        ("mixtral", ParallelLayout(tp=2, dp=2, ep=2, etp=2, sp=True)),
+        ("deep", ParallelLayout(tp=2, pp=2, vpp=3)),
+        ("deep", ParallelLayout(pp=2, vpp=3, stages="E|tt|t|t|tt|L")),
+        ("deep", ParallelLayout(pp=3, stages="Et|t*5|L")),
+        ("llama", ParallelLayout(tp=4)),  # more ranks than key-value heads
     ],
 )
 
@@ -97,7 +97,7 @@ def test_where_a_tensor_is_follows_from_the_layout(family, layout, model_of):
 
 def test_large_tensors_are_gathered_in_pieces(model_of):
     """Of a size that no tensor's is a multiple of."""
-    ranks, expected = export("llama", Layout(tp=2), model_of, False, 1000 * 8)
+    ranks, expected = export("llama", ParallelLayout(tp=2), model_of, False, 1000 * 8)
     for tensors, calls, *_ in ranks:
         assert_whole(tensors, expected)
         assert calls["all_gather"] > 10

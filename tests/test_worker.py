@@ -17,8 +17,8 @@ from mcore_rl.data.sample_order import SampleOrder
 from mcore_rl.environments.interfaces import Step
 from mcore_rl.errors import TrainingError, UserError, WorkerError
 from mcore_rl.models.generation.interfaces import Response, StreamingGeneration, output_of, prompts_of
-from mcore_rl.rollouts.collector import RolloutCollector, RolloutSums, rollout_metrics, staleness_metrics
-from mcore_rl.rollouts.samples import Rollout, Rollouts
+from mcore_rl.rollouts.collector import RolloutCollector, RolloutStatistics, rollout_metrics, staleness_metrics
+from mcore_rl.rollouts.samples import Rollout, RolloutBatch
 from mcore_rl.testing.processes import run_processes
 
 GROUP, LIMIT = 3, 24
@@ -153,7 +153,7 @@ def test_metrics_are_the_same_in_whatever_parts_samples_come():
     outcomes = list(drawn_outcomes(101))
     whole = rollout_metrics(outcomes)
     for size in (1, 7, 100):
-        sums = RolloutSums()
+        sums = RolloutStatistics()
         for first in range(0, len(outcomes), size):
             sums.add(outcomes[first : first + size])
         assert sums.metrics() == whole
@@ -262,7 +262,7 @@ class Notes:
     def collect(self, begun):
         self.open -= 1
         version, indices, sample_ids = begun
-        return Rollouts.known_to_all([
+        return RolloutBatch.from_all_ranks([
             Rollout(index, sample_id, [1, 2, 3], [False, True, True], [0.0, -1.0, -2.0], reward=sample_id % 3 / 7,
                     weight_versions=[(version, 1), (self.version, 1)])
             for index, sample_id in zip(indices, sample_ids, strict=True)

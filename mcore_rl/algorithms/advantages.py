@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mcore_rl.config import GRPOAlgorithmConfig
-from mcore_rl.distributed.batched_data_dict import Share
+from mcore_rl.distributed.batched_data_dict import BatchShare
 from mcore_rl.rollouts.samples import differ, has_signal
 
 
@@ -61,7 +61,7 @@ def reinforce_plus_plus_advantages(
     penalty: Float[Tensor, "own seq"] | None = None,
     minus_baseline: bool = False,
     epsilon: float = 1e-4,
-    share: Share | None = None,
+    share: BatchShare | None = None,
     judged: Bool[Tensor, "prompts group"] | None = None,
 ) -> Float[Tensor, "own seq"]:
     """REINFORCE++ (arXiv:2501.03262): A_t = r − Σ_{i ≥ t} penalty_i, normalised over all response tokens of the batch.
@@ -78,15 +78,15 @@ def reinforce_plus_plus_advantages(
         fp32 (fp64 for fp64 rewards), 0 outside of responses.
     """
     judged = torch.ones_like(rewards, dtype=torch.bool) if judged is None else judged
-    r, mask = torch.where(judged, rewards.double(), 0), token_mask.double() * _of_share(judged, share)
+    r, mask = torch.where(judged, rewards.double(), 0), token_mask.double() * _select_rows(judged, share)
     if minus_baseline:
         mean = r.sum(1, keepdim=True) / judged.sum(1, keepdim=True).clamp(min=1)
         r = torch.where(has_signal(r, judged)[:, None], r - mean, 0)
-    returns = _of_share(r, share).expand(mask.shape)
+    returns = _select_rows(r, share).expand(mask.shape)
     if penalty is not None:
         costs = penalty.double() * mask
         returns = returns - costs.flip(1).cumsum(1).flip(1)
-    return whitened(returns, mask, epsilon, share).to(_result_type(rewards))
+    return whiten(returns, mask, epsilon, share).to(_result_type(rewards))
 
 
 def gae_advantages(
@@ -122,22 +122,22 @@ def gae_advantages(
     return advantages, advantages + values
 
 
-def whitened(
+def whiten(
     values: Float[Tensor, "own seq"],
     mask: Float[Tensor, "own seq"],
     epsilon: float = 1e-4,
-    share: Share | None = None,
+    share: BatchShare | None = None,
 ) -> Float[Tensor, "own seq"]:
     """(x − mean) / (deviation + ε) over what the mask counts, fp64; 0 elsewhere, and where all are equal.
 
     Args:
         share: of which the samples are; mean and deviation are over all of them. Collective. All, if left out.
     """
-    share = share or Share.whole(len(values))
+    share = share or BatchShare.whole(len(values))
     mask = mask.double()
     values = torch.where(mask > 0, values.double(), 0)
     total, count = share.sum(float((values * mask).sum()), float(mask.sum()))
-    low, high = share.extent(values[mask > 0])
+    low, high = share.min_max(values[mask > 0])
     mean, count = total / max(count, 1), max(count, 1)
     (squares,) = share.sum(float(((values - mean).square() * mask).sum()))
     if high <= low:
@@ -150,7 +150,7 @@ def advantages_of(
     rewards: Float[Tensor, "prompts group"],
     token_mask: Float[Tensor, "own seq"],
     penalty: Float[Tensor, "own seq"] | None = None,
-    share: Share | None = None,
+    share: BatchShare | None = None,
     judged: Bool[Tensor, "prompts group"] | None = None,
 ) -> Float[Tensor, "own seq"]:
     """Compute the advantage of each token of some samples, by the configured estimator.
@@ -167,10 +167,10 @@ def advantages_of(
     leave_one_out, normalize = config.baseline_and_scale
     population = config.advantage_deviation == "population"
     advantages = group_advantages(rewards, leave_one_out, normalize, population, config.advantage_epsilon, judged)
-    return _of_share(advantages, share).expand(token_mask.shape).contiguous()
+    return _select_rows(advantages, share).expand(token_mask.shape).contiguous()
 
 
-def _of_share(of_samples: Shaped[Tensor, "prompts group"], share: Share | None) -> Shaped[Tensor, "own 1"]:
+def _select_rows(of_samples: Shaped[Tensor, "prompts group"], share: BatchShare | None) -> Shaped[Tensor, "own 1"]:
     """A column of the values of a share's samples; of all, for None."""
     column = of_samples.reshape(-1, 1)
     return column if share is None else share.select(column)

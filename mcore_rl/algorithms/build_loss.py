@@ -9,7 +9,7 @@ from mcore_rl.losses.policy_gradient import ClippedPGLossFn
 from mcore_rl.losses.preference import BradleyTerryLoss, DPOLossFn, KTOLossFn
 
 
-def loss_of(config: TrainingConfig, teacher: Teacher | None = None) -> LossFunction:
+def build_loss(config: TrainingConfig, teacher: Teacher | None = None) -> LossFunction:
     """The loss that a configuration trains with; `teacher` is needed by distillation over the whole vocabulary."""
     if isinstance(config, DPOConfig):
         return DPOLossFn(config.dpo)

@@ -7,26 +7,26 @@ from typing import Any
 
 import torch
 
-from mcore_rl.algorithms.build_loss import loss_of
+from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.algorithms.supervised import Columns, Objective, SupervisedTrainer, TrainingBatch
 from mcore_rl.config import DistillationConfig
-from mcore_rl.config.algorithms import TEACHER, config_of_teacher
+from mcore_rl.config.algorithms import TEACHER, teacher_config
 from mcore_rl.data.chat import end_token_ids
-from mcore_rl.distributed.batched_data_dict import OwnRows
+from mcore_rl.distributed.batched_data_dict import LocalBatch
 from mcore_rl.models.generation.interfaces import prompts_to_answer
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.models.policy.scoring import TeacherModel
-from mcore_rl.run.setup import claim_output, load_inputs
-from mcore_rl.utils.console import speaker
+from mcore_rl.run.setup import claim_output_dir, load_inputs
+from mcore_rl.utils.console import rank_zero_printer
 
 
 def train_distill(config: DistillationConfig) -> Path | None:
     """Bring the student's next-token distributions near the teacher's, over its likeliest tokens or all of them."""
-    inputs = claim_output(config, load_inputs(config))
+    inputs = claim_output_dir(config, load_inputs(config))
     student = MegatronPolicy(config, config.total_steps(len(inputs.train)))
-    teacher = TeacherModel(config_of_teacher(config), inputs.hf_config.vocab_size)
-    speaker(student.is_writer)(f"teacher: {teacher.describe()}")
+    teacher = TeacherModel(teacher_config(config), inputs.hf_config.vocab_size)
+    rank_zero_printer(student.is_writer)(f"teacher: {teacher.describe()}")
     if config.distillation.on_policy:
         params = SamplingParams(
             max_new_tokens=config.distillation.max_new_tokens,
@@ -45,15 +45,15 @@ class DistillationObjective(Objective):
     """A divergence from the teacher, on the records' responses or on the student's answers to their prompts."""
 
     def __init__(self, config: DistillationConfig, student: MegatronPolicy, teacher: TeacherModel) -> None:
-        super().__init__(loss_of(config, teacher))
+        super().__init__(build_loss(config, teacher))
         self.config, self.student, self.teacher = config, student, teacher
 
-    def rows(self, batch: TrainingBatch) -> OwnRows[Any]:
+    def rows(self, batch: TrainingBatch) -> LocalBatch[Any]:
         if not self.config.distillation.on_policy or batch.samples is None:
             return batch.rows
         sequences = [batch.dataset.units[index][0] for index in batch.indices]
         prompts = [sequence.input_ids[: sequence.token_mask.index(True)] for sequence in sequences]
-        asked: OwnRows[Any] = OwnRows(prompts_to_answer(prompts, batch.samples), batch.rows.share)
+        asked: LocalBatch[Any] = LocalBatch(prompts_to_answer(prompts, batch.samples), batch.rows.share)
         answered, lengths = self.student.generate(asked), asked["input_lengths"]
         ends, columns = answered["unpadded_sequence_lengths"], torch.arange(answered["output_ids"].shape[1])
         entries = {
@@ -62,7 +62,7 @@ class DistillationObjective(Objective):
             "input_lengths": ends,
             "sample_mask": torch.ones(len(prompts)),
         }
-        return OwnRows(entries, batch.rows.share)
+        return LocalBatch(entries, batch.rows.share)
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
         """Return the teacher's best tokens, k times as large as the batch's tokens: too large to be kept."""

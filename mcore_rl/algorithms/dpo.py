@@ -7,14 +7,14 @@ from pathlib import Path
 
 from mcore_rl.algorithms.supervised import Columns, Objective, SupervisedTrainer, TrainingBatch
 from mcore_rl.config import DPOConfig
-from mcore_rl.config.algorithms import config_of_reference
+from mcore_rl.config.algorithms import reference_config
 from mcore_rl.data.datasets import Dataset
 from mcore_rl.distributed.collectives import broadcast_object
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.losses.preference import DPOLossFn
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.models.policy.reference import (
-    PrecomputedReference,
+    PrecomputedLogprobs,
     ReferenceLogprobs,
     SecondModel,
     StoredLogprobs,
@@ -22,9 +22,9 @@ from mcore_rl.models.policy.reference import (
 )
 from mcore_rl.models.policy.scoring import ScoringModel
 from mcore_rl.run.preflight import find_checkpoints
-from mcore_rl.run.setup import Inputs, claim_output, load_inputs
+from mcore_rl.run.setup import RunInputs, claim_output_dir, load_inputs
 from mcore_rl.utils import torchrun
-from mcore_rl.utils.console import speaker
+from mcore_rl.utils.console import rank_zero_printer
 
 # Before the first update policy and reference are the same weights; what is left is rounding, in nats a token.
 FIRST_MARGIN_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
@@ -32,7 +32,7 @@ FIRST_MARGIN_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 def train_dpo(config: DPOConfig) -> Path | None:
     """Make chosen responses likelier than rejected ones, relative to the reference."""
-    inputs = claim_output(config, load_inputs(config))
+    inputs = claim_output_dir(config, load_inputs(config))
     # Rank 0 decides: other ranks may see other files.
     stored: bool = broadcast_object(torchrun.rank() == 0 and precomputes_reference(config, inputs))
     steps, keeps = config.total_steps(len(inputs.train)), config.keeps_reference and not stored
@@ -85,7 +85,7 @@ class DPOObjective(Objective):
 
 
 def build_reference(
-    config: DPOConfig, inputs: Inputs[Dataset], policy: MegatronPolicy, stored: bool
+    config: DPOConfig, inputs: RunInputs[Dataset], policy: MegatronPolicy, stored: bool
 ) -> ReferenceLogprobs | None:
     """Return the reference of the policy; None if the loss needs none.
 
@@ -96,12 +96,12 @@ def build_reference(
         return None
     if config.dpo.reference_model is None:
         return _store(config, inputs, config, policy) if stored else SwappedReference(policy)
-    second = config_of_reference(config)
+    second = reference_config(config)
     return _store(config, inputs, second, None) if stored else SecondModel(_second_model(second, policy.is_writer))
 
 
 def _store(
-    config: DPOConfig, inputs: Inputs[Dataset], reference: DPOConfig, policy: MegatronPolicy | None
+    config: DPOConfig, inputs: RunInputs[Dataset], reference: DPOConfig, policy: MegatronPolicy | None
 ) -> StoredLogprobs:
     """Load the reference's log-probabilities of all sets, or compute those that are not on disk.
 
@@ -118,10 +118,14 @@ def _store(
             built.append(_second_model(reference, torchrun.rank() == 0))
         return built[0]
 
-    pad, size, say = inputs.tokenizer.pad_token_id, config.batch.global_batch_size, speaker(torchrun.rank() == 0)
+    pad, size, say = (
+        inputs.tokenizer.pad_token_id,
+        config.batch.global_batch_size,
+        rank_zero_printer(torchrun.rank() == 0),
+    )
     datasets = (inputs.train, *(inputs.validation.values() if config.trainer.validates else ()))
     arguments = _directory(config), reference.model, model
-    load = PrecomputedReference.load_or_compute
+    load = PrecomputedLogprobs.load_or_compute
     stored = StoredLogprobs([(one.units, load(*arguments, one.units, pad, size, say)) for one in datasets])
     for second in built:
         second.shutdown()
@@ -130,11 +134,11 @@ def _store(
 
 def _second_model(config: DPOConfig, speaks: bool) -> ScoringModel:
     model = ScoringModel(config, rows_per_unit=2)
-    speaker(speaks)(f"reference: {model.describe()}")
+    rank_zero_printer(speaks)(f"reference: {model.describe()}")
     return model
 
 
-def precomputes_reference(config: DPOConfig, inputs: Inputs[Dataset]) -> bool:
+def precomputes_reference(config: DPOConfig, inputs: RunInputs[Dataset]) -> bool:
     """Return whether the reference's log-probabilities are computed before training."""
     if config.dpo.reference == "auto" and find_checkpoints(config)[0] and not _directory(config).is_dir():
         return False  # the checkpoint decides what training began with

@@ -15,10 +15,10 @@ import torch
 from mcore_rl.algorithms.advantages import advantages_of
 from mcore_rl.config import GRPOConfig, RLConfig, RolloutOptions
 from mcore_rl.data.datasets import PromptDataset
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, Share, share_of
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
 from mcore_rl.distributed.collectives import broadcast_in_replica
 from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment
-from mcore_rl.environments.judge_processes import JudgedEnvironment, probe
+from mcore_rl.environments.judge_processes import JudgeProcesses, probe
 from mcore_rl.environments.reward_model import RewardModelEnvironment
 from mcore_rl.errors import TrainingError
 from mcore_rl.losses.common import over_steps, reductions_of
@@ -29,17 +29,17 @@ from mcore_rl.models.generation.megatron_generation import megatron_generation_o
 from mcore_rl.models.generation.vllm_generation import VLLMGeneration
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.rollouts.collector import RolloutCollector, RolloutSums, rollout_metrics, staleness_metrics
+from mcore_rl.rollouts.collector import RolloutCollector, RolloutStatistics, rollout_metrics, staleness_metrics
 from mcore_rl.rollouts.recordings import REPLAYED_OPTIONS, check_record, read_recording, recorded_by
 from mcore_rl.rollouts.samples import (
-    Outcome,
     Rollout,
-    Rollouts,
+    RolloutBatch,
+    RolloutSummary,
     TokenColumn,
     are_judged,
+    exchange_rows,
     has_signal,
     rewards_of_tokens,
-    rows_of_replica,
     to_batch,
     token_columns,
 )
@@ -47,11 +47,11 @@ from mcore_rl.rollouts.worker import Conversation, RolloutWorker
 from mcore_rl.run import watchdog
 from mcore_rl.run.directory import JUDGE_LOG, RunDirectory
 from mcore_rl.run.loop import TrainingLoop
-from mcore_rl.run.metrics import StepLog
+from mcore_rl.run.metrics import JsonLinesLog
 from mcore_rl.run.preflight import find_checkpoints, is_restart
-from mcore_rl.run.setup import Inputs, claim_output, load_inputs
+from mcore_rl.run.setup import RunInputs, claim_output_dir, load_inputs
 from mcore_rl.utils import torchrun
-from mcore_rl.utils.console import Say, silent, speaker
+from mcore_rl.utils.console import PrintLine, rank_zero_printer, silent
 from mcore_rl.utils.files import digest_of_file
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ PROBED_RECORDS = 4
 
 def check_inputs(
     config: RLConfig, record: Path | None, replay: Path | None
-) -> tuple[Inputs[PromptDataset], dict[int, list[Rollout]] | None]:
+) -> tuple[RunInputs[PromptDataset], dict[int, list[Rollout]] | None]:
     """Check everything before the run, its judge too; nothing is written.
 
     Args:
@@ -77,7 +77,7 @@ def check_inputs(
     Raises:
         UserError: the configuration, the data or one of the files is not usable.
     """
-    inputs: Inputs[PromptDataset] = load_inputs(config)
+    inputs: RunInputs[PromptDataset] = load_inputs(config)
     prompts = inputs.train.prompts
     recorded = None
     if replay:
@@ -95,21 +95,23 @@ def check_inputs(
 
 def prepare(
     config: RLConfig, record: Path | None, replay: Path | None
-) -> tuple[Inputs[PromptDataset], dict[int, list[Rollout]] | None]:
+) -> tuple[RunInputs[PromptDataset], dict[int, list[Rollout]] | None]:
     """Return `check_inputs`, with the output directory claimed for this run."""
     inputs, recorded = check_inputs(config, record, replay)
     contents = "" if replay is None else digest_of_file(replay)
-    return claim_output(config, inputs, {"--record": str(record is not None), "--replay": contents}), recorded
+    return claim_output_dir(config, inputs, {"--record": str(record is not None), "--replay": contents}), recorded
 
 
 @contextlib.contextmanager
-def rollout_worker(config: RLConfig, inputs: Inputs[PromptDataset], policy: MegatronPolicy) -> Iterator[RolloutWorker]:
+def rollout_worker(
+    config: RLConfig, inputs: RunInputs[PromptDataset], policy: MegatronPolicy
+) -> Iterator[RolloutWorker]:
     """Start generation with the policy's weights, and the environment; close both at the end."""
     with contextlib.ExitStack() as started:
         environment = build_environment(config, policy)
         if environment is not None:
             started.callback(environment.close)
-        generation = build_generation(config, policy, inputs.tokenizer, speaker(policy.is_writer))
+        generation = build_generation(config, policy, inputs.tokenizer, rank_zero_printer(policy.is_writer))
         started.callback(generation.close)
         turns, seconds = config.environment.max_turns, config.parallel.meeting_seconds
         worker = RolloutWorker(generation, environment, inputs.tokenizer, turns, seconds, policy.topology)
@@ -121,14 +123,14 @@ def build_environment(config: RLConfig, policy: MegatronPolicy) -> Environment |
     """Return the environment, on the ranks that have a part in it; None on the others."""
     if config.environment.name == "reward_model":
         judge = RewardModelEnvironment(config)
-        speaker(policy.is_writer)(f"reward model: {judge.model.describe()}")
+        rank_zero_printer(policy.is_writer)(f"reward model: {judge.model.describe()}")
         return judge
     if policy.topology.leads_replica:
-        return JudgedEnvironment(config.environment, config.output_dir / JUDGE_LOG)
+        return JudgeProcesses(config.environment, config.output_dir / JUDGE_LOG)
     return None
 
 
-def build_generation(config: RLConfig, policy: Any, tokenizer: Any, say: Say = silent) -> GenerationInterface:
+def build_generation(config: RLConfig, policy: Any, tokenizer: Any, say: PrintLine = silent) -> GenerationInterface:
     """Return the engine that continues prompts with the weights of `policy`, a `MegatronPolicy`.
 
     Args:
@@ -139,7 +141,7 @@ def build_generation(config: RLConfig, policy: Any, tokenizer: Any, say: Say = s
     return megatron_generation_of(config, policy, tokenizer)
 
 
-def build_policy(config: RLConfig, inputs: Inputs[PromptDataset]) -> MegatronPolicy:
+def build_policy(config: RLConfig, inputs: RunInputs[PromptDataset]) -> MegatronPolicy:
     """Return the policy, with a schedule over all updates of the run."""
     steps = config.total_steps(len(inputs.train))
     updates = (steps - config.first_update_step + 1) * config.updates_per_step
@@ -162,7 +164,7 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
     inputs, recorded = prepare(config, record, replay)
     policy = build_policy(config, inputs)
     with rollout_worker(config, inputs, policy) as worker:
-        recording = StepLog(record) if record else None
+        recording = JsonLinesLog(record) if record else None
         exported = GRPOTrainer(config, inputs, policy, worker, recording=recording, recorded=recorded).run()
     policy.shutdown()
     return exported
@@ -188,17 +190,17 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
     def __init__(
         self,
         config: RLConfig,
-        inputs: Inputs[PromptDataset],
+        inputs: RunInputs[PromptDataset],
         policy: MegatronPolicy,
         worker: RolloutWorker,
         critic: Critic | None = None,
-        recording: StepLog | None = None,
+        recording: JsonLinesLog | None = None,
         recorded: dict[int, list[Rollout]] | None = None,
     ) -> None:
         super().__init__(config, inputs, policy)
         self.worker, self.critic = worker, critic
         self.replays = recorded is not None
-        self.loss_fn = ClippedPGLossFn(config.decided_loss(self.replays))
+        self.loss_fn = ClippedPGLossFn(config.effective_loss_options(self.replays))
         self.collector = RolloutCollector(
             config, inputs, policy, worker, self.say, self.total_steps, recording, recorded
         )
@@ -279,7 +281,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
 
     def validate_on(self, name: str, dataset: PromptDataset, step: int) -> dict[str, float]:
         """Return the rewards of greedy answers to a set's prompts, as many at a time as a step has conversations."""
-        sums, prompts, options, phases = RolloutSums(), dataset.prompts, self.config.rollouts, PhaseTimes(step)
+        sums, prompts, options, phases = RolloutStatistics(), dataset.prompts, self.config.rollouts, PhaseTimes(step)
         size = options.num_prompts_per_step * options.num_generations_per_prompt
         with phases("refit"):
             self.worker.prepare(step)
@@ -300,7 +302,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
 
     # ------------------------------------------------------------ the parts of a step
 
-    def _share_out(self, step: int, rollouts: Rollouts) -> OwnRows[Any]:
+    def _share_out(self, step: int, rollouts: RolloutBatch) -> LocalBatch[Any]:
         """Return the rows that this replica trains on. Their tokens go to no other replica. Collective."""
         topology, lengths = self.policy.topology, [outcome.num_tokens for outcome in rollouts.outcomes]
         pad, experts = self.inputs.tokenizer.pad_token_id, self._replayed_experts()
@@ -322,13 +324,13 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
                     owners[minibatch[chosen]] = replica
         owners = broadcast_in_replica(owners, topology)
         wanted = [(owners == replica).nonzero()[:, 0].tolist() for replica in range(topology.data.size)]
-        share = Share(wanted[topology.data.rank], len(rollouts), topology.data)
-        rows = rows_of_replica(batch, led, wanted, lengths, columns, topology)
+        share = BatchShare(wanted[topology.data.rank], len(rollouts), topology.data)
+        rows = exchange_rows(batch, led, wanted, lengths, columns, topology)
         rows["input_lengths"] = share.select(torch.tensor(lengths))
         rows["sample_mask"] = torch.ones(len(share.indices))
         if not share.indices:
             rows.pop("routed_experts", None)  # there are none to replay: what keeps ranks in step is routed anew
-        return OwnRows(rows, share)
+        return LocalBatch(rows, share)
 
     def _replayed_experts(self) -> tuple[int, int] | None:
         """(layers, topk) of the experts that tokens are sent to again; None without."""
@@ -338,7 +340,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         assert isinstance(family, Mixture), "checked as the model was built"
         return sum(family.experts.sparse_layers), family.experts.topk
 
-    def _update(self, step: int, minibatches: Sequence[OwnRows[Any]], passes: int) -> dict[str, Any]:
+    def _update(self, step: int, minibatches: Sequence[LocalBatch[Any]], passes: int) -> dict[str, Any]:
         """Make the policy's updates of a step.
 
         Returns:
@@ -376,7 +378,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         parts = [sorted(groups[n : n + size // group]) for n in range(0, len(groups), size // group)]
         return [[first + row for first in part for row in range(group)] for part in parts]
 
-    def _minibatches(self, step: int, data: OwnRows[Any]) -> list[OwnRows[Any]]:
+    def _minibatches(self, step: int, data: LocalBatch[Any]) -> list[LocalBatch[Any]]:
         """Return the step's minibatches, without those of which no token counts. Collective."""
         if self.config.rollouts.train_global_batch_size is None:
             return [data]
@@ -384,7 +386,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         counts = (float((part["token_mask"][:, 1:].sum(1) * part["sample_mask"]).sum()) for part in parts)
         return [part for part, count in zip(parts, data.share.sum(*counts), strict=True) if count]
 
-    def _check_judged(self, step: int, outcomes: Sequence[Outcome]) -> None:
+    def _check_judged(self, step: int, outcomes: Sequence[RolloutSummary]) -> None:
         """Raise TrainingError after too many consecutive steps in which no sample could be judged."""
         failed = all(outcome.error is not None for outcome in outcomes)
         self.failed_steps = self.failed_steps + 1 if failed else 0
@@ -421,7 +423,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
                     "same weights"
                 )
 
-    def _timings(self, outcomes: Sequence[Outcome], started: float, flops: float) -> dict[str, float]:
+    def _timings(self, outcomes: Sequence[RolloutSummary], started: float, flops: float) -> dict[str, float]:
         generated, total = sum(o.response_length for o in outcomes), sum(o.num_tokens for o in outcomes)
         seconds = self.phases.seconds
         timings = {f"{name}_seconds": value for name, value in seconds.items()}
@@ -432,8 +434,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
 
     # ------------------------------------------------------------ around the steps
 
-    def _introduce(self, done: int, steps: int) -> None:
-        super()._introduce(done, steps)
+    def print_run_description(self, done: int, steps: int) -> None:
+        super().print_run_description(done, steps)
         self.steps_before = done
         if self.config.is_on_policy(self.replays) and self.config.loss.force_on_policy_ratio is None:
             self.say(
@@ -468,7 +470,7 @@ class PhaseTimes:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
 
-def shaped_rewards(options: RolloutOptions, outcomes: Sequence[Outcome]) -> torch.Tensor:
+def shaped_rewards(options: RolloutOptions, outcomes: Sequence[RolloutSummary]) -> torch.Tensor:
     """Return the rewards [P, G] of a step's samples, less the penalty on responses near the limit, if there is one."""
     rewards = torch.tensor([o.reward for o in outcomes]).view(-1, options.num_generations_per_prompt)
     if options.overlong_cache_length is None:
@@ -478,7 +480,7 @@ def shaped_rewards(options: RolloutOptions, outcomes: Sequence[Outcome]) -> torc
     return rewards + penalty.view_as(rewards)
 
 
-def sample_mask(options: RolloutOptions, outcomes: Sequence[Outcome]) -> torch.Tensor:
+def sample_mask(options: RolloutOptions, outcomes: Sequence[RolloutSummary]) -> torch.Tensor:
     """Return 1 for the samples that are trained on: those that were judged and, with `mask_truncated`, not cut off."""
     counted = are_judged(outcomes)
     if options.mask_truncated:
@@ -486,7 +488,7 @@ def sample_mask(options: RolloutOptions, outcomes: Sequence[Outcome]) -> torch.T
     return counted.float()
 
 
-def nothing_to_learn(config: RLConfig, rewards: torch.Tensor, outcomes: Sequence[Outcome]) -> str | None:
+def nothing_to_learn(config: RLConfig, rewards: torch.Tensor, outcomes: Sequence[RolloutSummary]) -> str | None:
     """Return why an update on these samples would learn nothing; None if it would learn."""
     if all(o.error is not None for o in outcomes):
         return "no sample could be judged"
@@ -527,18 +529,18 @@ def add_positive_examples(data: BatchedDataDict[Any], rewards: torch.Tensor) -> 
     Args:
         rewards: of all samples, also where `data` has a replica's own.
     """
-    data["rewards"] = share_of(data).select(rewards.flatten())
+    data["rewards"] = batch_share(data).select(rewards.flatten())
     _count_positive(data)
 
 
 def _count_positive(data: BatchedDataDict[Any]) -> None:
-    share = share_of(data)
+    share = batch_share(data)
     positive = data["token_mask"][:, 1:].sum(1) * data["sample_mask"] * (data["rewards"] > 0)
     (total,) = share.sum(float(positive.sum()))
     data["num_positive_tokens"] = torch.full((data.size,), total)
 
 
-def minibatch_of(data: OwnRows[Any], rows: Sequence[int]) -> OwnRows[Any]:
+def minibatch_of(data: LocalBatch[Any], rows: Sequence[int]) -> LocalBatch[Any]:
     """Return some rows of a global batch as a global batch of their own, of which each replica has those that it had.
 
     Args:
@@ -546,8 +548,8 @@ def minibatch_of(data: OwnRows[Any], rows: Sequence[int]) -> OwnRows[Any]:
     """
     place_of = {row: place for place, row in enumerate(rows)}
     own = [n for n, row in enumerate(data.share.indices) if row in place_of]
-    share = Share([place_of[data.share.indices[n]] for n in own], len(rows), data.share.replicas)
-    part: OwnRows[Any] = OwnRows(data.select_indices(own).data, share)
+    share = BatchShare([place_of[data.share.indices[n]] for n in own], len(rows), data.share.replicas)
+    part: LocalBatch[Any] = LocalBatch(data.select_indices(own).data, share)
     if not own:
         part.pop("routed_experts", None)
     if "num_positive_tokens" in part:

@@ -14,16 +14,16 @@ from mcore_rl.algorithms.supervised import Columns, Objective, SupervisedTrainer
 from mcore_rl.config import KTOConfig
 from mcore_rl.data.batching import collate
 from mcore_rl.data.datasets import UnpairedDataset
-from mcore_rl.distributed.batched_data_dict import OwnRows
+from mcore_rl.distributed.batched_data_dict import LocalBatch
 from mcore_rl.errors import TrainingError
 from mcore_rl.losses.preference import KTOLossFn, kto_reference_point
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.run.setup import claim_output, load_inputs
+from mcore_rl.run.setup import claim_output_dir, load_inputs
 
 
 def train_kto(config: KTOConfig) -> Path | None:
     """Make desirable responses likelier, undesirable ones less likely, relative to the reference."""
-    inputs = claim_output(config, load_inputs(config))
+    inputs = claim_output_dir(config, load_inputs(config))
     policy = MegatronPolicy(config, config.total_steps(len(inputs.train)), keep_reference=config.keeps_reference)
     objective = KTOObjective(config, policy, inputs.tokenizer.pad_token_id)
     exported = SupervisedTrainer(config, inputs, policy, objective).run()
@@ -50,7 +50,7 @@ class KTOObjective(Objective):
     def current_columns(self, batch: TrainingBatch) -> Columns:
         other, share = self._mismatched(batch), batch.rows.share
         sums = _sums(self.policy.get_logprobs(other)["logprobs"], other)
-        of_all = (share.everyone(values).float() for values in (sums, batch.rows["mismatched_reference"]))
+        of_all = (share.gather(values).float() for values in (sums, batch.rows["mismatched_reference"]))
         return {"kl_reference_point": kto_reference_point(*of_all).expand(batch.rows.size).clone()}
 
     def check_first_step(self, batch: TrainingBatch, metrics: Mapping[str, float]) -> None:
@@ -64,17 +64,17 @@ class KTOObjective(Objective):
                 f"nats over {tokens:.0f} tokens"
             )
 
-    def _mismatched(self, batch: TrainingBatch) -> OwnRows[Any]:
+    def _mismatched(self, batch: TrainingBatch) -> LocalBatch[Any]:
         """Return each record's prompt with another record's response, as rows."""
         dataset, limit = cast("UnpairedDataset", batch.dataset), self.config.data.max_sequence_length
         units = [(dataset.mismatched(i).truncate(limit),) for i in batch.indices]
-        return OwnRows(collate(units, self.pad_token_id), batch.rows.share)
+        return LocalBatch(collate(units, self.pad_token_id), batch.rows.share)
 
-    def _by_reference(self, rows: OwnRows[Any]) -> Tensor:
+    def _by_reference(self, rows: LocalBatch[Any]) -> Tensor:
         logprobs: Tensor = self.policy.get_reference_policy_logprobs(rows)["reference_logprobs"]
         return logprobs
 
 
-def _sums(logprobs: Tensor, data: OwnRows[Any]) -> Tensor:
+def _sums(logprobs: Tensor, data: LocalBatch[Any]) -> Tensor:
     """[B] log-probabilities of whole responses; column t of `logprobs` scores token t."""
     return (logprobs * data["token_mask"])[:, 1:].sum(1)

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.advantages import gae_advantages, whitened
+from mcore_rl.algorithms.advantages import gae_advantages, whiten
 from mcore_rl.algorithms.grpo import GRPOTrainer, build_policy, prepare, rollout_worker
 from mcore_rl.config import PPOConfig
-from mcore_rl.config.algorithms import CRITIC, config_of_critic
-from mcore_rl.distributed.batched_data_dict import OwnRows, Share
+from mcore_rl.config.algorithms import CRITIC, critic_config
+from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.losses.common import over_steps, reductions_of
 from mcore_rl.losses.policy_gradient import ValueLossFn
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.rollouts.samples import Outcome, last_response_tokens
-from mcore_rl.run.metrics import StepLog
-from mcore_rl.run.setup import tell_of_optimizer
-from mcore_rl.utils.console import Say
+from mcore_rl.rollouts.samples import RolloutSummary, last_response_tokens
+from mcore_rl.run.metrics import JsonLinesLog
+from mcore_rl.run.setup import warn_about_optimizer
+from mcore_rl.utils.console import PrintLine
 
 COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "values", "returns")
 """What it reads of a batch: not, for example, the experts that the policy's tokens went to."""
@@ -35,13 +35,13 @@ class Critic:
 
     def __init__(self, config: PPOConfig, total_updates: int) -> None:
         self.config = config
-        self.model = MegatronPolicy(config_of_critic(config), total_updates)
+        self.model = MegatronPolicy(critic_config(config), total_updates)
         self.loss_fn = ValueLossFn(config.critic.value_clip)
         self._flops = 0.0
         if config.critic.offload:
             self.model.offload_after_refit()
 
-    def values(self, data: OwnRows[Any]) -> Tensor:
+    def values(self, data: LocalBatch[Any]) -> Tensor:
         """[B, S] of the state that each token of a replica's own rows is chosen in.
 
         Raises:
@@ -53,7 +53,7 @@ class Critic:
         return values
 
     def add_advantages(
-        self, rows: OwnRows[Any], rewards: Tensor, outcomes: Sequence[Outcome], penalty: Tensor | None
+        self, rows: LocalBatch[Any], rewards: Tensor, outcomes: Sequence[RolloutSummary], penalty: Tensor | None
     ) -> dict[str, float]:
         """Add `values`, `returns` and `advantages` [B, S] to a replica's own rows; returns metrics of the values.
 
@@ -69,11 +69,11 @@ class Critic:
         del rows["token_rewards"]
         advantages, returns = gae_advantages(earned, values, mask, ppo.gamma, ppo.gae_lambda)
         if ppo.whiten_advantages:
-            advantages = whitened(advantages, mask, ppo.advantage_epsilon, rows.share)
+            advantages = whiten(advantages, mask, ppo.advantage_epsilon, rows.share)
         rows["values"], rows["returns"], rows["advantages"] = values, returns.float(), advantages.float()
         return value_metrics(rows["values"], rows["returns"], mask, rows.share)
 
-    def update(self, minibatches: Sequence[OwnRows[Any]], passes: int, of_all: int) -> dict[str, float]:
+    def update(self, minibatches: Sequence[LocalBatch[Any]], passes: int, of_all: int) -> dict[str, float]:
         """Make an optimizer step on each minibatch, in so many passes.
 
         Args:
@@ -107,10 +107,10 @@ class Critic:
         flops, self._flops = self._flops, 0.0
         return flops
 
-    def introduce(self, updates: int, say: Say) -> None:
+    def introduce(self, updates: int, say: PrintLine) -> None:
         """Say which model the critic is; warn about an optimizer that does not fit so many updates."""
         say(f"critic: {self.model.describe()}")
-        tell_of_optimizer("critic.optimizer", self.config.critic.optimizer, updates, say)
+        warn_about_optimizer("critic.optimizer", self.config.critic.optimizer, updates, say)
 
     def export_hf(self, destination: Path) -> None:
         """Write the critic as a Hugging Face sequence classifier of one label."""
@@ -118,7 +118,7 @@ class Critic:
             self.model.export_hf(destination)
 
 
-def _read(data: OwnRows[Any]) -> OwnRows[Any]:
+def _read(data: LocalBatch[Any]) -> LocalBatch[Any]:
     return data.with_entries({name: data[name] for name in COLUMNS if name in data})
 
 
@@ -134,7 +134,7 @@ def token_rewards_with_penalty(data: Mapping[str, Tensor], beyond: Tensor, penal
     return earned if penalty is None else earned - penalty
 
 
-def value_metrics(values: Tensor, returns: Tensor, mask: Tensor, share: Share | None = None) -> dict[str, float]:
+def value_metrics(values: Tensor, returns: Tensor, mask: Tensor, share: BatchShare | None = None) -> dict[str, float]:
     """Means over the tokens that the mask [B, S] counts, and the explained variance 1 − Var(R − V) / Var(R).
 
     The last is left out where returns do not differ.
@@ -142,7 +142,7 @@ def value_metrics(values: Tensor, returns: Tensor, mask: Tensor, share: Share | 
     Args:
         share: of which the rows are; the means are over all of them. Collective. All, if left out.
     """
-    share = share or Share.whole(len(values))
+    share = share or BatchShare.whole(len(values))
     v, r = (x[mask > 0].double() for x in (values, returns))
     count, of_values, of_returns = share.sum(len(v), float(v.sum()), float(r.sum()))
     found = {"values_mean": of_values / count, "returns_mean": of_returns / count}
@@ -151,7 +151,7 @@ def value_metrics(values: Tensor, returns: Tensor, mask: Tensor, share: Share | 
     )  # fmt: skip
     variance, unexplained = (total / count for total in share.sum(*spreads))
     found["returns_std"] = variance**0.5
-    low, high = share.extent(r)
+    low, high = share.min_max(r)
     if high > low:
         found["explained_variance"] = 1 - unexplained / variance
     return found
@@ -175,7 +175,7 @@ def train_ppo(config: PPOConfig, record: Path | None = None, replay: Path | None
     with rollout_worker(config, inputs, policy) as worker:
         critic = Critic(config, config.total_steps(len(inputs.train)) * config.updates_per_step)
         policy.checkpoint.include("critic", critic.model)
-        recording = StepLog(record) if record else None
+        recording = JsonLinesLog(record) if record else None
         exported = GRPOTrainer(config, inputs, policy, worker, critic, recording, recorded).run()
         critic.model.shutdown()
     policy.shutdown()

@@ -8,12 +8,12 @@ from mcore_rl.algorithms.supervised import Objective, SupervisedTrainer
 from mcore_rl.config import RMConfig
 from mcore_rl.losses.preference import BradleyTerryLoss
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.run.setup import claim_output, load_inputs
+from mcore_rl.run.setup import claim_output_dir, load_inputs
 
 
 def train_rm(config: RMConfig) -> Path | None:
     """Give the chosen response of each pair a higher reward than the rejected one."""
-    inputs = claim_output(config, load_inputs(config))
+    inputs = claim_output_dir(config, load_inputs(config))
     policy = MegatronPolicy(config, config.total_steps(len(inputs.train)), rows_per_unit=2)
     objective = Objective(BradleyTerryLoss(config.reward.center_rewards_coefficient))
     exported = SupervisedTrainer(config, inputs, policy, objective).run()

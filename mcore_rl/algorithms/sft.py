@@ -8,12 +8,12 @@ from mcore_rl.algorithms.supervised import Objective, SupervisedTrainer
 from mcore_rl.config import SFTConfig
 from mcore_rl.losses.common import NLLLoss
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.run.setup import claim_output, load_inputs
+from mcore_rl.run.setup import claim_output_dir, load_inputs
 
 
 def train_sft(config: SFTConfig) -> Path | None:
     """Minimise the mean negative log-likelihood of the response tokens."""
-    inputs = claim_output(config, load_inputs(config))
+    inputs = claim_output_dir(config, load_inputs(config))
     policy = MegatronPolicy(config, config.total_steps(len(inputs.train)))
     exported = SupervisedTrainer(config, inputs, policy, Objective(NLLLoss())).run()
     policy.shutdown()

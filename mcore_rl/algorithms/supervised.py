@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config import TrainingConfig
-from mcore_rl.data.batching import collate, share_records, valid_counts
+from mcore_rl.data.batching import assign_records, collate, global_valid_counts
 from mcore_rl.data.datasets import Dataset
-from mcore_rl.distributed.batched_data_dict import OwnRows
+from mcore_rl.distributed.batched_data_dict import LocalBatch
 from mcore_rl.losses.common import LossFunction
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy, MicrobatchResults
 from mcore_rl.run import watchdog
 from mcore_rl.run.loop import TrainingLoop
-from mcore_rl.run.setup import Inputs
+from mcore_rl.run.setup import RunInputs
 
 VALIDATION_RECORDS = 4096
 """Records of a validation set that go through the model at a time. A loss that takes a statistic of the whole batch
@@ -36,7 +36,7 @@ class TrainingBatch:
     samples: numbers of the records among all of the run, which seed a student's answers; None in validation.
     """
 
-    rows: OwnRows[Any]
+    rows: LocalBatch[Any]
     dataset: Dataset
     indices: list[int]
     samples: list[int] | None = None
@@ -51,7 +51,7 @@ class Objective:
     def __init__(self, loss_fn: LossFunction) -> None:
         self.loss_fn = loss_fn
 
-    def rows(self, batch: TrainingBatch) -> OwnRows[Any]:
+    def rows(self, batch: TrainingBatch) -> LocalBatch[Any]:
         """Return the rows to train on: the records', or others made from them."""
         return batch.rows
 
@@ -75,7 +75,7 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
     """Trains a policy on a fixed dataset."""
 
     def __init__(
-        self, config: TrainingConfig, inputs: Inputs[Any], policy: MegatronPolicy, objective: Objective
+        self, config: TrainingConfig, inputs: RunInputs[Any], policy: MegatronPolicy, objective: Objective
     ) -> None:
         super().__init__(config, inputs, policy)
         self.objective = objective
@@ -102,7 +102,7 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         # Forward and backward: packs of rows go through the model under Megatron's schedule. Each pack's loss is
         # divided by the counts of the global batch, so that the gradients of all packs and replicas add up.
         policy.zero_gradients()
-        results = policy.forward_backward(batch.rows, loss_fn, valid_counts(batch.rows))
+        results = policy.forward_backward(batch.rows, loss_fn, global_valid_counts(batch.rows))
 
         # Clip and update, with the optimizer's state on the device.
         with policy.memory.optimizer_on_device():
@@ -134,9 +134,9 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         Args:
             samples: numbers of the records among all of the run.
         """
-        share, places = share_records(self.policy.divide, self.policy.topology.data, dataset.units, indices)
+        share, places = assign_records(self.policy.divide, self.policy.topology.data, dataset.units, indices)
         own = [indices[place] for place in places]
-        rows: OwnRows[Any] = OwnRows(
+        rows: LocalBatch[Any] = LocalBatch(
             collate([dataset.units[i] for i in own], self.inputs.tokenizer.pad_token_id), share
         )
         return TrainingBatch(rows, dataset, own, None if samples is None else [samples[place] for place in places])
@@ -160,10 +160,10 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         return self.local_batch(dataset, range(start, min(start + VALIDATION_RECORDS, len(dataset))))
 
     def _validation_counts(self, name: str, dataset: Dataset) -> tuple[Tensor, Tensor]:
-        """Return `valid_counts` of a whole validation set."""
+        """Return `global_valid_counts` of a whole validation set."""
         if name not in self._counts:
             starts = range(0, len(dataset), VALIDATION_RECORDS)
-            counts = [valid_counts(self._validation_part(dataset, start).rows) for start in starts]
+            counts = [global_valid_counts(self._validation_part(dataset, start).rows) for start in starts]
             sequences, tokens = (torch.stack(count).sum() for count in zip(*counts, strict=True))
             self._counts[name] = sequences, tokens
         return self._counts[name]

@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_rl.algorithms.grpo import check_inputs
 from mcore_rl.config import ParallelConfig, PPOConfig, RLConfig, TrainingConfig
-from mcore_rl.data.batching import batching_of
+from mcore_rl.data.batching import microbatch_planner
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
@@ -33,7 +33,7 @@ def run_dry(config: TrainingConfig, record: Path | None = None, replay: Path | N
     if torchrun.rank() > 0:
         return
     inputs, steps = check_output_dir(config, inputs), config.total_steps(len(inputs.train))
-    for line in (*inputs.checkpoints[1], *describe_plan(config, inputs, steps, torchrun.world_size())):
+    for line in (*inputs.checkpoints[1], *describe_run(config, inputs, steps, torchrun.world_size())):
         print(line, flush=True)
     if inputs.cache is None:
         print("nothing was written: this was a dry run")
@@ -41,11 +41,11 @@ def run_dry(config: TrainingConfig, record: Path | None = None, replay: Path | N
         print(f"this was a dry run: it wrote tokenized data to {inputs.cache} (data.cache_dir) and nothing else")
 
 
-def describe_plan(config: TrainingConfig, inputs: Any, steps: int, world_size: int) -> Iterator[str]:
+def describe_run(config: TrainingConfig, inputs: Any, steps: int, world_size: int) -> Iterator[str]:
     """Lines: layout, length of the run, the first step's packs, its first records, memory.
 
     Args:
-        inputs: the run's `Inputs`.
+        inputs: the run's `RunInputs`.
         steps: of the whole run.
     """
     yield from layout_picture(config.parallel, world_size, inputs.hf_config.num_hidden_layers)
@@ -116,7 +116,7 @@ def _answered(config: TrainingConfig, prompts: Sequence[int]) -> Sequences:
 def packs(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:
     """How the first step is cut, shared beginnings left aside."""
     replicas = config.parallel.data_parallel_size(world_size)
-    batching = batching_of(config, config.rows_per_unit, replicas)
+    batching = microbatch_planner(config, config.rows_per_unit, replicas)
     plan = batching.plan(list(sequences.lengths))
     count = len(plan[0])
     room = replicas * count * batching.tokens_per_pack

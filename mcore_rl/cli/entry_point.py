@@ -23,11 +23,11 @@ from mcore_rl.config.base import whole_number
 from mcore_rl.config.schema import as_list, as_text, reference_of, section_of
 from mcore_rl.errors import TrainingError, UserError, is_lost_peer
 from mcore_rl.run import directory, watchdog
-from mcore_rl.run.identity import models_of
+from mcore_rl.run.identity import model_directories
 from mcore_rl.run.preflight import preflight
 from mcore_rl.utils.console import quiet_libraries
 from mcore_rl.utils.model_directory import download, is_hub_name
-from mcore_rl.utils.torchrun import error_file, is_launched, is_under_torchrun, pretend, rank, world_size
+from mcore_rl.utils.torchrun import error_file, is_launched, is_under_torchrun, rank, set_world_size, world_size
 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 
@@ -55,7 +55,7 @@ class _Help(argparse.Action):
         self.config_type = config_type
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, section: Any, option: Any = None) -> NoReturn:
-        with told_in_one_line():
+        with exit_on_error():
             if section:
                 show("\n".join(as_text([section_of(self.config_type, section)])).strip())
             else:
@@ -99,10 +99,10 @@ def run_script(
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=purpose)
     parsed = parser.parse_intermixed_args(arguments)
     paths = {name: getattr(parsed, name) for name in file_options}
-    with told_in_one_line():
+    with exit_on_error():
         config, source = _configuration(algorithm, config_type, parsed)
         if parsed.dry_run and not is_launched():
-            pretend(parsed.dry_run)
+            set_world_size(parsed.dry_run)
         if parsed.print_config:
             show(resolved_yaml(config).rstrip())
             return
@@ -153,7 +153,7 @@ def with_local_models(config: ConfigT, with_weights: bool = True) -> ConfigT:
     Raises:
         UserError: one cannot be had.
     """
-    named = {key: path for key, path in models_of(config).items() if is_hub_name(path)}
+    named = {key: path for key, path in model_directories(config).items() if is_hub_name(path)}
     if not named:
         return config
     values = config.model_dump(mode="json")
@@ -163,7 +163,7 @@ def with_local_models(config: ConfigT, with_weights: bool = True) -> ConfigT:
 
 
 @contextmanager
-def told_in_one_line() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """End the process with the status and the message that an error inside deserves."""
     try:
         yield

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from mcore_rl.cli.doctor import report
-from mcore_rl.cli.entry_point import leave, show, told_in_one_line
+from mcore_rl.cli.entry_point import exit_on_error, leave, show
 from mcore_rl.cli.launch import launch, split
 from mcore_rl.cli.report import main as write_report
 from mcore_rl.cli.train import PROGRAMS, train
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(USAGE)
         sys.exit(0 if words else 2)
     if words == ["doctor"]:
-        with told_in_one_line():
+        with exit_on_error():
             for line in report():
                 print(line, flush=True)
         return

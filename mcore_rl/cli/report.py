@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.cli.entry_point import Parser, told_in_one_line
+from mcore_rl.cli.entry_point import Parser, exit_on_error
 from mcore_rl.errors import UserError
 from mcore_rl.run.directory import REPORT, is_report
 
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run, going on or ended")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"instead of {REPORT} in the first RUN")
     parsed = parser.parse_args(arguments)
-    with told_in_one_line():
+    with exit_on_error():
         print(write_report(parsed.runs, parsed.output or parsed.runs[0] / REPORT))
 
 

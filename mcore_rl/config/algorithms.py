@@ -8,18 +8,18 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import model_validator
 
-from mcore_rl.config.base import BelowOne, NonNegative, Section
+from mcore_rl.config.base import FractionBelowOne, NonNegative, Section
 from mcore_rl.config.rl import PPOConfig, RLConfig
 from mcore_rl.config.sections import ModelConfig, OptimizerConfig, ReferenceSyncConfig, TrainingConfig
 from mcore_rl.losses.options import Bounds, DistillationOptions, DPOOptions, KTOOptions
 
 
 class SFTOptimizerConfig(OptimizerConfig):
-    lr: BelowOne = 2e-5
+    lr: FractionBelowOne = 2e-5
 
 
 class RMOptimizerConfig(OptimizerConfig):
-    lr: BelowOne = 1e-5
+    lr: FractionBelowOne = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,26 +175,26 @@ REFERENCE, TEACHER, CRITIC, JUDGE = "dpo.reference_model", "distillation.teacher
 """The keys that name them."""
 
 
-def configs_beside(config: TrainingConfig) -> dict[str, TrainingConfig]:
+def second_model_configs(config: TrainingConfig) -> dict[str, TrainingConfig]:
     """Of all models beside the policy that a run has, by their keys."""
     found: dict[str, TrainingConfig] = {}
     if isinstance(config, DPOConfig) and config.dpo.reference_model is not None:
-        found[REFERENCE] = config_of_reference(config)
+        found[REFERENCE] = reference_config(config)
     if isinstance(config, DistillationConfig):
-        found[TEACHER] = config_of_teacher(config)
+        found[TEACHER] = teacher_config(config)
     if isinstance(config, RLConfig) and config.environment.name == "reward_model":
-        found[JUDGE] = config_of_judge(config)
+        found[JUDGE] = judge_config(config)
     if isinstance(config, PPOConfig):
-        found[CRITIC] = config_of_critic(config)
+        found[CRITIC] = critic_config(config)
     return found
 
 
-def config_of_reference(config: DPOConfig) -> DPOConfig:
+def reference_config(config: DPOConfig) -> DPOConfig:
     """Of a reference that is not the initial policy."""
     return _with_frozen(config, Path(config.dpo.reference_model or ""))
 
 
-def config_of_teacher(config: DistillationConfig) -> DistillationConfig:
+def teacher_config(config: DistillationConfig) -> DistillationConfig:
     """Of a student's teacher."""
     return _with_frozen(config, Path(config.distillation.teacher))
 
@@ -205,12 +205,12 @@ def _with_frozen(config: ConfigT, path: Path) -> ConfigT:
     return config.model_copy(update={"model": model})
 
 
-def config_of_critic(config: PPOConfig) -> PPOConfig:
+def critic_config(config: PPOConfig) -> PPOConfig:
     """Of a critic, which has an optimizer of its own."""
     return config.model_copy(update={"model": config.critic_model, "optimizer": config.critic.optimizer})
 
 
-def config_of_judge(config: RLConfig) -> RLConfig:
+def judge_config(config: RLConfig) -> RLConfig:
     """Of a reward model that judges, whose conversations have a limit of their own."""
     path = config.environment.path
     assert path is not None, "the configuration asks for it"

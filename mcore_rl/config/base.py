@@ -25,11 +25,11 @@ def refuse_empty(value: Any) -> Any:
 Seed = Annotated[int, Field(ge=0, lt=2**31), BeforeValidator(refuse_bool)]
 Directory = Annotated[Path, BeforeValidator(refuse_empty)]
 Name = Annotated[str, BeforeValidator(refuse_empty)]
-Positive = Annotated[int, Field(ge=1), BeforeValidator(refuse_bool)]
+PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(refuse_bool)]
 Count = Annotated[int, Field(ge=0), BeforeValidator(refuse_bool)]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(refuse_bool)]
-AboveZero = Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)]
-BelowOne = Annotated[float, Field(ge=0, lt=1), BeforeValidator(refuse_bool)]
+PositiveFloat = Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)]
+FractionBelowOne = Annotated[float, Field(ge=0, lt=1), BeforeValidator(refuse_bool)]
 
 
 def _form(value: Any) -> str:
@@ -53,7 +53,7 @@ def _whose(value: Any) -> str:
 
 
 Sources = Annotated[
-    Annotated[Name, Tag("(one)")] | Annotated[dict[Name, AboveZero], Field(min_length=1), Tag("(several)")],
+    Annotated[Name, Tag("(one)")] | Annotated[dict[Name, PositiveFloat], Field(min_length=1), Tag("(several)")],
     Discriminator(_form),
     _no_list("{SOURCE: WEIGHT, …}"),
 ]

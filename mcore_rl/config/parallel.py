@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import model_validator
 
-from mcore_rl.config.base import Name, Positive, Section
+from mcore_rl.config.base import Name, PositiveInt, Section
 from mcore_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ _TERM = re.compile(r"\((?P<group>[^()]+)\)\*(?P<times>\d{1,4})|(?P<one>[EtL|])(?
 class PipelineConfig(Section):
     """The pipeline's part of the parallel layout."""
 
-    pipeline_model_parallel_size: Positive = 1
+    pipeline_model_parallel_size: PositiveInt = 1
     """Stages that share out the layers."""
-    virtual_pipeline_model_parallel_size: Positive | None = None
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None
     """Chunks of layers on each pipeline stage, whose passes interleave; if not given, as many as the layout string
     makes, otherwise 1."""
-    num_layers_in_first_pipeline_stage: Positive | None = None
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
     """See the next."""
-    num_layers_in_last_pipeline_stage: Positive | None = None
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
     """Layers of the stages that also have the embedding, and the vocabulary's projection; an even share if not
     given. The other stages share the rest evenly."""
     account_for_embedding_in_pipeline_split: bool = False
@@ -221,13 +221,13 @@ def _share_out(places: int, stages: int, first: int | None, last: int | None) ->
 class ParallelConfig(PipelineConfig):
     """Sizes of the parallel layout; data parallelism takes the processes that are left."""
 
-    tensor_model_parallel_size: Positive = 1
+    tensor_model_parallel_size: PositiveInt = 1
     """Processes that share out each layer's weights; within a node."""
-    context_parallel_size: Positive = 1
+    context_parallel_size: PositiveInt = 1
     """Processes that share out the tokens of each sequence."""
-    expert_model_parallel_size: Positive = 1
+    expert_model_parallel_size: PositiveInt = 1
     """Processes that share out the experts of a mixture; taken from data, context and tensor parallelism."""
-    expert_tensor_parallel_size: Positive | None = None
+    expert_tensor_parallel_size: PositiveInt | None = None
     """Processes that share out each expert's weights; as `tensor_model_parallel_size` if not given."""
     sequence_parallel: bool = False
     """Share out the norms' activations over the tensor-parallel processes; the numbers stay."""
@@ -236,7 +236,7 @@ class ParallelConfig(PipelineConfig):
     overlap_param_gather: bool = False
     """Gather updated weights from the replicas bucket by bucket, while the next training step's forward pass goes on;
     the numbers stay."""
-    timeout_seconds: Positive = 600
+    timeout_seconds: PositiveInt = 600
     """A collective that takes longer ends the run instead of hanging it."""
 
     @model_validator(mode="after")
@@ -307,7 +307,7 @@ SPLIT = ("first", "last", "stages")
 
 
 @dataclass(frozen=True, order=True)
-class Layout:
+class ParallelLayout:
     """Sizes of the parallel dimensions, and how microbatches are made."""
 
     tp: int = 1
@@ -390,7 +390,7 @@ class Layout:
         return type(config).model_validate(values)
 
 
-def parse_layouts(choices: Sequence[str]) -> list[Layout]:
+def parse_layouts(choices: Sequence[str]) -> list[ParallelLayout]:
     """`["tp=1,2", "cp=1,2"]` → every combination; keys tp, pp, vpp, cp, dp, ep, etp, sp, packing and prefix (0 or 1),
     and of a pipeline first, last (layers of these stages) and stages (what each has, as `E|t*4L`).
 
@@ -417,13 +417,13 @@ def parse_layouts(choices: Sequence[str]) -> list[Layout]:
         if key not in FLAGS and 0 in values[key]:
             raise UserError(f"--layouts {choice!r}: sizes are 1 or more")
     combinations = itertools.product(*values.values())
-    layouts = [Layout(**dict(zip(values, combination, strict=True))) for combination in combinations]
+    layouts = [ParallelLayout(**dict(zip(values, combination, strict=True))) for combination in combinations]
     return sorted(
         {layout for layout in layouts if layout.is_possible}, key=lambda layout: (layout.world_size, str(layout))
     )
 
 
-def own_split(config: TrainingConfig, layers: int) -> Layout | None:
+def own_split(config: TrainingConfig, layers: int) -> ParallelLayout | None:
     """The configuration's own pipeline of a model of so many layers; None if it has none, or an even one.
 
     Raises:
@@ -433,4 +433,4 @@ def own_split(config: TrainingConfig, layers: int) -> Layout | None:
     if not parallel.is_uneven:
         return None
     stages = "|".join("t" * count for count in parallel.layers_of_chunks(layers))
-    return Layout(pp=parallel.pipeline_model_parallel_size, vpp=parallel.chunks_per_stage, stages=f"E{stages}L")
+    return ParallelLayout(pp=parallel.pipeline_model_parallel_size, vpp=parallel.chunks_per_stage, stages=f"E{stages}L")

@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from mcore_rl.config.base import (
-    AboveZero,
-    BelowOne,
     Count,
     Directory,
+    FractionBelowOne,
     Name,
     NonNegative,
-    Positive,
+    PositiveFloat,
+    PositiveInt,
     Section,
     refuse_bool,
 )
@@ -106,9 +106,9 @@ class EnvironmentConfig(JudgeOptions):
     format: Literal["chat", "text"] = "chat"
     """reward_model: chat: it sees the conversation as its own chat template renders it; text: the texts, one after
     the other, and an end token, as of plain prompts and completions."""
-    max_sequence_length: Positive | None = None
+    max_sequence_length: PositiveInt | None = None
     """reward_model: a conversation of more tokens of its own fails; twice data.max_sequence_length if not given."""
-    max_turns: Positive = 1
+    max_turns: PositiveInt = 1
     """Responses in a conversation at most."""
     time_limit_seconds: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 10.0
     """A sample whose judgement takes longer counts as failed; several that are judged together have as many times this
@@ -119,15 +119,15 @@ class EnvironmentConfig(JudgeOptions):
     """Environment variables that judging processes get, by name or by pattern (`OPENAI_*`; `*` for all), in addition to
     those that Python, PyTorch, tokenizers, locales and proxies need and those that `headers` names. Other variables
     (`HF_TOKEN`, `WANDB_API_KEY`, …) stay with the trainer."""
-    num_workers: Positive = 2
+    num_workers: PositiveInt = 2
     """Judging processes of each data-parallel replica, which judge the replica's own samples."""
-    batch_size: Positive = 1
+    batch_size: PositiveInt = 1
     """Samples that a judging process is handed at a time at most, of those that wait; one that makes the others fail is
     judged apart from them."""
     max_failed_fraction: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)] = 0.5
     """A step of whose samples a larger part could not be judged makes no update. In any other step those that could not
     be judged are left out of the loss and of what the others are compared with."""
-    max_failed_steps: Positive = 3
+    max_failed_steps: PositiveInt = 3
     """So many steps on end in which no sample could be judged end the run."""
 
     @model_validator(mode="after")
@@ -160,9 +160,9 @@ class VLLMConfig(Section):
     urls: tuple[Annotated[str, Field(pattern=r"^http://[^/?#:]+:\d+$")], ...] = ()
     """Of servers that `scripts/serve_vllm.py` has started, as http://HOST:PORT; without any, the run starts its own on
     the machine of its first rank."""
-    num_servers: Positive = 1
+    num_servers: PositiveInt = 1
     """How many are started."""
-    tensor_parallel_size: Positive = 1
+    tensor_parallel_size: PositiveInt = 1
     """Processes that share out the model in each."""
     devices: tuple[Count, ...] = ()
     """GPUs of the servers, one a process in their order; those that this machine shows first if not given."""
@@ -175,9 +175,9 @@ class VLLMConfig(Section):
     """The interpreter that has vLLM (`make install-vllm`)."""
     arguments: tuple[str, ...] = ()
     """More arguments of vLLM's server, such as [--gpu-memory-utilization, "0.5"]."""
-    start_seconds: AboveZero = 900.0
+    start_seconds: PositiveFloat = 900.0
     """A server that does not answer within this time has failed."""
-    request_seconds: AboveZero = 1800.0
+    request_seconds: PositiveFloat = 1800.0
     """A server that takes longer over a response is given up."""
 
     @model_validator(mode="after")
@@ -214,15 +214,15 @@ class GenerationConfig(Section):
 class RolloutOptions(Section):
     """Of every algorithm that trains on rollouts."""
 
-    num_prompts_per_step: Positive = 16
+    num_prompts_per_step: PositiveInt = 16
     """Prompts of a step, over all processes."""
-    num_generations_per_prompt: Positive = 8
+    num_generations_per_prompt: PositiveInt = 8
     """Responses to each prompt: its group."""
-    max_new_tokens: Positive = 256
+    max_new_tokens: PositiveInt = 256
     """Tokens of a response at most."""
     temperature: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 1.0
     """Logits are divided by it, in sampling and in training."""
-    top_k: Positive | None = None
+    top_k: PositiveInt | None = None
     """Sample among the k likeliest tokens only."""
     top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(refuse_bool)] = 1.0
     """Sample among the likeliest tokens that together have this probability."""
@@ -230,21 +230,21 @@ class RolloutOptions(Section):
     """Sample among tokens that have at least this part of the likeliest one's probability."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a response."""
-    generation_batch_size: Positive = 64
+    generation_batch_size: PositiveInt = 64
     """Sequences that a replica generates at a time."""
     advantage_epsilon: NonNegative = 1e-4
     """Added to the deviation that advantages are divided by."""
-    num_updates_per_rollout: Positive = 1
+    num_updates_per_rollout: PositiveInt = 1
     """Passes over each step's rollouts; each is one optimizer step, or several with train_global_batch_size."""
-    train_global_batch_size: Positive | None = None
+    train_global_batch_size: PositiveInt | None = None
     """Responses of one update, over all processes: whole groups, shuffled anew in each step. Each response is in one
     update of a pass. All responses of a step if not given."""
-    dynamic_sampling_rounds: Positive = 1
+    dynamic_sampling_rounds: PositiveInt = 1
     """More than 1: groups without signal are replaced by new prompts, in so many rounds at most (DAPO)."""
     max_staleness: Count = 0
     """Responses for so many further steps are generated while a step is trained; their weights are so many versions old
     at most when they are trained on. More than 0 needs generation.backend=vllm (docs/rollouts.md)."""
-    overlong_cache_length: Positive | None = None
+    overlong_cache_length: PositiveInt | None = None
     """Soft penalty on the last so many tokens before max_new_tokens (DAPO); none if not given."""
     mask_truncated: bool = False
     """Whether responses cut off by max_new_tokens are left out of the loss."""
@@ -362,7 +362,7 @@ class RLConfig(TrainingConfig):
         others than the sampler's."""
         return not self.is_on_policy(replays) or (self.loss.use_kl_in_reward and not self.samples_exactly(replays))
 
-    def decided_loss(self, replays: bool = False) -> ClippedPGOptions:
+    def effective_loss_options(self, replays: bool = False) -> ClippedPGOptions:
         """`loss`, with `force_on_policy_ratio` as it is for a run."""
         return replace(self.loss, force_on_policy_ratio=self.is_on_policy(replays))
 
@@ -483,24 +483,24 @@ class GRPOConfig(RLConfig):
         return self
 
 
-Share = Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)]
+Fraction01 = Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)]
 
 
 class PPOAlgorithmConfig(RolloutOptions):
     """Rollouts, and how their rewards become advantages: GAE (arXiv:1506.02438)."""
 
-    num_generations_per_prompt: Positive = 1
+    num_generations_per_prompt: PositiveInt = 1
     """Responses to each prompt."""
-    gamma: Share = 1.0
+    gamma: Fraction01 = 1.0
     """Discount of what is earned one token later."""
-    gae_lambda: Share = 0.95
+    gae_lambda: Fraction01 = 0.95
     """1: advantages are of returns alone; less: values stand in for what comes later, with less variance."""
     whiten_advantages: bool = True
     """Subtract the mean of all tokens' advantages and divide by their deviation."""
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    lr: BelowOne = 1e-5
+    lr: FractionBelowOne = 1e-5
 
 
 class CriticConfig(Section):
@@ -512,7 +512,7 @@ class CriticConfig(Section):
     losses and biases of `model`'s routers, and its recompute_modules, too: another family may lack them."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """As the policy's; it takes a step for each of the policy's, and those of pretraining_steps."""
-    value_clip: AboveZero | None = 0.2
+    value_clip: PositiveFloat | None = 0.2
     """How far values may move from those before the step's first update, beyond which nothing is gained; null: as far
     as they like."""
     pretraining_steps: Count = 0

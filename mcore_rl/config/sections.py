@@ -12,15 +12,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from mcore_rl.config.base import (
-    AboveZero,
-    BelowOne,
     Columns,
     Count,
     Directory,
+    FractionBelowOne,
     Name,
     NamedSources,
     NonNegative,
-    Positive,
+    PositiveFloat,
+    PositiveInt,
     Section,
     Seed,
     Sources,
@@ -34,13 +34,13 @@ from mcore_rl.utils.model_directory import is_repository_name
 class LoRAConfig(Section):
     """Low-rank adapters (arXiv:2106.09685) on linear layers, in fp32; they alone are trained."""
 
-    rank: Positive | None = None
+    rank: PositiveInt | None = None
     """16 if not given, or that of `path`."""
-    alpha: AboveZero | None = None
+    alpha: PositiveFloat | None = None
     """The adapters' product is multiplied with alpha / rank; 32 if not given, or that of `path`."""
-    lr_ratio: AboveZero = 1.0
+    lr_ratio: PositiveFloat = 1.0
     """Learning rate of the matrices B (which begin as zeros) by that of the matrices A (LoRA+, arXiv:2402.12354)."""
-    dropout: BelowOne = 0.0
+    dropout: FractionBelowOne = 0.0
     """Share of an adapter's inputs that are left out while training."""
     target_modules: tuple[Name, ...] = ()
     """Projections by their names in the Hugging Face model (`q_proj`, …; of mixtures' routed experts
@@ -109,7 +109,7 @@ class DataConfig(Section):
     validation: NamedSources | None = None
     """The same, for validation: one source, or several by the names that their metrics get, as
     `{math: math_test.jsonl}`."""
-    max_sequence_length: Positive = 1024
+    max_sequence_length: PositiveInt = 1024
     """Tokens of a sequence, prompt and response together."""
     overlong: Literal["drop", "truncate"] = "drop"
     """What becomes of longer records: left out, or cut at their end."""
@@ -118,7 +118,7 @@ class DataConfig(Section):
     columns: Columns = Field(default={})
     """Names of columns, of all sources and sets, by those wanted: `{prompt: question, completion: answer}`. Or by
     source: `{math.jsonl: {prompt: question, completion: answer}}`, the others' being right."""
-    max_samples: Positive | None = None
+    max_samples: PositiveInt | None = None
     """Only the first records of each source of `train` are read."""
     cache_dir: Path | None = None
     """Where tokenized data is kept for later runs; `$MCORE_RL_CACHE` or ~/.cache/mcore_rl if not given."""
@@ -209,19 +209,19 @@ def read_chat_template(template: str | None) -> str | None:
 class CheckpointConfig(Section):
     """When checkpoints are written, which stay, and where a run begins."""
 
-    save_interval: Positive | None = None
+    save_interval: PositiveInt | None = None
     """Steps between checkpoints; the end of the run always saves one."""
-    save_minutes: AboveZero | None = 30.0
+    save_minutes: PositiveFloat | None = 30.0
     """Minutes after which one is saved in any case; it goes when a later one is there, unless `keep_last` keeps it."""
-    keep_last: Positive | None = None
+    keep_last: PositiveInt | None = None
     """How many of the newest checkpoints stay; all if not given."""
-    keep_every: Positive | None = None
+    keep_every: PositiveInt | None = None
     """Checkpoints at multiples of this many steps stay whatever `keep_last` says."""
     on_failure: Literal["stop", "continue"] = "stop"
     """Whether training goes on when a checkpoint cannot be written."""
     asynchronous: bool = True
     """Whether training goes on while a checkpoint is being written."""
-    timeout_seconds: Positive = 1800
+    timeout_seconds: PositiveInt = 1800
     """Writing that takes longer is a failure."""
     allow_partial: bool = False
     """Whether to go on from a checkpoint that lacks optimizer, schedule, random states or data position."""
@@ -278,17 +278,17 @@ def greatest_is_best(metric: str) -> bool | None:
 class BatchConfig(Section):
     """One optimizer step's batch and its cutting into microbatches."""
 
-    global_batch_size: Positive = 32
+    global_batch_size: PositiveInt = 32
     """Records (pairs, for preferences) of an optimizer step, over all processes."""
     packing: bool = True
     """Put several sequences in a row of tokens_per_pack tokens; otherwise rows are padded."""
-    tokens_per_pack: Positive | None = None
+    tokens_per_pack: PositiveInt | None = None
     """Width of a pack in tokens; max_sequence_length if not given (twice that for pairs)."""
-    micro_batch_size: Positive = 1
+    micro_batch_size: PositiveInt = 1
     """Rows (or pairs) per microbatch without packing."""
     share_prefixes: bool = False
     """What the responses of a pair or group have in common at their beginning, their prompt, stands in a pack once."""
-    min_shared_tokens: Positive = 32
+    min_shared_tokens: PositiveInt = 32
     """Beginnings of fewer tokens are repeated."""
 
     @model_validator(mode="after")
@@ -307,25 +307,25 @@ class BatchConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its schedule, whose steps are the optimizer's."""
 
-    lr: BelowOne = 1e-6
+    lr: FractionBelowOne = 1e-6
     """Learning rate, after warm-up. Adapters (LoRA) want about ten times as much."""
     min_lr: NonNegative = 0.0
     """Learning rate at the last step; inverse_square_root: the least."""
-    embedding_lr: BelowOne | None = None
+    embedding_lr: FractionBelowOne | None = None
     """Learning rate of the embedding and of the projection onto the vocabulary; `lr` if not given."""
     weight_decay: NonNegative = 0.0
     """Decoupled (AdamW); not of biases and norms."""
-    adam_beta1: BelowOne = 0.9
+    adam_beta1: FractionBelowOne = 0.9
     """Decay of the mean of gradients."""
-    adam_beta2: BelowOne = 0.999
+    adam_beta2: FractionBelowOne = 0.999
     """Decay of the mean of squared gradients."""
-    adam_eps: AboveZero = 1e-8
+    adam_eps: PositiveFloat = 1e-8
     """Added to the root of the mean square."""
     clip_grad: NonNegative = 1.0
     """Largest norm of the whole gradient; 0 does not clip."""
     warmup_steps: Count = 0
     """Steps in which the learning rate rises from 0."""
-    warmup_ratio: BelowOne = 0.0
+    warmup_ratio: FractionBelowOne = 0.0
     """The same, as a share of all steps."""
     schedule: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = "cosine"
     """How the learning rate comes down to min_lr; wsd (warm-up, stable, decay) in the last steps alone."""
@@ -357,19 +357,19 @@ class OptimizerConfig(Section):
 class TrainerConfig(Section):
     """How long to train: whichever of the limits comes first."""
 
-    max_steps: Positive | None = None
+    max_steps: PositiveInt | None = None
     """Steps of the run."""
-    max_epochs: Positive | None = None
+    max_epochs: PositiveInt | None = None
     """Passes over the data; 1 if max_steps is not given either."""
-    validation_interval: Positive | None = None
+    validation_interval: PositiveInt | None = None
     """Steps between validations; none if not given."""
     validate_at_start: bool = False
     """Validate before the first step as well, as step 0."""
     validate_at_end: bool = False
     """Validate after the last step whatever the interval."""
-    early_stopping_patience: Positive | None = None
+    early_stopping_patience: PositiveInt | None = None
     """So many validations on end without a better checkpoint.best_metric end the run."""
-    log_interval: Positive = 1
+    log_interval: PositiveInt = 1
     """Steps between lines on the console; metrics.jsonl has every step."""
 
     @property
@@ -415,7 +415,7 @@ class ReferenceSyncConfig(Section):
     """The reference follows the policy (arXiv:2404.09656): every `interval` steps it becomes
     (1 − alpha) · reference + alpha · policy. A small alpha at each step is an exponential average."""
 
-    interval: Positive = 512
+    interval: PositiveInt = 512
     """Steps between."""
     alpha: Annotated[float, Field(gt=0, le=1), BeforeValidator(refuse_bool)] = 0.6
     """The policy's share. With adapters, whose products do not mix, 1 alone."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
 from mcore_rl.data.token_store import SequenceGroup, TokenStore
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, Share, share_of
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
 from mcore_rl.distributed.bin_packing import assign, pack, split_until_divisible
 from mcore_rl.distributed.collectives import all_gather
 from mcore_rl.distributed.packs import PackLayout, PrefixLayout, PrefixTree, round_up
@@ -42,11 +42,11 @@ def padded_rows(sequences: Sequence[Sequence[int]], pad_token_id: int = 0) -> di
     return {"input_ids": input_ids, "input_lengths": torch.tensor([len(s) for s in sequences], dtype=torch.long)}
 
 
-def valid_counts(data: BatchedDataDict[Any]) -> tuple[Tensor, Tensor]:
+def global_valid_counts(data: BatchedDataDict[Any]) -> tuple[Tensor, Tensor]:
     """(global_valid_seqs, global_valid_toks) of a global batch, fp32 scalars; collective, of a replica's own rows."""
     sample_mask = data["sample_mask"].double()
     tokens = data["token_mask"][:, 1:].double() * sample_mask[:, None]
-    sequences, total = torch.tensor(share_of(data).sum(float(sample_mask.sum()), float(tokens.sum())))
+    sequences, total = torch.tensor(batch_share(data).sum(float(sample_mask.sum()), float(tokens.sum())))
     return sequences, total
 
 
@@ -69,7 +69,7 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class Batching:
+class MicrobatchPlanner:
     """How global batches are cut.
 
     Args:
@@ -184,14 +184,14 @@ class Batching:
 
         Of a replica's own rows all; collective then, for every rank to have as many.
         """
-        if isinstance(data, OwnRows):
+        if isinstance(data, LocalBatch):
             return self._own_microbatches(data)
         units = self._units(data["input_lengths"].tolist(), data["input_ids"])
         shards = self._assign(units)
         width = max(self._width(box) for boxes in shards for box in boxes)
         return self._microbatches(data, shards[dp_rank], units, width)
 
-    def _own_microbatches(self, data: OwnRows[Any]) -> list[Microbatch]:
+    def _own_microbatches(self, data: LocalBatch[Any]) -> list[Microbatch]:
         if self not in data.plans:
             boxes, units, width = self.plan_of_replica(data)
             count, width = data.share.most_packs(self, len(boxes), width)
@@ -203,7 +203,7 @@ class Batching:
         units = [self._apart(list(range(self.rows_per_unit)), [1] * self.rows_per_unit)]
         return self._microbatches(blank, boxes, units, width)
 
-    def plan_of_replica(self, data: OwnRows[Any]) -> tuple[list[list[PackUnit]], list[PackUnit], int]:
+    def plan_of_replica(self, data: LocalBatch[Any]) -> tuple[list[list[PackUnit]], list[PackUnit], int]:
         """A replica's packs as it would have them if it were alone, its units, and the width of the widest pack."""
         units = self._units(data["input_lengths"].tolist(), data["input_ids"], data.share.indices)
         (boxes,) = replace(self, dp_size=1)._assign(units)
@@ -281,17 +281,17 @@ class Batching:
         shards = self._shards(units)
         return [sorted(row for box in boxes for unit in box for row in units[unit].rows) for boxes in shards]
 
-    def shares_of_work(self, units: Sequence[PackUnitSize]) -> list[float]:
+    def relative_work(self, units: Sequence[PackUnitSize]) -> list[float]:
         """[data-parallel rank] → its work by the mean of all ranks."""
         work = [sum(units[unit].cost for box in boxes for unit in box) for boxes in self._shards(units)]
         return [own * len(work) / sum(work) for own in work]
 
     def pieces(self, data: BatchedDataDict[Any]) -> tuple[list[int], list[int]]:
         """Tokens of each piece of a batch that goes through the model, and of what it continues."""
-        if isinstance(data, OwnRows) and self in data.plans:
+        if isinstance(data, LocalBatch) and self in data.plans:
             _, units, _ = data.plans[self]
         else:
-            units = self._units(data["input_lengths"].tolist(), data["input_ids"], share_of(data).indices)
+            units = self._units(data["input_lengths"].tolist(), data["input_ids"], batch_share(data).indices)
         return [n for unit in units for n in unit.tree.lengths], [n for unit in units for n in unit.tree.before]
 
 
@@ -339,14 +339,14 @@ def _cut(data: BatchedDataDict[Any], width: int, full_width: int) -> BatchedData
     return data
 
 
-def batching_of(config: TrainingConfig, rows_per_unit: int, dp_size: int) -> Batching:
+def microbatch_planner(config: TrainingConfig, rows_per_unit: int, dp_size: int) -> MicrobatchPlanner:
     """How a configuration cuts its batches.
 
     Raises:
         UserError: a pack that cannot hold the longest record.
     """
     parallel = config.parallel
-    return Batching(
+    return MicrobatchPlanner(
         packing=config.batch.packing,
         tokens_per_pack=config.pack_width(rows_per_unit),
         micro_batch_size=config.batch.micro_batch_size,
@@ -362,7 +362,7 @@ def batching_of(config: TrainingConfig, rows_per_unit: int, dp_size: int) -> Bat
 
 
 def divide(
-    batching: Batching,
+    batching: MicrobatchPlanner,
     lengths: Sequence[int],
     tokens_of: Callable[[Sequence[int]], Tensor],
     replicas: ParallelDimension,
@@ -389,12 +389,12 @@ def divide(
     return batching.divide(sorted(_all_gather_units(own, replicas), key=lambda unit: unit.rows[0]))
 
 
-def share_records(
+def assign_records(
     divide: Callable[[Sequence[int], Callable[[Sequence[int]], Tensor]], list[list[int]]],
     replicas: ParallelDimension,
     units: TokenStore,
     indices: Sequence[int],
-) -> tuple[Share, list[int]]:
+) -> tuple[BatchShare, list[int]]:
     """This replica's share of the rows that some records make; and their records' places in `indices`. Collective.
 
     Args:
@@ -411,14 +411,14 @@ def share_records(
         return padded_rows(sequences)["input_ids"]
 
     rows = [length for unit in lengths for length in unit]
-    share = Share(divide(rows, tokens_of)[replicas.rank], len(rows), replicas)
+    share = BatchShare(divide(rows, tokens_of)[replicas.rank], len(rows), replicas)
     return share, places_of(share.indices)
 
 
 def _all_gather_units(own: Sequence[PackUnitSize], replicas: ParallelDimension) -> list[PackUnitSize]:
     """Return the units of all replicas; a unit's rows are neighbours."""
     rows = [[unit.rows[0], len(unit.rows), unit.tokens, unit.cost] for unit in own]
-    (most,) = Share((), 0, replicas).max(len(rows))
+    (most,) = BatchShare((), 0, replicas).max(len(rows))
     padded = torch.zeros(int(most), 4, dtype=torch.float64)
     padded[: len(rows)] = torch.tensor(rows, dtype=torch.float64).view(-1, 4)
     everyone = all_gather(padded.to(platform.device()), replicas.group).flatten(0, 1).tolist()

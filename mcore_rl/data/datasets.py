@@ -13,9 +13,9 @@ from mcore_rl.data.chat import Messages, check_messages
 from mcore_rl.data.readers import require
 from mcore_rl.data.sample_order import Order
 from mcore_rl.data.token_cache import TokenCache
-from mcore_rl.data.token_store import MixedStore, SequenceGroup, TokenSequence, TokenStore, collect
+from mcore_rl.data.token_store import MixedTokenStore, SequenceGroup, TokenSequence, TokenStore, collect
 from mcore_rl.data.tokenize import (
-    Tokenization,
+    TokenizationSpec,
     tokenize_completion,
     tokenize_judged,
     tokenize_messages,
@@ -23,7 +23,7 @@ from mcore_rl.data.tokenize import (
     tokenize_source,
 )
 from mcore_rl.errors import UserError
-from mcore_rl.utils.console import Say, silent
+from mcore_rl.utils.console import PrintLine, silent
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def load_store(
     source: Source,
     tokenizer: Any,
     data: DataConfig,
-    what: Tokenization,
-    say: Say = silent,
+    what: TokenizationSpec,
+    say: PrintLine = silent,
     cache: TokenCache | None = None,
 ) -> TokenStore:
     """A source's records, tokenized: from the cache, or else in memory.
@@ -110,39 +110,39 @@ def load_store(
         UserError: names the file and line of a record that is wrong.
     """
     if not isinstance(source, str):
-        return MixedStore({name: load_store(name, tokenizer, data, what, say, cache) for name in source}, source)
+        return MixedTokenStore({name: load_store(name, tokenizer, data, what, say, cache) for name in source}, source)
     what = replace(what, columns=data.columns_of(source))
     if cache is not None:
         return cache.store(source, tokenizer, what, say)
     return collect(tokenize_source(source, tokenizer, what, say), what.sequences_per_unit)
 
 
-def tokenization_of(data: DataConfig, name: str, *functions: Any, **options: Any) -> Tokenization:
+def tokenization_of(data: DataConfig, name: str, *functions: Any, **options: Any) -> TokenizationSpec:
     """What a configuration asks for, of a kind of records, but for the columns, which each source has its own of."""
     common = {
         "max_length": data.max_sequence_length,
         "overlong": data.overlong,
         "max_records": data.max_samples,
     }
-    return Tokenization(name, *functions, **{**common, **options})
+    return TokenizationSpec(name, *functions, **{**common, **options})
 
 
 def load_preference_dataset(
-    source: Source, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
+    source: Source, tokenizer: Any, data: DataConfig, say: PrintLine = silent, cache: TokenCache | None = None
 ) -> Dataset:
     """Pairs from records `prompt, chosen, rejected` (strings or messages; the prompt may be implicit)."""
     return _load_pairs(source, tokenizer, data, "preference", _tokenize_preference, say, cache)
 
 
 def load_reward_dataset(
-    source: Source, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
+    source: Source, tokenizer: Any, data: DataConfig, say: PrintLine = silent, cache: TokenCache | None = None
 ) -> Dataset:
     """Load pairs as for preference, each conversation rendered whole, as a reward model reads it."""
     return _load_pairs(source, tokenizer, data, "reward", _tokenize_reward, say, cache)
 
 
 def _load_pairs(
-    source: Source, tokenizer: Any, data: DataConfig, name: str, unit_of: Any, say: Say, cache: TokenCache | None
+    source: Source, tokenizer: Any, data: DataConfig, name: str, unit_of: Any, say: PrintLine, cache: TokenCache | None
 ) -> Dataset:
     what = tokenization_of(data, name, unit_of, 2, seen_in=_same)
     dataset = _load(source, tokenizer, data, what, say, cache)
@@ -160,7 +160,7 @@ def _load_pairs(
 
 
 def load_sft_dataset(
-    source: Source, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
+    source: Source, tokenizer: Any, data: DataConfig, say: PrintLine = silent, cache: TokenCache | None = None
 ) -> Dataset:
     """Sequences from records `prompt, completion` or `messages`, with `tools` if there are any."""
     what = tokenization_of(data, "sft", _tokenize_sft, 1)
@@ -168,7 +168,7 @@ def load_sft_dataset(
 
 
 def load_unpaired_dataset(
-    source: Source, tokenizer: Any, data: DataConfig, say: Say = silent, cache: TokenCache | None = None
+    source: Source, tokenizer: Any, data: DataConfig, say: PrintLine = silent, cache: TokenCache | None = None
 ) -> UnpairedDataset:
     """Sequences from records as for SFT, with a `label`: true where the response is desirable."""
     what = tokenization_of(data, "unpaired", _tokenize_unpaired, 1, extra_of=_label_of, seen_in=_kind_of)
@@ -196,7 +196,7 @@ def _kind_of(unit: SequenceGroup, record: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _load(
-    source: Source, tokenizer: Any, data: DataConfig, what: Tokenization, say: Say, cache: TokenCache | None
+    source: Source, tokenizer: Any, data: DataConfig, what: TokenizationSpec, say: PrintLine, cache: TokenCache | None
 ) -> Dataset:
     store = load_store(source, tokenizer, data, what, say, cache)
     counts = store.counts
@@ -329,7 +329,7 @@ def load_prompt_dataset(
     tokenizer: Any,
     data: DataConfig,
     max_prompt_length: int,
-    say: Say = silent,
+    say: PrintLine = silent,
     valued: Sequence[str] = (),
     cache: TokenCache | None = None,
 ) -> PromptDataset:
@@ -394,7 +394,7 @@ SUPERVISED: dict[str, Callable[..., Any]] = {
 """Loading functions by algorithm."""
 
 
-def loader_of(config: TrainingConfig) -> Callable[..., Any]:
+def dataset_loader(config: TrainingConfig) -> Callable[..., Any]:
     """Called with a source, a tokenizer, a `DataConfig`, and `say` and `cache`: the algorithm's dataset."""
     if isinstance(config, RLConfig):
         valued = config.environment.valued_columns

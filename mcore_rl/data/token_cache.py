@@ -21,10 +21,10 @@ from typing import Any
 from mcore_rl.data.chat import chat_day
 from mcore_rl.data.readers import SUFFIXES, files_of, load_hub_dataset
 from mcore_rl.data.token_store import TokenStore, collect
-from mcore_rl.data.tokenize import Tokenization, TokenizerSource, available_workers, tokenize_source
+from mcore_rl.data.tokenize import TokenizationSpec, TokenizerSpec, available_workers, tokenize_source
 from mcore_rl.errors import UserError
 from mcore_rl.utils import torchrun
-from mcore_rl.utils.console import Say
+from mcore_rl.utils.console import PrintLine
 from mcore_rl.utils.files import digest_of_file
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
@@ -48,9 +48,9 @@ class TokenCache:
     """Tokenized sources under `directory`, for the tokenizer that `remake` makes."""
 
     directory: Path
-    remake: TokenizerSource
+    remake: TokenizerSpec
 
-    def store(self, source: str, tokenizer: Any, what: Tokenization, say: Say) -> TokenStore:
+    def store(self, source: str, tokenizer: Any, what: TokenizationSpec, say: PrintLine) -> TokenStore:
         """The tokenized source; made by one process of the node if it is not there.
 
         Raises:
@@ -89,7 +89,9 @@ class TokenCache:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _make(self, path: Path, source: str, tokenizer: Any, what: Tokenization, say: Say, before: list[Any]) -> None:
+    def _make(
+        self, path: Path, source: str, tokenizer: Any, what: TokenizationSpec, say: PrintLine, before: list[Any]
+    ) -> None:
         for stopped in path.parent.glob("*.partial"):  # whoever made it is gone if its lock is free
             if stopped.stem == path.stem or not _is_locked(stopped.with_suffix(".lock")):
                 shutil.rmtree(stopped, ignore_errors=True)
@@ -116,7 +118,7 @@ class TokenCache:
             elif time.monotonic() - (lost_since := lost_since or time.monotonic()) > LOST_SECONDS:
                 raise UserError(f"data.cache_dir: the process that makes {path} is gone, or sees another directory")
 
-    def _key(self, source: str, tokenizer: Any, what: Tokenization) -> str:
+    def _key(self, source: str, tokenizer: Any, what: TokenizationSpec) -> str:
         parts = {
             "source": self._source_digest(source),
             "tokenizer": [

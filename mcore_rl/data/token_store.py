@@ -246,7 +246,7 @@ def collect(chunks: Iterable[TokenizedChunk], sequences_per_unit: int, directory
     return TokenStore(arrays, meta)
 
 
-class MixedStore(TokenStore):
+class MixedTokenStore(TokenStore):
     """The units of several stores, one store after the other.
 
     Args:

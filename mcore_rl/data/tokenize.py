@@ -28,7 +28,7 @@ from mcore_rl.data.chat import (
 from mcore_rl.data.readers import Records, files_of, read_records
 from mcore_rl.data.token_store import SequenceGroup, TokenizedChunk, TokenSequence
 from mcore_rl.errors import UserError
-from mcore_rl.utils.console import Progress, Say, silent
+from mcore_rl.utils.console import PrintLine, Progress, silent
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -37,7 +37,7 @@ def load_tokenizer(
     path: Path,
     trust_remote_code: bool = False,
     chat_template: str | None = None,
-    say: Say = silent,
+    say: PrintLine = silent,
     day: date | None = None,
 ) -> Any:
     """The tokenizer of a model directory, with `chat_template` in place of its own if one is given.
@@ -187,7 +187,7 @@ CHUNKS_AHEAD = 4
 
 
 @dataclass(frozen=True)
-class Tokenization:
+class TokenizationSpec:
     """What is done to each record. All functions are a module's own, since other processes are given them."""
 
     name: str
@@ -256,7 +256,7 @@ class Tokenization:
 
 
 @dataclass(frozen=True)
-class TokenizerSource:
+class TokenizerSpec:
     """Values from which another process makes the same tokenizer."""
 
     path: Path
@@ -266,7 +266,12 @@ class TokenizerSource:
 
 
 def tokenize_source(
-    source: str, tokenizer: Any, what: Tokenization, say: Say, remake: TokenizerSource | None = None, workers: int = 1
+    source: str,
+    tokenizer: Any,
+    what: TokenizationSpec,
+    say: PrintLine,
+    remake: TokenizerSpec | None = None,
+    workers: int = 1,
 ) -> Iterator[TokenizedChunk]:
     """The records of a source in their order.
 
@@ -310,7 +315,7 @@ def available_workers() -> int:
 
 
 def _by_processes(
-    source: str, what: Tokenization, remake: TokenizerSource, workers: int
+    source: str, what: TokenizationSpec, remake: TokenizerSpec, workers: int
 ) -> Iterator[tuple[TokenizedChunk, float]]:
     # Spawned, not forked: threads of PyTorch and of the tokenizers library do not survive a fork.
     context = multiprocessing.get_context("spawn")
@@ -328,7 +333,7 @@ def _by_processes(
 _tokenizer: Any = None
 
 
-def _remake_tokenizer(source: TokenizerSource) -> None:
+def _remake_tokenizer(source: TokenizerSpec) -> None:
     global _tokenizer
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -342,5 +347,5 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _chunk(what: Tokenization, records: Records) -> TokenizedChunk:
+def _chunk(what: TokenizationSpec, records: Records) -> TokenizedChunk:
     return what.chunk(_tokenizer, records)

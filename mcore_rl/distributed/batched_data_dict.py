@@ -361,7 +361,7 @@ ReduceOp = torch.distributed.ReduceOp
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """Which rows of a global batch a replica has. Its methods are collective over the replicas.
 
     indices: of its rows in the global batch, in the order in which it has them.
@@ -374,12 +374,12 @@ class Share:
     replicas: ParallelDimension = field(default_factory=ParallelDimension)
 
     @classmethod
-    def whole(cls, total: int) -> Share:
+    def whole(cls, total: int) -> BatchShare:
         """All rows, where every rank has them."""
         return cls(range(total), total)
 
     @classmethod
-    def appended(cls, count: int, replicas: ParallelDimension) -> Share:
+    def concatenated(cls, count: int, replicas: ParallelDimension) -> BatchShare:
         """Return the share of a replica with `count` rows of a global batch that concatenates all replicas' rows."""
         counts = torch.zeros(replicas.size, dtype=torch.float64)
         counts[replicas.rank] = count
@@ -396,11 +396,11 @@ class Share:
         return self._reduce(values, ReduceOp.MAX)
 
     def most_packs(self, batching: Any, packs: int, width: int) -> tuple[int, int]:
-        """The largest number of packs, and the largest width, that a `Batching` makes of any replica's rows."""
+        """Return the largest number of packs of any replica, and the largest width."""
         most, widest = self.max(packs, width)
         return int(most), int(widest)
 
-    def extent(self, values: Shaped[Tensor, "*any"]) -> tuple[float, float]:
+    def min_max(self, values: Shaped[Tensor, "*any"]) -> tuple[float, float]:
         """The smallest and the largest of all replicas' values, of which a replica may have none."""
         own = (-math.inf, -math.inf) if not values.numel() else (-float(values.amin()), float(values.amax()))
         low, high = self.max(*own)
@@ -410,7 +410,7 @@ class Share:
         """The own rows of what every rank knows of all."""
         return values[list(self.indices)]
 
-    def everyone(self, own: Float[Tensor, " own"]) -> Float[Tensor, " total"]:
+    def gather(self, own: Float[Tensor, " own"]) -> Float[Tensor, " total"]:
         """A value of each row of the global batch, from each replica those of its own rows; fp64, on the host."""
         values = torch.zeros(self.total, dtype=torch.float64)
         values[list(self.indices)] = own.double().cpu()
@@ -428,7 +428,7 @@ def reduced(values: Tensor, replicas: ParallelDimension, op: Any = ReduceOp.SUM)
     return all_reduce(values.to(platform.device()), replicas.group, op).cpu()
 
 
-class OwnRows(BatchedDataDict[DictT]):
+class LocalBatch(BatchedDataDict[DictT]):
     """The rows of a global batch that this replica has; the same on all of the replica's ranks, and there may be none.
 
     A policy learns from the rows of all replicas together, as if every rank had all of them, and scores each
@@ -437,7 +437,7 @@ class OwnRows(BatchedDataDict[DictT]):
     plans: of its microbatches, by how they were cut: scoring and training plan once.
     """
 
-    def __init__(self, entries: Mapping[str, Any], share: Share, plans: dict[Any, Any] | None = None) -> None:
+    def __init__(self, entries: Mapping[str, Any], share: BatchShare, plans: dict[Any, Any] | None = None) -> None:
         super().__init__(entries)
         self.share, self.plans = share, {} if plans is None else plans
         if self.data and self.size != len(share.indices):
@@ -451,6 +451,6 @@ class OwnRows(BatchedDataDict[DictT]):
         return BatchedDataDict(self.data).select_indices(indices)
 
 
-def share_of(data: BatchedDataDict[Any]) -> Share:
-    """Return the share of a global batch that `data` holds: all of it unless it is `OwnRows`."""
-    return data.share if isinstance(data, OwnRows) else Share.whole(data.size)
+def batch_share(data: BatchedDataDict[Any]) -> BatchShare:
+    """Return the share of a global batch that `data` holds: all of it unless it is `LocalBatch`."""
+    return data.share if isinstance(data, LocalBatch) else BatchShare.whole(data.size)

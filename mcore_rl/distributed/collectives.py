@@ -41,14 +41,14 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     return values
 
 
-def gather_objects_on_first(value: Any) -> list[Any]:
+def gather_objects_on_rank_zero(value: Any) -> list[Any]:
     """Every process's `value` (picklable), on the first; [] elsewhere."""
     values: list[Any] = [None] * torch.distributed.get_world_size() if torch.distributed.get_rank() == 0 else []
     torch.distributed.gather_object(value, values or None)
     return values
 
 
-class Acquainted:
+class InternedObjects:
     """Small objects of every rank, of which only those are sent that nobody has sent before.
 
     Every rank makes one at the same time, and each call is collective over all processes.
@@ -68,7 +68,7 @@ class Acquainted:
         return [self._known[digest] for digest in digests]
 
 
-def gather_along(value: T, *dimensions: ParallelDimension) -> list[T]:
+def gather_objects_along(value: T, *dimensions: ParallelDimension) -> list[T]:
     """The `value` (picklable) of every rank along these dimensions of parallelism, on each of them."""
     values = [value]
     for dimension in dimensions:
@@ -84,13 +84,13 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
-def on_all_ranks(*flags: bool) -> list[bool]:
+def all_ranks_true(*flags: bool) -> list[bool]:
     """Return for each flag whether every process has set it."""
     own = torch.tensor(flags, dtype=torch.int32, device=platform.device())
     return list(map(bool, all_reduce(own, torch.distributed.group.WORLD, torch.distributed.ReduceOp.MIN).tolist()))
 
 
-def share_outcome(work: Future[T] | None, seconds: float) -> T:
+def broadcast_result(work: Future[T] | None, seconds: float) -> T:
     """Return the result of `work`, which only rank 0 has, on every process; raise its exception on all of them.
 
     They meet every `seconds`, well below the timeout of collectives, however long it takes.
@@ -142,14 +142,14 @@ def _failure(work: Future[Any] | None, sends_result: bool = False) -> BaseExcept
 def settle(work: Future[T] | None, seconds: float) -> T | None:
     """Return the result of this rank's `work` once the work of all ranks is done; None on ranks without work.
 
-    They meet every `seconds`; of exceptions the first rank's is raised, on all of them, as in `share_outcome`.
+    They meet every `seconds`; of exceptions the first rank's is raised, on all of them, as in `broadcast_result`.
     """
     while True:
         if work is not None:
             wait([work], seconds)
         is_done = work is None or work.done()  # asked once: it may end between two questions
         error = _failure(work) if is_done else None
-        done, well = on_all_ranks(is_done, error is None)
+        done, well = all_ranks_true(is_done, error is None)
         if done:
             break
     if not well:
@@ -278,7 +278,7 @@ def all_gather_forward_split_backward(
     return x if group_size(group) == 1 else _AllGatherForwardSplitBackward.apply(x, group)
 
 
-def share_in_replica(value: Any, topology: Topology) -> Any:
+def broadcast_object_in_replica(value: Any, topology: Topology) -> Any:
     """The `value` (picklable) of a replica's first rank, on all of the replica's ranks. Collective."""
     return _first_to_all(value, topology, _broadcast_object)
 
@@ -294,7 +294,7 @@ def broadcast_in_replica(values: Tensor, topology: Topology) -> Tensor:
     return _first_to_all(values.to(platform.device()), topology, _broadcast).to(values.device)
 
 
-def share_numbers(lists: Sequence[Sequence[int]], count: int, topology: Topology) -> list[list[int]]:
+def broadcast_lists_in_replica(lists: Sequence[Sequence[int]], count: int, topology: Topology) -> list[list[int]]:
     """`count` lists of whole numbers, those of a replica's first rank, on all of the replica's ranks. Collective.
 
     Args:
@@ -312,12 +312,12 @@ def share_numbers(lists: Sequence[Sequence[int]], count: int, topology: Topology
 
 def gather_from_replicas(value: T, topology: Topology) -> list[T]:
     """Each replica's `value` (small, picklable), that of its first rank, on every rank. Collective."""
-    found = gather_along(value, topology.data) if topology.leads_replica else None
-    gathered: list[T] = share_in_replica(found, topology)
+    found = gather_objects_along(value, topology.data) if topology.leads_replica else None
+    gathered: list[T] = broadcast_object_in_replica(found, topology)
     return gathered
 
 
-def gather_on_first(own: Mapping[int, T], wanted: Sequence[int], topology: Topology) -> list[T]:
+def gather_items_on_rank_zero(own: Mapping[int, T], wanted: Sequence[int], topology: Topology) -> list[T]:
     """The items of these numbers, in this order, on the very first rank; [] on the others. Collective.
 
     Args:

@@ -25,12 +25,12 @@ from mcore_rl.distributed.logprobs import (
     shard_statistics,
     valid_columns,
 )
-from mcore_rl.distributed.packs import CountedPositions
+from mcore_rl.distributed.packs import LossPositions
 from mcore_rl.errors import ContractError
 
 
 @dataclass(frozen=True)
-class LastStates:
+class FinalHiddenStates:
     """A microbatch's hidden states that predict counted tokens, beside the LM head.
 
     Values [N, S − 1, …] are of the whole rows, the same on every rank, 0 where nothing counts.
@@ -43,8 +43,8 @@ class LastStates:
     """
 
     microbatch: Hashable
-    logits: LinearLogits
-    positions: CountedPositions
+    logits: HiddenAndHead
+    positions: LossPositions
     inputs: Int[Tensor, " n"]
     vocab_size: int
     temperature: float
@@ -71,7 +71,7 @@ class LastStates:
         return self._spread(logprobs), None if entropy is None else self._spread(entropy)
 
     def divergences(
-        self, teacher: LinearLogits, vocab_size: int, temperature: float, js_beta: float | None
+        self, teacher: HiddenAndHead, vocab_size: int, temperature: float, js_beta: float | None
     ) -> Divergences:
         """From a teacher's distributions at the same positions, over the vocabulary's first `vocab_size` tokens."""
         forward_kl, reverse_kl, js = linear_divergences(
@@ -84,7 +84,7 @@ class LastStates:
 
 
 @dataclass(frozen=True)
-class LinearLogits:
+class HiddenAndHead:
     """Logits as the product that they are: hidden [T, H] × weight [Vp, H]ᵀ.
 
     hidden: the same on all ranks of the vocabulary's group. weight: this rank's rows of the LM head.
@@ -106,8 +106,8 @@ class Divergences(NamedTuple):
 
 
 def linear_divergences(
-    student: LinearLogits,
-    teacher: LinearLogits,
+    student: HiddenAndHead,
+    teacher: HiddenAndHead,
     group: ProcessGroup | None = None,
     vocab_size: int | None = None,
     temperature: float = 1.0,
@@ -142,7 +142,7 @@ def linear_divergences(
     forward_kl, reverse_kl, js = _LinearDivergences.apply(
         student.hidden,
         student.weight,
-        LinearLogits(teacher.hidden.detach(), teacher.weight.detach()),
+        HiddenAndHead(teacher.hidden.detach(), teacher.weight.detach()),
         group,
         valid_columns(rows, group_rank(group), vocab_size),
         temperature,
@@ -157,7 +157,7 @@ class _LinearDivergences(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        teacher: LinearLogits,
+        teacher: HiddenAndHead,
         group: ProcessGroup | None,
         columns: int,
         temperature: float,

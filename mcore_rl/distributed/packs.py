@@ -423,7 +423,7 @@ def gather_context_parallel(
 
 
 @dataclass(frozen=True)
-class CountedPositions:
+class LossPositions:
     """The positions of one context-parallel rank that the loss counts.
 
     n ≥ 1, so that collectives match: a rank without such positions keeps a dummy.
@@ -445,7 +445,7 @@ class CountedPositions:
     is_dummy: bool
 
     @classmethod
-    def of(cls, layout: PackLayout, mask: Float[Tensor, "rows predicted"], cp_rank: int) -> CountedPositions:
+    def of(cls, layout: PackLayout, mask: Float[Tensor, "rows predicted"], cp_rank: int) -> LossPositions:
         """Return the positions that `mask` [N, S − 1] counts."""
         index, there = layout.token_table(mask.shape[1] + 1)
         index, counted = index[:, 1:], there[:, 1:] & (mask > 0)
@@ -459,7 +459,7 @@ class CountedPositions:
         tokens = torch.zeros(1, dtype=torch.long) if is_dummy else tokens
         return cls(layout, index, counted, tokens, place[layout.predictor[tokens]].clamp(min=0), is_dummy)
 
-    def on(self, device: torch.device, *others: Tensor) -> tuple[CountedPositions, list[Tensor]]:
+    def on(self, device: torch.device, *others: Tensor) -> tuple[LossPositions, list[Tensor]]:
         """The same for values that are on `device`; and `others` of the host there, all by one copy."""
         own = self.index, self.counted, self.tokens, self.predictors
         index, counted, tokens, predictors, *there = platform.sent_together((*own, *others), device)

@@ -59,7 +59,7 @@ def _in_headers(config: EnvironmentConfig) -> Iterator[str]:
             yield from IN_HEADER.findall(value)
 
 
-class JudgedEnvironment:
+class JudgeProcesses:
     """Hands samples to worker processes as they come. One that raises, hangs or dies fails its own sample and no other.
 
     Args:
@@ -154,7 +154,7 @@ def probe(config: EnvironmentConfig, samples: Sequence[Sample], seconds: float =
     workers = min(config.num_workers, len(samples))
     limit = min(config.time_limit_seconds, seconds / math.ceil(len(samples) / workers))
     changes = {"num_workers": workers, "time_limit_seconds": limit, "batch_size": 1}
-    environment, errors = JudgedEnvironment(config.model_copy(update=changes)), dict[int, str]()
+    environment, errors = JudgeProcesses(config.model_copy(update=changes)), dict[int, str]()
     with contextlib.closing(environment):
         judging = {environment.submit(_answered(sample)): index for index, sample in enumerate(samples)}
         for future in as_completed(judging):

@@ -92,7 +92,7 @@ class MathVerify:
         return float(self.verify(gold, self.parse(response, parsing_timeout=None), timeout_seconds=None))
 
 
-class TryAgain(ExactMatch):
+class RetryExactMatch(ExactMatch):
     """A conversation of several turns: a wrong answer is told so, and each further try is worth half."""
 
     def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> Step:  # type: ignore[override]
@@ -102,7 +102,7 @@ class TryAgain(ExactMatch):
         return Step(done=False, observation="That is wrong. Try again: ")
 
 
-class EachAlone:
+class PerSampleJudge:
     """A judge of one response, for several: coroutine functions judge them all at the same time."""
 
     def __init__(self, judge: Judge) -> None:
@@ -193,13 +193,13 @@ def make_judge(options: Mapping[str, Any]) -> BatchJudge:
     """
     match options["name"]:
         case "exact_match":
-            return EachAlone(ExactMatch(options["pattern"]))
+            return PerSampleJudge(ExactMatch(options["pattern"]))
         case "math":
-            return EachAlone(MathVerify())
+            return PerSampleJudge(MathVerify())
         case "try_again":
-            return EachAlone(TryAgain(options["pattern"]))
+            return PerSampleJudge(RetryExactMatch(options["pattern"]))
         case "function":
-            return EachAlone(load_function(options["function"]))
+            return PerSampleJudge(load_function(options["function"]))
         case "trl":
             return TRLReward(load_function(options["function"]))
         case "http":

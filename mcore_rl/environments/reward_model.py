@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from mcore_rl.config import RLConfig
-from mcore_rl.config.algorithms import config_of_judge
+from mcore_rl.config.algorithms import judge_config
 from mcore_rl.data.batching import padded_rows
 from mcore_rl.data.chat import check_tools
 from mcore_rl.data.tokenize import judged_tokens, load_tokenizer, tokenize_completion
-from mcore_rl.distributed.batched_data_dict import OwnRows, Share
+from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.environments.interfaces import MessageLog, Sample, Step
 from mcore_rl.models.policy.scoring import ScoringModel
 
@@ -25,7 +25,7 @@ class RewardModelEnvironment:
     """
 
     def __init__(self, config: RLConfig) -> None:
-        judge = config_of_judge(config)
+        judge = judge_config(config)
         self.config, self.limit = config.environment, judge.data.max_sequence_length
         self.tokenizer = load_tokenizer(judge.model.path)
         self.model = ScoringModel(judge)
@@ -34,11 +34,11 @@ class RewardModelEnvironment:
         rows = [self._tokens(sample.message_log, sample.record) for sample in samples]
         steps = [Step(error=row) if isinstance(row, str) else Step() for row in rows]
         fitting = {index: row for index, row in enumerate(rows) if not isinstance(row, str)}
-        share = Share.appended(len(fitting), self.model.topology.data)
+        share = BatchShare.concatenated(len(fitting), self.model.topology.data)
         if not share.total:
             return steps
         entries = {**padded_rows(list(fitting.values())), "sample_mask": torch.ones(len(fitting))}
-        data: OwnRows[Any] = OwnRows(entries, share)
+        data: LocalBatch[Any] = LocalBatch(entries, share)
         for index, reward in zip(fitting, self.model.get_rewards(data)["rewards"][:, 0].tolist(), strict=True):
             finite = math.isfinite(reward)
             steps[index] = Step(reward) if finite else Step(error=f"the reward is {reward}")

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import group_rank
-from mcore_rl.distributed.divergences import Divergences, LastStates, LinearLogits
+from mcore_rl.distributed.divergences import Divergences, FinalHiddenStates, HiddenAndHead
 from mcore_rl.distributed.logprobs import vocab_parallel_logprobs
 from mcore_rl.distributed.packs import gather_context_parallel, slice_context_parallel
 from mcore_rl.errors import ContractError
@@ -131,7 +131,7 @@ class DistillationLossFn(_Distillation):
 
     def from_hidden_states(
         self,
-        states: LastStates,
+        states: FinalHiddenStates,
         data: BatchedDataDict[Any],
         global_valid_seqs: Tensor | None,
         global_valid_toks: Tensor | None,
@@ -199,7 +199,7 @@ class Teacher(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def counted_logits(self, microbatches: Sequence[Any]) -> Mapping[Hashable, LinearLogits]:
+    def counted_logits(self, microbatches: Sequence[Any]) -> Mapping[Hashable, HiddenAndHead]:
         """Return each microbatch's logits at positions that predict counted tokens, on ranks with the LM head."""
         ...
 
@@ -216,7 +216,7 @@ class WholeVocabularyDistillationLossFn(_Distillation):
     def __init__(self, cfg: DistillationLossConfig | DistillationOptions, teacher: Teacher) -> None:
         super().__init__(cfg)
         self.teacher_model = teacher
-        self.of_teacher: Mapping[Hashable, LinearLogits] = {}
+        self.of_teacher: Mapping[Hashable, HiddenAndHead] = {}
 
     def prepare(self, microbatches: Sequence[Any]) -> None:
         """Let the teacher see the microbatches that follow; keeps [counted tokens, its hidden size] of this rank."""
@@ -227,7 +227,7 @@ class WholeVocabularyDistillationLossFn(_Distillation):
 
     def from_hidden_states(
         self,
-        states: LastStates,
+        states: FinalHiddenStates,
         data: BatchedDataDict[Any],
         global_valid_seqs: Tensor | None,
         global_valid_toks: Tensor | None,

@@ -12,15 +12,15 @@ import torch
 
 from mcore_rl.config import RLConfig
 from mcore_rl.data.datasets import PromptDataset
-from mcore_rl.distributed.collectives import gather_on_first
+from mcore_rl.distributed.collectives import gather_items_on_rank_zero
 from mcore_rl.models.megatron.weights import own_weights
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.rollouts.recordings import REPLAYED_OPTIONS, hash_of_weights, recorded_by, recorded_step
-from mcore_rl.rollouts.samples import Outcome, Rollout, Rollouts, are_judged, has_signal
-from mcore_rl.rollouts.worker import Asked, Begun, RolloutWorker
-from mcore_rl.run.metrics import StepLog
-from mcore_rl.run.setup import Inputs
-from mcore_rl.utils.console import Say
+from mcore_rl.rollouts.samples import Rollout, RolloutBatch, RolloutSummary, are_judged, has_signal
+from mcore_rl.rollouts.worker import PendingRollouts, PromptRequests, RolloutWorker
+from mcore_rl.run.metrics import JsonLinesLog
+from mcore_rl.run.setup import RunInputs
+from mcore_rl.utils.console import PrintLine
 
 SAMPLING_OPTIONS = {"temperature", "top_k", "top_p", "min_p", "max_new_tokens", *REPLAYED_OPTIONS}
 
@@ -41,21 +41,21 @@ class RolloutCollector:
     def __init__(
         self,
         config: RLConfig,
-        inputs: Inputs[PromptDataset],
+        inputs: RunInputs[PromptDataset],
         policy: MegatronPolicy,
         worker: RolloutWorker,
-        say: Say,
+        say: PrintLine,
         steps: int,
-        recording: StepLog | None = None,
+        recording: JsonLinesLog | None = None,
         recorded: dict[int, list[Rollout]] | None = None,
     ) -> None:
         self.config, self.inputs, self.policy, self.worker, self.say = config, inputs, policy, worker, say
         self.recording, self.recorded, self.steps = recording, recorded, steps
-        self._ahead: dict[int, Begun] = {}
+        self._ahead: dict[int, PendingRollouts] = {}
         """The prompts that are being answered, by the position of the first."""
-        self.samples = StepLog(config.output_dir / "samples.jsonl")
+        self.samples = JsonLinesLog(config.output_dir / "samples.jsonl")
 
-    def collect(self, step: int, position: int) -> tuple[Rollouts, int]:
+    def collect(self, step: int, position: int) -> tuple[RolloutBatch, int]:
         """The step's groups, those without signal replaced if so configured; and how many prompts that took.
 
         Args:
@@ -63,11 +63,11 @@ class RolloutCollector:
         """
         options = self.config.rollouts
         if self.recorded is not None:
-            of_all = Rollouts.known_to_all(self.recorded[step], self.policy.topology.data)
+            of_all = RolloutBatch.from_all_ranks(self.recorded[step], self.policy.topology.data)
             return of_all, options.num_prompts_per_step
         if options.max_staleness:
             self._begin_ahead(step, position)
-        kept = Rollouts()
+        kept = RolloutBatch()
         asked, size = 0, options.num_generations_per_prompt
         for round_ in range(options.dynamic_sampling_rounds):
             wanted = options.num_prompts_per_step - len(kept) // size
@@ -92,27 +92,27 @@ class RolloutCollector:
             if first not in self._ahead:
                 self._ahead[first] = self.worker.begin(*self._prompts(first, options.num_prompts_per_step))
 
-    def _generate(self, position: int, num_prompts: int) -> Rollouts:
+    def _generate(self, position: int, num_prompts: int) -> RolloutBatch:
         """All responses to the prompts from `position` on."""
         if (begun := self._ahead.pop(position, None)) is not None:
             return self.worker.collect(begun)
         return self.worker.run(*self._prompts(position, num_prompts))
 
-    def _prompts(self, position: int, count: int) -> tuple[Asked, range]:
+    def _prompts(self, position: int, count: int) -> tuple[PromptRequests, range]:
         """Each prompt with its index, once for each response, and the responses' sample ids."""
         size = self.config.rollouts.num_generations_per_prompt
         indices = self.inputs.train.order(self.config.seed).indices(position, count)
         prompts = [(i, self.inputs.train.prompts[i]) for i in indices for _ in range(size)]
         return prompts, range(position * size, (position + count) * size)
 
-    def write(self, step: int, rollouts: Rollouts) -> None:
+    def write(self, step: int, rollouts: RolloutBatch) -> None:
         """Into the recording, and some into samples.jsonl; the policy must have its weights."""
         if self.recorded is not None:
             return
         topology, everything = self.policy.topology, range(len(rollouts))
         if self.recording:
-            self.policy.settle_weights()
-            if recorded := gather_on_first(rollouts.own, everything, topology):
+            self.policy.finish_param_gather()
+            if recorded := gather_items_on_rank_zero(rollouts.own, everything, topology):
                 weights = hash_of_weights(own_weights(self.policy.model))
                 sampling = self.config.rollouts.model_dump(include=SAMPLING_OPTIONS)
                 sampling |= recorded_by(self.config, self.inputs.train.fingerprint)
@@ -120,7 +120,7 @@ class RolloutCollector:
         count = min(self.config.rollouts.num_logged_samples, len(rollouts))
         places = [i * len(rollouts) // count for i in range(count)]  # of as many prompts as there are
         # Objects, unlike what is trained on: these few are texts, for people to read.
-        logged = gather_on_first(rollouts.own, places, topology)
+        logged = gather_items_on_rank_zero(rollouts.own, places, topology)
         if self.policy.is_writer:
             self.samples.append(step, *map(_logged, logged))
 
@@ -137,7 +137,7 @@ def _logged(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def staleness_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, float]:
+def staleness_metrics(outcomes: Sequence[RolloutSummary], version: int) -> dict[str, float]:
     """How many versions older than `version` the weights of each sample's oldest token are; and the share of samples
     whose tokens are of several versions."""
     outcomes = [outcome for outcome in outcomes if outcome.weight_versions]  # without, there is no response
@@ -158,7 +158,7 @@ def _nearest(number: Fraction) -> float:
         return math.inf if number > 0 else -math.inf
 
 
-class RolloutSums:
+class RolloutStatistics:
     """Exact sums over rewards and responses; the metrics do not depend on how the samples are divided."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class RolloutSums:
         self._named: dict[str, tuple[Fraction, int]] = {}
         """The sum of each of several rewards, and its number of samples."""
 
-    def add(self, outcomes: Sequence[Outcome]) -> None:
+    def add(self, outcomes: Sequence[RolloutSummary]) -> None:
         judged = [outcome for outcome in outcomes if outcome.error is None]
         for outcome in judged:
             reward = Fraction(outcome.reward)
@@ -210,8 +210,8 @@ class RolloutSums:
         }
 
 
-def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """`RolloutSums.metrics` of these."""
-    sums = RolloutSums()
+def rollout_metrics(outcomes: Sequence[RolloutSummary]) -> dict[str, float]:
+    """`RolloutStatistics.metrics` of these."""
+    sums = RolloutStatistics()
     sums.add(outcomes)
     return sums.metrics()

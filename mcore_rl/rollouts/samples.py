@@ -1,7 +1,7 @@
 """Rollouts of a step: conversations, their rewards and lengths, and the training batch that they make.
 
 Every rank knows the rewards and lengths of all samples; tokens stay on the rank that generated them, until
-`rows_of_replica` sends each row to the replica that trains on it.
+`exchange_rows` sends each row to the replica that trains on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.data.datasets import Prompt
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
-from mcore_rl.distributed.collectives import Acquainted, all_reduce, broadcast_in_replica, gather_from_replicas
+from mcore_rl.distributed.collectives import InternedObjects, all_reduce, broadcast_in_replica, gather_from_replicas
 from mcore_rl.distributed.topology import ParallelDimension, Topology
 from mcore_rl.environments.interfaces import MessageLog, Step
 from mcore_rl.errors import ContractError
@@ -86,7 +86,7 @@ def _is_token(lengths: Sequence[int], width: int) -> Tensor:
     return torch.arange(width) < torch.tensor(lengths, dtype=torch.long)[:, None]
 
 
-def rows_of_replica(
+def exchange_rows(
     own: Mapping[str, Shaped[Tensor, "B S ..."]],
     held: Sequence[int],
     wanted: Sequence[Sequence[int]],
@@ -144,7 +144,7 @@ def exchange_tokens(
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RolloutSummary:
     """The part of a conversation that every rank knows: everything except its tokens and texts.
 
     The fields are those of `Rollout`; the numbers are of tokens.
@@ -168,7 +168,7 @@ class Outcome:
         return min((version for version, _ in self.weight_versions), default=0)
 
 
-def are_judged(outcomes: Sequence[Outcome]) -> Bool[Tensor, " samples"]:
+def are_judged(outcomes: Sequence[RolloutSummary]) -> Bool[Tensor, " samples"]:
     """False for samples that could not be judged, which have no reward."""
     return torch.tensor([outcome.error is None for outcome in outcomes], dtype=torch.bool)
 
@@ -176,14 +176,14 @@ def are_judged(outcomes: Sequence[Outcome]) -> Bool[Tensor, " samples"]:
 NUMBERS = ("prompt", "sample_id", "reward", "truncated", "turns", "num_tokens", "response_length", "longest_response")
 
 
-class Telling:
+class SummaryExchange:
     """Tells all ranks what came of each replica's conversations, in numbers; texts go along only when there are new
     names of rewards, or errors. Every rank makes one at the same time."""
 
     def __init__(self, topology: Topology) -> None:
-        self.topology, self._names = topology, Acquainted()
+        self.topology, self._names = topology, InternedObjects()
 
-    def everyones(self, own: Mapping[int, Outcome], total: int) -> list[Outcome]:
+    def everyones(self, own: Mapping[int, RolloutSummary], total: int) -> list[RolloutSummary]:
         """All of them, by their places. Collective.
 
         Args:
@@ -203,7 +203,7 @@ class Telling:
             errors = {place: text for part in gather_from_replicas(told, self.topology) for place, text in part.items()}
         return [_outcome(row, names, errors.get(place), versions[place]) for place, row in enumerate(table.tolist())]
 
-    def _versions(self, own: Mapping[int, Outcome], counts: Tensor) -> list[list[tuple[int, int]]]:
+    def _versions(self, own: Mapping[int, RolloutSummary], counts: Tensor) -> list[list[tuple[int, int]]]:
         """Return a list for each conversation, which has this number of entries."""
         starts = (counts.cumsum(0) - counts).tolist()
         rows = {
@@ -221,22 +221,22 @@ def _summed(places: Mapping[int, object], rows: Sequence[object], total: int, wi
     return all_reduce(table.to(platform.device()), torch.distributed.group.WORLD).cpu()
 
 
-def _numbers(outcome: Outcome) -> list[float]:
+def _numbers(outcome: RolloutSummary) -> list[float]:
     numbers = [float(getattr(outcome, name)) for name in NUMBERS]
     return [*numbers, len(outcome.weight_versions), float(outcome.error is not None)]
 
 
-def _named(outcome: Outcome, names: list[str]) -> list[float]:
+def _named(outcome: RolloutSummary, names: list[str]) -> list[float]:
     """Return for each name whether the sample has this reward, and the reward."""
     return [number for name in names for number in (float(name in outcome.rewards), outcome.rewards.get(name, 0.0))]
 
 
-def _outcome(row: list[float], names: list[str], error: str | None, versions: list[tuple[int, int]]) -> Outcome:
+def _outcome(row: list[float], names: list[str], error: str | None, versions: list[tuple[int, int]]) -> RolloutSummary:
     prompt, sample_id, reward, truncated, *counts = row[: len(NUMBERS)]
     named = row[len(NUMBERS) + 2 :]
     there = zip(names, named[::2], named[1::2], strict=True)
     turns, num_tokens, response_length, longest_response = map(int, counts)
-    return Outcome(
+    return RolloutSummary(
         prompt=int(prompt),
         sample_id=int(sample_id),
         reward=reward,
@@ -304,7 +304,7 @@ class Rollout:
         self.token_mask += [is_response] * len(tokens)
         self.logprobs += logprobs
 
-    def earn(self, step: Step) -> None:
+    def add_reward(self, step: Step) -> None:
         """Take what the last response has earned: its last token the reward, each token what is its own."""
         length = self.response_lengths[-1]
         first = len(self.input_ids) - length
@@ -318,10 +318,10 @@ class Rollout:
             self.token_rewards.append((len(self.input_ids) - 1, step.reward))
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> RolloutSummary:
         """Its outcome."""
         generated = sum(self.token_mask)
-        return Outcome(
+        return RolloutSummary(
             prompt=self.prompt,
             sample_id=self.sample_id,
             reward=self.reward,
@@ -337,7 +337,7 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class RolloutBatch:
     """The conversations of all replicas: what came of each is known to every rank, its tokens where it was led.
 
     outcomes: of all, in their order.
@@ -345,27 +345,27 @@ class Rollouts:
         first rank's count.
     """
 
-    outcomes: Sequence[Outcome] = ()
+    outcomes: Sequence[RolloutSummary] = ()
     own: Mapping[int, Rollout] = field(default_factory=dict)
 
     @classmethod
-    def known_to_all(
+    def from_all_ranks(
         cls,
         rollouts: Sequence[Rollout],
         replicas: ParallelDimension = ParallelDimension(),  # noqa: B008 (frozen)
-    ) -> Rollouts:
+    ) -> RolloutBatch:
         """Return rollouts that every rank has, each counted as led by one replica; neighbours have the same replica."""
         own = {place: rollouts[place] for place in replicas.part_of(range(len(rollouts)))}
         return cls([rollout.outcome for rollout in rollouts], own)
 
-    def select(self, places: Sequence[int]) -> Rollouts:
+    def select(self, places: Sequence[int]) -> RolloutBatch:
         """Return the rollouts at these places, in this order."""
         own = {new: self.own[old] for new, old in enumerate(places) if old in self.own}
-        return Rollouts([self.outcomes[place] for place in places], own)
+        return RolloutBatch([self.outcomes[place] for place in places], own)
 
-    def __add__(self, other: Rollouts) -> Rollouts:
+    def __add__(self, other: RolloutBatch) -> RolloutBatch:
         behind = {len(self.outcomes) + place: rollout for place, rollout in other.own.items()}
-        return Rollouts([*self.outcomes, *other.outcomes], {**self.own, **behind})
+        return RolloutBatch([*self.outcomes, *other.outcomes], {**self.own, **behind})
 
     def __len__(self) -> int:
         return len(self.outcomes)

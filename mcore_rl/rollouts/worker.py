@@ -12,8 +12,8 @@ from typing import Any
 
 from mcore_rl.data.chat import tokens_between
 from mcore_rl.data.datasets import Prompt
-from mcore_rl.distributed.batched_data_dict import OwnRows, Share
-from mcore_rl.distributed.collectives import settle, share_numbers
+from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
+from mcore_rl.distributed.collectives import broadcast_lists_in_replica, settle
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment, Sample, Step
 from mcore_rl.models.generation.interfaces import (
@@ -24,11 +24,11 @@ from mcore_rl.models.generation.interfaces import (
     StreamingGeneration,
     prompts_to_answer,
 )
-from mcore_rl.rollouts.samples import Rollout, Rollouts, Telling
+from mcore_rl.rollouts.samples import Rollout, RolloutBatch, SummaryExchange
 
 CLOSE_SECONDS = 10.0
 
-Asked = Sequence[tuple[int, Prompt]]
+PromptRequests = Sequence[tuple[int, Prompt]]
 """Prompts with their indices in the dataset, once for each response."""
 
 
@@ -60,7 +60,7 @@ class Conversation:
     def observe(self, step: Step, tokenizer: Any, max_turns: int, max_sequence_length: int) -> list[int] | None:
         """Take the reward; the tokens of an observation, if there is one, and room, for another turn."""
         rollout = self.rollout
-        rollout.earn(step)
+        rollout.add_reward(step)
         rollout.rewards = rollout.rewards | {
             name: rollout.rewards.get(name, 0.0) + reward for name, reward in step.rewards.items()
         }
@@ -107,7 +107,7 @@ class RolloutWorker:
         self.judges_together = hasattr(environment, "step")
         self.environment: Any = environment
         self.weight_version = 0
-        self._telling = Telling(topology)
+        self._telling = SummaryExchange(topology)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="conversations", daemon=True).start()
 
@@ -127,7 +127,7 @@ class RolloutWorker:
 
     # ------------------------------------------------------------ conversations
 
-    def run(self, prompts: Asked, sample_ids: Sequence[int], greedy: bool = False) -> Rollouts:
+    def run(self, prompts: PromptRequests, sample_ids: Sequence[int], greedy: bool = False) -> RolloutBatch:
         """Run a conversation for each (index, prompt); `sample_ids` identify them."""
         if self.streams:
             return self.collect(self.begin(prompts, sample_ids, greedy))
@@ -142,20 +142,22 @@ class RolloutWorker:
         """Whether conversations can be begun now and collected later."""
         return isinstance(self.generation, StreamingGeneration) and not self.judges_together
 
-    def begin(self, prompts: Asked, sample_ids: Sequence[int], greedy: bool = False) -> Begun:
+    def begin(self, prompts: PromptRequests, sample_ids: Sequence[int], greedy: bool = False) -> PendingRollouts:
         """As `run`, of which `collect` is the end: the conversations of this rank's replica go on meanwhile.
 
         Those of a prompt are of one replica, the prompts in turn of one and the other.
         """
         if not self.topology.leads_replica:
-            return Begun((), None, len(prompts))
+            return PendingRollouts((), None, len(prompts))
         replica, replicas = self.topology.data.rank, self.topology.data.size
         groups = groupby(range(len(prompts)), key=lambda place: prompts[place][0])
         places = [p for number, (_, group) in enumerate(groups) if number % replicas == replica for p in group]
         own = _conversations(prompts, sample_ids, places)
-        return Begun(places, asyncio.run_coroutine_threadsafe(self._lead_all(own, greedy), self._loop), len(prompts))
+        return PendingRollouts(
+            places, asyncio.run_coroutine_threadsafe(self._lead_all(own, greedy), self._loop), len(prompts)
+        )
 
-    def collect(self, begun: Begun) -> Rollouts:
+    def collect(self, begun: PendingRollouts) -> RolloutBatch:
         """The rollouts of what was begun, of all replicas, in the order of their prompts.
 
         The ranks meet often enough for no collective to time out; of exceptions the first is raised, on all of them.
@@ -163,15 +165,15 @@ class RolloutWorker:
         led = settle(begun.work, self.meeting_seconds) or []
         return self._of_all(dict(zip(begun.places, led, strict=True)), begun.total)
 
-    def _of_all(self, own: Mapping[int, Rollout], total: int) -> Rollouts:
+    def _of_all(self, own: Mapping[int, Rollout], total: int) -> RolloutBatch:
         """All replicas' conversations, of which these are this rank's, by their places."""
         outcomes = {place: rollout.outcome for place, rollout in own.items()}
-        return Rollouts(self._telling.everyones(outcomes, total), own)
+        return RolloutBatch(self._telling.everyones(outcomes, total), own)
 
     async def _lead_all(self, conversations: Sequence[Conversation], greedy: bool) -> list[Rollout]:
-        return await asyncio.gather(*(self._lead(conversation, greedy) for conversation in conversations))
+        return await asyncio.gather(*(self._run_conversation(conversation, greedy) for conversation in conversations))
 
-    async def _lead(self, conversation: Conversation, greedy: bool) -> Rollout:
+    async def _run_conversation(self, conversation: Conversation, greedy: bool) -> Rollout:
         """Run a conversation from its prompt to its end."""
         assert isinstance(self.generation, StreamingGeneration)
         while True:
@@ -189,14 +191,14 @@ class RolloutWorker:
     def _in_lockstep(self, conversations: Sequence[Conversation], greedy: bool) -> None:
         """The replica's own turn by turn, for as many turns as any replica has."""
         going = list(conversations)
-        while (share := Share.appended(len(going), self.topology.data)).total:
+        while (share := BatchShare.concatenated(len(going), self.topology.data)).total:
             self._respond(going, share, greedy)
             going = self._judge([conversation for conversation in going if conversation.rollout.error is None])
 
-    def _respond(self, conversations: Sequence[Conversation], share: Share, greedy: bool) -> None:
+    def _respond(self, conversations: Sequence[Conversation], share: BatchShare, greedy: bool) -> None:
         rollouts = [conversation.rollout for conversation in conversations]
         asked = prompts_to_answer([r.input_ids for r in rollouts], [r.sample_id for r in rollouts])
-        data: OwnRows[GenerationDatumSpec] = OwnRows(asked, share)
+        data: LocalBatch[GenerationDatumSpec] = LocalBatch(asked, share)
         out, lengths = self.generation.generate(data, greedy), asked["input_lengths"].tolist()
         ends, truncated = out["unpadded_sequence_lengths"].tolist(), out["truncated"].tolist()
         for row, conversation in enumerate(conversations):
@@ -224,7 +226,7 @@ class RolloutWorker:
         goes_on = [place for place, tokens in enumerate(observed) if tokens is not None]
         known = [goes_on, *(tokens or [] for tokens in observed)]
         # The other ranks need tokens alone: texts and rewards stay where conversations are led.
-        goes_on, *tokens_of = share_numbers(known, 1 + len(conversations), self.topology)
+        goes_on, *tokens_of = broadcast_lists_in_replica(known, 1 + len(conversations), self.topology)
         if not self.topology.leads_replica:
             for place in goes_on:
                 conversations[place].rollout.add_observation(tokens_of[place])
@@ -240,7 +242,7 @@ class RolloutWorker:
 
 
 @dataclass(frozen=True)
-class Begun:
+class PendingRollouts:
     """Conversations that go on beside.
 
     places: of those of this rank's replica among all. work: theirs, if this rank leads them. total: of all.
@@ -258,6 +260,6 @@ async def _cancel_all() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _conversations(prompts: Asked, sample_ids: Sequence[int], places: Sequence[int]) -> list[Conversation]:
+def _conversations(prompts: PromptRequests, sample_ids: Sequence[int], places: Sequence[int]) -> list[Conversation]:
     """Return the batch of the prompts at these places."""
     return [Conversation(Rollout.begin(prompts[p][0], sample_ids[p], prompts[p][1]), prompts[p][1]) for p in places]

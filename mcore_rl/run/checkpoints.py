@@ -15,7 +15,7 @@ from mcore_rl.models.megatron.checkpoint.save import SaveError
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.run.identity import RunIdentity, identity_of
 from mcore_rl.utils.checkpoint_store import CheckpointStore, step_of
-from mcore_rl.utils.console import Say, silent
+from mcore_rl.utils.console import PrintLine, silent
 from mcore_rl.utils.files import remove_listed
 from mcore_rl.utils.model_directory import architecture_changes
 
@@ -40,7 +40,7 @@ class BestValidation:
 
     @classmethod
     def of(
-        cls, config: TrainingConfig, state: Mapping[str, Any], data: str, say: Say = silent
+        cls, config: TrainingConfig, state: Mapping[str, Any], data: str, say: PrintLine = silent
     ) -> BestValidation | None:
         """As the configuration asks for it, going on from a checkpoint's state; None if it does not.
 
@@ -75,7 +75,7 @@ class BestValidation:
         return better
 
     @property
-    def is_exhausted(self) -> bool:
+    def patience_is_over(self) -> bool:
         """Whether training has waited long enough for a better one."""
         return self.patience is not None and self.waited >= self.patience
 
@@ -135,7 +135,7 @@ class RunCheckpoints:
         self,
         config: TrainingConfig,
         policy: MegatronPolicy,
-        say: Say,
+        say: PrintLine,
         candidates: tuple[list[Path], list[str]],
         identity: str,
     ) -> None:

@@ -25,7 +25,7 @@ from mcore_rl.config.rl import SERVER_LOGS
 from mcore_rl.errors import UserError
 from mcore_rl.run.identity import RunIdentity
 from mcore_rl.utils.checkpoint_store import CheckpointStore
-from mcore_rl.utils.files import foreign_files, remove_listed
+from mcore_rl.utils.files import remove_listed, unlisted_files
 from mcore_rl.utils.torchrun import launch_id
 
 MARKER, LOCK, NOT_FINITE, WANDB_ID = "run.json", "run.lock", "not_finite.json", "wandb.id"
@@ -91,14 +91,14 @@ class RunDirectory:
                 f"output_dir: {self.path} holds {', '.join(foreign)}, which no run wrote; choose another directory"
             )
         for exported in self.exports if export else ():
-            if foreign := foreign_files(exported):
+            if foreign := unlisted_files(exported):
                 raise UserError(
                     f"output_dir: {exported} holds {', '.join(foreign[:3])}, not as a run exported it; "
                     "move it away, or set checkpoint.export_hf=false"
                 )
         if overwrite:
             for iteration in self.checkpoints.iterations():
-                if foreign := foreign_files(iteration):
+                if foreign := unlisted_files(iteration):
                     raise UserError(f"output_dir: {iteration} holds {foreign[0]}, not as a run saved it; move it away")
 
     def holds_results(self) -> bool:
@@ -114,7 +114,7 @@ class RunDirectory:
             return "free"
         return "held" if _may_live(holder) else "left"
 
-    def comes_to_hold(self, lock: str, seconds: float) -> bool:
+    def wait_for_lock(self, lock: str, seconds: float) -> bool:
         """Whether the lock that another process has taken (its `own_lock`) is, within `seconds`, in this directory too.
 
         Not for the process that holds it: closing the file, however it was opened, would give up a record lock.

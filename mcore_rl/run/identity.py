@@ -32,16 +32,16 @@ IDENTIFYING_KEYS = (
 ADAPTER_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
 """The same, and without adapters there are none of these."""
 NO_ADAPTER = "no adapter"
-BESIDE_THE_MODEL = ("model.lora.path", REFERENCE, TEACHER, JUDGE, CRITIC)
+SECOND_MODEL_KEYS = ("model.lora.path", REFERENCE, TEACHER, JUDGE, CRITIC)
 """Keys of what a run reads weights from, beside the model that it trains."""
-INSIGNIFICANT = (
+UNTRACKED_KEYS = (
     *("output_dir", "dry_run", "checkpoint.", "logging."),
-    *("model.path", *BESIDE_THE_MODEL, "data.train"),
+    *("model.path", *SECOND_MODEL_KEYS, "data.train"),
 )
 """Keys whose change is nobody's concern, or is checked by content."""
 
-OF_A_NODE = (
-    *("output_dir", "model.path", *BESIDE_THE_MODEL),
+NODE_LOCAL_KEYS = (
+    *("output_dir", "model.path", *SECOND_MODEL_KEYS),
     *("data.train*", "data.validation*", "data.columns*", "data.chat_template", "data.cache_dir"),
     *("environment.url", "environment.rewards.*.url", "generation.vllm.*"),
 )
@@ -82,7 +82,11 @@ class RunIdentity:
             data,
             config.model_dump(mode="json"),
             launch_id(),
-            {key: digest_of_weights(path) for key, path in models_of(config).items() if key in BESIDE_THE_MODEL},
+            {
+                key: digest_of_weights(path)
+                for key, path in model_directories(config).items()
+                if key in SECOND_MODEL_KEYS
+            },
             chat_day,
         )
 
@@ -125,7 +129,7 @@ class RunIdentity:
             yield "model.path", f"{key} {was}", str(value)
         if earlier.base_weights.partition(" ")[0] != self.base_weights:  # once an adapter's digest followed
             yield "model.path: other weights", "", ""
-        for key in BESIDE_THE_MODEL:
+        for key in SECOND_MODEL_KEYS:
             path, digest = now.get(key), self.other_weights.get(key, "")
             if (before.get(key) is None) != (path is None):
                 yield key, str(before.get(key)), str(path)
@@ -140,7 +144,9 @@ class RunIdentity:
         day = [f"the date {first.chat_day} → {self.chat_day}"] if first.chat_day != self.chat_day else []
         firsts, own = flattened(first.config), flattened(self.config)
         values = {key: (firsts.get(key, NOT_GIVEN), own.get(key, NOT_GIVEN)) for key in {**firsts, **own}}
-        compared = {key: pair for key, pair in values.items() if not any(fnmatchcase(key, one) for one in OF_A_NODE)}
+        compared = {
+            key: pair for key, pair in values.items() if not any(fnmatchcase(key, one) for one in NODE_LOCAL_KEYS)
+        }
         configured = [f"{key} {was} → {now}" for key, (was, now) in compared.items() if was != now]
         contents = [f"{key} {was} → {now}" if was else key for key, was, now in self._identifying(first)]
         return day + configured + contents
@@ -148,7 +154,7 @@ class RunIdentity:
     def changes(self, earlier: RunIdentity) -> list[str]:
         """Return the other changes of the configuration, as `key old → new`."""
         before, now = flattened(earlier.config), flattened(self.config)
-        common = [key for key in now if key in before and not key.startswith(INSIGNIFICANT)]
+        common = [key for key in now if key in before and not key.startswith(UNTRACKED_KEYS)]
         return [f"{key} {before[key]} → {now[key]}" for key in common if before[key] != now[key]]
 
 
@@ -156,21 +162,21 @@ def _in_any_order(value: Any) -> Any:
     return sorted(value) if isinstance(value, list) else value
 
 
-def models_of(config: TrainingConfig) -> dict[str, Path]:
+def model_directories(config: TrainingConfig) -> dict[str, Path]:
     """Every directory that a run reads weights from, by the key that names it."""
     values = flattened(config.model_dump(mode="json"))
-    keys = ("model.path", *BESIDE_THE_MODEL)
+    keys = ("model.path", *SECOND_MODEL_KEYS)
     return {key: Path(values[key]) for key in keys if values.get(key) is not None}
 
 
-def inputs_of(config: TrainingConfig) -> dict[str, Path]:
+def input_paths(config: TrainingConfig) -> dict[str, Path]:
     """Every file and directory that a run reads, by the key that names it."""
     data, template = config.data, config.data.chat_template
     files = {_named("data.train", i): Path(source) for i, source in enumerate(data.train_sources)}
     files |= {_named("data.validation", i): Path(source) for i, source in enumerate(data.validation_sets.values())}
     if template is not None and "{" not in template:  # the template itself
         files["data.chat_template"] = Path(template)
-    return {**models_of(config), **files}
+    return {**model_directories(config), **files}
 
 
 def _named(key: str, number: int) -> str:

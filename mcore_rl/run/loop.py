@@ -26,17 +26,17 @@ from mcore_rl.run import directory as run_directory
 from mcore_rl.run import watchdog
 from mcore_rl.run.checkpoints import BestValidation, RunCheckpoints
 from mcore_rl.run.directory import RunDirectory
-from mcore_rl.run.metrics import SHOWN, Reporter
+from mcore_rl.run.metrics import CONSOLE_METRICS, MetricsReporter
 from mcore_rl.run.preflight import is_restart
-from mcore_rl.run.setup import DatasetT, Inputs, tell_what_never_comes
-from mcore_rl.utils.console import speaker
+from mcore_rl.run.setup import DatasetT, RunInputs, warn_about_unreached_intervals
+from mcore_rl.utils.console import rank_zero_printer
 from mcore_rl.utils.model_directory import make_repository
 from mcore_rl.utils.torchrun import is_under_torchrun, rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-class Interruption:
+class StopSignals:
     """Takes Ctrl-C, SIGTERM and SIGUSR1 (Slurm's notice of pre-emption) as a wish to stop after the step.
 
     A second signal ends the process at once. torchrun hands a first Ctrl-C on to the ranks and waits for them; a
@@ -98,7 +98,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
     """A run from its start, or the checkpoint it resumes from, to its end. Every method is collective."""
 
     config: TrainingConfig
-    inputs: Inputs[DatasetT]
+    inputs: RunInputs[DatasetT]
     policy: MegatronPolicy
     consumed_samples = 0
     """Position in the order of the dataset, across epochs."""
@@ -132,7 +132,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         metrics = {}
         for name, dataset in self.inputs.validation.items():
             of_set = self.validate_on(name, dataset, step)
-            shown = "  ".join(f"{key} {of_set[key]:.4g}" for key in SHOWN if key in of_set)
+            shown = "  ".join(f"{key} {of_set[key]:.4g}" for key in CONSOLE_METRICS if key in of_set)
             self.say(f"step {step}  validation{f' {name}' if name else ''}: {shown}")
             metrics.update({f"validation_{f'{name}/' if name else ''}{key}": value for key, value in of_set.items()})
         return metrics
@@ -152,7 +152,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
 
     def say(self, message: str) -> None:
         """A line for the user, once."""
-        speaker(self.policy.is_writer)(message)
+        rank_zero_printer(self.policy.is_writer)(message)
 
     def run(self) -> Path | None:
         """All steps, then the export, whose directory is returned; None without one."""
@@ -160,14 +160,14 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         steps = self.total_steps
         checkpoints = RunCheckpoints(config, policy, self.say, self.inputs.checkpoints, self.inputs.identity)
         minutes = config.checkpoint.save_minutes
-        interruption = Interruption(None if minutes is None else minutes * 60)
+        interruption = StopSignals(None if minutes is None else minutes * 60)
         try:
             return self._run(steps, checkpoints, interruption)
         except BaseException as error:
             checkpoints.finish_alone(error)
             raise
 
-    def _run(self, steps: int, checkpoints: RunCheckpoints, interruption: Interruption) -> Path | None:
+    def _run(self, steps: int, checkpoints: RunCheckpoints, interruption: StopSignals) -> Path | None:
         """All steps and the export, from the checkpoint that the run goes on from."""
         config, policy = self.config, self.policy
         state = checkpoints.resume()
@@ -177,8 +177,8 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         best = BestValidation.of(config, state, validated_on, self.say)
         if best is not None and best.step and not checkpoints.has(best.step):  # it began from another run's checkpoint
             best.forget()
-        reporter = Reporter(config, policy.is_writer, done + 1, steps)
-        self._introduce(done, steps)
+        reporter = MetricsReporter(config, policy.is_writer, done + 1, steps)
+        self.print_run_description(done, steps)
         signal = None
         with contextlib.closing(reporter), reporter.live():
             if (
@@ -189,7 +189,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
                 reporter.record(0, metrics)
                 if best is not None:
                     best.is_bettered(0, metrics)
-            while done < steps and signal is None and not (best and best.is_exhausted):
+            while done < steps and signal is None and not (best and best.patience_is_over):
                 done += 1
                 metrics = self._or_stop(self.train_step, done, done - 1, checkpoints, best)
                 self._move_reference(done)
@@ -205,7 +205,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
                     reporter.progress(done, metrics)
                 reporter.advance(done)
                 signal = interruption.requested()
-                last = done == steps or signal is not None or bool(best and best.is_exhausted)
+                last = done == steps or signal is not None or bool(best and best.patience_is_over)
                 watchdog.enter(f"step {done}: checkpoint")
                 checkpoints.poll(done)
                 by_interval = last or bettered or _divides(config.checkpoint.save_interval, done)
@@ -306,7 +306,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         if problem := broadcast_object(problem):
             raise UserError(problem)
 
-    def _introduce(self, done: int, steps: int) -> None:
+    def print_run_description(self, done: int, steps: int) -> None:
         """Say what is trained on what."""
         policy = self.policy
         self.say(f"model: {policy.describe()}, {policy.describe_layout()}")
@@ -317,7 +317,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         self.say(self.inputs.train.describe("train", self.max_record_length))
         for name, dataset in self.inputs.validation.items():
             self.say(dataset.describe(f"validation {name}".rstrip(), self.max_record_length))
-        tell_what_never_comes(self.config, steps, self.say, self.updates_per_step)
+        warn_about_unreached_intervals(self.config, steps, self.say, self.updates_per_step)
         if done >= steps:
             self.say(f"nothing left to train: the checkpoint is at step {done} of {steps}")
 

@@ -18,10 +18,10 @@ from mcore_rl.config import TrainingConfig, greatest_is_best
 from mcore_rl.run import watchdog
 from mcore_rl.run.directory import WANDB_ID
 from mcore_rl.run.identity import flattened
-from mcore_rl.utils.console import Say, console, speaker
+from mcore_rl.utils.console import PrintLine, console, rank_zero_printer
 
 
-class StepLog:
+class JsonLinesLog:
     """Appends to such a file, whose steps ascend.
 
     A run may have been killed in the middle of a line, further than its last checkpoint: the first `append`
@@ -152,7 +152,7 @@ class MLflow:
 class Trackers:
     """The trackers of the configuration. A tracker that fails is reported once and left out from then on."""
 
-    def __init__(self, config: TrainingConfig, say: Say) -> None:
+    def __init__(self, config: TrainingConfig, say: PrintLine) -> None:
         asked, self._say, self._started = config.logging, say, dict[str, Tracker]()
         kinds: dict[str, tuple[object, Callable[[TrainingConfig], Tracker]]] = {
             "TensorBoard": (asked.tensorboard, TensorBoard),
@@ -186,11 +186,11 @@ class Trackers:
             self._say(f"warning: {name} fails and is left out from now on ({reason}); metrics.jsonl goes on")
 
 
-SHOWN = ("reward_mean", "loss", "value_loss", "explained_variance", "accuracy")
+CONSOLE_METRICS = ("reward_mean", "loss", "value_loss", "explained_variance", "accuracy")
 """Metrics for people."""
 
 
-class Reporter:
+class MetricsReporter:
     """Writes on rank 0 and does nothing on the others.
 
     Args:
@@ -200,12 +200,12 @@ class Reporter:
     def __init__(self, config: TrainingConfig, is_writer: bool, first_step: int, total: int) -> None:
         self.enabled, self.total = is_writer, total
         self.first_step, self.started = first_step, time.monotonic()
-        self.directory, self._course = config.output_dir, dict[str, _Course]()
+        self.directory, self._course = config.output_dir, dict[str, _MetricHistory]()
         self._tokens, self._seconds = 0, 0.0
         self._bar: Progress | None = None
         if is_writer:
-            self.log = StepLog(config.output_dir / "metrics.jsonl")
-            self.trackers = Trackers(config, speaker(is_writer))
+            self.log = JsonLinesLog(config.output_dir / "metrics.jsonl")
+            self.trackers = Trackers(config, rank_zero_printer(is_writer))
             self._log_fails = False
 
     def record(self, step: int, metrics: dict[str, Any]) -> None:
@@ -215,24 +215,26 @@ class Reporter:
         try:
             self.log.append(step, metrics)
         except OSError as error:
-            self.log = StepLog(self.log.path)  # what it has written of the line is taken away with the next
+            self.log = JsonLinesLog(self.log.path)  # what it has written of the line is taken away with the next
             if not self._log_fails:
-                speaker(True)(f"warning: {self.log.path} cannot be written ({error.strerror}); steps are missing in it")
+                rank_zero_printer(True)(
+                    f"warning: {self.log.path} cannot be written ({error.strerror}); steps are missing in it"
+                )
             self._log_fails = True
         self.trackers.log(metrics, step)
         self._tokens += metrics.get("num_tokens", 0)
         self._seconds += metrics.get("step_seconds", 0.0)
         for name, value in metrics.items():
             plain = name.removeprefix("validation_").rpartition("/")[2] if name.startswith("validation_") else name
-            if plain in SHOWN:
-                self._course.setdefault(name, _Course(max if greatest_is_best(plain) else min)).take(step, value)
+            if plain in CONSOLE_METRICS:
+                self._course.setdefault(name, _MetricHistory(max if greatest_is_best(plain) else min)).take(step, value)
 
     def progress(self, step: int, metrics: Mapping[str, Any]) -> None:
         """The line that a person watches."""
         if not self.enabled:
             return
         per_step = (time.monotonic() - self.started) / (step - self.first_step + 1)
-        parts = [f"{name} {metrics[name]:.4g}" for name in (*SHOWN, "grad_norm", "lr") if name in metrics]
+        parts = [f"{name} {metrics[name]:.4g}" for name in (*CONSOLE_METRICS, "grad_norm", "lr") if name in metrics]
         parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
         parts.append(f"{metrics['tflops_per_second']:.3g} TFLOP/s")
         parts.append(f"ETA {_duration((self.total - step) * per_step)}")
@@ -276,7 +278,7 @@ class Reporter:
 
 
 @dataclass
-class _Course:
+class _MetricHistory:
     """The course of a metric over the steps."""
 
     better: Any

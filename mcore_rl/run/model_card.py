@@ -15,7 +15,7 @@ from mcore_rl.run.metrics import read_step_log
 
 CACHED = re.compile(r"^models--([^-].*?)--(.+)$")
 """A folder of the hub's cache, which has the name of its model."""
-SHOWN = ("optimizer.lr", "batch.global_batch_size", "data.max_sequence_length", "model.dtype", "seed")
+CONSOLE_METRICS = ("optimizer.lr", "batch.global_batch_size", "data.max_sequence_length", "model.dtype", "seed")
 """Settings that every algorithm has."""
 NOT_SHOWN = ("seconds", "per_second", "step", "utilization")
 """Endings of metrics that say nothing about the model."""
@@ -28,7 +28,10 @@ def model_card(config: TrainingConfig) -> str:
     if base is not None:
         head["base_model"] = base
     values, own = flattened(config.model_dump(mode="json")), f"{config.algorithm}."
-    shown = [*SHOWN, *(key for key in values if key.startswith(own) and isinstance(values[key], int | float | str))]
+    shown = [
+        *CONSOLE_METRICS,
+        *(key for key in values if key.startswith(own) and isinstance(values[key], int | float | str)),
+    ]
     path = config.output_dir / STEP_LOGS[0]
     steps = read_step_log(path) if path.is_file() else []
     metrics = {k: v for k, v in (steps[-1] if steps else {}).items() if not k.endswith(NOT_SHOWN)}

@@ -10,10 +10,10 @@ from mcore_rl.config import RLConfig, RMConfig, TrainingConfig
 from mcore_rl.data.readers import check_file
 from mcore_rl.errors import NotFiniteError, UserError
 from mcore_rl.run.directory import RunDirectory
-from mcore_rl.run.identity import inputs_of, models_of
+from mcore_rl.run.identity import input_paths, model_directories
 from mcore_rl.utils.checkpoint_store import CheckpointStore, quick_problems
 from mcore_rl.utils.model_directory import check_model_directory
-from mcore_rl.utils.torchrun import has_name, launch_id, node, rank, restarts
+from mcore_rl.utils.torchrun import has_rendezvous_id, launch_id, node, rank, restarts
 
 
 def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path | None]) -> None:
@@ -51,7 +51,7 @@ def check_layout(config: TrainingConfig, world_size: int) -> None:
     config.pack_width(config.rows_per_unit)
     if config.trainer.max_steps is not None:
         config.check_steps(config.trainer.max_steps)
-    for key, path in models_of(config).items():
+    for key, path in model_directories(config).items():
         if key != "model.lora.path":
             check_model_directory(path, key)
 
@@ -104,7 +104,7 @@ def is_restart(output_dir: Path) -> bool:
     """Whether torchrun started this process in place of one that failed, which had begun the run in `output_dir`."""
     if restarts() == 0:
         return False
-    if not has_name() and node() > 0:
+    if not has_rendezvous_id() and node() > 0:
         return True  # another node's torchrun began it; there the first rank decides
     identity = RunDirectory(output_dir).identity
     return identity is not None and identity.launch == launch_id()
@@ -120,7 +120,7 @@ def check_output(config: TrainingConfig) -> None:
     afresh = checkpoint.resume == "none" and not is_restart(config.output_dir)
     overwrite = checkpoint.overwrite and afresh
     directory.check(checkpoint.export_hf, overwrite)
-    for key, path in inputs_of(config).items():
+    for key, path in input_paths(config).items():
         if _is_written(key, path, directory, checkpoint.export_hf or overwrite):
             remedy = "choose another output_dir"
             if not overwrite and not _is_written(key, path, directory, exports=False):

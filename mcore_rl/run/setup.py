@@ -18,13 +18,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from mcore_rl import platform
 from mcore_rl.config import DistillationConfig, OptimizerConfig, RLConfig, TrainingConfig
-from mcore_rl.config.algorithms import JUDGE, TEACHER, configs_beside
+from mcore_rl.config.algorithms import JUDGE, TEACHER, second_model_configs
 from mcore_rl.data.chat import chat_day, check_keeps_turns, set_chat_day
-from mcore_rl.data.datasets import loader_of
+from mcore_rl.data.datasets import dataset_loader
 from mcore_rl.data.sample_order import Order
 from mcore_rl.data.token_cache import TokenCache, default_directory
-from mcore_rl.data.tokenize import TokenizerSource, load_tokenizer
-from mcore_rl.distributed.collectives import broadcast_object, gather_objects_on_first
+from mcore_rl.data.tokenize import TokenizerSpec, load_tokenizer
+from mcore_rl.distributed.collectives import broadcast_object, gather_objects_on_rank_zero
 from mcore_rl.errors import ContractError, UserError
 from mcore_rl.models.megatron.families.base import REWARD_HEAD
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
@@ -33,10 +33,10 @@ from mcore_rl.models.megatron.lora import PEFTDirectory
 from mcore_rl.models.megatron.weights import check_hf_tensors
 from mcore_rl.run.checkpoints import check_identity
 from mcore_rl.run.directory import RunDirectory, own_lock
-from mcore_rl.run.identity import RunIdentity, flattened, identity_of, models_of
+from mcore_rl.run.identity import RunIdentity, flattened, identity_of, model_directories
 from mcore_rl.run.preflight import check_layout, check_output, find_checkpoints
 from mcore_rl.utils import shard_process, torchrun
-from mcore_rl.utils.console import Say, silent, speaker
+from mcore_rl.utils.console import PrintLine, rank_zero_printer, silent
 from mcore_rl.utils.files import MANIFEST_FILE, digest_of_file
 from mcore_rl.utils.model_directory import (
     COMPANION_PATTERNS,
@@ -57,7 +57,7 @@ def check_models(config: TrainingConfig) -> dict[str, Any]:
         UserError: one of them cannot be used so, or not beside the policy.
     """
     found = {POLICY: _checked(config)}
-    for key, other in configs_beside(config).items():
+    for key, other in second_model_configs(config).items():
         with _named_by(key, other.model.path):
             found[key] = _checked(other)
     if isinstance(config, DistillationConfig):
@@ -83,7 +83,7 @@ def check_weights(config: TrainingConfig, found: Mapping[str, Any], needed: bool
     Raises:
         UserError: they are others, or not those of a reward model where one judges.
     """
-    for key, one in {POLICY: config, **configs_beside(config)}.items():
+    for key, one in {POLICY: config, **second_model_configs(config)}.items():
         path = one.model.path
         with _named_by(key, path):
             if needed or not missing_files(path):
@@ -132,7 +132,7 @@ def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer
     size = found[POLICY].vocab_size
     if len(tokenizer) > size:
         raise UserError(f"{POLICY}: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {size}")
-    for key, other in configs_beside(config).items():
+    for key, other in second_model_configs(config).items():
         model = other.model
         with _named_by(key, model.path):
             own = load_tokenizer(model.path, model.trust_remote_code)
@@ -180,7 +180,7 @@ def _named_by(key: str, path: Path) -> Iterator[None]:
         raise UserError(told.replace(POLICY, key) if POLICY in told else f"{told}; the model is {key}={path}") from None
 
 
-SEEN_WITHIN_SECONDS = 60.0
+SHARED_FILE_SECONDS = 60.0
 """Network file systems let a node know of a new file as late as this (NFS: acdirmax)."""
 VALIDATION = "data.validation"
 OTHER_CODE = ": other code of "
@@ -188,7 +188,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
-class Given:
+class ProcessInputs:
     """The inputs of a process.
 
     read: fingerprints by keys, of datasets, validation sets in their order, chat template and options; and where a
@@ -205,7 +205,7 @@ class Given:
     sees_output: bool = True
 
 
-def check_agreement(config: TrainingConfig, inputs: Inputs[Any], options: Mapping[str, str]) -> None:
+def check_processes_agree(config: TrainingConfig, inputs: RunInputs[Any], options: Mapping[str, str]) -> None:
     """Compare what every process was given with what the first one was, which has claimed `output_dir`. Collective.
 
     Args:
@@ -218,14 +218,14 @@ def check_agreement(config: TrainingConfig, inputs: Inputs[Any], options: Mappin
     sets = {f"{VALIDATION} {name}".strip(): dataset.fingerprint for name, dataset in inputs.validation.items()}
     read = {"data.train": inputs.train.fingerprint, **sets, "data.chat_template": template, **options}
     lock, resume_from = broadcast_object((own_lock(), inputs.checkpoints[0]))
-    given = Given(socket.gethostname(), read)
+    given = ProcessInputs(socket.gethostname(), read)
     if inputs.identity:
-        patience = min(SEEN_WITHIN_SECONDS, config.parallel.timeout_seconds / 4)
+        patience = min(SHARED_FILE_SECONDS, config.parallel.timeout_seconds / 4)
         is_first = torchrun.rank() == 0
-        sees = is_first or RunDirectory(config.output_dir).comes_to_hold(lock, patience)
+        sees = is_first or RunDirectory(config.output_dir).wait_for_lock(lock, patience)
         read |= files_of(config, resume_from)
-        given = Given(socket.gethostname(), read, inputs.identity, software(), sees)
-    if told := broadcast_object(disagreement(gather_objects_on_first(given))):
+        given = ProcessInputs(socket.gethostname(), read, inputs.identity, software(), sees)
+    if told := broadcast_object(disagreement(gather_objects_on_rank_zero(given))):
         raise UserError(told)
 
 
@@ -234,7 +234,7 @@ def files_of(config: TrainingConfig, resume_from: Sequence[Path]) -> dict[str, s
     checkpoints that may be resumed, modules of functions that judge."""
     manifests = [path / MANIFEST_FILE for path in resume_from]
     found = {"checkpoint.resume": _digest(str([digest_of_file(file) for file in manifests if file.is_file()]))}
-    for key, path in models_of(config).items():
+    for key, path in model_directories(config).items():
         files = sorted(file for pattern in COMPANION_PATTERNS for file in path.glob(pattern) if file.is_file())
         values = json.loads((path / "config.json").read_bytes()) if (path / "config.json").is_file() else {}
         kept = sorted((name, value) for name, value in values.items() if name not in NOT_ARCHITECTURE)
@@ -270,7 +270,7 @@ def software() -> dict[str, str]:
     return {"the files of mcore_rl": digest[:12], **versions}
 
 
-def disagreement(everyone: Sequence[Given]) -> str:
+def disagreement(everyone: Sequence[ProcessInputs]) -> str:
     """Describe the first process whose inputs differ from process 0's; "" if there is none."""
     for rank, given in enumerate(everyone):
         first = everyone[0]
@@ -288,7 +288,7 @@ def disagreement(everyone: Sequence[Given]) -> str:
     return ""
 
 
-def _differences(given: Given, first: Given) -> list[str]:
+def _differences(given: ProcessInputs, first: ProcessInputs) -> list[str]:
     """The likely causes before what follows from them."""
     differences = []
     if given.identity:
@@ -323,7 +323,7 @@ DatasetT = TypeVar("DatasetT", bound=RunDataset)
 
 
 @dataclass(frozen=True)
-class Inputs(Generic[DatasetT]):
+class RunInputs(Generic[DatasetT]):
     """The inputs of a run, checked and loaded without a process group."""
 
     tokenizer: Any
@@ -339,7 +339,7 @@ class Inputs(Generic[DatasetT]):
     """Directory of the token cache if a dry run wrote to it."""
 
 
-def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_weights: bool = True) -> Inputs[Any]:
+def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_weights: bool = True) -> RunInputs[Any]:
     """Check everything a user can get wrong, and read the data; the same on every rank.
 
     The token cache is written once everything that does not depend on the data's tokens has been checked.
@@ -357,12 +357,12 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
     check_layout(config, world_size or torchrun.world_size())
     hf_configs = check_models(config)
     check_weights(config, hf_configs, needs_weights)
-    say = speaker(torchrun.rank() == 0)
+    say = rank_zero_printer(torchrun.rank() == 0)
     tokenizer, cache = tokenizer_and_cache(config, say)
     check_tokenizers(config, hf_configs, tokenizer)
     if needs_weights:
         _check_before_reading(config, hf_configs[POLICY], tokenizer)
-    load_dataset = loader_of(config)
+    load_dataset = dataset_loader(config)
     before = _entries(cache.directory) if config.dry_run else None
     data, whole = config.data, config.data.model_copy(update={"max_samples": None})
     train = load_dataset(data.train, tokenizer, data, say=say, cache=cache)
@@ -372,7 +372,7 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
     if isinstance(config, RLConfig) and config.environment.max_turns > 1 and train.has_messages:
         check_keeps_turns(tokenizer)
     wrote = before is not None and _entries(cache.directory) != before
-    return Inputs(tokenizer, hf_configs[POLICY], train, validation, cache=cache.directory if wrote else None)
+    return RunInputs(tokenizer, hf_configs[POLICY], train, validation, cache=cache.directory if wrote else None)
 
 
 def _check_before_reading(config: TrainingConfig, hf_config: Any, tokenizer: Any) -> None:
@@ -398,13 +398,13 @@ def _entries(directory: Path) -> set[Path]:
     return {directory, *directory.rglob("*")} if directory.exists() else set()
 
 
-def tokenizer_and_cache(config: TrainingConfig, say: Say = silent) -> tuple[Any, TokenCache]:
+def tokenizer_and_cache(config: TrainingConfig, say: PrintLine = silent) -> tuple[Any, TokenCache]:
     """The tokenizer, and where what it has tokenized is kept. A run that goes on has the day on which it began."""
     path, trusted, template = config.model.path, config.model.trust_remote_code, config.data.read_chat_template()
     tokenizer = load_tokenizer(path, trusted, template, say)
     if chat_day(tokenizer) is not None and (earlier := _earlier_identity(config)) and earlier.chat_day:
         set_chat_day(tokenizer, date.fromisoformat(earlier.chat_day))
-    made_from = TokenizerSource(path, trusted, template, chat_day(tokenizer))
+    made_from = TokenizerSpec(path, trusted, template, chat_day(tokenizer))
     return tokenizer, TokenCache(config.data.cache_dir or default_directory(), made_from)
 
 
@@ -415,7 +415,9 @@ def _earlier_identity(config: TrainingConfig) -> RunIdentity | None:
     return RunDirectory(config.output_dir).identity if found is None and config.checkpoint.resume != "none" else found
 
 
-def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT], options: Mapping[str, str] = {}) -> Inputs[DatasetT]:
+def claim_output_dir(
+    config: TrainingConfig, inputs: RunInputs[DatasetT], options: Mapping[str, str] = {}
+) -> RunInputs[DatasetT]:
     """Claim the output directory for this run, and return `inputs` with the checkpoints to resume from. Collective.
 
     Rank 0 checks the directory and locks it; nothing else is written before the first step. Then all processes compare
@@ -434,12 +436,12 @@ def claim_output(config: TrainingConfig, inputs: Inputs[DatasetT], options: Mapp
     if torchrun.rank() == 0 and (note := RunDirectory(config.output_dir).claim()):
         inputs = replace(inputs, checkpoints=(inputs.checkpoints[0], [note, *inputs.checkpoints[1]]))
     platform.initialize_process_group(timedelta(seconds=config.parallel.timeout_seconds))
-    check_agreement(config, inputs, options)
+    check_processes_agree(config, inputs, options)
     shard_process.start_early()
     return inputs
 
 
-def check_output_dir(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs[DatasetT]:
+def check_output_dir(config: TrainingConfig, inputs: RunInputs[DatasetT]) -> RunInputs[DatasetT]:
     """Return `inputs` with the checkpoints to resume from and the run's identity; nothing is written.
 
     Only rank 0 looks at the directory, because other ranks may see other files.
@@ -459,12 +461,14 @@ def check_output_dir(config: TrainingConfig, inputs: Inputs[DatasetT]) -> Inputs
     return replace(inputs, checkpoints=(candidates, notes), identity=run.to_json())
 
 
-def _identity(config: TrainingConfig, inputs: Inputs[Any]) -> RunIdentity:
+def _identity(config: TrainingConfig, inputs: RunInputs[Any]) -> RunIdentity:
     day = str(chat_day(inputs.tokenizer) or "")
     return RunIdentity.of(config, inputs.hf_config, inputs.train.fingerprint, day)
 
 
-def tell_what_never_comes(config: TrainingConfig, steps: int, say: Say, updates_per_step: int = 1) -> None:
+def warn_about_unreached_intervals(
+    config: TrainingConfig, steps: int, say: PrintLine, updates_per_step: int = 1
+) -> None:
     """Lines about what a run of so many steps does not get to."""
     intervals = {
         "checkpoint.save_interval": config.checkpoint.save_interval,
@@ -476,10 +480,10 @@ def tell_what_never_comes(config: TrainingConfig, steps: int, say: Say, updates_
     trainer = config.trainer
     if config.data.validation is not None and trainer.validation_interval is None and not trainer.validate_at_end:
         say("data.validation is not used during training: there is no trainer.validation_interval")
-    tell_of_optimizer("optimizer", config.optimizer, steps * updates_per_step, say)
+    warn_about_optimizer("optimizer", config.optimizer, steps * updates_per_step, say)
 
 
-def tell_of_optimizer(key: str, optimizer: OptimizerConfig, updates: int, say: Say) -> None:
+def warn_about_optimizer(key: str, optimizer: OptimizerConfig, updates: int, say: PrintLine) -> None:
     """Lines about what an optimizer of so many updates does not do."""
     if optimizer.warmup_steps >= updates:
         shortened = optimizer.steps_of_warmup(updates)

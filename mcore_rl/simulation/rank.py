@@ -15,12 +15,12 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
-from mcore_rl.config.algorithms import CRITIC, JUDGE, REFERENCE, TEACHER, configs_beside
+from mcore_rl.config.algorithms import CRITIC, JUDGE, REFERENCE, TEACHER, second_model_configs
 from mcore_rl.errors import UserError
 from mcore_rl.simulation.counters import AttentionFlops, HostReads, Traffic, count_traffic, note_host_reads, replaced
 
 if TYPE_CHECKING:
-    from mcore_rl.models.megatron.attention import Kernel, VisibleKeys
+    from mcore_rl.models.megatron.attention import AttentionPattern, Kernel
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.models.policy.scoring import ScoringModel
 
@@ -31,9 +31,9 @@ PHASES = (SCORING, CRITIC_TRAINING, CRITIC_UPDATE, TRAINING, UPDATE)
 """Phases of a step, in their order."""
 
 
-def simulated_beside(config: TrainingConfig) -> dict[str, TrainingConfig]:
+def simulated_second_models(config: TrainingConfig) -> dict[str, TrainingConfig]:
     """Return the configurations of the other models of training, by their keys, in the order of their making."""
-    found = configs_beside(config)
+    found = second_model_configs(config)
     if _is_computed_before(config):
         found.pop(REFERENCE, None)
     return found
@@ -60,7 +60,7 @@ class Models:
         keeps = config.keeps_reference and not _is_computed_before(config)
         policy = MegatronPolicy(config, 2, rows_per_unit=config.rows_per_unit, keep_reference=keeps)
         beside = dict[str, ScoringModel]()
-        for key, other in simulated_beside(config).items():
+        for key, other in simulated_second_models(config).items():
             if key == CRITIC:
                 beside[key] = MegatronPolicy(other, 2)
             elif key == TEACHER:
@@ -90,7 +90,7 @@ def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[
     Args:
         enter: is told of each phase.
     """
-    from mcore_rl.algorithms.build_loss import loss_of
+    from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.losses.policy_gradient import ClippedPGLossFn, ValueLossFn
 
     for score in scorings(config, models, data):
@@ -104,7 +104,11 @@ def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[
             enter(CRITIC_TRAINING)
             critic.train(data, ValueLossFn(config.critic.value_clip))
     teacher: Any = models.beside.get(TEACHER)
-    loss_fn = ClippedPGLossFn(config.decided_loss()) if isinstance(config, RLConfig) else loss_of(config, teacher)
+    loss_fn = (
+        ClippedPGLossFn(config.effective_loss_options())
+        if isinstance(config, RLConfig)
+        else build_loss(config, teacher)
+    )
     for _ in range(updates_of(config)):
         enter(TRAINING)
         models.policy.train(data, loss_fn, temperature=temperature_of(config))
@@ -189,7 +193,7 @@ def flash_stand_in(flops: AttentionFlops) -> Kernel:
             return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, scale: float | None, window: int | None
+        query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, scale: float | None, window: int | None
     ) -> Tensor:
         width = math.prod(query.shape[1:])
         count = AttentionFlops.forward(visible.query_lengths, visible.key_lengths, window, width)
@@ -252,7 +256,7 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
     from mcore_rl.run.setup import POLICY, check_models
 
     hf_configs = check_models(config)
-    in_turn = {POLICY: config, **simulated_beside(config)}  # as they are built
+    in_turn = {POLICY: config, **simulated_second_models(config)}  # as they are built
     shapes = iter([family_of(hf_configs[key]).shapes() for key in in_turn])
     for one in in_turn.values():
         _check_routing(one)

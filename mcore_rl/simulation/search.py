@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from mcore_rl.config import RLConfig, TrainingConfig, build_config
 from mcore_rl.config.base import whole_number
-from mcore_rl.config.parallel import Layout
+from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.errors import ContractError, UserError
 from mcore_rl.run.identity import flattened
 from mcore_rl.simulation.hardware import Hardware
@@ -140,7 +140,7 @@ def layouts_to_try(
         if world_size % (tp * pp * cp) or world_size % (pp * ep):
             continue
         values = config.model_dump()
-        layout = Layout(tp=tp, pp=pp, cp=cp, sp=tp > 1, ep=ep, etp=1 if ep > 1 else 0)
+        layout = ParallelLayout(tp=tp, pp=pp, cp=cp, sp=tp > 1, ep=ep, etp=1 if ep > 1 else 0)
         values["parallel"].update(layout.parallel_values)
         values["model"]["recompute_activations"] = recompute
         if recompute:

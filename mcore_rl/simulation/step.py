@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl import platform
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, PPOConfig, RLConfig, TrainingConfig
-from mcore_rl.distributed.batched_data_dict import OwnRows, Share
+from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.distributed.packs import PackLayout
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.errors import UserError
@@ -254,12 +254,12 @@ def measure_step(
         own = planned_rows(policy, batch) if platform.simulates() else policy.own_rows(batch)
         run_step(config, models, own, watch.enter)
         for model, traffic.phase in zip(models.trained, (UPDATE, CRITIC_UPDATE), strict=False):
-            model.settle_weights()  # what the next step's forward pass would bring counts as this one's
+            model.finish_param_gather()  # what the next step's forward pass would bring counts as this one's
     parameters = [p for chunk in models.chunks for p in chunk.parameters()]
     (on_host, host_bytes), updates = offloaded(config, models), updates_of(config)
     memory, peak_phase = memory_of(parameters, sum(map(optimizer_bytes, models.trained)), watch, on_host)
     units = policy.batching.unit_sizes(sequences.lengths, batch["input_ids"], range(batch.size))
-    work = policy.batching.shares_of_work(units)
+    work = policy.batching.relative_work(units)
     return RankReport(
         rank=torchrun.rank(),
         stage=policy.topology.pipeline.rank,
@@ -297,7 +297,7 @@ def overlapped(config: TrainingConfig, waits: bool) -> frozenset[str]:
 
 
 @dataclass(frozen=True)
-class PlannedShare(Share):
+class PlannedShare(BatchShare):
     """A simulated replica's share, which knows the others': it has the whole `batch`, and its `division`."""
 
     batch: BatchedDataDict[Any] = field(kw_only=True)
@@ -305,16 +305,16 @@ class PlannedShare(Share):
 
     def most_packs(self, batching: Any, packs: int, width: int) -> tuple[int, int]:
         super().most_packs(batching, packs, width)  # which a run sends
-        alone = [Share(rows, self.total, ParallelDimension()) for rows in self.division]
-        plans = [batching.plan_of_replica(OwnRows(self.batch.select_indices(one.indices), one)) for one in alone]
+        alone = [BatchShare(rows, self.total, ParallelDimension()) for rows in self.division]
+        plans = [batching.plan_of_replica(LocalBatch(self.batch.select_indices(one.indices), one)) for one in alone]
         return max(len(boxes) for boxes, *_ in plans), max(width for *_, width in plans)
 
 
-def planned_rows(policy: MegatronPolicy, batch: BatchedDataDict[Any]) -> OwnRows[Any]:
+def planned_rows(policy: MegatronPolicy, batch: BatchedDataDict[Any]) -> LocalBatch[Any]:
     """The rows of this simulated replica: `policy.own_rows`, with a share that knows the others'."""
     division, replicas = policy.division_of(batch), policy.topology.data
     share = PlannedShare(division[replicas.rank], batch.size, replicas, batch=batch, division=division)
-    return OwnRows(batch.select_indices(share.indices), share)
+    return LocalBatch(batch.select_indices(share.indices), share)
 
 
 def offloaded(config: TrainingConfig, models: Models) -> tuple[dict[str, Counter[str]], int]:

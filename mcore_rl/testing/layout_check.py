@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.build_loss import loss_of
+from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.config import (
     DistillationConfig,
     DPOConfig,
@@ -27,7 +27,7 @@ from mcore_rl.config import (
     RMConfig,
     TrainingConfig,
 )
-from mcore_rl.config.parallel import Layout
+from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import UserError
 from mcore_rl.testing.processes import run_processes
@@ -39,7 +39,7 @@ ROUNDING = 1e-12
 
 
 @dataclass
-class Outcome:
+class LayoutResult:
     """The results of a layout.
 
     metrics: of the first step, `grad_norm` included. scores: log-probabilities [B, S] or rewards [B, 1].
@@ -95,7 +95,7 @@ def invented_teacher(config: DistillationConfig) -> TeacherModel | None:
     return teacher
 
 
-def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: int) -> Outcome | None:
+def compute_layout_result(config: TrainingConfig, data: BatchedDataDict[Any], steps: int) -> LayoutResult | None:
     """`steps` optimizer steps on one global batch; runs on every rank, rank 0 returns the outcome.
 
     Every rank has the batch and scores it; it learns from its replica's own rows, as in training.
@@ -108,7 +108,7 @@ def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: i
     pairs = isinstance(config, DPOConfig | RMConfig)
     policy = MegatronPolicy(config, total_steps=1000, rows_per_unit=2 if pairs else 1)
     teacher = invented_teacher(config) if isinstance(config, DistillationConfig) else None
-    loss_fn = loss_of(config, teacher)
+    loss_fn = build_loss(config, teacher)
     if config.model.head == "reward":
         scores = policy.get_rewards(data)["rewards"]
     else:
@@ -121,13 +121,13 @@ def compute_outcome(config: TrainingConfig, data: BatchedDataDict[Any], steps: i
     gradients = {name: g.cpu() for name, g in export(policy.model, _main_grad)}
     metrics, *_ = [policy.train(own, loss_fn) for _ in range(steps)]
     metrics.pop("all_mb_metrics")
-    policy.settle_weights()
+    policy.finish_param_gather()
     weights = {name: w.cpu() for name, w in export_hf_weights(policy.model)}
     is_writer = policy.is_writer
     for model in (policy, teacher):
         if model is not None:
             model.shutdown()
-    return Outcome(metrics, scores, gradients, weights) if is_writer else None
+    return LayoutResult(metrics, scores, gradients, weights) if is_writer else None
 
 
 def _main_grad(parameter: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class Difference:
         )
 
 
-def compare(outcome: Outcome, reference: Outcome) -> Difference:
+def compare(outcome: LayoutResult, reference: LayoutResult) -> Difference:
     """How far `outcome` is from `reference`.
 
     Numbers relative to the larger of the reference's value and 1; tensors by the norm of the difference,
@@ -190,7 +190,7 @@ def _distance(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     return float(difference / max(float(expected.double().norm()), floor, ROUNDING))
 
 
-def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Layout]) -> None:
+def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[ParallelLayout]) -> None:
     """A model of the same architecture with few small layers and random fp32 weights, and its tokenizer."""
     import shutil
 
@@ -236,7 +236,9 @@ def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:
     return model.model_copy(update={"lora": LoRAConfig(path=destination)})
 
 
-def fitting(layouts: Iterable[Layout], config: TrainingConfig) -> tuple[list[Layout], list[tuple[Layout, UserError]]]:
+def fitting(
+    layouts: Iterable[ParallelLayout], config: TrainingConfig
+) -> tuple[list[ParallelLayout], list[tuple[ParallelLayout, UserError]]]:
     """The layouts that a configuration's model allows, and why it does not allow the others."""
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 
@@ -253,13 +255,15 @@ def fitting(layouts: Iterable[Layout], config: TrainingConfig) -> tuple[list[Lay
 
 
 def check_layouts(
-    config: TrainingConfig, data: BatchedDataDict[Any], layouts: Sequence[Layout], steps: int = 3
-) -> Iterable[tuple[Layout, Difference]]:
+    config: TrainingConfig, data: BatchedDataDict[Any], layouts: Sequence[ParallelLayout], steps: int = 3
+) -> Iterable[tuple[ParallelLayout, Difference]]:
     """Each layout's difference from one process, as it is computed."""
-    reference = run_processes(compute_outcome, Layout().apply(config), data, steps, world_size=1, timeout=300)[0]
+    reference = run_processes(
+        compute_layout_result, ParallelLayout().apply(config), data, steps, world_size=1, timeout=300
+    )[0]
     for layout in layouts:
         outcome = run_processes(
-            compute_outcome, layout.apply(config), data, steps, world_size=layout.world_size, timeout=300
+            compute_layout_result, layout.apply(config), data, steps, world_size=layout.world_size, timeout=300
         )[0]
         yield layout, compare(outcome, reference)
 
@@ -269,7 +273,7 @@ TABLE_HEADER = (
 )
 
 
-def table_row(layout: Layout, difference: Difference) -> str:
+def table_row(layout: ParallelLayout, difference: Difference) -> str:
     """Return a line of the table of relative differences."""
     numbers = (difference.loss, difference.metrics, difference.scores)
     verdict = "" if difference.within() else f"  WRONG ({difference.worst_gradient})"

@@ -22,7 +22,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of processes started from here
 
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 """Prints a line for the user, once however many ranks there are."""
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -35,7 +35,7 @@ def silent(message: str) -> None:
 class Progress:
     """Says how far something is every 10 seconds; nothing if it is done before."""
 
-    def __init__(self, what: str, say: Say) -> None:
+    def __init__(self, what: str, say: PrintLine) -> None:
         self._what, self._say = what, say
         self._started = self._told = time.monotonic()
 
@@ -51,6 +51,6 @@ class Progress:
 console = Console(soft_wrap=True, highlight=False)
 
 
-def speaker(is_writer: bool) -> Say:
-    """`Say` of this rank."""
+def rank_zero_printer(is_writer: bool) -> PrintLine:
+    """`PrintLine` of this rank."""
     return (lambda message: console.print(message, markup=False)) if is_writer else silent

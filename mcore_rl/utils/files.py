@@ -49,7 +49,7 @@ def read_manifest(iteration: Path) -> FileDigests:
         raise ValueError(f"{MANIFEST_FILE} is missing or cannot be read") from None
 
 
-def foreign_files(directory: Path) -> list[str]:
+def unlisted_files(directory: Path) -> list[str]:
     """What is in a directory beside what its manifest lists, or is not as listed; [] if it does not exist.
 
     Of weights only the size is compared: nobody edits them by hand, and their digests take minutes.
@@ -92,7 +92,7 @@ def replace_listed(new: Path, destination: Path) -> None:
     Raises:
         UserError: `destination` holds what no manifest lists.
     """
-    if foreign := foreign_files(destination):
+    if foreign := unlisted_files(destination):
         raise UserError(f"{destination} holds {', '.join(foreign[:3])}, which is not ours to remove; see {new}")
     old = unused(destination.with_name(f".{destination.name}.old"))
     if destination.exists():

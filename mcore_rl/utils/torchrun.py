@@ -29,7 +29,7 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def pretend(size: int) -> None:
+def set_world_size(size: int) -> None:
     """Be the first of so many processes, for a run that is only described."""
     os.environ["WORLD_SIZE"] = str(size)
 
@@ -44,7 +44,7 @@ def restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
-def has_name() -> bool:
+def has_rendezvous_id() -> bool:
     """Whether --rdzv-id names the launch, equally on all nodes."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none"
 
@@ -54,7 +54,7 @@ def launch_id() -> str:
 
     Where no --rdzv-id names it, this node's directory of logs does, which torchrun makes anew for each launch.
     """
-    if not is_under_torchrun() or has_name():
+    if not is_under_torchrun() or has_rendezvous_id():
         return os.environ.get("TORCHELASTIC_RUN_ID", "")
     logs = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent.parent  # …/attempt_0/RANK/error.json
     return f"{socket.gethostname()}:{logs}"

@@ -26,7 +26,7 @@ LOOK_AHEAD = BLOCK_SIZE // 2
 
 
 @dataclass(eq=False)
-class Draws:
+class SamplingBatch:
     """The tokens that were drawn for the same n sequences, step by step.
 
     tokens, logprobs: [n] of each step. experts: [n, layers, topk] int16 of the tokens that were fed to the model for
@@ -58,7 +58,7 @@ class RunningSequence:
     """[hidden] of the prompt's last token, on the last stage."""
     prompt_experts: list[Tensor] = field(default_factory=list)
     """[tokens, layers, topk] int16 of the prompt's tokens, if they are recorded."""
-    places: list[tuple[Draws, int]] = field(default_factory=list)
+    places: list[tuple[SamplingBatch, int]] = field(default_factory=list)
     """The response: draws and its column in each, in their order."""
     tail: list[int] = field(default_factory=list)
     """The response's last tokens, as far as stop strings ask for them."""
@@ -135,7 +135,7 @@ class ContinuousBatch:
         # Of each going sequence: its last token, that one's position, and what its random numbers are made of.
         self.state = torch.zeros(3, 0, dtype=torch.long, device=platform.device())
         self.stop_token_ids = platform.to_device(params.stop_token_ids)
-        self.history, self.looks = list[Draws](), deque[_Look]()
+        self.history, self.looks = list[SamplingBatch](), deque[_Look]()
         self.steps_ahead = 0
         """For which the cache is arranged, unless the sequences change."""
 
@@ -179,7 +179,7 @@ class ContinuousBatch:
         x: Float[Tensor, "n hidden"],
         positions: Int64[Tensor, " n"],
         states: Int64[Tensor, " n"],
-        draws: Draws,
+        draws: SamplingBatch,
     ) -> Int64[Tensor, " n"]:
         """A token each, for these positions, from the states of the tokens before them."""
         tokens, logprobs = self._sampled(x, positions, states)
@@ -290,9 +290,9 @@ class ContinuousBatch:
         self.steps_ahead = 0
         self._new_draws(self.going)
 
-    def _new_draws(self, sequences: Sequence[RunningSequence]) -> Draws:
+    def _new_draws(self, sequences: Sequence[RunningSequence]) -> SamplingBatch:
         """Return the positions of the next tokens of these sequences."""
-        draws = Draws()
+        draws = SamplingBatch()
         self.history.append(draws)
         for column, s in enumerate(sequences):
             s.places.append((draws, column))
@@ -303,7 +303,7 @@ class ContinuousBatch:
     def _responses(self) -> list[Response]:
         tokens = torch.cat([step for draws in self.history for step in draws.tokens]).tolist()
         logprobs = torch.cat([step for draws in self.history for step in draws.logprobs]).tolist()
-        columns: dict[Draws, list[slice]] = {}
+        columns: dict[SamplingBatch, list[slice]] = {}
         start = 0
         for draws in self.history:
             width = len(draws.tokens[0]) if draws.tokens else 0

@@ -21,8 +21,8 @@ from mcore_rl.distributed.collectives import all_gather, all_reduce
 from mcore_rl.distributed.logprobs import CHUNK_BYTES, gather_hidden_states, valid_columns
 from mcore_rl.distributed.packs import PackLayout
 from mcore_rl.models.megatron.attention import PackParams, packed_attention, visible_keys
-from mcore_rl.models.megatron.build import BuiltModel
-from mcore_rl.models.megatron.layers import FasterInGeneration, linear
+from mcore_rl.models.megatron.build import ModelShard
+from mcore_rl.models.megatron.layers import GenerationFastPath, linear
 from mcore_rl.models.megatron.moe import routers_of
 
 BLOCK_SIZE = 64
@@ -226,7 +226,7 @@ class Decoder:
     routed: Tensor
     """Experts of the last pass's tokens, [T, layers with experts on this rank, topk], if they are to be recorded."""
 
-    def __init__(self, model: BuiltModel, record_experts: bool = False) -> None:
+    def __init__(self, model: ModelShard, record_experts: bool = False) -> None:
         self.model, self.topology, family = model, model.topology, model.family
         tp = self.topology.tensor.size
         # Where there are fewer key-value heads than ranks, several share one of them and split its queries.
@@ -248,7 +248,7 @@ class Decoder:
             module
             for chunk in self.model.chunks
             for module in chunk.modules()
-            if isinstance(module, FasterInGeneration)
+            if isinstance(module, GenerationFastPath)
         ]
         for chunk in self.model.chunks:
             chunk.eval()

@@ -57,7 +57,7 @@ class GenerationOutputSpec(TypedDict):
 class GenerationInterface(ABC):
     """Something that continues prompts; every call is made on all ranks, with the same arguments.
 
-    What is continued is the same rows on all ranks, or `OwnRows`: then each replica has its own continued.
+    What is continued is the same rows on all ranks, or `LocalBatch`: then each replica has its own continued.
 
     max_sequence_length: tokens of prompt and response together.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.config import RLConfig
 from mcore_rl.data.chat import end_token_ids
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, LocalBatch
 from mcore_rl.distributed.collectives import gather_rows
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.errors import UserError
@@ -33,7 +33,7 @@ from mcore_rl.models.generation.interfaces import (
     prompts_of,
 )
 from mcore_rl.models.generation.sampling import SamplingParams
-from mcore_rl.models.megatron.build import BuiltModel
+from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.families.mixtures import Mixture
 
 
@@ -64,7 +64,7 @@ class MegatronGeneration(GenerationInterface):
 
     def __init__(
         self,
-        model: BuiltModel,
+        model: ModelShard,
         params: SamplingParams,
         max_sequence_length: int,
         tokenizer: Any,
@@ -111,11 +111,13 @@ class MegatronGeneration(GenerationInterface):
         Raises:
             UserError: a prompt that is empty, or leaves no room for a response.
         """
-        self.model.settle_weights()
+        self.model.finish_param_gather()
         params = replace(self.params, temperature=0.0) if greedy else self.params
         asked = prompts_of(data, self.max_sequence_length)
         limits = max_new_tokens or [params.max_new_tokens] * len(asked)
-        sharing = [self.topology.context] if isinstance(data, OwnRows) else [self.topology.data, self.topology.context]
+        sharing = (
+            [self.topology.context] if isinstance(data, LocalBatch) else [self.topology.data, self.topology.context]
+        )
         places = range(len(asked))
         for dimension in sharing:  # neighbours: equal prompts, which go through the model once
             places = dimension.part_of(places)

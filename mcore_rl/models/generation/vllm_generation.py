@@ -20,8 +20,8 @@ import torch
 from mcore_rl import platform
 from mcore_rl.config import RLConfig
 from mcore_rl.config.rl import SERVER_LOGS
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows
-from mcore_rl.distributed.collectives import settle, share_outcome
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, LocalBatch
+from mcore_rl.distributed.collectives import broadcast_result, settle
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import TrainingError, UserError
 from mcore_rl.models.generation.interfaces import (
@@ -45,11 +45,11 @@ from mcore_rl.models.generation.refit import (
 )
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, uniforms
 from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
-from mcore_rl.models.generation.vllm_server import VLLMService
-from mcore_rl.models.megatron.build import BuiltModel
+from mcore_rl.models.generation.vllm_server import VLLMServerProcesses
+from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
 from mcore_rl.models.megatron.weights import export_hf_weights
-from mcore_rl.utils.console import Say
+from mcore_rl.utils.console import PrintLine
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ POLL_SECONDS = 0.5
 class Sender(Protocol):
     """The methods of a policy that the servers' weights come from."""
 
-    model: BuiltModel
+    model: ModelShard
     topology: Topology
 
     @property
@@ -90,13 +90,15 @@ class VLLMGeneration(StreamingGeneration):
         say: tells the user of a server that is dropped.
     """
 
-    def __init__(self, config: RLConfig, policy: Sender, params: SamplingParams, tokenizer: Any, say: Say) -> None:
+    def __init__(
+        self, config: RLConfig, policy: Sender, params: SamplingParams, tokenizer: Any, say: PrintLine
+    ) -> None:
         self.config, self.policy, self.params, self.tokenizer, self.say = config, policy, params, tokenizer, say
         self.max_sequence_length = config.data.max_sequence_length
         self.weight_version: int | None = None
         self._launch = ""
         self._beside = ThreadPoolExecutor(1, "generation")
-        self._service: VLLMService | None = None
+        self._service: VLLMServerProcesses | None = None
         self._pool: ServerPool | None = None
         self._groups = RefitGroups({})
         self._is_connected, self._sleeps = False, config.generation.offload
@@ -166,7 +168,7 @@ class VLLMGeneration(StreamingGeneration):
             asked = [self.submit(prompt, sample_id, prompt, greedy) for sample_id, prompt in rows]
             return [self._result(future, prompt) for future, (_, prompt) in zip(asked, rows, strict=True)]
 
-        if isinstance(data, OwnRows):
+        if isinstance(data, LocalBatch):
             topology = self.policy.topology
             begun = self._beside.submit(ask) if topology.leads_replica else None
             led = settle(begun, self.config.parallel.meeting_seconds) or []
@@ -212,7 +214,7 @@ class VLLMGeneration(StreamingGeneration):
 
     def _on_first_rank(self, work: Callable[[], T]) -> T:
         begun = self._beside.submit(work) if self.policy.is_writer else None
-        return share_outcome(begun, self.config.parallel.meeting_seconds)
+        return broadcast_result(begun, self.config.parallel.meeting_seconds)
 
     # ------------------------------------------------------------ servers
 
@@ -240,7 +242,7 @@ class VLLMGeneration(StreamingGeneration):
         """URLs of servers that are ready for this run."""
         vllm = self.config.generation.vllm
         if not vllm.urls:
-            self._service = VLLMService(self.config, self.config.output_dir / SERVER_LOGS)
+            self._service = VLLMServerProcesses(self.config, self.config.output_dir / SERVER_LOGS)
         urls = vllm.urls or self._service.urls  # type: ignore[union-attr]
         deadline = time.monotonic() + vllm.start_seconds
         for url in urls:
@@ -310,7 +312,7 @@ class VLLMGeneration(StreamingGeneration):
             self._pool.announce(self._version(), version)
         torch.distributed.barrier()  # a response with the new weights is for no rank one of unknown weights
         self._on_first_rank(self._begin_update)
-        self.policy.model.settle_weights()
+        self.policy.model.finish_param_gather()
         tensors: Iterator[tuple[str, torch.Tensor]]
         tensors = export_hf_weights(self.policy.model, copies=False, first_only=True)
         if self._sleeps:
@@ -350,7 +352,7 @@ def _drop_in_silence(url: str, reason: str) -> None:
     """The first rank tells of what becomes of servers."""
 
 
-def wait_until_ready(server: VLLMServer, service: VLLMService | None, deadline: float) -> None:
+def wait_until_ready(server: VLLMServer, service: VLLMServerProcesses | None, deadline: float) -> None:
     """Until a server answers; `service` if it has started it.
 
     Raises:

@@ -56,7 +56,7 @@ def server_command(config: RLConfig, port: int) -> list[str]:
     return [*command, *vllm.arguments]
 
 
-class VLLMService:
+class VLLMServerProcesses:
     """The servers that a configuration describes. They end with this object, and with this process however it ends.
 
     Args:

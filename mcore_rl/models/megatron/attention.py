@@ -211,7 +211,7 @@ def _worth_a_tile(ranges: Sequence[Rows]) -> list[tuple[Rows, ...]]:
 
 
 @contextmanager
-def remade_in_backward(tensor: Shaped[Tensor, "..."], make: Callable[[], Tensor]) -> Iterator[None]:
+def recompute_in_backward(tensor: Shaped[Tensor, "..."], make: Callable[[], Tensor]) -> Iterator[None]:
     """Inside, autograd keeps nothing of `tensor` or of its views: a backward pass gets their like from `make()`.
 
     `make` gives a tensor of the same shape, strides and numbers, and is called once for each backward pass that needs
@@ -257,7 +257,7 @@ class _Part:
         return self.remade.ask().as_strided(self.shape, self.stride, self.offset)
 
 
-class VisibleKeys:
+class AttentionPattern:
     """The keys that the queries of context-parallel rank `cp_rank` see in a pack, made once for all layers and passes.
 
     query_lengths, key_lengths: of the rank's chunks of queries, and of the keys that each may see, whose last ones are
@@ -318,9 +318,9 @@ class VisibleKeys:
         return self._masks[key]
 
 
-def visible_keys(layout: PackLayout, cp_rank: int, *others: Tensor) -> tuple[VisibleKeys, list[Tensor]]:
+def visible_keys(layout: PackLayout, cp_rank: int, *others: Tensor) -> tuple[AttentionPattern, list[Tensor]]:
     """Return a pack's visible keys for the kernels of `platform.device()`, and `others` there, by one copy."""
-    visible, device = VisibleKeys(layout, cp_rank), platform.device()
+    visible, device = AttentionPattern(layout, cp_rank), platform.device()
     if KERNELS[device.type].reads_in_place:
         return visible, platform.sent_together(others, device)
     *there, cu_queries, cu_keys, index = platform.sent_together((*others, *visible.on_host()), device)
@@ -338,7 +338,7 @@ class Kernel:
         queries sees, one chunk's after the other.
     """
 
-    attend: Callable[[Tensor, Tensor, Tensor, VisibleKeys, float | None, int | None], Tensor]
+    attend: Callable[[Tensor, Tensor, Tensor, AttentionPattern, float | None, int | None], Tensor]
     reads_in_place: bool = False
 
 
@@ -350,7 +350,7 @@ def kernel_of(query: Tensor) -> Kernel:
 
 
 def sdpa_by_segment(
-    query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, scale: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, scale: float | None, window: int | None
 ) -> Tensor:
     """Torch's SDPA chunk by chunk, on any device; for GPUs in fp32, for which there is no flash kernel."""
     repeats = query.shape[1] // key.shape[1]  # with as many heads a memory-efficient kernel is there
@@ -372,7 +372,7 @@ def sdpa_by_segment(
 
 
 def flash_varlen(
-    query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, scale: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, scale: float | None, window: int | None
 ) -> Tensor:
     """Torch's flash kernel for packs (CUDA, half precision); its causal mask is lower-right aligned too.
 
@@ -397,7 +397,7 @@ def flash_varlen(
 
 
 def tiled(
-    query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, scale: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, scale: float | None, window: int | None
 ) -> Tensor:
     """Torch's flash kernel of the CPU on tiles of queries and keys where they are; see `attention_tiles`.
 
@@ -414,7 +414,7 @@ class _TiledAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        visible: VisibleKeys,
+        visible: AttentionPattern,
         tiles: tuple[Tile, ...],
         scale: float | None,
     ) -> Tensor:
@@ -476,7 +476,7 @@ def _shares_heads(dtype: torch.dtype) -> bool:
     return version >= (2, 10) and dtype.itemsize >= 4
 
 
-def _mask(tile: Tile, visible: VisibleKeys, like: Tensor) -> Tensor | None:
+def _mask(tile: Tile, visible: AttentionPattern, like: Tensor) -> Tensor | None:
     if tile.window is None:
         return None
     return visible.mask(tile.queries.length, sum(rows.length for rows in tile.keys), tile.window, like)
@@ -498,7 +498,7 @@ class PackParams(PackedSeqParams):
     Transformer Engine takes `cu_seqlens_*` instead; then both are None. `routed` is there for mixtures of experts.
     """
 
-    visible: VisibleKeys | None = None
+    visible: AttentionPattern | None = None
     positions: Tensor | None = None
     routed: Any = None  # RoutedTokens, which `moe` defines above this module
 
@@ -554,7 +554,7 @@ class PackedCausalAttention(MegatronModule):
         seen = self._seen(own, index)
         again = own.detach()
         keeps = self.config.recompute_granularity == "full"
-        with nullcontext() if keeps else remade_in_backward(seen, lambda: self._seen(again, index)):
+        with nullcontext() if keeps else recompute_in_backward(seen, lambda: self._seen(again, index)):
             keys, values = seen.split(key.shape[-1], dim=-1)
             return packed_attention(query, keys, values, visible, self.softmax_scale, self.window).flatten(1)
 
@@ -565,7 +565,7 @@ class PackedCausalAttention(MegatronModule):
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, scale: float | None, window: int | None = None
+    query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, scale: float | None, window: int | None = None
 ) -> Tensor:
     """Causal attention inside each segment; a segment's queries are the last ones of its keys.
 

@@ -195,7 +195,7 @@ class RewardHead(MegatronModule):
 
 
 @dataclass(frozen=True)
-class BuiltModel:
+class ModelShard:
     """The chunks of one pipeline stage, and what they were built from."""
 
     chunks: list[HiddenStateGPTModel]
@@ -210,7 +210,7 @@ class BuiltModel:
     def vocab_size(self) -> int:
         return self.family.vocab_size
 
-    def settle_weights(self) -> None:
+    def finish_param_gather(self) -> None:
         """Make the weights whole on every rank, before anything but training takes them; collective over replicas."""
         for chunk in self.chunks:
             if chunk.gather is not None:
@@ -233,7 +233,7 @@ class BuiltModel:
 
 def build_model(
     hf: Any, model: ModelConfig, parallel: ParallelConfig, topology: Topology, memory: bool = True
-) -> BuiltModel:
+) -> ModelShard:
     """This rank's part of the model, its weights not yet set, on the run's device.
 
     Without `memory` its parameters have shapes alone (torch's meta device), as on a simulated device. Made elsewhere
@@ -255,7 +255,7 @@ def build_model(
     # Megatron 0.19 builds norms of queries and keys only with this; with this it also sums their gradients over
     # tensor-parallel ranks, which is wrong where each holds a part of the weight.
     config.qk_layernorm = family.has_qk_norm
-    return BuiltModel(chunks, family, topology, tuple(parallel.stages_of_layers(family.num_layers)))
+    return ModelShard(chunks, family, topology, tuple(parallel.stages_of_layers(family.num_layers)))
 
 
 class _MaskedGradient(torch.autograd.Function):

@@ -14,9 +14,9 @@ from mcore_rl import platform
 from mcore_rl.data.batching import Microbatch
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_gather_forward_split_backward
-from mcore_rl.distributed.divergences import LastStates, LinearLogits
+from mcore_rl.distributed.divergences import FinalHiddenStates, HiddenAndHead
 from mcore_rl.distributed.logprobs import gather_hidden_states, linear_logprobs, linear_topk, valid_columns
-from mcore_rl.distributed.packs import CountedPositions, PackLayout, gather_context_parallel, slice_context_parallel
+from mcore_rl.distributed.packs import LossPositions, PackLayout, gather_context_parallel, slice_context_parallel
 from mcore_rl.losses.common import (
     LossFunction,
     reads_counted_tokens_only,
@@ -26,7 +26,7 @@ from mcore_rl.losses.common import (
 )
 from mcore_rl.losses.packing import SequencePackingLossWrapper, accepted_groups, rows_of_width
 from mcore_rl.models.megatron.attention import PackParams, visible_keys
-from mcore_rl.models.megatron.build import BuiltModel
+from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.layers import uses_transformer_engine
 from mcore_rl.models.megatron.moe import RoutedTokens
@@ -38,7 +38,7 @@ Head = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Any]]]
 
 
 def run_microbatches(
-    model: BuiltModel, wrapped: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], head: Head, train: bool
+    model: ModelShard, wrapped: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], head: Head, train: bool
 ) -> list[dict[str, Any]]:
     """Forward (and backward) over the microbatches; the head's outputs on the last stage, else []."""
     several = len(wrapped) > 1
@@ -73,7 +73,7 @@ def run_microbatches(
     )
 
 
-def model_inputs(microbatch: Microbatch, model: BuiltModel) -> dict[str, Any]:
+def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
     """Arguments of the model for one pack: this context-parallel rank's tokens, [1, T / CP]."""
     device, topology = platform.device(), model.topology
     layout, input_ids = microbatch.layout, microbatch.data["input_ids"]
@@ -103,7 +103,7 @@ def model_inputs(microbatch: Microbatch, model: BuiltModel) -> dict[str, Any]:
 class LogprobHead:
     """Next-token log-probabilities of a microbatch from its hidden states; the logits never exist."""
 
-    def __init__(self, model: BuiltModel, temperature: float = 1.0, with_entropy: bool = False) -> None:
+    def __init__(self, model: ModelShard, temperature: float = 1.0, with_entropy: bool = False) -> None:
         self.model, self.temperature, self.with_entropy = model, temperature, with_entropy
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch, mask: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -114,7 +114,7 @@ class LogprobHead:
         """
         topology, weight = self.model.topology, self.model.chunks[-1].lm_head_weight()
         hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
-        positions = CountedPositions.of(microbatch.layout, mask, topology.context.rank)
+        positions = LossPositions.of(microbatch.layout, mask, topology.context.rank)
         positions, (targets,) = positions.on(hidden.device, positions.targets(microbatch.data["input_ids"]))
         logprobs, entropy = linear_logprobs(
             positions.pick(hidden),
@@ -129,23 +129,25 @@ class LogprobHead:
         return positions.spread(logprobs, group), None if entropy is None else positions.spread(entropy, group)
 
 
-def last_states(model: BuiltModel, hidden: Tensor, microbatch: Microbatch, temperature: float = 1.0) -> LastStates:
+def final_hidden_states(
+    model: ModelShard, hidden: Tensor, microbatch: Microbatch, temperature: float = 1.0
+) -> FinalHiddenStates:
     """Return the hidden states that predict a microbatch's counted tokens."""
     topology = model.topology
     mask = token_mask_of(microbatch.data, microbatch.data["token_mask"])
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
-    positions = CountedPositions.of(microbatch.layout, mask, topology.context.rank)
+    positions = LossPositions.of(microbatch.layout, mask, topology.context.rank)
     positions, (inputs,) = positions.on(hidden.device, positions.inputs())
-    logits = LinearLogits(positions.pick(hidden), model.chunks[-1].lm_head_weight())
+    logits = HiddenAndHead(positions.pick(hidden), model.chunks[-1].lm_head_weight())
     groups = topology.tensor.group, topology.context.group
-    return LastStates(microbatch, logits, positions, inputs, model.vocab_size, temperature, *groups)
+    return FinalHiddenStates(microbatch, logits, positions, inputs, model.vocab_size, temperature, *groups)
 
 
 class TopKHead:
     """The k largest logits of each position of a microbatch, and their token ids; those of a few positions at a time
     are computed."""
 
-    def __init__(self, model: BuiltModel, k: int) -> None:
+    def __init__(self, model: ModelShard, k: int) -> None:
         self.model, self.k = model, k
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
@@ -165,7 +167,7 @@ class TopKHead:
 class RewardOfSequences:
     """The reward head's number at each sequence's last token."""
 
-    def __init__(self, model: BuiltModel) -> None:
+    def __init__(self, model: ModelShard) -> None:
         self.model = model
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
@@ -209,7 +211,7 @@ class LossHead:
 
     def __init__(
         self,
-        model: BuiltModel,
+        model: ModelShard,
         loss_fn: LossFunction,
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
@@ -240,7 +242,7 @@ class LossHead:
             loss, metrics = self.loss_fn.from_logprobs(logprobs, data, *self.counts, entropy)
             more = {"logprobs": logprobs.detach(), "mask": mask, "rows": microbatch.rows}
         elif self.of_hidden_states:
-            states = last_states(self.model, hidden, microbatch, self.temperature)
+            states = final_hidden_states(self.model, hidden, microbatch, self.temperature)
             loss, metrics = self.loss_fn.from_hidden_states(states, data, *self.counts)
         else:
             loss, metrics = self._from_logits(hidden, microbatch, data)
@@ -264,7 +266,7 @@ class LossHead:
         return loss, metrics
 
 
-def vocab_parallel_logits(hidden: Tensor, model: BuiltModel) -> Tensor:
+def vocab_parallel_logits(hidden: Tensor, model: ModelShard) -> Tensor:
     """[T / CP, Vp] logits in the model's precision; −inf in the vocabulary's padding."""
     topology, weight = model.topology, model.chunks[-1].lm_head_weight()
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)

@@ -41,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-class FasterInGeneration:
+class GenerationFastPath:
     """A module with a faster pass, whose rounding may be another, for generation alone.
 
     Scoring takes the pass that trains: log-probabilities before the first update are then those of the update, bit
@@ -51,7 +51,7 @@ class FasterInGeneration:
     in_generation = False
 
 
-class Adapted(FasterInGeneration):
+class LoRALinearMixin(GenerationFastPath):
     """A linear layer that may have an adapter, whose output is added to its own."""
 
     weight: Tensor
@@ -66,7 +66,7 @@ class Adapted(FasterInGeneration):
         return (output + self.adapter(input_)).to(output.dtype)
 
 
-class ColumnLinear(Adapted, ColumnParallelLinear):
+class ColumnLinear(LoRALinearMixin, ColumnParallelLinear):
     """Rows of the weight are cut over tensor-parallel ranks."""
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -82,7 +82,7 @@ class ColumnLinear(Adapted, ColumnParallelLinear):
         return linear(input_, self.weight, self.bias), None
 
 
-class RowLinear(Adapted, RowParallelLinear):
+class RowLinear(LoRALinearMixin, RowParallelLinear):
     """Columns of the weight are cut over tensor-parallel ranks; the output is summed over them."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -125,7 +125,7 @@ class PackLayer(TransformerLayer):
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
-class RMSNorm(FasterInGeneration, torch.nn.Module):
+class RMSNorm(GenerationFastPath, torch.nn.Module):
     """Root-mean-square norm in fp32 (arXiv:1910.07467), usable under sequence parallelism.
 
     Where the configuration has `layernorm_zero_centered_gamma`, 1 is added to the weight (Gemma).

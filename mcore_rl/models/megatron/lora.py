@@ -272,7 +272,7 @@ def write_peft_directory(
 
 
 DEFAULT_RANK, DEFAULT_ALPHA = 16, 32.0
-NOWHERE = ""
+NO_ADAPTER_ROWS = ""
 """The name of rows of B whose projection has no adapter: zeros that are never trained."""
 
 
@@ -361,7 +361,7 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
     if directory is not None:
         directory.check(shapes_of(table))
         source = SingleExperts(directory, rank)
-    return LoRA(rank, alpha or DEFAULT_ALPHA, config.dropout, targets, table, OrZeros(source, rank))
+    return LoRA(rank, alpha or DEFAULT_ALPHA, config.dropout, targets, table, ZerosIfMissing(source, rank))
 
 
 def shapes_of(table: Dictionary[str, Mapping]) -> dict[str, Shape]:
@@ -376,7 +376,7 @@ def _part_shapes(table: Dictionary[str, Mapping]) -> dict[str, Shape]:
         for part in mapping.parts:
             rows, *rest = part.shape
             shapes[part.name] = (max(part.first + rows, shapes.get(part.name, (0,))[0]), *rest)
-    shapes.pop(NOWHERE, None)
+    shapes.pop(NO_ADAPTER_ROWS, None)
     return shapes
 
 
@@ -423,7 +423,7 @@ def _adapters_of(mapping: Mapping, family: Family, targets: tuple[str, ...], ran
     row_parallel = isinstance(mapping.kind, Columns)
     a = tuple(Part(_name_of(m, "A", mapping, family), (rank, columns)) for m in targeted)
     b = tuple(
-        Part(_name_of(m, "B", mapping, family) if m in targeted else NOWHERE, (part.shape[0], rank), first)
+        Part(_name_of(m, "B", mapping, family) if m in targeted else NO_ADAPTER_ROWS, (part.shape[0], rank), first)
         for (_, m, first), part in zip(modules, mapping.parts, strict=True)
     )
     a_kind = Columns() if row_parallel else Stacked((rank,) * len(a))
@@ -454,7 +454,7 @@ class InitialValues:
 
 
 @dataclass(frozen=True)
-class OrZeros:
+class ZerosIfMissing:
     """`source`, and zeros for the rows of projections that have no adapter."""
 
     source: TensorSource
@@ -462,12 +462,12 @@ class OrZeros:
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
         """`tensor[rows, columns]`."""
-        if name == NOWHERE:
+        if name == NO_ADAPTER_ROWS:
             return torch.zeros(rows.stop - rows.start, self.rank)
         return self.source.read(name, rows, columns)
 
 
-class Owners:
+class SourceByOwner:
     """In place of values: which of `names` a row belongs to, −1 for none."""
 
     def __init__(self, names: tuple[str, ...]) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import copy_forward_all_reduce_backward
-from mcore_rl.models.megatron.build import BuiltModel, HiddenStateGPTModel
-from mcore_rl.models.megatron.layers import Adapted, ColumnLinear
-from mcore_rl.models.megatron.lora import NOWHERE, LoRA, Owners, stack_experts
+from mcore_rl.models.megatron.build import HiddenStateGPTModel, ModelShard
+from mcore_rl.models.megatron.layers import ColumnLinear, LoRALinearMixin
+from mcore_rl.models.megatron.lora import NO_ADAPTER_ROWS, LoRA, SourceByOwner, stack_experts
 from mcore_rl.models.megatron.parallel_state import process_groups
 from mcore_rl.models.megatron.weight_mapping import GateUp, Mapping
 from mcore_rl.models.megatron.weights import (
@@ -127,7 +127,7 @@ class ExpertAdapter(Adapter):
         return self.scale * F.linear(F.linear(x.to(a.dtype), a), b)
 
 
-def add_adapters(model: BuiltModel, lora: LoRA) -> BuiltModel:
+def add_adapters(model: ModelShard, lora: LoRA) -> ModelShard:
     """`model` with its adapters in place; they alone have gradients from now on."""
     model = replace(model, lora=lora)
     for chunk in model.chunks:
@@ -147,11 +147,11 @@ def _with_gradient(embedded: Tensor) -> Tensor:
     return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
 
 
-def _adapter(layer: Adapted, path: str, lora: LoRA, model: BuiltModel) -> Adapter:
+def _adapter(layer: LoRALinearMixin, path: str, lora: LoRA, model: ModelShard) -> Adapter:
     a, b = (lora.table[f"{path}adapter.lora_{matrix}"] for matrix in "AB")
-    names = tuple(dict.fromkeys(part.name for part in b.parts if part.name != NOWHERE))
-    owners = read_shard(replace(b, parts=tuple(replace(p, shape=(p.shape[0], 1)) for p in b.parts)), Owners(names),
-                        model.topology)  # fmt: skip
+    names = tuple(dict.fromkeys(part.name for part in b.parts if part.name != NO_ADAPTER_ROWS))
+    of_rows = replace(b, parts=tuple(replace(part, shape=(part.shape[0], 1)) for part in b.parts))
+    owners = read_shard(of_rows, SourceByOwner(names), model.topology)
     first, second = (read_shard(mapping, lora.source, model.topology).to(platform.device()) for mapping in (a, b))
     is_column, parallel = isinstance(layer, ColumnLinear), model.topology.sequence_parallel
     adapter: Adapter
@@ -174,7 +174,7 @@ def _adapter(layer: Adapted, path: str, lora: LoRA, model: BuiltModel) -> Adapte
     return adapter
 
 
-def adapter_mappings(model: BuiltModel, chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Mapping, Tensor]]:
+def adapter_mappings(model: ModelShard, chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Mapping, Tensor]]:
     """A chunk's A and B: the names that they have there, their mappings, themselves."""
     assert model.lora is not None, "the model has no adapters"
     for name, parameter in chunk.named_parameters():
@@ -182,13 +182,13 @@ def adapter_mappings(model: BuiltModel, chunk: HiddenStateGPTModel) -> Iterator[
             yield name, model.lora.table[name_in_model(name, first_layer(chunk), model.first_expert)], parameter
 
 
-def adapters_in(model: BuiltModel) -> list[Tensor]:
+def adapters_in(model: ModelShard) -> list[Tensor]:
     """Every A and B of this rank."""
     return [parameter for chunk in model.chunks for _, _, parameter in adapter_mappings(model, chunk)]
 
 
 def export_adapters(
-    model: BuiltModel, value_of: Callable[[Tensor], Tensor] = torch.Tensor.detach, first_only: bool = False
+    model: ModelShard, value_of: Callable[[Tensor], Tensor] = torch.Tensor.detach, first_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of PEFT's format, whole, on every rank. Collective over all of them.
 
@@ -199,10 +199,10 @@ def export_adapters(
     assert model.lora is not None, "the model has no adapters"
     own = {m.megatron: value_of(p) for chunk in model.chunks for _, m, p in adapter_mappings(model, chunk)}
     tensors = gather_tensors(model.lora.table, own, model, first_only=first_only)
-    yield from stack_experts((name, tensor) for name, tensor in tensors if name != NOWHERE)
+    yield from stack_experts((name, tensor) for name, tensor in tensors if name != NO_ADAPTER_ROWS)
 
 
-def adapter_state(model: BuiltModel, chunk: HiddenStateGPTModel) -> dict[str, Any]:
+def adapter_state(model: ModelShard, chunk: HiddenStateGPTModel) -> dict[str, Any]:
     """Megatron's description of a chunk's adapters for a checkpoint, each named by its layer's number."""
     ours = process_groups()
     described = {}

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.data.batching import Microbatch
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict, share_of
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, batch_share
 from mcore_rl.distributed.collectives import all_reduce
 from mcore_rl.distributed.packs import slice_context_parallel
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
-from mcore_rl.models.megatron.layers import FasterInGeneration
+from mcore_rl.models.megatron.layers import GenerationFastPath
 from mcore_rl.models.megatron.parallel_state import process_groups
 
 from megatron.core.tensor_parallel import checkpoint
@@ -33,7 +33,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
-    from mcore_rl.models.megatron.build import BuiltModel
+    from mcore_rl.models.megatron.build import ModelShard
 
 ROUTED_EXPERTS = "routed_experts"
 """Entry [B, S, sparse layers, topk] of a batch: the experts of each input token; −1 where they are not known."""
@@ -82,7 +82,7 @@ class RoutedTokens:
 
 
 @dataclass
-class RouterLoad:
+class RouterStatistics:
     """The load of a router in a step, and the global batch's denominators.
 
     num_sequences, num_tokens: of the global batch's sequences that count.
@@ -151,7 +151,7 @@ class Router(TopKRouter):
     """
 
     pack: PackParams | None = None
-    load: RouterLoad | None = None
+    load: RouterStatistics | None = None
     recorded: Tensor | None = None
 
     def __init__(self, config: TransformerConfig, experts: Experts, **kwargs: Any) -> None:
@@ -190,7 +190,7 @@ class Router(TopKRouter):
         """This layer's number among the whole model's layers that have experts."""
         return sum(self.experts.sparse_layers[: self.layer_number - 1])
 
-    def _auxiliary_loss(self, logits: Tensor, chosen: Tensor, tokens: RoutedTokens, load: RouterLoad) -> Tensor:
+    def _auxiliary_loss(self, logits: Tensor, chosen: Tensor, tokens: RoutedTokens, load: RouterStatistics) -> Tensor:
         """This rank's part of the balance loss and of the z-loss; notes the load.
 
         Balance (arXiv:2412.19437, eq. 17 to 20): the mean over the global batch's sequences of Σ_e f_e·P_e, with f_e
@@ -279,7 +279,7 @@ class CountingExperts(SequentialMLP):
     load: where a training step's are noted; None outside of one.
     """
 
-    load: RouterLoad | None = None
+    load: RouterStatistics | None = None
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Tokens [T, hidden] that stand expert by expert, with the weights [T] of their outputs → [T, hidden]."""
@@ -293,7 +293,7 @@ class CountingExperts(SequentialMLP):
         return output
 
 
-class GroupedExperts(FasterInGeneration, CountingExperts):
+class GroupedExperts(GenerationFastPath, CountingExperts):
     """Megatron's experts with the same parameters, each linear layer computed by one grouped product.
 
     While sequences are generated a pass has few tokens, too few to stack the weights for.
@@ -312,26 +312,26 @@ class GroupedExperts(FasterInGeneration, CountingExperts):
         return _GroupedLinear.apply(scaled.to(hidden.dtype), ends, *second), None
 
 
-def routers_of(model: BuiltModel) -> list[Router]:
+def routers_of(model: ModelShard) -> list[Router]:
     """This rank's, in the order of their layers."""
     return [module for chunk in model.chunks for module in chunk.modules() if isinstance(module, Router)]
 
 
-def begin_step(model: BuiltModel, data: BatchedDataDict[Any]) -> int:
+def reset_router_statistics(model: ModelShard, data: BatchedDataDict[Any]) -> int:
     """Let the routers note the load of a global batch, and know its numbers of sequences and tokens; the latter.
 
     Collective, of a replica's own rows.
     """
     mask = data["sample_mask"].double()  # exact beyond 2^24 tokens
     counted = float(mask.sum()), float((mask * data["input_lengths"]).sum())
-    sequences, tokens = torch.tensor(share_of(data).sum(*counted), dtype=torch.float64)
+    sequences, tokens = torch.tensor(batch_share(data).sum(*counted), dtype=torch.float64)
     for layer in (module for chunk in model.chunks for module in chunk.modules() if isinstance(module, MoELayer)):
         counts = (count.clamp(min=1).to(platform.device()) for count in (sequences, tokens))
-        layer.router.load = layer.experts.load = RouterLoad(*counts)
+        layer.router.load = layer.experts.load = RouterStatistics(*counts)
     return int(tokens)
 
 
-class GlobalLoad:
+class StepRouterStatistics:
     """The load of a whole step, on every rank. Collective.
 
     tokens: [sparse layers, experts] that were sent to each expert, of the sequences that count.
@@ -342,7 +342,7 @@ class GlobalLoad:
         num_tokens: of the sequences that count.
     """
 
-    def __init__(self, model: BuiltModel, num_tokens: int) -> None:
+    def __init__(self, model: ModelShard, num_tokens: int) -> None:
         assert isinstance(model.family, Mixture), "only mixtures route"
         experts, topology = model.family.experts, model.topology
         local = torch.zeros(
@@ -377,7 +377,7 @@ class GlobalLoad:
             "moe_z_loss": float(z.sum()),
         }
 
-    def update_biases(self, model: BuiltModel, rate: float) -> None:
+    def update_biases(self, model: ModelShard, rate: float) -> None:
         """Move the bias of experts with fewer tokens than the mean up by `rate`, of others down (arXiv:2408.15664)."""
         for router in routers_of(model):
             tokens = self.tokens[router.index]

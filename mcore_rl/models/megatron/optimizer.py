@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.config import OptimizerConfig, ParallelConfig
-from mcore_rl.models.megatron.build import BuiltModel
+from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.parallel_state import process_groups
 
 from megatron.core.distributed import (
@@ -44,7 +44,7 @@ BUCKET_SIZE: int | None = None
 the larger of 40 million and a million a replica."""
 
 
-def wrap_for_training(model: BuiltModel, parallel: ParallelConfig) -> list[DistributedDataParallel]:
+def wrap_for_training(model: ModelShard, parallel: ParallelConfig) -> list[DistributedDataParallel]:
     """The model's chunks with gradient buffers in fp32, reduced over data- and context-parallel ranks."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

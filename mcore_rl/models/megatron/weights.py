@@ -19,11 +19,11 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.distributed.topology import ParallelDimension, Topology
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.build import BuiltModel, HiddenStateGPTModel
+from mcore_rl.models.megatron.build import HiddenStateGPTModel, ModelShard
 from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.families.base import REWARD_HEAD
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
-from mcore_rl.models.megatron.layers import Adapted
+from mcore_rl.models.megatron.layers import LoRALinearMixin
 from mcore_rl.models.megatron.weight_mapping import Mapping, Shape, TensorSource
 
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
@@ -46,7 +46,7 @@ def cut_over(mapping: Mapping, topology: Topology) -> ParallelDimension:
 def gather_tensors(
     table: Dictionary[str, Mapping],
     own: dict[str, Tensor],
-    model: BuiltModel,
+    model: ModelShard,
     names: Collection[str] | None = None,
     copies: bool = True,
     first_only: bool = False,
@@ -69,7 +69,7 @@ def gather_tensors(
     for number, mapping in enumerate(wanted):
         if first_only and number % PARAMETERS_BETWEEN_MEETINGS == 0:
             torch.distributed.barrier()
-        holder = _Holder(mapping, torch.float32 if mapping.is_float32 else dtype, model, first_only)
+        holder = _GatheredTensor(mapping, torch.float32 if mapping.is_float32 else dtype, model, first_only)
         shard = own.get(mapping.megatron)
         assert (shard is not None) == holder.is_own, f"{mapping.megatron} is on another rank than the layout says"
         whole = holder.whole(shard, adapters.get(mapping.megatron))
@@ -78,10 +78,10 @@ def gather_tensors(
             yield from ((name, tensor) for name, tensor in split if names is None or name in names)
 
 
-class _Holder:
+class _GatheredTensor:
     """The owner of a parameter, and its way to all ranks, or to the first."""
 
-    def __init__(self, mapping: Mapping, dtype: torch.dtype, model: BuiltModel, first_only: bool) -> None:
+    def __init__(self, mapping: Mapping, dtype: torch.dtype, model: ModelShard, first_only: bool) -> None:
         self.mapping, self.dtype, self.topology = mapping, dtype, model.topology
         self.ranks = cut_over(mapping, model.topology)
         self.stage = _stage_of(mapping, model)
@@ -126,13 +126,13 @@ class _Holder:
         return tensor
 
 
-def _stage_of(mapping: Mapping, model: BuiltModel) -> int:
+def _stage_of(mapping: Mapping, model: ModelShard) -> int:
     if match := _IN_LAYER.match(mapping.megatron):
         return model.stages[int(match[1])]
     return 0 if mapping.megatron.startswith("embedding.") else model.topology.pipeline.size - 1
 
 
-def _expert_rank_of(mapping: Mapping, model: BuiltModel) -> int:
+def _expert_rank_of(mapping: Mapping, model: ModelShard) -> int:
     """Return the expert-parallel rank that holds the expert; all ranks hold the same number of experts."""
     match = _IN_EXPERT.search(mapping.megatron) if mapping.is_expert else None
     return int(match[1]) // model.experts_per_rank if match else 0
@@ -179,7 +179,7 @@ def name_in_model(name: str, first_layer: int = 0, first_expert: int = 0) -> str
     return name
 
 
-def named_mappings(model: BuiltModel) -> Iterator[tuple[Mapping, Tensor]]:
+def named_mappings(model: ModelShard) -> Iterator[tuple[Mapping, Tensor]]:
     """This rank's parameters and persistent buffers with their mappings; the copy of a tied embedding is left out.
 
     Raises:
@@ -189,7 +189,7 @@ def named_mappings(model: BuiltModel) -> Iterator[tuple[Mapping, Tensor]]:
         yield from ((mapping, tensor) for _, mapping, tensor in chunk_mappings(model, chunk))
 
 
-def chunk_mappings(model: BuiltModel, chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Mapping, Tensor]]:
+def chunk_mappings(model: ModelShard, chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Mapping, Tensor]]:
     """`named_mappings` of one chunk, with the names that its tensors have there."""
     for name, tensor in weights_of(chunk):
         if (name == "output_layer.weight" and model.family.ties_embeddings) or ADAPTER in name:
@@ -206,7 +206,7 @@ def weights_of(chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(FLOAT32_BUFFER))
 
 
-def own_weights(model: BuiltModel) -> Iterator[tuple[str, Tensor]]:
+def own_weights(model: ModelShard) -> Iterator[tuple[str, Tensor]]:
     """`weights_of` all chunks of this rank, by names that tell the chunks apart."""
     for index, chunk in enumerate(model.chunks):
         yield from ((f"{index}.{name}", tensor) for name, tensor in weights_of(chunk))
@@ -220,7 +220,7 @@ def first_layer(chunk: HiddenStateGPTModel) -> int:
 # ---------------------------------------------------------------- import
 
 
-def load_hf_weights(model: BuiltModel, source: SafetensorsDirectory) -> None:
+def load_hf_weights(model: ModelShard, source: SafetensorsDirectory) -> None:
     """Fill this rank's parameters from a model directory. No communication.
 
     Raises:
@@ -277,7 +277,7 @@ def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
 
 
 def export_hf_weights(
-    model: BuiltModel,
+    model: ModelShard,
     value_of: Callable[[Tensor], Tensor] | None = None,
     names: Collection[str] | None = None,
     copies: bool = True,
@@ -298,12 +298,12 @@ def export_hf_weights(
     yield from gather_tensors(model.family.table, own, model, names, copies, first_only, adapters)
 
 
-def adapters_of(model: BuiltModel) -> dict[str, Any]:
+def adapters_of(model: ModelShard) -> dict[str, Any]:
     """This rank's adapters, by the names of the weights that they are on."""
     owners = {
         id(module.weight): module.adapter
         for chunk in model.chunks
         for module in chunk.modules()
-        if isinstance(module, Adapted) and module.adapter is not None
+        if isinstance(module, LoRALinearMixin) and module.adapter is not None
     }
     return {mapping.megatron: owners[id(tensor)] for mapping, tensor in named_mappings(model) if id(tensor) in owners}

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl.models.megatron.checkpoint import load
 from mcore_rl.models.megatron.checkpoint.save import HostStaging, PendingSave, SaveError
-from mcore_rl.models.megatron.checkpoint.state import TrainedPart, TrainingState
+from mcore_rl.models.megatron.checkpoint.state import ModelState, TrainingState
 from mcore_rl.models.megatron.lora_layers import adapters_in
-from mcore_rl.models.policy.reference import AdaptersOff, KeptWeights, initial_reference
+from mcore_rl.models.policy.reference import AdaptersDisabled, ReferenceWeights, initial_reference
 from mcore_rl.utils.checkpoint_store import CheckpointStore
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class PolicyCheckpoint:
     @property
     def can_be_saved(self) -> bool:
         """Whether nothing that a checkpoint holds is offloaded for an inference engine."""
-        return not (self.policy.weights_away.is_away or self.policy.memory.optimizer.is_away)
+        return not (self.policy.weights_offload.is_away or self.policy.memory.optimizer.is_away)
 
     @contextmanager
     def _all_on_device(self) -> Iterator[None]:
@@ -67,7 +67,7 @@ class PolicyCheckpoint:
             SaveError: it could not be written, on every rank; earlier checkpoints are untouched.
         """
         self.finish()
-        self.policy.require("save_checkpoint", self.policy.weights_away, self.policy.memory.optimizer)
+        self.policy.require("save_checkpoint", self.policy.weights_offload, self.policy.memory.optimizer)
         with self._all_on_device():
             store, run = CheckpointStore(directory), self._training_state()
             self.pending = PendingSave(store, step, run, state, self._staging)
@@ -109,8 +109,8 @@ class PolicyCheckpoint:
             UserError: the checkpoint does not fit, or lacks a piece and `allow_partial` is not set.
         """
         policy = self.policy
-        if isinstance(policy.reference, AdaptersOff) and load.holds_reference(iteration):
-            policy.reference = KeptWeights(adapters_in(policy.model))
+        if isinstance(policy.reference, AdaptersDisabled) and load.holds_reference(iteration):
+            policy.reference = ReferenceWeights(adapters_in(policy.model))
         with self._all_on_device():
             restored = load.load(iteration, self._training_state(), allow_partial)
         begins = not restored.state  # training begins with these weights
@@ -118,30 +118,30 @@ class PolicyCheckpoint:
             self.started_from = iteration
         if policy.reference is not None and begins:
             policy.reference = initial_reference(policy, adapters_are_trained=True)
-            if isinstance(policy.reference, KeptWeights):
+            if isinstance(policy.reference, ReferenceWeights):
                 policy.reference.has_moved = True
         return restored
 
     def load_weights(self, iteration: Path) -> None:
         """Restore only the weights of a checkpoint, from any layout; also those of the second model."""
-        self.policy.settle_weights()
+        self.policy.finish_param_gather()
         load.load_weights(iteration, self.policy.model)
         if self.second is not None:
             with self._all_on_device():
-                self.second.settle_weights()
+                self.second.finish_param_gather()
                 load.load_weights(iteration, self.second.model, self.second_name)
 
     def verify(self, iteration: Path) -> list[str]:
         """Return the damage of a checkpoint after reading every byte; the same on every rank."""
         return load.verify(iteration)
 
-    def part(self, name: str = "") -> TrainedPart:
+    def part(self, name: str = "") -> ModelState:
         """Return the parts of this policy's model that a checkpoint holds."""
-        self.policy.settle_weights()
-        return TrainedPart(self.policy.model, self.policy.optimizer, self.policy.scheduler, name)
+        self.policy.finish_param_gather()
+        return ModelState(self.policy.model, self.policy.optimizer, self.policy.scheduler, name)
 
     def _training_state(self) -> TrainingState:
         reference = self.policy.reference
-        kept = reference if isinstance(reference, KeptWeights) else None
+        kept = reference if isinstance(reference, ReferenceWeights) else None
         second = () if self.second is None else (self.second.checkpoint.part(self.second_name),)
         return TrainingState(self.part(), self.policy.config, kept, second)

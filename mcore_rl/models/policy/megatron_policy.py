@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.config import RLConfig, TrainingConfig
-from mcore_rl.data.batching import Microbatch, valid_counts
+from mcore_rl.data.batching import Microbatch, global_valid_counts
 from mcore_rl.data.tokenize import load_tokenizer
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, share_of
-from mcore_rl.distributed.collectives import Acquainted, all_gather, all_reduce, gather_objects
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, LocalBatch, batch_share
+from mcore_rl.distributed.collectives import InternedObjects, all_gather, all_reduce, gather_objects
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.errors import ContractError, UserError
 from mcore_rl.losses.common import LossFunction, locate_nonfinite, over_steps, reduce_metrics, reductions_of
@@ -31,7 +31,7 @@ from mcore_rl.models.megatron.forward_step import LossHead
 from mcore_rl.models.megatron.hf_checkpoint import write_hf_directory
 from mcore_rl.models.megatron.lora import write_peft_directory
 from mcore_rl.models.megatron.lora_layers import export_adapters
-from mcore_rl.models.megatron.moe import ROUTED_EXPERTS, GlobalLoad, begin_step
+from mcore_rl.models.megatron.moe import ROUTED_EXPERTS, StepRouterStatistics, reset_router_statistics
 from mcore_rl.models.megatron.optimizer import (
     ParameterGather,
     build_optimizer,
@@ -45,7 +45,7 @@ from mcore_rl.models.megatron.weights import export_hf_weights
 from mcore_rl.models.policy.checkpoint import PolicyCheckpoint
 from mcore_rl.models.policy.interfaces import ColocatablePolicyInterface, ReferenceLogprobOutputSpec
 from mcore_rl.models.policy.memory import TrainingMemory
-from mcore_rl.models.policy.reference import KeptWeights, Reference, initial_reference
+from mcore_rl.models.policy.reference import Reference, ReferenceWeights, initial_reference
 from mcore_rl.models.policy.refit_sender import BUCKET_BYTES, WeightSender
 from mcore_rl.models.policy.scoring import ScoringModel
 
@@ -87,13 +87,13 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
             )
             self.scheduler = build_scheduler(self.optimizer, config.optimizer, total_steps)
         self.memory = TrainingMemory(
-            self.weights_away, self.parameters, self.chunks, self.optimizer, config.optimizer.offload
+            self.weights_offload, self.parameters, self.chunks, self.optimizer, config.optimizer.offload
         )
         self.checkpoint = PolicyCheckpoint(self)
         self.sender = WeightSender(self.model, config.parallel.timeout_seconds)
         self.generation: MegatronGeneration | None = None
-        self._router_load: GlobalLoad | None = None
-        self._metric_names = Acquainted()
+        self._router_load: StepRouterStatistics | None = None
+        self._metric_names = InternedObjects()
 
     # ------------------------------------------------------------ a training step
 
@@ -105,7 +105,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         """
         if not self.is_trained:
             raise RuntimeError("train: the policy was built without an optimizer (total_steps=0)")
-        self.require("train", self.weights_away, self.memory.optimizer, self.memory.gradients)
+        self.require("train", self.weights_offload, self.memory.optimizer, self.memory.gradients)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -124,7 +124,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         counts, so that the gradients of packs and replicas add up.
 
         Args:
-            counts: `valid_counts(data)`.
+            counts: `global_valid_counts(data)`.
             micro_batch_size: rows of a microbatch without packing.
 
         Raises:
@@ -132,9 +132,9 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         """
         if not isinstance(self.model.family, Mixture):
             return self._run_loss(data, loss_fn, counts, temperature, micro_batch_size, train=True)
-        num_tokens = begin_step(self.model, data)
+        num_tokens = reset_router_statistics(self.model, data)
         results = self._run_loss(data, loss_fn, counts, temperature, micro_batch_size, train=True)
-        self._router_load = GlobalLoad(self.model, num_tokens)
+        self._router_load = StepRouterStatistics(self.model, num_tokens)
         return results
 
     @torch.no_grad()
@@ -206,7 +206,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
             prepare(microbatches)
         outputs = self._run(microbatches, head, train)
         results = all_gather_results(self.topology, loss_fn, microbatches, outputs, self._metric_names)
-        known = share_of(data)
+        known = batch_share(data)
         if not math.isfinite(results.loss):
             raise FloatingPointError(explain_nonfinite(results.loss, outputs, known.indices))
         assert results.rows == known.total, f"{results.rows} rows went through the loss, not {known.total}"
@@ -226,7 +226,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         """Make an optimizer step for each global batch in `data`.
 
         Args:
-            data: the same rows on every rank, or each replica's `OwnRows` of one global batch.
+            data: the same rows on every rank, or each replica's `LocalBatch` of one global batch.
             eval_mode: no step and no gradients, only metrics.
             gbs: rows of a global batch; all of `data` if left out.
             mbs: rows of a microbatch without packing; with it, packs hold as many as fit. The configuration's if
@@ -245,7 +245,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         steps: list[dict[str, float]] = []
         all_mb_metrics: dict[str, list[float]] = {}
         for batch in _global_batches(data, gbs):
-            arguments = batch, loss_fn, valid_counts(batch), temperature, mbs
+            arguments = batch, loss_fn, global_valid_counts(batch), temperature, mbs
             if eval_mode:
                 results, update = self.forward(*arguments), {}
             else:
@@ -269,12 +269,12 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
             FloatingPointError: the loss is not finite; names row and position where one log-probability is not.
         """
         self.zero_gradients()
-        results = self.forward_backward(data, loss_fn, valid_counts(data), temperature)
+        results = self.forward_backward(data, loss_fn, global_valid_counts(data), temperature)
         return {**results.metrics(loss_fn), **self.router_metrics()}
 
     def evaluate(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, float]:
         """Return the loss's metrics over a global batch, without gradients."""
-        return self.forward(data, loss_fn, valid_counts(data), temperature).metrics(loss_fn)
+        return self.forward(data, loss_fn, global_valid_counts(data), temperature).metrics(loss_fn)
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Bring back what was offloaded."""
@@ -309,14 +309,14 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         """Inside, the model computes what the reference does. The current weights return, whatever happens."""
         if self.reference is None:
             raise UserError("the policy was built without reference weights (keep_reference=True)")
-        self.settle_weights()
+        self.finish_param_gather()
         with self.reference.in_place():
             yield
 
     def move_reference(self, alpha: float) -> None:
         """Set the reference to (1 − alpha) · reference + alpha · policy; from then on checkpoints hold it."""
-        assert isinstance(self.reference, KeptWeights), "the policy was built without a reference that can move"
-        self.settle_weights()
+        assert isinstance(self.reference, ReferenceWeights), "the policy was built without a reference that can move"
+        self.finish_param_gather()
         self.reference.move(alpha)
 
     # ------------------------------------------------------------ checkpoints and exports
@@ -331,7 +331,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
     def export_hf(self, destination: Path) -> None:
         """Write the current weights, adapters merged into them, as a Hugging Face model directory. Collective."""
-        self.settle_weights()
+        self.finish_param_gather()
         write_hf_directory(
             export_hf_weights(self.model, first_only=True),
             destination,
@@ -346,7 +346,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         """Write the current adapters as a PEFT directory. Collective."""
         lora = self.model.lora
         assert lora is not None, "the model has no adapters"
-        self.settle_weights()
+        self.finish_param_gather()
         write_peft_directory(
             export_adapters(self.model, first_only=True),
             destination,
@@ -376,7 +376,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         Raises:
             ContractError: nothing says how tokens are drawn.
         """
-        self.weights_away.restore()
+        self.weights_offload.restore()
         if params is None and self.generation is not None:
             return self.generation.prepare_for_generation()
         tokenizer = tokenizer or load_tokenizer(self.config.model.path, self.config.model.trust_remote_code)
@@ -393,7 +393,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Generate a response to each row with the current weights; as `MegatronGeneration.generate`."""
-        self.require("generate", self.weights_away)
+        self.require("generate", self.weights_offload)
         if self.generation is None:
             self.prepare_for_generation()
         assert self.generation is not None
@@ -417,7 +417,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Inside, the policy is ready for training. If its weights were offloaded, everything is again afterwards."""
-        was_away = self.weights_away.is_away
+        was_away = self.weights_offload.is_away
         self.prepare_for_training()
         try:
             yield
@@ -458,11 +458,11 @@ def _global_batches(data: BatchedDataDict[Any], gbs: int | None) -> list[Batched
     Raises:
         ContractError: no rows, or rows that do not make whole global batches.
     """
-    total = share_of(data).total
+    total = batch_share(data).total
     size = total if gbs is None else gbs
     if total == 0:
         raise ContractError("train: the batch has no rows")
-    if isinstance(data, OwnRows):
+    if isinstance(data, LocalBatch):
         if size != total:
             raise ContractError(f"train: a replica's own rows are of one global batch; it has {total} rows")
         return [data]
@@ -521,7 +521,7 @@ def all_gather_results(
     loss_fn: LossFunction,
     microbatches: Sequence[Microbatch],
     outputs: Sequence[dict[str, Any]],
-    names_of_all: Acquainted,
+    names_of_all: InternedObjects,
 ) -> MicrobatchResults:
     """Gather the results of all data-parallel ranks, without fillers, with one wait of the host for the device.
 

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.config import ModelConfig
-from mcore_rl.data.batching import collate, share_records
+from mcore_rl.data.batching import assign_records, collate
 from mcore_rl.data.token_store import TokenStore
-from mcore_rl.distributed.batched_data_dict import OwnRows
-from mcore_rl.distributed.collectives import broadcast_object, gather_on_first
+from mcore_rl.distributed.batched_data_dict import LocalBatch
+from mcore_rl.distributed.collectives import broadcast_object, gather_items_on_rank_zero
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.checkpoint.save import SaveError, on_first_rank
+from mcore_rl.models.megatron.checkpoint.save import SaveError, run_on_rank_zero
 from mcore_rl.models.megatron.lora_layers import adapters_in
 from mcore_rl.models.megatron.weights import adapters_of
 from mcore_rl.models.policy.scoring import ScoringModel
-from mcore_rl.utils.console import Progress, Say
+from mcore_rl.utils.console import PrintLine, Progress
 from mcore_rl.utils.model_directory import digest_of_weights
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Reference(Protocol):
         ...
 
 
-class KeptWeights:
+class ReferenceWeights:
     """Copies in host memory, page-locked where there is a GPU, of this rank's tensors as they are now."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -103,7 +103,7 @@ def copies_on_host(tensors: list[Tensor]) -> list[Tensor]:
     return copies
 
 
-class AdaptersOff:
+class AdaptersDisabled:
     """The model without its adapters, which began from nothing."""
 
     def __init__(self, adapters: Iterable[Any]) -> None:
@@ -132,10 +132,10 @@ def initial_reference(model: ScoringModel, adapters_are_trained: bool) -> Refere
         adapters_are_trained: whether the model's adapters, if there are some, compute anything but zeros.
     """
     if model.model.lora is None:
-        return KeptWeights(model.parameters())
+        return ReferenceWeights(model.parameters())
     if adapters_are_trained or model.config.reference_sync_of is not None:
-        return KeptWeights(adapters_in(model.model))
-    return AdaptersOff(adapters_of(model.model).values())
+        return ReferenceWeights(adapters_in(model.model))
+    return AdaptersDisabled(adapters_of(model.model).values())
 
 
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -146,7 +146,7 @@ ITEM_BYTES = np.dtype(np.float32).itemsize
 class ReferenceLogprobs(Protocol):
     """Log-probabilities of records under the reference, wherever they come from."""
 
-    def logprobs(self, rows: OwnRows[Any], units: TokenStore, indices: Sequence[int]) -> Tensor:
+    def logprobs(self, rows: LocalBatch[Any], units: TokenStore, indices: Sequence[int]) -> Tensor:
         """Return [B, S] log-probabilities of the `rows` of these records; column t scores token t."""
         ...
 
@@ -157,7 +157,7 @@ class SwappedReference:
     def __init__(self, policy: MegatronPolicy) -> None:
         self.policy = policy
 
-    def logprobs(self, rows: OwnRows[Any], units: TokenStore, indices: Sequence[int]) -> Tensor:
+    def logprobs(self, rows: LocalBatch[Any], units: TokenStore, indices: Sequence[int]) -> Tensor:
         logprobs: Tensor = self.policy.get_reference_policy_logprobs(rows)["reference_logprobs"]
         return logprobs
 
@@ -168,7 +168,7 @@ class SecondModel:
     def __init__(self, model: ScoringModel) -> None:
         self.model = model
 
-    def logprobs(self, rows: OwnRows[Any], units: TokenStore, indices: Sequence[int]) -> Tensor:
+    def logprobs(self, rows: LocalBatch[Any], units: TokenStore, indices: Sequence[int]) -> Tensor:
         logprobs: Tensor = self.model.get_logprobs(rows)["logprobs"]
         return logprobs
 
@@ -176,16 +176,16 @@ class SecondModel:
 class StoredLogprobs:
     """Reads log-probabilities that were computed before training."""
 
-    def __init__(self, stored: Sequence[tuple[TokenStore, PrecomputedReference]]) -> None:
+    def __init__(self, stored: Sequence[tuple[TokenStore, PrecomputedLogprobs]]) -> None:
         self.stored = stored
 
-    def logprobs(self, rows: OwnRows[Any], units: TokenStore, indices: Sequence[int]) -> Tensor:
+    def logprobs(self, rows: LocalBatch[Any], units: TokenStore, indices: Sequence[int]) -> Tensor:
         of_dataset = next(logprobs for known, logprobs in self.stored if known is units)
         size = units.sequences_per_unit
         return of_dataset.rows([size * index + n for index in indices for n in range(size)], rows["input_ids"].shape[1])
 
 
-class PrecomputedReference:
+class PrecomputedLogprobs:
     """Reference log-probabilities of every sequence of a dataset, in its order; read when they are used.
 
     Kept as `DIRECTORY/<key>.logprobs`, float32; the key hashes the reference weights, an adapter on them, their
@@ -204,8 +204,8 @@ class PrecomputedReference:
         units: TokenStore,
         pad_token_id: int,
         batch_size: int,
-        say: Say,
-    ) -> PrecomputedReference:
+        say: PrintLine,
+    ) -> PrecomputedLogprobs:
         """From disk if there and whole; else by a model. Collective.
 
         What is computed is written batch by batch; who was stopped goes on from there.
@@ -225,7 +225,7 @@ class PrecomputedReference:
             _compute(path, model(), units, pad_token_id, batch_size, say)
         elif is_first:
             with contextlib.suppress(OSError):  # a run that was stopped just then; or nothing may be written here
-                _PartialFile(path).clear()
+                _ResumableFile(path).clear()
         return cls(path, lengths)
 
     def rows(self, sequences: Iterable[int], width: int) -> Tensor:
@@ -242,34 +242,36 @@ class PrecomputedReference:
         return np.frombuffer(bytearray(read), np.float32)
 
 
-def _compute(path: Path, model: ScoringModel, units: TokenStore, pad_token_id: int, batch_size: int, say: Say) -> None:
+def _compute(
+    path: Path, model: ScoringModel, units: TokenStore, pad_token_id: int, batch_size: int, say: PrintLine
+) -> None:
     """Write the file; its records stand in `PATH.partial` until all are there.
 
     Raises:
         UserError: it cannot be written.
     """
-    partial = _PartialFile(path)
+    partial = _ResumableFile(path)
     try:
-        done: int = on_first_rank(lambda: partial.begin(units, say))
+        done: int = run_on_rank_zero(lambda: partial.begin(units, say))
         before = f", {done:,} of which were before" if done else ""
         say(f"reference log-probabilities: those of {len(units):,} records are computed once{before}: {path}")
         progress = Progress("reference log-probabilities", say)
         for start in range(done, len(units), batch_size):
             indices = range(start, min(start + batch_size, len(units)))
-            share, places = share_records(model.divide, model.topology.data, units, indices)
-            data: OwnRows[Any] = OwnRows(collate([units[start + place] for place in places], pad_token_id), share)
+            share, places = assign_records(model.divide, model.topology.data, units, indices)
+            data: LocalBatch[Any] = LocalBatch(collate([units[start + place] for place in places], pad_token_id), share)
             scores, ends = model.get_logprobs(data)["logprobs"], data["input_lengths"].tolist()
             of_rows = zip(share.indices, scores, ends, strict=True)
             scored = {row: values[:end].numpy().tobytes() for row, values, end in of_rows}
-            gathered = gather_on_first(scored, range(share.total), model.topology)
-            on_first_rank(functools.partial(partial.append, gathered))
+            gathered = gather_items_on_rank_zero(scored, range(share.total), model.topology)
+            run_on_rank_zero(functools.partial(partial.append, gathered))
             progress.reached((indices.stop - done) / (len(units) - done), indices.stop)
-        on_first_rank(lambda: partial.seal(path))  # nobody looks for it before it is there
+        run_on_rank_zero(lambda: partial.seal(path))  # nobody looks for it before it is there
     except SaveError as error:
         raise UserError(f"reference log-probabilities: {partial.path} cannot be written: {error}") from None
 
 
-class _PartialFile:
+class _ResumableFile:
     """What a run has computed so far, and a line with its bytes and their checksum behind each batch, in a file beside
     it: a batch counts once its line is there. Of one process."""
 
@@ -277,7 +279,7 @@ class _PartialFile:
         self.path, self.lines = path.with_suffix(".partial"), path.with_suffix(".checksums")
         self._size = self._checksum = 0
 
-    def begin(self, units: TokenStore, say: Say) -> int:
+    def begin(self, units: TokenStore, say: PrintLine) -> int:
         """How many records a run that was stopped has left; what stands behind them is cut off."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         there = self.path.stat().st_size if self.path.is_file() else 0

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from mcore_rl import platform
-from mcore_rl.distributed.collectives import Acquainted, gather_objects
+from mcore_rl.distributed.collectives import InternedObjects, gather_objects
 from mcore_rl.models.generation.refit import RefitGroup, RefitInfo, SharedBucket, plan_buckets, send_weights
-from mcore_rl.models.megatron.build import BuiltModel
+from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.lora import LoRA, shapes_of
 from mcore_rl.models.megatron.lora_layers import export_adapters
 from mcore_rl.models.megatron.weights import export_hf_weights, weights_of
@@ -24,13 +24,13 @@ class WeightSender:
         seconds: limit for the engine's processes to join, and for a collective with them.
     """
 
-    def __init__(self, model: BuiltModel, seconds: float) -> None:
+    def __init__(self, model: ModelShard, seconds: float) -> None:
         self.model, self.seconds = model, seconds
         self.rank = torch.distributed.get_rank()
         self.is_connected = False
         self._group: RefitGroup | None = None
         self._shared: SharedBucket | None = None
-        self._devices = Acquainted()
+        self._devices = InternedObjects()
 
     def info(self, adapters_only: bool = False) -> RefitInfo:
         """Return name → (shape, dtype) of the tensors that are sent, in their order.

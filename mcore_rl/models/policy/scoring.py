@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.config import TrainingConfig
-from mcore_rl.data.batching import Microbatch, batching_of, divide
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict, OwnRows, Share, share_of
+from mcore_rl.data.batching import Microbatch, divide, microbatch_planner
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
 from mcore_rl.distributed.collectives import all_gather, all_reduce
-from mcore_rl.distributed.divergences import LinearLogits
+from mcore_rl.distributed.divergences import HiddenAndHead
 from mcore_rl.errors import ContractError, TrainingError, UserError
 from mcore_rl.models.megatron.build import build_model
 from mcore_rl.models.megatron.families import family_of
@@ -27,7 +27,7 @@ from mcore_rl.models.megatron.forward_step import (
     RewardOfSequences,
     TopKHead,
     ValuesOfTokens,
-    last_states,
+    final_hidden_states,
     run_microbatches,
 )
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
@@ -69,7 +69,7 @@ class ScoringModel:
 
     def _build(self, rows_per_unit: int) -> None:
         config = self.config
-        batching = batching_of(config, rows_per_unit, self.topology.data.size)
+        batching = microbatch_planner(config, rows_per_unit, self.topology.data.size)
         is_mixture = isinstance(family_of(self.hf_config), Mixture)
         if batching.rows_per_group and (uses_transformer_engine() or is_mixture):
             raise UserError(
@@ -84,7 +84,7 @@ class ScoringModel:
         length = self._flops_per_token / self._flops_per_token_squared
         self.batching = replace(batching, attention_length=length)
         self.chunks: list[Any] = list(self.model.chunks)
-        self.weights_away = Offload(keep=True)
+        self.weights_offload = Offload(keep=True)
 
     @property
     def rank(self) -> int:
@@ -98,7 +98,7 @@ class ScoringModel:
 
     def parameters(self) -> Iterator[Tensor]:
         """This rank's shards, and the routers' biases."""
-        self.settle_weights()
+        self.finish_param_gather()
         return (tensor for chunk in self.model.chunks for _, tensor in weights_of(chunk))
 
     def describe(self) -> str:
@@ -109,22 +109,22 @@ class ScoringModel:
 
     def offload(self) -> int:
         """Move the weights to the host until they are needed; returns the device bytes freed."""
-        return self.weights_away.offload(self.parameters())
+        return self.weights_offload.offload(self.parameters())
 
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
         """Bring back what scoring needs: the weights."""
-        self.weights_away.restore()
+        self.weights_offload.restore()
         for chunk in self.chunks:
             chunk.eval()
 
-    def settle_weights(self) -> None:
+    def finish_param_gather(self) -> None:
         """Make the weights whole on every rank, before anything but training takes them; collective."""
-        self.model.settle_weights()
+        self.model.finish_param_gather()
 
     def require_weights(self, purpose: str) -> None:
         """Make them whole; raise RuntimeError if they are away."""
-        self.require(purpose, self.weights_away)
-        self.settle_weights()
+        self.require(purpose, self.weights_offload)
+        self.finish_param_gather()
 
     def require(self, purpose: str, *offloads: Offload) -> None:
         """Raise RuntimeError if any of them is away."""
@@ -173,7 +173,7 @@ class ScoringModel:
 
     def flops_of(self, data: BatchedDataDict[Any]) -> float:
         """`training_flops` of a global batch, in which common beginnings may go through the model once."""
-        return share_of(data).sum(self.training_flops(*self.batching.pieces(data)))[0]
+        return batch_share(data).sum(self.training_flops(*self.batching.pieces(data)))[0]
 
     def divide(
         self, lengths: Sequence[int], tokens_of: Callable[[Sequence[int]], Tensor], known: Sequence[int] | None = None
@@ -185,11 +185,11 @@ class ScoringModel:
         """`divide` of a global batch that every rank has. Collective."""
         return self.divide(data["input_lengths"].tolist(), lambda rows: data["input_ids"][list(rows)])
 
-    def own_rows(self, data: BatchedDataDict[Any]) -> OwnRows[Any]:
+    def own_rows(self, data: BatchedDataDict[Any]) -> LocalBatch[Any]:
         """This replica's share of a global batch that every rank has. Collective."""
         replicas = self.topology.data
-        share = Share(self.division_of(data)[replicas.rank], data.size, replicas)
-        return OwnRows(data.select_indices(share.indices), share)
+        share = BatchShare(self.division_of(data)[replicas.rank], data.size, replicas)
+        return LocalBatch(data.select_indices(share.indices), share)
 
     # ------------------------------------------------------------ scoring
 
@@ -204,7 +204,7 @@ class ScoringModel:
         Raises:
             TrainingError: on every rank, if it has not.
         """
-        (token,) = share_of(data).max(float(data["input_ids"].max()) if data.size else -1.0)
+        (token,) = batch_share(data).max(float(data["input_ids"].max()) if data.size else -1.0)
         if token >= self.hf_config.vocab_size:
             raise TrainingError(
                 f"{key}: {self.config.model.path} has {self.hf_config.vocab_size} rows of embeddings, none for token "
@@ -226,7 +226,7 @@ class ScoringModel:
             return {"logprobs": F.pad(logprobs, (1, 0))}
 
         rows = {"logprobs": torch.zeros(data["input_ids"].shape)}
-        return self._fill_rows("get_logprobs", data, rows, score, micro_batch_size=micro_batch_size)["logprobs"]
+        return self._map_microbatches("get_logprobs", data, rows, score, micro_batch_size=micro_batch_size)["logprobs"]
 
     def get_topk_logits(self, data: BatchedDataDict[Any], k: int) -> BatchedDataDict[Any]:
         """`topk_logits`, `topk_indices` [B, S, k]: the largest logits after each input position, and their tokens.
@@ -246,13 +246,15 @@ class ScoringModel:
 
         shape = (*data["input_ids"].shape, k)
         rows = {"topk_logits": torch.zeros(shape), "topk_indices": torch.zeros(shape, dtype=torch.long)}
-        return BatchedDataDict(self._fill_rows("get_topk_logits", data, rows, best))
+        return BatchedDataDict(self._map_microbatches("get_topk_logits", data, rows, best))
 
     def get_rewards(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """`rewards` [B, 1] of a policy whose model has a reward head."""
         head, rows = RewardOfSequences(self.model), {"rewards": torch.zeros(data.size, 1)}
         return BatchedDataDict(
-            self._fill_rows("get_rewards", data, rows, lambda x, mb: {"rewards": head(x, mb)}, model_head="reward")
+            self._map_microbatches(
+                "get_rewards", data, rows, lambda x, mb: {"rewards": head(x, mb)}, model_head="reward"
+            )
         )
 
     def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
@@ -262,11 +264,11 @@ class ScoringModel:
         """
         head, rows = ValuesOfTokens(self.model), {"values": torch.zeros(data["input_ids"].shape)}
         return BatchedDataDict(
-            self._fill_rows("get_values", data, rows, lambda x, mb: {"values": head(x, mb)}, model_head="reward")
+            self._map_microbatches("get_values", data, rows, lambda x, mb: {"values": head(x, mb)}, model_head="reward")
         )
 
     @torch.no_grad()
-    def _fill_rows(
+    def _map_microbatches(
         self,
         purpose: str,
         data: BatchedDataDict[Any],
@@ -295,7 +297,7 @@ class ScoringModel:
             return hidden.new_zeros(()), {}
 
         self._run(self._microbatches(data, micro_batch_size), fill, train=False)
-        replicas = None if isinstance(data, OwnRows) else self.topology.data.group
+        replicas = None if isinstance(data, LocalBatch) else self.topology.data.group
         rows = {name: all_reduce(values, replicas) for name, values in rows.items()}
         return {name: all_reduce(values, self.topology.pipeline.group).cpu() for name, values in rows.items()}
 
@@ -315,7 +317,7 @@ class ScoringModel:
         batching = self.batching
         if batching.rows_per_unit % rows_per_unit:
             together = math.lcm(batching.rows_per_unit, rows_per_unit)
-            batching = batching_of(self.config, together, self.topology.data.size)
+            batching = microbatch_planner(self.config, together, self.topology.data.size)
             batching = replace(batching, attention_length=self.batching.attention_length)
         if not share:
             batching = replace(batching, rows_per_group=0)
@@ -364,7 +366,7 @@ class TeacherModel(ScoringModel):
         return whole[self.head_rows * tensor.rank :][: self.head_rows].clone()
 
     @torch.no_grad()
-    def counted_logits(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, LinearLogits]:
+    def counted_logits(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
         """Hidden states that predict each microbatch's counted tokens, beside `head`; {} but on the last stage.
 
         What stays in this rank's memory is [counted tokens, hidden size] of its share of the batch.
@@ -373,11 +375,11 @@ class TeacherModel(ScoringModel):
             RuntimeError: the weights are offloaded.
         """
         self.require_weights("counted_logits")
-        found: dict[Hashable, LinearLogits] = {}
+        found: dict[Hashable, HiddenAndHead] = {}
 
         def keep(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
-            picked = last_states(self.model, hidden, microbatch).logits.hidden
-            found[microbatch] = LinearLogits(picked, self.head)
+            picked = final_hidden_states(self.model, hidden, microbatch).logits.hidden
+            found[microbatch] = HiddenAndHead(picked, self.head)
             return hidden.new_zeros(()), {}
 
         self._run(list(microbatches), keep, train=False)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig, read_yaml
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.build import BuiltModel, build_model
+from mcore_rl.models.megatron.build import ModelShard, build_model
 from mcore_rl.models.megatron.checkpoint.load import (
     RegionReader,
     architecture_of_checkpoint,
@@ -175,7 +175,7 @@ def _adapters_to_peft(
 
 
 @contextmanager
-def _memoryless_model(hf_config: Any, path: Path, dtype: torch.dtype) -> Iterator[BuiltModel]:
+def _memoryless_model(hf_config: Any, path: Path, dtype: torch.dtype) -> Iterator[ModelShard]:
     parallel = ParallelConfig()
     topology = initialize_parallel(parallel)
     try:
@@ -219,7 +219,7 @@ class StoredPart:
         return tuple(self.place.data.shape)
 
 
-def _stored_parts(model: BuiltModel) -> Iterator[tuple[Mapping, list[StoredPart]]]:
+def _stored_parts(model: ModelShard) -> Iterator[tuple[Mapping, list[StoredPart]]]:
     """Each parameter of a whole model, and the parts it is stored in, in the order of its numbers."""
     (chunk,) = model.chunks
     described = model_state(model)["model"]
@@ -232,7 +232,7 @@ def _stored_parts(model: BuiltModel) -> Iterator[tuple[Mapping, list[StoredPart]
 
 
 def _read_parts(
-    items: Iterable[tuple[WriteItem, Tensor]], source: SafetensorsDirectory, model: BuiltModel
+    items: Iterable[tuple[WriteItem, Tensor]], source: SafetensorsDirectory, model: ModelShard
 ) -> Iterator[tuple[WriteItem, Tensor]]:
     """The tensors of a plan, each read when it is asked for."""
     places = {
@@ -246,7 +246,7 @@ def _read_parts(
         yield item, numbers[part.first : end].clone().view(item.tensor_data.chunk.sizes)
 
 
-def _load_all(iteration: Path, index: Metadata, model: BuiltModel, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+def _load_all(iteration: Path, index: Metadata, model: ModelShard, progress: Progress) -> Iterator[tuple[str, Tensor]]:
     """Every Hugging Face tensor of a checkpoint, each read when it is asked for."""
     reader, stored = RegionReader(iteration, index), list(_stored_parts(model))
     for mapping, parts in progress(stored, len(stored)):

@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from mcore_rl.config import read_yaml
 from mcore_rl.distributed.collectives import gather_objects
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.build import BuiltModel
+from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.checkpoint import state
 from mcore_rl.models.megatron.checkpoint.state import (
+    ModelState,
     MovingReference,
     Region,
-    TrainedPart,
     TrainingState,
     model_state,
     set_objects,
@@ -403,7 +403,7 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
     return restored
 
 
-def _check_adapters(iteration: Path, index: Any, model: BuiltModel) -> None:
+def _check_adapters(iteration: Path, index: Any, model: ModelShard) -> None:
     """Raises UserError if a checkpoint holds adapters alone and the model has none, or the other way round."""
     there = any(ADAPTER in key for key in index.state_dict_metadata)
     if there and model.lora is None:
@@ -451,7 +451,7 @@ def _load_weights_and_moments(
     run.policy.restore_step(common.get("optimizer"))
 
 
-def _load_beside(iteration: Path, index: Metadata, parts: Sequence[TrainedPart], common: dict[str, Any]) -> None:
+def _load_beside(iteration: Path, index: Metadata, parts: Sequence[ModelState], common: dict[str, Any]) -> None:
     """Models trained beside the policy, whole or not at all."""
     for part in parts:
         weights = part.weights()
@@ -461,7 +461,7 @@ def _load_beside(iteration: Path, index: Metadata, parts: Sequence[TrainedPart],
         part.scheduler.load_state_dict(common[part.name]["scheduler"])
 
 
-def load_weights(iteration: Path, model: BuiltModel, name: str = "") -> None:
+def load_weights(iteration: Path, model: ModelShard, name: str = "") -> None:
     """Restore the model alone, under this run's layout; collective.
 
     Args:
@@ -491,7 +491,7 @@ def _read_regions(iteration: Path, index: Metadata, regions: Iterable[Region]) -
             raise UserError(found)
 
 
-def _load_objects(iteration: Path, index: Metadata, model: BuiltModel, weights: dict[str, Any]) -> None:
+def _load_objects(iteration: Path, index: Metadata, model: ModelShard, weights: dict[str, Any]) -> None:
     """Load the objects that modules keep in addition to their tensors, which Megatron reads. Collective.
 
     Args:

@@ -26,7 +26,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from mcore_rl import __version__, platform
 from mcore_rl.config import TrainingConfig, resolved_yaml
-from mcore_rl.distributed.collectives import broadcast_object, gather_objects, gather_objects_on_first, on_all_ranks
+from mcore_rl.distributed.collectives import (
+    all_ranks_true,
+    broadcast_object,
+    gather_objects,
+    gather_objects_on_rank_zero,
+)
 from mcore_rl.models.megatron.checkpoint import state
 from mcore_rl.models.megatron.checkpoint.internals import shards_by_key
 from mcore_rl.models.megatron.checkpoint.state import (
@@ -302,16 +307,16 @@ def on_every_rank(action: Callable[[], Any]) -> Any:
         result = action()
     except Exception as failure:  # whatever it was, the other ranks must hear of it
         error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:500]}"
-    raise_together(error)
+    raise_on_all_ranks(error)
     return result
 
 
-def on_first_rank(action: Callable[[], Any]) -> Any:
+def run_on_rank_zero(action: Callable[[], Any]) -> Any:
     """`action()` on rank 0; its result, or SaveError, on all ranks."""
     return broadcast_object(on_every_rank(action if torch.distributed.get_rank() == 0 else lambda: None))
 
 
-def raise_together(error: str | None) -> None:
+def raise_on_all_ranks(error: str | None) -> None:
     """SaveError on every rank if any has an error."""
     errors = gather_objects(error)
     if any(errors):
@@ -345,7 +350,7 @@ class PendingSave:
         self, store: CheckpointStore, step: int, run: TrainingState, state: dict[str, Any], staging: HostStaging
     ) -> None:
         self.store, self.step = store, step
-        self.partial: Path = on_first_rank(lambda: store.begin(step))
+        self.partial: Path = run_on_rank_zero(lambda: store.begin(step))
         weights = run.policy.weights()
         weights_beside = {part.name: part.weights() for part in run.beside}
         own = list(run.policy.optimizer_shards(weights))
@@ -359,11 +364,11 @@ class PendingSave:
                 **{part.name: {**weights_beside[part.name], **part.common()} for part in run.beside},
                 "state": {**state, "step": step},
                 "versions": VERSIONS,
-                "random": {"layout": run.layout, "states": gather_objects_on_first(random_states())},
+                "random": {"layout": run.layout, "states": gather_objects_on_rank_zero(random_states())},
                 "content_metadata": METADATA,
             }
         )
-        on_first_rank(lambda: write_common(common, resolved_yaml(_described(run)), self.partial))
+        run_on_rank_zero(lambda: write_common(common, resolved_yaml(_described(run)), self.partial))
         planned = PlannedShards.of(shards, own, self.partial, process_groups().dp_cp)
         asked, best = run.config.checkpoint, state.get("best", {}).get("step")
         commit = None
@@ -380,10 +385,10 @@ class PendingSave:
         """Whether every rank's shards are on disk, and the checkpoint is committed."""
         while True:
             report = self._writer.poll()
-            well, done = on_all_ranks(report is None or report.error is None, report is not None)
+            well, done = all_ranks_true(report is None or report.error is None, report is not None)
             if not well:
                 self._writer.abandon()
-                raise_together(None if report is None else report.error)
+                raise_on_all_ranks(None if report is None else report.error)
             if done:
                 return True
             if not wait:

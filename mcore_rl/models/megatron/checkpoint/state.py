@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from mcore_rl.config import TrainingConfig
-from mcore_rl.models.megatron.build import BuiltModel
+from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.checkpoint.internals import optimizer_tensors_of, owned_ranges
 from mcore_rl.models.megatron.lora_layers import adapter_state
 from mcore_rl.models.megatron.optimizer import optimizers_with_parameters
@@ -158,12 +158,12 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_f
 
 
 @dataclass(frozen=True)
-class TrainedPart:
+class ModelState:
     """
     name: what the keys of its shards begin with, and the key of all else; "" for the policy, which has none.
     """
 
-    model: BuiltModel
+    model: ModelShard
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     name: str = ""
@@ -239,11 +239,11 @@ def _set_step(optimizer: Any, step: Any) -> None:
             group["step"] = step
 
 
-def _model_key(model: BuiltModel, index: int) -> str:
+def _model_key(model: ModelShard, index: int) -> str:
     return "model" if len(model.chunks) == 1 else f"model{index}"
 
 
-def model_state(model: BuiltModel, name: str = "") -> dict[str, Any]:
+def model_state(model: ModelShard, name: str = "") -> dict[str, Any]:
     """Megatron's description of the model's part of a checkpoint, by chunk: of the adapters alone, where there are.
 
     Args:
@@ -260,7 +260,7 @@ def model_state(model: BuiltModel, name: str = "") -> dict[str, Any]:
     return described
 
 
-def set_objects(model: BuiltModel, loaded: dict[str, Any]) -> None:
+def set_objects(model: ModelShard, loaded: dict[str, Any]) -> None:
     """Set the objects that modules keep in addition to their tensors, by chunk as in `model_state`."""
     for index, chunk in enumerate(model.chunks):
         if objects := loaded.get(_model_key(model, index)):  # which Megatron drops where there are none
@@ -301,13 +301,13 @@ class TrainingState:
     beside: models that are trained with the policy, each with a name.
     """
 
-    policy: TrainedPart
+    policy: ModelState
     config: TrainingConfig
     reference: MovingReference | None = None
-    beside: tuple[TrainedPart, ...] = ()
+    beside: tuple[ModelState, ...] = ()
 
     @property
-    def model(self) -> BuiltModel:
+    def model(self) -> ModelShard:
         return self.policy.model
 
     @property
