@@ -30,9 +30,9 @@ from mcore_rl.errors import ContractError
 from mcore_rl.losses.common import NLLLoss
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixtral
 from mcore_rl.rollouts.samples import (
-    RolloutSummary,
     Rollout,
     RolloutBatch,
+    RolloutSummary,
     SummaryExchange,
     TokenColumn,
     exchange_rows,
