@@ -10,7 +10,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic
@@ -88,20 +87,13 @@ def _divides(interval: int | None, step: int) -> bool:
     return interval is not None and step % interval == 0
 
 
-def _state(consumed_samples: int, best: BestValidation | None) -> dict[str, Any]:
-    """The loop's state in a checkpoint."""
-    return {"consumed_samples": consumed_samples, **({"best": best.state()} if best else {})}
-
-
-@dataclass
 class TrainingLoop(ABC, Generic[DatasetT]):
-    """A run from its start, or the checkpoint it resumes from, to its end. Every method is collective."""
+    """A run from its start, or the checkpoint that it resumes, to its end. Every method is collective."""
 
-    config: TrainingConfig
-    inputs: RunInputs[DatasetT]
-    policy: MegatronPolicy
-    consumed_samples = 0
-    """Position in the order of the dataset, across epochs."""
+    def __init__(self, config: TrainingConfig, inputs: RunInputs[DatasetT], policy: MegatronPolicy) -> None:
+        self.config, self.inputs, self.policy = config, inputs, policy
+        self.consumed_samples = 0
+        """Position in the order of the dataset, across epochs."""
 
     @property
     def total_steps(self) -> int:
@@ -155,93 +147,108 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         rank_zero_printer(self.policy.is_writer)(message)
 
     def run(self) -> Path | None:
-        """All steps, then the export, whose directory is returned; None without one."""
-        config, policy = self.config, self.policy
-        steps = self.total_steps
-        checkpoints = RunCheckpoints(config, policy, self.say, self.inputs.checkpoints, self.inputs.identity)
-        minutes = config.checkpoint.save_minutes
-        interruption = StopSignals(None if minutes is None else minutes * 60)
+        """Run all steps, then export the model; returns the exported directory, None without one."""
+        minutes = self.config.checkpoint.save_minutes
+        self.checkpoints = RunCheckpoints(
+            self.config, self.policy, self.say, self.inputs.checkpoints, self.inputs.identity
+        )
+        self.signals = StopSignals(None if minutes is None else minutes * 60)
         try:
-            return self._run(steps, checkpoints, interruption)
+            done, signal = self._resume(), None
+            with contextlib.closing(self.reporter), self.reporter.live():
+                if done == 0 and self.config.trainer.validate_at_start:
+                    self._validate_before_training()
+                while done < self.total_steps and signal is None and not self._patience_is_over:
+                    done += 1
+                    signal = self._run_step(done)
+            return self._finish(done, signal)
         except BaseException as error:
-            checkpoints.finish_alone(error)
+            self.checkpoints.finish_alone(error)
             raise
 
-    def _run(self, steps: int, checkpoints: RunCheckpoints, interruption: StopSignals) -> Path | None:
-        """All steps and the export, from the checkpoint that the run goes on from."""
-        config, policy = self.config, self.policy
-        state = checkpoints.resume()
+    def _resume(self) -> int:
+        """Restore the checkpoint to resume, claim the output directory; returns the steps that are done."""
+        state = self.checkpoints.resume()
         self._begin()
-        done, self.consumed_samples = state["step"], state["consumed_samples"]
+        done: int = state["step"]
+        self.consumed_samples = state["consumed_samples"]
         validated_on = " ".join(f"{name}:{data.fingerprint}" for name, data in self.inputs.validation.items())
-        best = BestValidation.of(config, state, validated_on, self.say)
-        if best is not None and best.step and not checkpoints.has(best.step):  # it began from another run's checkpoint
-            best.forget()
-        reporter = MetricsReporter(config, policy.is_writer, done + 1, steps)
-        self.print_run_description(done, steps)
-        signal = None
-        with contextlib.closing(reporter), reporter.live():
-            if (
-                done == 0
-                and config.trainer.validate_at_start
-                and (metrics := self._or_stop(self.validate, 0, 0, checkpoints, best))
-            ):
-                reporter.record(0, metrics)
-                if best is not None:
-                    best.is_bettered(0, metrics)
-            while done < steps and signal is None and not (best and best.patience_is_over):
-                done += 1
-                metrics = self._or_stop(self.train_step, done, done - 1, checkpoints, best)
-                self._move_reference(done)
-                if validates := self._validates_after(done):
-                    metrics.update(self._or_stop(self.validate, done, done, checkpoints, best))
-                reporter.record(done, metrics)
-                try:
-                    bettered = best is not None and validates and best.is_bettered(done, metrics)
-                except UserError:  # a metric that there is not: what was trained so far is kept
-                    checkpoints.save(done, {"consumed_samples": self.consumed_samples}, wait=True)
-                    raise
-                if _divides(config.trainer.log_interval, done) or done in (1, steps):
-                    reporter.progress(done, metrics)
-                reporter.advance(done)
-                signal = interruption.requested()
-                last = done == steps or signal is not None or bool(best and best.patience_is_over)
-                watchdog.enter(f"step {done}: checkpoint")
-                checkpoints.poll(done)
-                by_interval = last or bettered or _divides(config.checkpoint.save_interval, done)
-                if by_interval or interruption.save_is_due:
-                    state = _state(self.consumed_samples, best)
-                    checkpoints.save(done, state, last, passing=not by_interval)
-                    interruption.saved()
-        for line in reporter.summary(done):
+        self.best = BestValidation.of(self.config, state, validated_on, self.say)
+        if self.best is not None and self.best.step and not self.checkpoints.has(self.best.step):
+            self.best.forget()  # it is of another run, whose checkpoint this one started from
+        self.reporter = MetricsReporter(self.config, self.policy.is_writer, done + 1, self.total_steps)
+        self.print_run_description(done, self.total_steps)
+        return done
+
+    @property
+    def _patience_is_over(self) -> bool:
+        return self.best is not None and self.best.patience_is_over
+
+    def _validate_before_training(self) -> None:
+        if metrics := self._or_stop(self.validate, step=0, trained=0):
+            self.reporter.record(0, metrics)
+            if self.best is not None:
+                self.best.is_bettered(0, metrics)
+
+    def _run_step(self, step: int) -> str | None:
+        """Train, validate, report and save as far as they are due; returns the signal that stops the run, if any."""
+        metrics = self._or_stop(self.train_step, step, trained=step - 1)
+        self._move_reference(step)
+        validates = self._validates_after(step)
+        if validates:
+            metrics.update(self._or_stop(self.validate, step, trained=step))
+        self.reporter.record(step, metrics)
+        bettered = validates and self._is_bettered(step, metrics)
+        if _divides(self.config.trainer.log_interval, step) or step in (1, self.total_steps):
+            self.reporter.progress(step, metrics)
+        self.reporter.advance(step)
+        signal = self.signals.requested()
+        last = step == self.total_steps or signal is not None or self._patience_is_over
+        watchdog.enter(f"step {step}: checkpoint")
+        self.checkpoints.poll(step)
+        by_interval = last or bettered or _divides(self.config.checkpoint.save_interval, step)
+        if by_interval or self.signals.save_is_due:
+            self.checkpoints.save(step, self._state(), last, passing=not by_interval)
+            self.signals.saved()
+        return signal
+
+    def _is_bettered(self, step: int, metrics: dict[str, Any]) -> bool:
+        """Return whether this validation is the best. If its metric does not exist, the run is saved and ends."""
+        try:
+            return self.best is not None and self.best.is_bettered(step, metrics)
+        except UserError:
+            self.checkpoints.save(step, {"consumed_samples": self.consumed_samples}, wait=True)
+            raise
+
+    def _state(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        """Return the loop's state in a checkpoint."""
+        consumed = self.consumed_samples if consumed_samples is None else consumed_samples
+        return {"consumed_samples": consumed, **({"best": self.best.state()} if self.best else {})}
+
+    def _finish(self, done: int, signal: str | None) -> Path | None:
+        """Print the summary, and export the model unless a signal stopped the run before its last step."""
+        for line in self.reporter.summary(done):
             self.say(line)
+        best, exported = self.best, None
         if best is not None:
-            self.say(f"  {best}" + (f": {checkpoints.store.iteration(best.step)}" if best.step else ""))
-        exported = None
-        if signal and done < steps:
+            self.say(f"  {best}" + (f": {self.checkpoints.store.iteration(best.step)}" if best.step else ""))
+        if signal and done < self.total_steps:
             self.say(f"stopped by {signal} after step {done}; the same command goes on from here")
         else:
-            if done < steps and best is not None:
+            if done < self.total_steps and best is not None:
                 self.say(f"step {done}: {best.waited} validations without a better {best.metric}; training ends here")
-            if config.checkpoint.export_best and best is not None and best.step != done:
-                self._take_weights_of(best, checkpoints)
+            if self.config.checkpoint.export_best and best is not None and best.step != done:
+                self._take_weights_of(best)
             exported = self._export()
         watchdog.stop()
         run_directory.release()
         return exported
 
-    def _or_stop(
-        self,
-        part: Callable[[int], dict[str, Any]],
-        step: int,
-        trained: int,
-        checkpoints: RunCheckpoints,
-        best: BestValidation | None,
-    ) -> dict[str, Any]:
-        """Do a part of a step and return its metrics; what makes it impossible to go on ends the run.
+    def _or_stop(self, part: Callable[[int], dict[str, Any]], step: int, trained: int) -> dict[str, Any]:
+        """Return the metrics of a part of a step; an error that training cannot survive ends the run.
 
-        The checkpoint that is being written is finished before. Where judges or servers are gone and the part has made
-        no update, the weights are sound and are saved as well.
+        The pending checkpoint is finished before. If judges or servers are gone and the part made no update, the
+        weights are sound and are saved as well.
 
         Args:
             trained: the step whose weights the part begins with.
@@ -250,23 +257,23 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         try:
             return part(step)
         except FloatingPointError as error:
-            checkpoints.poll(step, wait=True)
-            newest = checkpoints.newest() or "none"
+            self.checkpoints.poll(step, wait=True)
+            newest = self.checkpoints.newest() or "none"
             where = "validation: " if part == self.validate else ""
             message = f"step {step}: {where}{error}; the last checkpoint is {newest}"
             if self.policy.is_writer:
                 RunDirectory(self.config.output_dir).mark_not_finite(message)
             raise NotFiniteError(message) from None
-        except TrainingError:  # on every rank alike
-            checkpoints.poll(step, wait=True)
+        except TrainingError:  # raised on every rank
+            self.checkpoints.poll(step, wait=True)
             is_sound = self.policy.updates_made == updates and self.policy.checkpoint.can_be_saved
-            if is_sound and trained > 0 and not checkpoints.has(trained):
-                checkpoints.save(trained, _state(consumed, best), wait=True)
+            if is_sound and trained > 0 and not self.checkpoints.has(trained):
+                self.checkpoints.save(trained, self._state(consumed), wait=True)
             raise
 
-    def _take_weights_of(self, best: BestValidation, checkpoints: RunCheckpoints) -> None:
-        if best.step and checkpoints.has(best.step):
-            self.policy.checkpoint.load_weights(checkpoints.store.iteration(best.step))
+    def _take_weights_of(self, best: BestValidation) -> None:
+        if best.step and self.checkpoints.has(best.step):
+            self.policy.checkpoint.load_weights(self.checkpoints.store.iteration(best.step))
         else:
             self.say("export_best: no checkpoint is of the best validation; the last weights are exported")
 
