@@ -24,14 +24,14 @@ class RMOptimizerConfig(OptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DPOAlgorithmConfig(DPOOptions):
-    """The options of the loss, and where the reference log-probabilities come from."""
+    """Options of the loss, and the source of the reference log-probabilities."""
 
     reference: Literal["auto", "swap", "precompute"] = "auto"
-    """swap: for each batch, by the initial weights in the policy's place (with LoRA: without the adapters),
-    or by `reference_model`; precompute: all before training, kept in output_dir; auto: precompute if the run goes over
-    all training data at least once, did not begin from a checkpoint, and has a reference that does not move."""
+    """swap: compute them for each batch with the initial weights in the policy's place (LoRA: without the adapters), or
+    with `reference_model`. precompute: compute all before training and keep them in output_dir. auto: precompute if the
+    run goes over all training data at least once, does not start from a checkpoint, and has a fixed reference."""
     reference_model: str | None = None
-    """A model directory that is the reference in place of the initial policy; of any size, with the same tokenizer."""
+    """A model directory to use as the reference instead of the initial policy; any size, same tokenizer."""
 
     def check(self) -> None:
         super().check()
@@ -60,7 +60,7 @@ class DPOConfig(TrainingConfig):
         return self.dpo.needs_reference and self.dpo.reference_model is None
 
     def precomputes(self, epochs: float) -> bool:
-        """Whether the reference's log-probabilities are computed before training.
+        """Return whether the reference's log-probabilities are computed before training.
 
         Args:
             epochs: how often the run goes over its training data.
@@ -85,18 +85,18 @@ class KTOConfig(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationAlgorithmConfig(DistillationOptions):
-    """The options of the loss, who teaches, and on whose responses."""
+    """Options of the loss, the teacher, and the responses that it teaches."""
 
     teacher: str
-    """A model directory, of any size, with the student's vocabulary."""
+    """A model directory of any size, with the student's vocabulary."""
     topk: Annotated[int, Bounds(ge=1)] | None = 64
-    """The teacher's likeliest tokens, over which it is compared; null: the whole vocabulary."""
+    """Compare the distributions over this many of the teacher's most likely tokens; null: over the whole vocabulary."""
     on_policy: bool = False
-    """Train on the student's answers to the records' prompts; otherwise on the records' responses."""
+    """Train on the student's answers to the records' prompts instead of the records' responses."""
     max_new_tokens: Annotated[int, Bounds(ge=1)] = 256
-    """on_policy: of an answer."""
+    """on_policy: maximum number of tokens of an answer."""
     temperature: Annotated[float, Bounds(gt=0)] = 1.0
-    """on_policy: that answers are drawn with."""
+    """on_policy: temperature of the answers."""
 
     def check(self) -> None:
         super().check()
@@ -152,7 +152,7 @@ class RMConfig(TrainingConfig):
     @model_validator(mode="before")
     @classmethod
     def _set_head(cls, values: Any) -> Any:
-        """The head of this algorithm's models is the reward, unless the file says otherwise, which is refused."""
+        """Set model.head to reward, unless the file sets another head, which is refused."""
         if isinstance(values, dict) and isinstance(model := values.get("model"), dict):
             return {**values, "model": {"head": "reward", **model}}
         return values
@@ -176,7 +176,7 @@ REFERENCE, TEACHER, CRITIC, JUDGE = "dpo.reference_model", "distillation.teacher
 
 
 def second_model_configs(config: TrainingConfig) -> dict[str, TrainingConfig]:
-    """Of all models beside the policy that a run has, by their keys."""
+    """Return the configurations of all models besides the policy, by the keys that name the models."""
     found: dict[str, TrainingConfig] = {}
     if isinstance(config, DPOConfig) and config.dpo.reference_model is not None:
         found[REFERENCE] = reference_config(config)
@@ -190,12 +190,12 @@ def second_model_configs(config: TrainingConfig) -> dict[str, TrainingConfig]:
 
 
 def reference_config(config: DPOConfig) -> DPOConfig:
-    """Of a reference that is not the initial policy."""
+    """Return the configuration of a reference that is not the initial policy."""
     return _with_frozen(config, Path(config.dpo.reference_model or ""))
 
 
 def teacher_config(config: DistillationConfig) -> DistillationConfig:
-    """Of a student's teacher."""
+    """Return the configuration of a student's teacher."""
     return _with_frozen(config, Path(config.distillation.teacher))
 
 
@@ -206,12 +206,12 @@ def _with_frozen(config: ConfigT, path: Path) -> ConfigT:
 
 
 def critic_config(config: PPOConfig) -> PPOConfig:
-    """Of a critic, which has an optimizer of its own."""
+    """Return the configuration of a critic, with its own optimizer."""
     return config.model_copy(update={"model": config.critic_model, "optimizer": config.critic.optimizer})
 
 
 def judge_config(config: RLConfig) -> RLConfig:
-    """Of a reward model that judges, whose conversations have a limit of their own."""
+    """Return the configuration of a judging reward model, whose conversations have their own maximum length."""
     path = config.environment.path
     assert path is not None, "the configuration asks for it"
     limit = config.environment.max_sequence_length or 2 * config.data.max_sequence_length

@@ -24,26 +24,26 @@ _TERM = re.compile(r"\((?P<group>[^()]+)\)\*(?P<times>\d{1,4})|(?P<one>[EtL|])(?
 
 
 class PipelineConfig(Section):
-    """The pipeline's part of the parallel layout."""
+    """Pipeline part of the parallel layout."""
 
     pipeline_model_parallel_size: PositiveInt = 1
-    """Stages that share out the layers."""
+    """Number of pipeline stages."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
-    """Chunks of layers on each pipeline stage, whose passes interleave; if not given, as many as the layout string
-    makes, otherwise 1."""
+    """Number of model chunks (virtual stages) on each pipeline stage, whose passes are interleaved; the default is that
+    of the layout string, or 1."""
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
-    """See the next."""
+    """Layers of the first stage, which also has the embedding; the default is an even share."""
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
-    """Layers of the stages that also have the embedding, and the vocabulary's projection; an even share if not
-    given. The other stages share the rest evenly."""
+    """Layers of the last stage, which also has the LM head; the default is an even share. The other stages share the
+    remaining layers evenly."""
     account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as a layer where layers are shared out evenly: its chunk has one fewer."""
+    """Count the embedding as a layer in an even split, so that its chunk has one layer less."""
     account_for_loss_in_pipeline_split: bool = False
-    """The same for the vocabulary's projection, in the last chunk."""
+    """Count the LM head as a layer in an even split, so that its chunk has one layer less."""
     pipeline_model_parallel_layout: Name | None = None
-    """In place of the four before, what each stage has, as Megatron writes it: `E` the embedding, `t` a layer, `L` the
-    vocabulary's projection, `|` between stages, `*3` for repetitions (`Et*3|(tt|)*2tL`). With more stages than
-    `pipeline_model_parallel_size` they are virtual ones, dealt out in turn."""
+    """Layers of each stage in Megatron's notation, instead of the four keys above: `E` is the embedding, `t` a layer,
+    `L` the LM head, `|` separates stages, `*3` repeats (`Et*3|(tt|)*2tL`). More stages than
+    `pipeline_model_parallel_size` are virtual stages, assigned in turn."""
 
     @model_validator(mode="after")
     def _one_way(self) -> PipelineConfig:
@@ -87,12 +87,12 @@ class PipelineConfig(Section):
 
     @property
     def is_uneven(self) -> bool:
-        """Whether it is said what stages have."""
+        """True if the split of layers is given explicitly."""
         return self._ends or self._accounts or self.pipeline_model_parallel_layout is not None
 
     @property
     def chunks_per_stage(self) -> int:
-        """Virtual stages on each stage, given or those of the layout string."""
+        """Number of model chunks on each stage, given or from the layout string."""
         given, layout = self.virtual_pipeline_model_parallel_size, self.pipeline_model_parallel_layout
         if given is None and layout is not None:
             return max(1, len(layers_of_layout(layout)) // self.pipeline_model_parallel_size)
@@ -100,11 +100,11 @@ class PipelineConfig(Section):
 
     @property
     def microbatch_multiple(self) -> int:
-        """The number of microbatches is a multiple of this: interleaved chunks run in rounds of all stages."""
+        """Divisor of the number of microbatches: interleaved chunks run in rounds of all stages."""
         return self.pipeline_model_parallel_size if self.chunks_per_stage > 1 else 1
 
     def layers_of_chunks(self, layers: int) -> list[int]:
-        """How many of a model's layers each chunk has, in the order in which tokens pass them.
+        """Return the number of layers of each model chunk, in the order of the forward pass.
 
         Chunk i is on pipeline stage i mod `pipeline_model_parallel_size`; each stage has one without virtual stages.
 
@@ -143,7 +143,7 @@ class PipelineConfig(Section):
         return counts
 
     def layers_of_stages(self, layers: int) -> list[int]:
-        """How many of a model's layers each pipeline stage has, in all of its chunks.
+        """Return the number of layers of each pipeline stage, in all of its chunks.
 
         Raises:
             UserError: they cannot be shared out so.
@@ -152,7 +152,7 @@ class PipelineConfig(Section):
         return [sum(counts[stage::size]) for stage in range(size)]
 
     def stages_of_layers(self, layers: int) -> list[int]:
-        """The pipeline stage of each of a model's layers.
+        """Return the pipeline stage of each layer.
 
         Raises:
             UserError: they cannot be shared out so.
@@ -161,8 +161,8 @@ class PipelineConfig(Section):
         return [chunk % size for chunk, count in enumerate(counts) for _ in range(count)]
 
     def distinct_stages(self) -> list[int]:
-        """The first and the last stage, and of those between them, if uneven, the first with each share of layers:
-        of equal ones it keeps the activations of the most microbatches."""
+        """Return the first and the last stage and, if the split is uneven, the first of the stages between them for
+        each number of layers: of equal stages it keeps the activations of the most microbatches."""
         size, between = self.pipeline_model_parallel_size, []
         if layout := self.pipeline_model_parallel_layout:
             counts = layers_of_layout(layout)
@@ -173,7 +173,8 @@ class PipelineConfig(Section):
 
 
 def layers_of_layout(layout: str) -> list[int]:
-    """Layers of each chunk of a layout string, in the order in which tokens pass them: `Et*3|(tt|)*2L` → 3, 2, 2, 0.
+    """Return the layers of each chunk of a layout string, in the order of the forward pass: `Et*3|(tt|)*2L` → 3, 2, 2,
+    0.
 
     Raises:
         ValueError: it cannot be read, has not one embedding and one loss at its ends, or a chunk of nothing.
@@ -209,7 +210,8 @@ def _without_repetitions(text: str) -> str:
 
 
 def _share_out(places: int, stages: int, first: int | None, last: int | None) -> list[int] | None:
-    """So many on each stage, evenly but for a first and a last that are given; None if it cannot be."""
+    """Return the layers of each stage: `first` and `last` if given, an even share for the others; None if
+    impossible."""
     counts = [first, *[None] * (stages - 2), last] if stages > 1 else [None]
     open_stages = counts.count(None)
     left = places - sum(count or 0 for count in counts)
@@ -219,25 +221,24 @@ def _share_out(places: int, stages: int, first: int | None, last: int | None) ->
 
 
 class ParallelConfig(PipelineConfig):
-    """Sizes of the parallel layout; data parallelism takes the processes that are left."""
+    """Sizes of the parallel layout. Data parallelism uses the remaining processes."""
 
     tensor_model_parallel_size: PositiveInt = 1
-    """Processes that share out each layer's weights; within a node."""
+    """Processes that share the weights of each layer; keep them within a node."""
     context_parallel_size: PositiveInt = 1
-    """Processes that share out the tokens of each sequence."""
+    """Processes that share the tokens of each sequence."""
     expert_model_parallel_size: PositiveInt = 1
-    """Processes that share out the experts of a mixture; taken from data, context and tensor parallelism."""
+    """Processes that share the experts of a mixture; taken from data, context and tensor parallelism."""
     expert_tensor_parallel_size: PositiveInt | None = None
-    """Processes that share out each expert's weights; as `tensor_model_parallel_size` if not given."""
+    """Processes that share the weights of each expert; the default is `tensor_model_parallel_size`."""
     sequence_parallel: bool = False
-    """Share out the norms' activations over the tensor-parallel processes; the numbers stay."""
+    """Divide the activations of norms over the tensor-parallel processes; results do not change."""
     overlap_grad_reduce: bool = False
-    """Sum gradients over the replicas bucket by bucket, while the backward pass goes on; the numbers stay."""
+    """Reduce gradients bucket by bucket during the backward pass; results do not change."""
     overlap_param_gather: bool = False
-    """Gather updated weights from the replicas bucket by bucket, while the next training step's forward pass goes on;
-    the numbers stay."""
+    """Gather updated weights bucket by bucket during the next forward pass of training; results do not change."""
     timeout_seconds: PositiveInt = 600
-    """A collective that takes longer ends the run instead of hanging it."""
+    """Time limit for a collective. One that takes longer ends the run."""
 
     @model_validator(mode="after")
     def _supported(self) -> ParallelConfig:
@@ -255,7 +256,7 @@ class ParallelConfig(PipelineConfig):
 
     @property
     def expert_tensor_size(self) -> int:
-        """Processes that share out each expert's weights."""
+        """Processes that share the weights of each expert."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
@@ -265,12 +266,12 @@ class ParallelConfig(PipelineConfig):
 
     @property
     def meeting_seconds(self) -> float:
-        """How often ranks meet that wait for something beside, so that no collective times out."""
+        """Seconds between the collectives of waiting ranks, so that none of them times out."""
         return min(5.0, self.timeout_seconds / 4)
 
     @property
     def sequence_multiple(self) -> int:
-        """Every packed sequence is padded to a multiple of this many tokens.
+        """Number of tokens that the length of each packed sequence is padded to a multiple of.
 
         Context parallelism cuts a sequence into 2·CP chunks; sequence parallelism cuts what is left
         into TP parts.
@@ -279,7 +280,7 @@ class ParallelConfig(PipelineConfig):
         return zigzag * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Replicas in `world_size` processes.
+        """Return the number of replicas in `world_size` processes.
 
         Raises:
             UserError: the layout does not divide the processes.
@@ -319,16 +320,16 @@ class ParallelLayout:
     tokens_per_pack: int | None = None
     ep: int = 1
     etp: int = 0
-    """Of each expert; as `tp` if 0."""
+    """Tensor parallelism of each expert; 0: as `tp`."""
     vpp: int = 1
     first: int | None = None
     """Layers of the first pipeline stage."""
     last: int | None = None
     """Layers of the last pipeline stage."""
     stages: str | None = None
-    """Layers of all of them, as `parallel.pipeline_model_parallel_layout` has them."""
+    """Layers of all stages, as in `parallel.pipeline_model_parallel_layout`."""
     prefix: bool = False
-    """Common beginnings stand in a pack once."""
+    """Store common prefixes once in a pack."""
 
     @property
     def world_size(self) -> int:
@@ -336,7 +337,7 @@ class ParallelLayout:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the sizes go together."""
+        """True if the sizes fit together."""
         etp = self.etp or self.tp
         if self.stages and (self.first or self.last or len(layers_of_layout(self.stages)) != self.pp * self.vpp):
             return False
@@ -362,7 +363,7 @@ class ParallelLayout:
 
     @property
     def parallel_values(self) -> dict[str, Any]:
-        """Every key of the section `parallel` that says a layout."""
+        """Values of all keys of section `parallel` that describe a layout."""
         return {
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
@@ -379,7 +380,7 @@ class ParallelLayout:
         }
 
     def apply(self, config: TrainingConfig) -> TrainingConfig:
-        """`config` under this layout."""
+        """Return `config` with this layout."""
         values = config.model_dump()
         values["parallel"].update(self.parallel_values)
         values["batch"].update(packing=self.packing, tokens_per_pack=self.tokens_per_pack, share_prefixes=self.prefix)
@@ -391,8 +392,8 @@ class ParallelLayout:
 
 
 def parse_layouts(choices: Sequence[str]) -> list[ParallelLayout]:
-    """`["tp=1,2", "cp=1,2"]` → every combination; keys tp, pp, vpp, cp, dp, ep, etp, sp, packing and prefix (0 or 1),
-    and of a pipeline first, last (layers of these stages) and stages (what each has, as `E|t*4L`).
+    """Return every combination of choices such as `["tp=1,2", "cp=1,2"]`. The keys are tp, pp, vpp, cp, dp, ep, etp,
+    sp, packing and prefix (0 or 1); for pipelines also first, last (layers of these stages) and stages (as `E|t*4L`).
 
     Raises:
         UserError: not of that form.
@@ -424,7 +425,8 @@ def parse_layouts(choices: Sequence[str]) -> list[ParallelLayout]:
 
 
 def own_split(config: TrainingConfig, layers: int) -> ParallelLayout | None:
-    """The configuration's own pipeline of a model of so many layers; None if it has none, or an even one.
+    """Return the configuration's own pipeline split of a model with `layers` layers; None if it has none, or an even
+    one.
 
     Raises:
         UserError: its layers are others.

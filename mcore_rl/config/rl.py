@@ -26,21 +26,21 @@ from mcore_rl.losses.options import ClippedPGOptions
 
 
 class JudgeOptions(Section):
-    """What a judge of one kind or another needs."""
+    """Options of a judge; which ones apply depends on its name."""
 
     name: str
     pattern: str | None = None
-    """exact_match, try_again: a regular expression whose first group, in its last match, is the answer."""
+    """exact_match, try_again: a regular expression; the first group of its last match is the answer."""
     function: str | None = None
-    """function: `module:function`, called with (message_log, record); returns a reward or a Step. trl: one that is
-    called as TRL's trainer does (docs/environments.md). Either may be a coroutine function (`async def`)."""
+    """function: `module:function`, called with (message_log, record); returns a reward or a Step. trl: a function with
+    the signature of TRL's reward functions (docs/environments.md). Either may be a coroutine function (`async def`)."""
     url: Annotated[str, Field(pattern=r"^https?://[^/?#]+")] | None = None
-    """http: where responses are judged (docs/environments.md)."""
+    """http: URL of the judge (docs/environments.md)."""
     headers: dict[str, str] = Field(default={})
-    """http: of each request, for example {Authorization: "Bearer ${JUDGE_TOKEN}"}. ${NAME} is taken from the
-    environment, so that no secret is in the configuration."""
+    """http: headers of each request, for example {Authorization: "Bearer ${JUDGE_TOKEN}"}. ${NAME} is replaced by that
+    environment variable, so that the configuration holds no secret."""
     retries: Count = 2
-    """http: attempts after the first one; they share time_limit_seconds in equal parts."""
+    """http: attempts after the first one. All attempts share time_limit_seconds in equal parts."""
 
     @model_validator(mode="after")
     def _used(self) -> Self:
@@ -68,17 +68,17 @@ class JudgeOptions(Section):
 
     @property
     def may_observe(self) -> bool:
-        """Whether conversations may go on after a response."""
+        """True if a conversation may continue after a response."""
         return self.name in ("try_again", "function", "http")
 
     @property
     def valued_columns(self) -> tuple[str, ...]:
-        """Of a prompt's record: this package's judges compare with the answer as a text, which null has as well."""
+        """Columns of a prompt's record that must have a value. A null answer would be compared as text."""
         return ("answer",) if self.compares else ()
 
     @property
     def compares(self) -> bool:
-        """Whether responses are compared with a record's `answer`."""
+        """True if responses are compared with the `answer` of a record."""
         return self.name in ("exact_match", "math", "try_again")
 
 
@@ -86,49 +86,50 @@ class RewardConfig(JudgeOptions):
     """weighted: one of several judges."""
 
     name: Literal["exact_match", "math", "try_again", "function", "trl", "http"]
-    """What judges; see `environment`, as for the other keys."""
+    """Kind of judge; the other keys are those of `environment`."""
     weight: Annotated[float, BeforeValidator(refuse_bool)] = 1.0
-    """Its rewards are multiplied by this; they are in the metrics as they are."""
+    """Factor of this judge's rewards in the sum. Metrics have the rewards without it."""
 
 
 class EnvironmentConfig(JudgeOptions):
-    """Who judges responses: see docs/environments.md."""
+    """The judge of responses; see docs/environments.md."""
 
     name: Literal["exact_match", "math", "try_again", "function", "trl", "http", "weighted", "reward_model"] = (
         "exact_match"
     )
-    """What judges responses."""
+    """Kind of judge."""
     rewards: dict[Annotated[str, Field(pattern=r"^\w+$")], RewardConfig] = Field(default={})
-    """weighted: judges by names of your own; the reward is the weighted sum, and the mean of each is in the metrics as
+    """weighted: judges by name. The reward is their weighted sum; the metrics have the mean of each judge as
     `reward_NAME_mean`."""
     path: Directory | None = None
-    """reward_model: a directory that train_rm.py exported, or any sequence classifier of one label."""
+    """reward_model: a directory that train_rm.py exported, or any sequence classifier with one label."""
     format: Literal["chat", "text"] = "chat"
-    """reward_model: chat: it sees the conversation as its own chat template renders it; text: the texts, one after
-    the other, and an end token, as of plain prompts and completions."""
+    """reward_model: chat: the judge reads the conversation rendered by its own chat template. text: it reads the
+    concatenated texts and an end token, for plain prompts and completions."""
     max_sequence_length: PositiveInt | None = None
-    """reward_model: a conversation of more tokens of its own fails; twice data.max_sequence_length if not given."""
+    """reward_model: maximum number of the judge's tokens in a conversation; longer ones fail. The default is twice
+    data.max_sequence_length."""
     max_turns: PositiveInt = 1
-    """Responses in a conversation at most."""
+    """Maximum number of responses in a conversation."""
     time_limit_seconds: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 10.0
-    """A sample whose judgement takes longer counts as failed; several that are judged together have as many times this
-    limit."""
+    """Time limit for judging a sample; a sample that takes longer fails. A batch of samples has this limit times its
+    size."""
     start_seconds: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 60.0
-    """Within this time a judging process must have imported its judge and be ready."""
+    """Time limit for a judging process to import its judge and be ready."""
     environment_variables: list[Annotated[str, Field(pattern=r"^[\w*]+$")]] = Field(default=[])
     """Environment variables that judging processes get, by name or by pattern (`OPENAI_*`; `*` for all), in addition to
-    those that Python, PyTorch, tokenizers, locales and proxies need and those that `headers` names. Other variables
-    (`HF_TOKEN`, `WANDB_API_KEY`, …) stay with the trainer."""
+    those that Python, PyTorch, tokenizers, locales and proxies need and those that `headers` names. They do not get
+    other variables of the trainer (`HF_TOKEN`, `WANDB_API_KEY`, …)."""
     num_workers: PositiveInt = 2
     """Judging processes of each data-parallel replica, which judge the replica's own samples."""
     batch_size: PositiveInt = 1
-    """Samples that a judging process is handed at a time at most, of those that wait; one that makes the others fail is
-    judged apart from them."""
+    """Maximum number of waiting samples that a judging process gets in one call. A sample that makes the call fail is
+    then judged alone."""
     max_failed_fraction: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)] = 0.5
-    """A step of whose samples a larger part could not be judged makes no update. In any other step those that could not
-    be judged are left out of the loss and of what the others are compared with."""
+    """Maximum fraction of a step's samples that could not be judged; a step with more makes no update. With fewer, the
+    failed samples are left out of the loss and of the baselines."""
     max_failed_steps: PositiveInt = 3
-    """So many steps on end in which no sample could be judged end the run."""
+    """End the run after this many consecutive steps in which no sample could be judged."""
 
     @model_validator(mode="after")
     def _consistent(self) -> EnvironmentConfig:
@@ -151,34 +152,34 @@ class EnvironmentConfig(JudgeOptions):
 
 
 SERVER_LOGS = "vllm"
-"""The directory of vLLM's logs, in the output directory."""
+"""Directory of vLLM's logs in the output directory."""
 
 
 class VLLMConfig(Section):
     """vLLM's servers, which have an environment and processes of their own (docs/rollouts.md)."""
 
     urls: tuple[Annotated[str, Field(pattern=r"^http://[^/?#:]+:\d+$")], ...] = ()
-    """Of servers that `scripts/serve_vllm.py` has started, as http://HOST:PORT; without any, the run starts its own on
-    the machine of its first rank."""
+    """URLs of servers that `scripts/serve_vllm.py` started, as http://HOST:PORT. Without any, the run starts servers on
+    the machine of rank 0."""
     num_servers: PositiveInt = 1
-    """How many are started."""
+    """Number of servers to start."""
     tensor_parallel_size: PositiveInt = 1
-    """Processes that share out the model in each."""
+    """Tensor-parallel processes of each server."""
     devices: tuple[Count, ...] = ()
-    """GPUs of the servers, one a process in their order; those that this machine shows first if not given."""
+    """GPUs of the servers, one per process in this order; the default is the first visible ones."""
     host: Name = "127.0.0.1"
-    """Address that they listen on. Whoever can reach it can replace the weights and run code, without a password: this
-    machine alone, or a network that is all yours."""
+    """Address that the servers listen on. Whoever can reach it can replace the weights and run code without a password,
+    so use this machine only, or a network that you trust."""
     port: Annotated[int, Field(ge=1024, lt=2**16), BeforeValidator(refuse_bool)] = 8100
-    """Of the first server; the others take those behind it."""
+    """Port of the first server; the others use the following ports."""
     python: Directory = Path(".venv-vllm/bin/python")
-    """The interpreter that has vLLM (`make install-vllm`)."""
+    """Python interpreter of the environment with vLLM (`make install-vllm`)."""
     arguments: tuple[str, ...] = ()
-    """More arguments of vLLM's server, such as [--gpu-memory-utilization, "0.5"]."""
+    """Further arguments of vLLM's server, such as [--gpu-memory-utilization, "0.5"]."""
     start_seconds: PositiveFloat = 900.0
-    """A server that does not answer within this time has failed."""
+    """Time limit for a server to start."""
     request_seconds: PositiveFloat = 1800.0
-    """A server that takes longer over a response is given up."""
+    """Time limit for a response."""
 
     @model_validator(mode="after")
     def _consistent(self) -> VLLMConfig:
@@ -193,15 +194,16 @@ class VLLMConfig(Section):
 
 
 class GenerationConfig(Section):
-    """Who answers the prompts."""
+    """The engine that generates responses."""
 
     backend: Literal["megatron", "vllm"] = "megatron"
-    """megatron: the training processes, by the weights that they train. vllm: servers that are sent them."""
+    """megatron: the training processes generate with the weights that they train. vllm: vLLM's servers generate with
+    weights that they are sent."""
     max_token_mult_prob_error: Annotated[float, Field(gt=1), BeforeValidator(refuse_bool)] | None = None
-    """A step whose `token_mult_prob_error` is larger ends the run: sampler and trainer disagree too much."""
+    """End the run if a step's `token_mult_prob_error` is larger: sampler and trainer disagree too much."""
     offload: bool = False
-    """While prompts are answered, what the policy does not need for it is in the host's memory. megatron: all but its
-    weights. vllm: everything, as the servers are on the GPUs that train; while it scores and trains they sleep."""
+    """During generation, keep in host memory what the policy does not need. megatron: everything except its weights.
+    vllm: everything, because the servers use the GPUs that train; the servers sleep during scoring and training."""
     vllm: VLLMConfig = VLLMConfig()
 
     @model_validator(mode="after")
@@ -212,53 +214,53 @@ class GenerationConfig(Section):
 
 
 class RolloutOptions(Section):
-    """Of every algorithm that trains on rollouts."""
+    """Options that all algorithms on rollouts share."""
 
     num_prompts_per_step: PositiveInt = 16
     """Prompts of a step, over all processes."""
     num_generations_per_prompt: PositiveInt = 8
     """Responses to each prompt: its group."""
     max_new_tokens: PositiveInt = 256
-    """Tokens of a response at most."""
+    """Maximum number of tokens of a response."""
     temperature: Annotated[float, Field(gt=0), BeforeValidator(refuse_bool)] = 1.0
-    """Logits are divided by it, in sampling and in training."""
+    """Divisor of the logits, in sampling and in training."""
     top_k: PositiveInt | None = None
-    """Sample among the k likeliest tokens only."""
+    """Sample only from the k most likely tokens."""
     top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(refuse_bool)] = 1.0
-    """Sample among the likeliest tokens that together have this probability."""
+    """Sample only from the most likely tokens that together have this probability."""
     min_p: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)] = 0.0
-    """Sample among tokens that have at least this part of the likeliest one's probability."""
+    """Sample only from tokens with at least this fraction of the most likely token's probability."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a response."""
     generation_batch_size: PositiveInt = 64
-    """Sequences that a replica generates at a time."""
+    """Sequences that a replica generates at the same time."""
     advantage_epsilon: NonNegative = 1e-4
-    """Added to the deviation that advantages are divided by."""
+    """Constant that is added to the deviation by which advantages are divided."""
     num_updates_per_rollout: PositiveInt = 1
-    """Passes over each step's rollouts; each is one optimizer step, or several with train_global_batch_size."""
+    """Passes over each step's rollouts. A pass is one optimizer step, or several with train_global_batch_size."""
     train_global_batch_size: PositiveInt | None = None
-    """Responses of one update, over all processes: whole groups, shuffled anew in each step. Each response is in one
-    update of a pass. All responses of a step if not given."""
+    """Responses of one update, over all processes: whole groups, shuffled in each step. Each response is in one update
+    of a pass. The default is all responses of a step."""
     dynamic_sampling_rounds: PositiveInt = 1
-    """More than 1: groups without signal are replaced by new prompts, in so many rounds at most (DAPO)."""
+    """With more than 1, groups without signal are replaced by new prompts, in at most this many rounds (DAPO)."""
     max_staleness: Count = 0
-    """Responses for so many further steps are generated while a step is trained; their weights are so many versions old
-    at most when they are trained on. More than 0 needs generation.backend=vllm (docs/rollouts.md)."""
+    """Number of future steps whose responses are generated while a step is trained. A response is trained at most this
+    many weight versions after its generation. More than 0 needs generation.backend=vllm (docs/rollouts.md)."""
     overlong_cache_length: PositiveInt | None = None
-    """Soft penalty on the last so many tokens before max_new_tokens (DAPO); none if not given."""
+    """Length of the soft penalty before max_new_tokens, in tokens (DAPO); the default is no penalty."""
     mask_truncated: bool = False
-    """Whether responses cut off by max_new_tokens are left out of the loss."""
+    """Leave responses that max_new_tokens cut off out of the loss."""
     num_logged_samples: Count = 4
-    """Completions written to samples.jsonl each step, of as many prompts as there are."""
+    """Completions written to samples.jsonl in each step, of different prompts if possible."""
 
     @property
     def filters_tokens(self) -> bool:
-        """Whether some tokens are never drawn, so that samples are of another distribution than what is trained."""
+        """True if some tokens are never sampled. Samples then have another distribution than the loss assumes."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     @property
     def compared(self) -> Literal["group", "batch"] | None:
-        """Among which responses rewards must differ for there to be something to learn; None: they need not."""
+        """Scope in which rewards must differ for an update to learn anything; None if they need not differ."""
         return None
 
     @model_validator(mode="after")
@@ -271,7 +273,7 @@ class RolloutOptions(Section):
 
 
 def _translated(loss: Any) -> Any:
-    """Under this package's names, if written under the reference's."""
+    """Return the options of a loss under this package's names, if they have the reference's names."""
     return ClippedPGOptions.translate(loss) if isinstance(loss, dict) else loss
 
 
@@ -280,7 +282,7 @@ class GRPOTrainerConfig(TrainerConfig):
 
 
 class RLConfig(TrainingConfig):
-    """What GRPO and PPO share: rollouts, their judging, a clipped policy gradient."""
+    """Configuration that GRPO and PPO share: rollouts, judging, a clipped policy-gradient loss."""
 
     trainer: GRPOTrainerConfig = GRPOTrainerConfig(max_epochs=1)
     loss: Annotated[ClippedPGOptions, BeforeValidator(_translated)] = ClippedPGOptions()
@@ -290,19 +292,19 @@ class RLConfig(TrainingConfig):
 
     @property
     def rollouts(self) -> RolloutOptions:
-        """The algorithm's own options, in the section of its name."""
+        """Options of the algorithm, in the section with its name."""
         options: RolloutOptions = getattr(self, self.algorithm)
         return options
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of one step."""
+        """Number of optimizer steps of a step."""
         whole = self.batch.global_batch_size
         return self.rollouts.num_updates_per_rollout * (whole // (self.rollouts.train_global_batch_size or whole))
 
     @property
     def first_update_step(self) -> int:
-        """The first step that trains the policy."""
+        """First step that trains the policy."""
         return 1
 
     @model_validator(mode="after")
@@ -314,7 +316,7 @@ class RLConfig(TrainingConfig):
     @model_validator(mode="before")
     @classmethod
     def _set_batch_size(cls, values: Any) -> Any:
-        """The global batch is all responses of a step."""
+        """Set the global batch size to the number of a step's responses."""
         if not (isinstance(values, dict) and isinstance(values.get(cls.algorithm, {}), dict)):
             return values
         given, defaults = values.get(cls.algorithm, {}), cls.model_fields[cls.algorithm].default
@@ -341,8 +343,8 @@ class RLConfig(TrainingConfig):
         return self.loss.reference_policy_kl_penalty > 0
 
     def samples_exactly(self, replays: bool = False) -> bool:
-        """Whether the sampler's log-probabilities are the policy's own: it samples itself, in the precision that it is
-        trained in, from all tokens.
+        """Return whether the sampler's log-probabilities are the policy's: it samples itself, in its training
+        precision, from all tokens.
 
         Args:
             replays: trains on a recording's rollouts.
@@ -351,19 +353,19 @@ class RLConfig(TrainingConfig):
         return own and self.model.dtype == "float32" and not self.rollouts.filters_tokens
 
     def is_on_policy(self, replays: bool = False) -> bool:
-        """Whether the only update on samples begins from what they were drawn with, unless the loss's options say
-        which."""
+        """Return whether the only update starts from the weights that generated the samples, unless the loss's options
+        decide it."""
         chosen = self.loss.force_on_policy_ratio
         only = self.updates_per_step == 1
         return (only and self.samples_exactly(replays)) if chosen is None else chosen
 
     def scores_samples(self, replays: bool = False) -> bool:
-        """Whether a step computes its samples' log-probabilities before its updates: where the loss or the rewards need
-        others than the sampler's."""
+        """Return whether a step computes log-probabilities before its updates, because loss or rewards need others than
+        the sampler's."""
         return not self.is_on_policy(replays) or (self.loss.use_kl_in_reward and not self.samples_exactly(replays))
 
     def effective_loss_options(self, replays: bool = False) -> ClippedPGOptions:
-        """`loss`, with `force_on_policy_ratio` as it is for a run."""
+        """Return `loss` with the `force_on_policy_ratio` that the run uses."""
         return replace(self.loss, force_on_policy_ratio=self.is_on_policy(replays))
 
     @property
@@ -376,7 +378,7 @@ class RLConfig(TrainingConfig):
 
     @property
     def max_prompt_length(self) -> int:
-        """Tokens of a prompt at most, so that a response has room."""
+        """Maximum number of tokens of a prompt that leaves room for a response."""
         return self.data.max_sequence_length - self.rollouts.max_new_tokens
 
     @model_validator(mode="after")
@@ -403,7 +405,7 @@ class RLConfig(TrainingConfig):
         return self
 
     def _check_stale(self) -> None:
-        """Raises ValueError for what does not go with samples of older weights."""
+        """Raise ValueError for options that samples of older weights do not allow."""
         name, loss = f"{self.algorithm}.max_staleness", self.loss
         if self.generation.backend != "vllm":
             raise ValueError(f"{name}: needs generation.backend=vllm, which answers while others train")
@@ -428,19 +430,19 @@ class RLConfig(TrainingConfig):
 
 
 class GRPOAlgorithmConfig(RolloutOptions):
-    """Rollouts and what becomes of their rewards."""
+    """Rollouts, and the advantages that follow from their rewards."""
 
     advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"
-    """How rewards become advantages."""
+    """How advantages follow from rewards."""
     use_leave_one_out_baseline: bool | None = None
-    """grpo: compare each response with the others of its group, not with all of them; null: no."""
+    """grpo: the baseline of a response is the mean reward of the other responses of its group; null: no."""
     normalize_rewards: bool | None = None
-    """grpo: divide by the deviation of those that it is compared with; null: yes. dr_grpo is grpo without this,
-    rloo without this and with the other."""
+    """grpo: divide by the standard deviation of the group's rewards; null: yes. dr_grpo is grpo without this; rloo is
+    grpo without this and with the leave-one-out baseline."""
     advantage_deviation: Literal["sample", "population"] = "sample"
-    """grpo: whether that deviation divides by n − 1 or by n."""
+    """grpo: whether the deviation divides by n − 1 (sample) or by n (population)."""
     minus_baseline: bool = False
-    """reinforce_plus_plus: subtract the mean of each prompt's rewards first."""
+    """reinforce_plus_plus: subtract the mean reward of each prompt first."""
 
     @property
     def compared(self) -> Literal["group", "batch"]:
@@ -487,16 +489,16 @@ Fraction01 = Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)]
 
 
 class PPOAlgorithmConfig(RolloutOptions):
-    """Rollouts, and how their rewards become advantages: GAE (arXiv:1506.02438)."""
+    """Rollouts, and their advantages by GAE (arXiv:1506.02438)."""
 
     num_generations_per_prompt: PositiveInt = 1
     """Responses to each prompt."""
     gamma: Fraction01 = 1.0
-    """Discount of what is earned one token later."""
+    """Discount per token."""
     gae_lambda: Fraction01 = 0.95
-    """1: advantages are of returns alone; less: values stand in for what comes later, with less variance."""
+    """1: advantages use returns only. Less: values replace later rewards, with less variance."""
     whiten_advantages: bool = True
-    """Subtract the mean of all tokens' advantages and divide by their deviation."""
+    """Subtract the mean of all tokens' advantages and divide by their standard deviation."""
 
 
 class CriticOptimizerConfig(OptimizerConfig):
@@ -504,23 +506,22 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 
 class CriticConfig(Section):
-    """The model that tells values: what is still to be earned when a token is chosen."""
+    """The critic, which predicts the value of each token's state."""
 
     path: Directory | None = None
-    """Where its weights begin: a reward model, or a language model, whose head then begins at zero. Of any size, with
-    the policy's vocabulary, and such that the policy's layout fits it; `model.path` if not given, and then with the
-    losses and biases of `model`'s routers, and its recompute_modules, too: another family may lack them."""
+    """Model that the critic starts from: a reward model, or a language model, which gets a new head of zeros. It may
+    have any size, with the policy's vocabulary, if the parallel layout fits it. The default is `model.path`; then the
+    router options and recompute_modules of `model` apply as well, which other families may lack."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
-    """As the policy's; it takes a step for each of the policy's, and those of pretraining_steps."""
+    """Optimizer of the critic. It makes a step for each of the policy's, and for each step of pretraining_steps."""
     value_clip: PositiveFloat | None = 0.2
-    """How far values may move from those before the step's first update, beyond which nothing is gained; null: as far
-    as they like."""
+    """Clip range of values around those before the step's first update; null: no clipping."""
     pretraining_steps: Count = 0
-    """Steps at the beginning in which it alone is trained."""
+    """First steps, in which only the critic is trained."""
     offload: bool = False
-    """Keep it in the host's memory while it is not used."""
+    """Keep the critic in host memory while it is not used."""
     export_hf: bool = False
-    """Whether it is written to output_dir/critic at the end, as a sequence classifier of one label."""
+    """Write the critic to output_dir/critic at the end, as a sequence classifier with one label."""
 
 
 class PPOConfig(RLConfig):
@@ -541,7 +542,7 @@ class PPOConfig(RLConfig):
 
     @property
     def critic_model(self) -> ModelConfig:
-        """The critic, as the policy is held."""
+        """Configuration of the critic's model, with the policy's precision."""
         own = self.model
         if self.critic.path is None or self.critic.path.resolve() == own.path.resolve():
             return own.model_copy(update={"head": "reward", "lora": None, "moe_router_replay": False})

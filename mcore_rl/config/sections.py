@@ -32,60 +32,62 @@ from mcore_rl.utils.model_directory import is_repository_name
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters (arXiv:2106.09685) on linear layers, in fp32; they alone are trained."""
+    """Low-rank adapters (LoRA, arXiv:2106.09685) on linear layers, in fp32. Only the adapters are trained."""
 
     rank: PositiveInt | None = None
-    """16 if not given, or that of `path`."""
+    """Rank of the adapters; the default is that of `path`, or 16."""
     alpha: PositiveFloat | None = None
-    """The adapters' product is multiplied with alpha / rank; 32 if not given, or that of `path`."""
+    """The product of an adapter is multiplied by alpha / rank; the default is that of `path`, or 32."""
     lr_ratio: PositiveFloat = 1.0
-    """Learning rate of the matrices B (which begin as zeros) by that of the matrices A (LoRA+, arXiv:2402.12354)."""
+    """Ratio of the learning rate of the B matrices, which start as zeros, to that of the A matrices (LoRA+,
+    arXiv:2402.12354)."""
     dropout: FractionBelowOne = 0.0
-    """Share of an adapter's inputs that are left out while training."""
+    """Fraction of an adapter's inputs that dropout sets to zero during training."""
     target_modules: tuple[Name, ...] = ()
-    """Projections by their names in the Hugging Face model (`q_proj`, …; of mixtures' routed experts
-    `experts.gate_up_proj`, `experts.down_proj`); if none is given, those of `path`, or all of attention and MLP (of
-    mixtures of experts, of attention alone)."""
+    """Projections to adapt, by their names in the Hugging Face model (`q_proj`, …; for routed experts
+    `experts.gate_up_proj`, `experts.down_proj`). The default is those of `path`, or all projections of attention and
+    MLP (in mixtures of experts: of attention)."""
     path: Directory | None = None
-    """A PEFT adapter to begin from."""
+    """A PEFT adapter directory to start from."""
 
 
 class ModelConfig(Section):
-    """The model directory and how it is held."""
+    """The model directory, its precision, and what is recomputed."""
 
     path: Directory
-    """A Hugging Face model directory, with its weights in safetensors and its tokenizer; or NAME or NAME@REVISION of
-    a model on the hub, which is downloaded to its cache."""
+    """A Hugging Face model directory with weights in safetensors and a tokenizer. Or NAME or NAME@REVISION of a model
+    on the hub, which is downloaded to the hub's cache."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and activations; gradients and optimizer are in fp32."""
+    """Precision of weights and activations. Gradients and optimizer state are in fp32."""
     head: Literal["lm", "reward"] = "lm"
-    """reward: one number a sequence, from its last token, in place of the vocabulary."""
+    """reward: the model predicts one number per sequence, at its last token, instead of logits."""
     trust_remote_code: bool = False
     """Run code that comes with the model's configuration and tokenizer."""
     lora: LoRAConfig | None = None
-    """Train adapters; the model's own weights stay as they are."""
+    """Train adapters; the model's own weights are frozen."""
     recompute_activations: bool = False
-    """Keep only each layer's input for the backward pass and compute the layer again."""
+    """Keep only the input of each layer for the backward pass, and recompute the layer."""
     recompute_modules: tuple[Literal["mlp", "moe", "shared_experts"], ...] = ()
-    """Instead: parts of each layer that are computed again, where the rest is kept. mlp is that of layers without
-    experts, moe the whole of one with experts, of which shared_experts are a part. Attention's scores are never kept,
-    so that there is nothing to gain by its core."""
+    """Recompute only these parts of each layer and keep the rest. mlp: the MLP of layers without experts. moe: the
+    whole MLP of layers with experts, of which shared_experts is a part. Attention scores are never kept, so recomputing
+    core attention would save nothing."""
     moe_aux_loss_coeff: NonNegative = 0.0
-    """Of the loss that balances the experts within each sequence, which no cut of the batch changes."""
+    """Coefficient of the loss that balances experts within each sequence. It does not depend on how the batch is
+    divided."""
     moe_z_loss_coeff: NonNegative = 0.0
-    """Of the loss that keeps the routers' logits small."""
+    """Coefficient of the loss that keeps router logits small."""
     moe_grouped_gemm: bool = False
-    """Compute a layer's experts in one product per linear layer instead of one after the other; for GPUs."""
+    """Compute all experts of a layer in one product per linear layer instead of one after the other; for GPUs."""
     moe_router_replay: bool = False
-    """Send tokens to the experts that they went to while sampling, in log-probabilities and training
+    """In log-probabilities and training, send tokens to the experts that they were sent to during sampling
     (arXiv:2510.11370); for GRPO and PPO."""
     moe_router_bias_update_rate: NonNegative = 0.0
-    """How far each step moves the biases that experts are chosen with, in families that have them."""
+    """Amount by which each step moves the biases that experts are chosen with, in families that have such biases."""
 
     @property
     def begins_with_dropout(self) -> bool:
-        """Whether already the first step trains another function than what scores: adapters that begin from nothing
-        drop out nothing before they have been trained."""
+        """True if the first step trains with dropout that scoring does not have. New adapters compute zeros, so their
+        dropout has no effect before the first update."""
         return self.lora is not None and self.lora.path is not None and self.lora.dropout > 0
 
     @model_validator(mode="after")
@@ -100,28 +102,28 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """Where records come from and what happens to long ones."""
+    """Sources of records, and the handling of long ones."""
 
     train: Sources
-    """A .jsonl, .json or .parquet file, a directory of them, or NAME or NAME:SPLIT of a dataset on the hub. Or several,
-    each with the weight of its samples: `{chat.jsonl: 3, math.jsonl: 1}`; one that is used up begins again. An epoch is
-    as many samples as they have together."""
+    """A .jsonl, .json or .parquet file, a directory of such files, or NAME or NAME:SPLIT of a dataset on the hub. Or
+    several sources, each with its weight in the mixture: `{chat.jsonl: 3, math.jsonl: 1}`. A source that is exhausted
+    starts again. An epoch has as many samples as all sources together."""
     validation: NamedSources | None = None
-    """The same, for validation: one source, or several by the names that their metrics get, as
-    `{math: math_test.jsonl}`."""
+    """A source for validation, or several by name: `{math: math_test.jsonl}`. The names appear in the metrics."""
     max_sequence_length: PositiveInt = 1024
-    """Tokens of a sequence, prompt and response together."""
+    """Maximum number of tokens of a sequence, prompt and response together."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """What becomes of longer records: left out, or cut at their end."""
+    """Drop longer records, or truncate them at the end."""
     chat_template: str | None = None
-    """A Jinja template in place of the tokenizer's, or the path of a file with one; the exported model has it too."""
+    """A Jinja template that replaces the tokenizer's, or the path of a file with one. The exported model has it too."""
     columns: Columns = Field(default={})
-    """Names of columns, of all sources and sets, by those wanted: `{prompt: question, completion: answer}`. Or by
-    source: `{math.jsonl: {prompt: question, completion: answer}}`, the others' being right."""
+    """Column names of all sources, by the field that each column gives: `{prompt: question, completion: answer}`. Or
+    per source: `{math.jsonl: {prompt: question, completion: answer}}`; the columns of other sources keep their
+    names."""
     max_samples: PositiveInt | None = None
-    """Only the first records of each source of `train` are read."""
+    """Read only this many records of each source of `train`."""
     cache_dir: Path | None = None
-    """Where tokenized data is kept for later runs; `$MCORE_RL_CACHE` or ~/.cache/mcore_rl if not given."""
+    """Directory of tokenized data, which later runs reuse; the default is `$MCORE_RL_CACHE` or ~/.cache/mcore_rl."""
 
     @model_validator(mode="after")
     def _template_is_there(self) -> DataConfig:
@@ -169,7 +171,7 @@ class DataConfig(Section):
         return self
 
     def columns_of(self, source: str) -> dict[str, str]:
-        """A source's names of columns, by those wanted."""
+        """Return the column names of a source, by the fields that they give."""
         by_source = {key: names for key, names in self.columns.items() if not isinstance(names, str)}
         if by_source:
             return by_source.get(source, {})
@@ -177,23 +179,23 @@ class DataConfig(Section):
 
     @property
     def train_sources(self) -> list[str]:
-        """All that is trained on."""
+        """All sources of training data."""
         return [self.train] if isinstance(self.train, str) else list(self.train)
 
     @property
     def validation_sets(self) -> dict[str, str]:
-        """What is validated on, by name; the only one has none."""
+        """Sources of validation data by name; a single source has the name ""."""
         if self.validation is None or isinstance(self.validation, str):
             return {} if self.validation is None else {"": self.validation}
         return self.validation
 
     def read_chat_template(self) -> str | None:
-        """The template's text."""
+        """Return the text of the chat template."""
         return read_chat_template(self.chat_template)
 
 
 def read_chat_template(template: str | None) -> str | None:
-    """The text of a template that is given as such, or as a file's path.
+    """Return the text of a template that is given as text or as the path of a file.
 
     Raises:
         UserError: neither.
@@ -207,42 +209,43 @@ def read_chat_template(template: str | None) -> str | None:
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written, which stay, and where a run begins."""
+    """When checkpoints are written, which ones are kept, and what a run resumes."""
 
     save_interval: PositiveInt | None = None
-    """Steps between checkpoints; the end of the run always saves one."""
+    """Steps between checkpoints. The end of the run always saves one."""
     save_minutes: PositiveFloat | None = 30.0
-    """Minutes after which one is saved in any case; it goes when a later one is there, unless `keep_last` keeps it."""
+    """Minutes after which a checkpoint is saved between intervals. It is removed when a later checkpoint exists, unless
+    `keep_last` keeps it."""
     keep_last: PositiveInt | None = None
-    """How many of the newest checkpoints stay; all if not given."""
+    """Number of newest checkpoints to keep; the default is all."""
     keep_every: PositiveInt | None = None
-    """Checkpoints at multiples of this many steps stay whatever `keep_last` says."""
+    """Always keep checkpoints at multiples of this many steps."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """Whether training goes on when a checkpoint cannot be written."""
+    """Stop or continue training when a checkpoint cannot be written."""
     asynchronous: bool = True
-    """Whether training goes on while a checkpoint is being written."""
+    """Continue training while a checkpoint is being written."""
     timeout_seconds: PositiveInt = 1800
-    """Writing that takes longer is a failure."""
+    """Time limit for writing a checkpoint; a longer write fails."""
     allow_partial: bool = False
-    """Whether to go on from a checkpoint that lacks optimizer, schedule, random states or data position."""
+    """Resume a checkpoint that lacks optimizer, schedule, random states or data position."""
     resume: str = "auto"
-    """auto: the newest checkpoint in output_dir; none: start afresh; or a directory, to begin from if there is
-    no checkpoint in output_dir yet, or to go back to if it is one of them."""
+    """auto: the newest checkpoint in output_dir. none: start a new run. A directory: the checkpoint to start from if
+    output_dir has no checkpoint yet, or, if it is one of output_dir's checkpoints, the one to go back to."""
     overwrite: bool = False
-    """With resume=none: whether what an earlier run left in output_dir is removed; without it, that is refused."""
+    """With resume=none, remove what an earlier run left in output_dir; otherwise such a directory is refused."""
     best_metric: Name | None = None
-    """A metric of the validations, as `loss` or, of one of several sets, `math/accuracy`: whenever it is better than
-    ever before a checkpoint is saved, and retention keeps the best."""
+    """A validation metric, as `loss`, or with several sets `math/accuracy`. Each new best value saves a checkpoint, and
+    the best checkpoint is always kept."""
     best_mode: Literal["min", "max"] | None = None
-    """Whether the least or the greatest best_metric is the best; if not given, the least of losses and errors, the
-    greatest of accuracies, rewards and margins."""
+    """Whether the lowest or the highest best_metric is best; the default is min for losses and errors, max for
+    accuracies, rewards and margins."""
     export_best: bool = False
-    """Export the weights of the best checkpoint instead of the last ones."""
+    """Export the weights of the best checkpoint instead of the last weights."""
     export_hf: bool = True
-    """Whether the trained model is written to output_dir/hf at the end, and adapters, if any, to output_dir/adapter."""
+    """Write the trained model to output_dir/hf at the end, and adapters to output_dir/adapter."""
     push_to_hub: Name | None = None
-    """OWNER/NAME on the Hugging Face hub, to which what is in output_dir/hf is uploaded at the end; private, if it is
-    new. Needs `hf auth login` or $HF_TOKEN; whether one may write there is found out before training."""
+    """OWNER/NAME on the Hugging Face hub, to which output_dir/hf is uploaded at the end. A new repository is private.
+    This needs `hf auth login` or $HF_TOKEN; write access is checked before training."""
 
     @model_validator(mode="after")
     def _consistent(self) -> CheckpointConfig:
@@ -264,32 +267,33 @@ class CheckpointConfig(Section):
 
     @property
     def best_is_highest(self) -> bool | None:
-        """Whether the greatest best_metric is the best; None where nobody has said so and its name does not tell."""
+        """True if the highest best_metric is best; None if best_mode is not set and the metric's name does not decide
+        it."""
         return greatest_is_best(self.best_metric or "") if self.best_mode is None else self.best_mode == "max"
 
 
 def greatest_is_best(metric: str) -> bool | None:
-    """Whether more of a metric is better than less, as its name tells; None where it does not."""
+    """Return whether a higher value of a metric is better, by its name; None if the name does not decide it."""
     if metric.endswith(("loss", "error")):
         return False
     return True if re.search("accuracy|reward|margin|explained_variance", metric) else None
 
 
 class BatchConfig(Section):
-    """One optimizer step's batch and its cutting into microbatches."""
+    """The batch of an optimizer step, and its division into microbatches."""
 
     global_batch_size: PositiveInt = 32
-    """Records (pairs, for preferences) of an optimizer step, over all processes."""
+    """Records (for preferences: pairs) of an optimizer step, over all processes."""
     packing: bool = True
-    """Put several sequences in a row of tokens_per_pack tokens; otherwise rows are padded."""
+    """Pack several sequences into one row of tokens_per_pack tokens; otherwise pad each row."""
     tokens_per_pack: PositiveInt | None = None
-    """Width of a pack in tokens; max_sequence_length if not given (twice that for pairs)."""
+    """Width of a pack in tokens; the default is max_sequence_length (for pairs: twice that)."""
     micro_batch_size: PositiveInt = 1
     """Rows (or pairs) per microbatch without packing."""
     share_prefixes: bool = False
-    """What the responses of a pair or group have in common at their beginning, their prompt, stands in a pack once."""
+    """Store the common prefix of a pair or group, its prompt, only once in a pack."""
     min_shared_tokens: PositiveInt = 32
-    """Beginnings of fewer tokens are repeated."""
+    """Common prefixes with fewer tokens are repeated instead."""
 
     @model_validator(mode="after")
     def _used(self) -> BatchConfig:
@@ -305,39 +309,39 @@ class BatchConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW and its schedule, whose steps are the optimizer's."""
+    """AdamW and its learning-rate schedule, which counts optimizer steps."""
 
     lr: FractionBelowOne = 1e-6
-    """Learning rate, after warm-up. Adapters (LoRA) want about ten times as much."""
+    """Learning rate after warm-up. Adapters (LoRA) need about ten times the rate of full training."""
     min_lr: NonNegative = 0.0
-    """Learning rate at the last step; inverse_square_root: the least."""
+    """Learning rate at the last step; for inverse_square_root: the lower bound."""
     embedding_lr: FractionBelowOne | None = None
-    """Learning rate of the embedding and of the projection onto the vocabulary; `lr` if not given."""
+    """Learning rate of the embedding and the LM head; the default is `lr`."""
     weight_decay: NonNegative = 0.0
-    """Decoupled (AdamW); not of biases and norms."""
+    """Decoupled weight decay (AdamW); biases and norms are not decayed."""
     adam_beta1: FractionBelowOne = 0.9
-    """Decay of the mean of gradients."""
+    """Decay of the running mean of gradients."""
     adam_beta2: FractionBelowOne = 0.999
-    """Decay of the mean of squared gradients."""
+    """Decay of the running mean of squared gradients."""
     adam_eps: PositiveFloat = 1e-8
-    """Added to the root of the mean square."""
+    """Constant that is added to the root of the running mean of squares."""
     clip_grad: NonNegative = 1.0
-    """Largest norm of the whole gradient; 0 does not clip."""
+    """Maximum norm of the whole gradient; 0 disables clipping."""
     warmup_steps: Count = 0
     """Steps in which the learning rate rises from 0."""
     warmup_ratio: FractionBelowOne = 0.0
-    """The same, as a share of all steps."""
+    """Warm-up as a fraction of all steps."""
     schedule: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = "cosine"
-    """How the learning rate comes down to min_lr; wsd (warm-up, stable, decay) in the last steps alone."""
+    """How the learning rate decays to min_lr. wsd (warm-up, stable, decay) decays only in the last steps."""
     decay_ratio: Annotated[float, Field(gt=0, le=1), BeforeValidator(refuse_bool)] = 0.1
-    """wsd: share of all steps in which it comes down."""
+    """wsd: fraction of all steps in which the rate decays."""
     decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
-    """wsd: how."""
+    """wsd: shape of the decay."""
     offload: bool = False
-    """Keep moments, and bfloat16's fp32 weights, in the host's memory but for the optimizer's own step."""
+    """Keep the moments, and with bfloat16 the fp32 weights, in host memory except during the optimizer's step."""
 
     def steps_of_warmup(self, total: int) -> int:
-        """Of a run of so many steps; at most all but the last, which trains with `lr`."""
+        """Return the warm-up steps of a run of `total` steps; at most all but the last, which trains with `lr`."""
         return min(self.warmup_steps or round(self.warmup_ratio * total), max(total - 1, 0))
 
     @model_validator(mode="after")
@@ -355,26 +359,26 @@ class OptimizerConfig(Section):
 
 
 class TrainerConfig(Section):
-    """How long to train: whichever of the limits comes first."""
+    """Length of training; the limit that is reached first ends it."""
 
     max_steps: PositiveInt | None = None
-    """Steps of the run."""
+    """Maximum number of steps."""
     max_epochs: PositiveInt | None = None
-    """Passes over the data; 1 if max_steps is not given either."""
+    """Maximum number of passes over the data; the default is 1 if max_steps is not given either."""
     validation_interval: PositiveInt | None = None
-    """Steps between validations; none if not given."""
+    """Steps between validations; the default is none."""
     validate_at_start: bool = False
-    """Validate before the first step as well, as step 0."""
+    """Also validate before the first step, as step 0."""
     validate_at_end: bool = False
-    """Validate after the last step whatever the interval."""
+    """Also validate after the last step."""
     early_stopping_patience: PositiveInt | None = None
-    """So many validations on end without a better checkpoint.best_metric end the run."""
+    """Stop after this many consecutive validations without an improvement of checkpoint.best_metric."""
     log_interval: PositiveInt = 1
-    """Steps between lines on the console; metrics.jsonl has every step."""
+    """Steps between lines on the console. metrics.jsonl always has every step."""
 
     @property
     def validates(self) -> bool:
-        """Whether there is a validation at any time."""
+        """True if the run validates at any time."""
         return self.validation_interval is not None or self.validate_at_start or self.validate_at_end
 
     @model_validator(mode="before")
@@ -386,18 +390,18 @@ class TrainerConfig(Section):
 
 
 class LoggingConfig(Section):
-    """Where metrics go beside the console and metrics.jsonl."""
+    """Trackers of metrics, in addition to the console and metrics.jsonl."""
 
     tensorboard: bool = False
-    """Write metrics to output_dir/tensorboard as well; needs the `tensorboard` extra."""
+    """Write metrics to output_dir/tensorboard; needs the `tensorboard` extra."""
     wandb: Name | None = None
-    """Project on Weights & Biases; needs the `wandb` extra. A run that goes on is the same run there."""
+    """Project on Weights & Biases; needs the `wandb` extra. A resumed run continues the same W&B run."""
     wandb_tags: tuple[Name, ...] = ()
-    """Of the run there."""
+    """Tags of the W&B run."""
     mlflow: Name | None = None
-    """Experiment on the MLflow server that `MLFLOW_TRACKING_URI` names; needs the `mlflow` extra."""
+    """Experiment on the MLflow server of `MLFLOW_TRACKING_URI`; needs the `mlflow` extra."""
     run_name: Name | None = None
-    """Of the run on Weights & Biases and MLflow; they make one up if not given."""
+    """Name of the run on Weights & Biases and MLflow; the default is a generated one."""
 
     @model_validator(mode="after")
     def _installed(self) -> LoggingConfig:
@@ -412,29 +416,29 @@ class LoggingConfig(Section):
 
 
 class ReferenceSyncConfig(Section):
-    """The reference follows the policy (arXiv:2404.09656): every `interval` steps it becomes
-    (1 − alpha) · reference + alpha · policy. A small alpha at each step is an exponential average."""
+    """Updates of the reference model (arXiv:2404.09656): every `interval` steps it becomes (1 − alpha) · reference +
+    alpha · policy. A small alpha at every step gives an exponential moving average."""
 
     interval: PositiveInt = 512
-    """Steps between."""
+    """Steps between updates of the reference."""
     alpha: Annotated[float, Field(gt=0, le=1), BeforeValidator(refuse_bool)] = 0.6
-    """The policy's share. With adapters, whose products do not mix, 1 alone."""
+    """Weight of the policy. With LoRA it must be 1: averaging the A and B matrices does not average the weights A·B."""
 
 
 class TrainingConfig(Section):
-    """What every algorithm shares."""
+    """Configuration that all algorithms share."""
 
     algorithm: ClassVar[str]
-    """Its usual name."""
+    """Name of the algorithm."""
     seed: Seed = 0
-    """Of the order of the data, dropout and sampling."""
+    """Seed of the data order, dropout and sampling."""
     deterministic: bool = False
-    """Take kernels alone, of torch, Megatron, cuBLAS, NCCL and Transformer Engine, that give the same bits each time;
-    an operation that has none ends the run, named."""
+    """Use only deterministic kernels (torch, Megatron, cuBLAS, NCCL, Transformer Engine), which give the same bits in
+    each run. An operation without one ends the run with its name."""
     dry_run: bool = False
-    """Check everything, tell what would be done, and stop (`--dry-run`)."""
+    """Check everything, print what the run would do, and stop (`--dry-run`)."""
     output_dir: Directory
-    """Where everything that the run writes goes; the same directory goes on with the run."""
+    """Directory of everything that the run writes. A run with the same directory resumes."""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
@@ -487,32 +491,32 @@ class TrainingConfig(Section):
 
     @property
     def reference_sync_of(self) -> ReferenceSyncConfig | None:
-        """How the reference follows the policy, in algorithms that have one; None: it stays as it was."""
+        """Updates of the reference, in algorithms that have them; None if the reference does not change."""
         return getattr(self, "reference_sync", None)
 
     @property
     def samples(self) -> bool:
-        """Whether it trains on rollouts."""
+        """True if the algorithm trains on rollouts."""
         return False
 
     @property
     def max_answer_length(self) -> int | None:
-        """Tokens at most of the policy's own answers in a sequence that it is trained on; None: it gives none."""
+        """Maximum number of tokens that the policy generates in a training sequence; None if it generates none."""
         return None
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the policy is compared with the weights that it begins from."""
+        """True if the policy is compared with the weights that training starts from."""
         return False
 
     @property
     def rows_per_unit(self) -> int:
-        """Sequences that must share a microbatch."""
+        """Number of sequences that must share a microbatch."""
         return 1
 
     @property
     def rows_per_group(self) -> int:
-        """Neighbouring rows of a batch that begin alike."""
+        """Number of neighbouring rows of a batch that have a common prefix."""
         return self.rows_per_unit
 
     @model_validator(mode="after")
@@ -523,21 +527,22 @@ class TrainingConfig(Section):
 
     @property
     def samples_per_step(self) -> int:
-        """Records, or prompts to answer, of a step over all processes."""
+        """Records, or prompts, of a step over all processes."""
         return self.batch.global_batch_size
 
     def total_steps(self, num_samples: int) -> int:
-        """Of a run on so many: the smaller of max_steps and max_epochs; the last batch may be smaller."""
+        """Return the steps of a run on `num_samples`: the smaller of max_steps and max_epochs. The last batch may be
+        smaller."""
         limits = [self.trainer.max_steps or math.inf]
         if self.trainer.max_epochs:
             limits.append(math.ceil(self.trainer.max_epochs * num_samples / self.samples_per_step))
         return int(min(limits))
 
     def check_steps(self, steps: int) -> None:
-        """Raises UserError if a run of so many steps would never train what it is for."""
+        """Raise UserError if a run of so few steps would never train what it is meant to train."""
 
     def pack_width(self, rows_per_unit: int) -> int:
-        """Tokens of a pack, which holds the longest record of so many sequences.
+        """Return the tokens of a pack, which holds the longest record of `rows_per_unit` sequences.
 
         Raises:
             UserError: batch.tokens_per_pack is less.
