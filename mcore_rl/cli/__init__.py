@@ -1,1 +1,1 @@
-"""What a user starts: the `mcore-rl` command, and behind the scripts the same programs."""
+"""The command line: the `mcore-rl` command and the programs behind the scripts."""

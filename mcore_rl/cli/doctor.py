@@ -1,4 +1,4 @@
-"""`mcore-rl doctor`: what is installed here, which devices there are, and what is missing for what."""
+"""`mcore-rl doctor`: installed packages, devices, and what is missing for which feature."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONAL = {
 
 
 def report() -> Iterator[str]:
-    """Lines for the user; nothing is written."""
+    """Yield lines for the user; nothing is written."""
     import mcore_rl
 
     yield f"mcore_rl {mcore_rl.__version__}, Python {platform.python_version()}, {platform.platform()}"
@@ -66,7 +66,7 @@ def _devices() -> Iterator[str]:
 
 
 def _group() -> str:
-    """Whether a process group of one can be made and used here."""
+    """Check whether a process group of one rank can be created and used."""
     from datetime import timedelta
 
     import torch

@@ -42,7 +42,7 @@ def run_dry(config: TrainingConfig, record: Path | None = None, replay: Path | N
 
 
 def describe_run(config: TrainingConfig, inputs: Any, steps: int, world_size: int) -> Iterator[str]:
-    """Lines: layout, length of the run, the first step's packs, its first records, memory.
+    """Yield lines about the layout, the length of the run, the first step's packs and records, and memory.
 
     Args:
         inputs: the run's `RunInputs`.
@@ -64,7 +64,7 @@ def describe_run(config: TrainingConfig, inputs: Any, steps: int, world_size: in
 
 
 def layout_picture(parallel: ParallelConfig, world_size: int, layers: int) -> Iterator[str]:
-    """Each rank's coordinates; a line for each tensor-parallel group, whose ranks are neighbours.
+    """Yield each rank's coordinates: a line for each tensor-parallel group, whose ranks are neighbours.
 
     Args:
         layers: of the model.
@@ -88,8 +88,7 @@ def layout_picture(parallel: ParallelConfig, world_size: int, layers: int) -> It
 
 
 def first_batch(config: TrainingConfig, dataset: Any) -> tuple[Sequences, list[TokenSequence]]:
-    """Lengths of the first step's sequences, with the policy's own answers as long as they may be, and the first of
-    them."""
+    """Return the lengths of the first step's sequences, with answers of maximum length, and the first sequences."""
     order = dataset.order(config.seed)
     if isinstance(config, RLConfig) and isinstance(dataset, PromptDataset):
         prompts = [dataset.prompts[i].input_ids for i in order.indices(0, config.rollouts.num_prompts_per_step)]
@@ -107,14 +106,14 @@ def first_batch(config: TrainingConfig, dataset: Any) -> tuple[Sequences, list[T
 
 
 def _answered(config: TrainingConfig, prompts: Sequence[int]) -> Sequences:
-    """Prompts of these lengths, with answers as long as they may be."""
+    """Return the lengths of prompts with answers of maximum length."""
     assert config.max_answer_length is not None, "the policy answers"
     lengths = tuple(min(n + config.max_answer_length, config.data.max_sequence_length) for n in prompts)
     return Sequences(lengths, tuple(whole - n for whole, n in zip(lengths, prompts, strict=True)))
 
 
 def packs(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:
-    """How the first step is cut, shared beginnings left aside."""
+    """Yield how the first step is divided into packs, without shared prefixes."""
     replicas = config.parallel.data_parallel_size(world_size)
     batching = microbatch_planner(config, config.rows_per_unit, replicas)
     plan = batching.plan(list(sequences.lengths))
@@ -127,7 +126,7 @@ def packs(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iter
 
 
 def records(tokenizer: Any, shown: Sequence[TokenSequence]) -> Iterator[str]:
-    """Records as the model sees them; what is trained on stands between » and «."""
+    """Yield records as the model reads them; trained tokens are between » and «."""
     yield "the first records, what is trained on between » and «:"
     for sequence in shown:
         text, trained = "", False

@@ -1,4 +1,4 @@
-"""The shape of every script: arguments in, one line for what a user got wrong, an exit status.
+"""The entry point of every script: its arguments, one-line errors for the user, and its exit status.
 
 Under torchrun every rank runs this. What is wrong is wrong on all of them: the first rank tells it, the
 others keep quiet and wait to be ended; torchrun finds it in the error file too, and repeats it last.
@@ -32,21 +32,21 @@ from mcore_rl.utils.torchrun import error_file, is_launched, is_under_torchrun, 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 
 PEER_SECONDS = 5.0
-"""How long a rank waits for another to tell what is wrong, before it does so itself."""
+"""Seconds that a rank waits for another rank's error before it prints its own."""
 
 KEYS_OF_OPTIONS = {"model": "model.path", "data": "data.train", "output": "output_dir"}
-"""Options that stand for keys which every run needs."""
+"""Options for the keys that every run needs."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with the arguments; `--help` says the rest."""
+    """Prints errors in arguments as one line."""
 
     def error(self, message: str) -> NoReturn:
         leave(2, f"{message} ({self.prog} --help says more)")
 
 
 class _Help(argparse.Action):
-    """`--help` lists options and the sections' keys; `--help SECTION` tells what each of its keys means."""
+    """`--help` lists options and the sections' keys; `--help SECTION` explains the keys of a section."""
 
     def __init__(
         self, option_strings: Sequence[str], dest: str, config_type: type[TrainingConfig], help: str | None = None
@@ -124,7 +124,7 @@ def run_script(
 
 
 def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.Namespace) -> tuple[ConfigT, str]:
-    """What the command line says, and where it comes from."""
+    """Return the configuration of the command line, and its source."""
     words = list(parsed.words)
     path = words.pop(0) if words and ("=" not in words[0] or Path(words[0]).is_file()) else None
     options = {key: getattr(parsed, option) for option, key in KEYS_OF_OPTIONS.items()}
@@ -145,7 +145,7 @@ def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.
 
 
 def with_local_models(config: ConfigT, with_weights: bool = True) -> ConfigT:
-    """The configuration with the hub's models as directories of its cache.
+    """Return the configuration with models of the hub replaced by directories of its cache.
 
     Args:
         with_weights: they are downloaded whole.
@@ -164,7 +164,7 @@ def with_local_models(config: ConfigT, with_weights: bool = True) -> ConfigT:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """End the process with the status and the message that an error inside deserves."""
+    """Inside, an error ends the process with its status and message."""
     try:
         yield
     except UserError as error:
@@ -179,7 +179,7 @@ def exit_on_error() -> Iterator[None]:
 
 
 def show(text: str) -> None:
-    """Print what somebody wants to see, who may have seen enough before its end (`| head`)."""
+    """Print text; end quietly if the reader closes the pipe (`| head`)."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -187,7 +187,7 @@ def show(text: str) -> None:
 
 
 def count(text: str) -> int:
-    """An argument's value: a whole number of at least 1."""
+    """Parse an argument: a whole number of at least 1."""
     number = whole_number(text)
     if not number:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text[:80]!r}")
@@ -195,7 +195,7 @@ def count(text: str) -> int:
 
 
 def leave(status: int, message: str, lost_peer: bool = False) -> NoReturn:
-    """Tell, and end this process at once: waiting for peers that are in a collective would hang.
+    """Print a message and end this process at once, because waiting for peers in a collective would hang.
 
     Args:
         lost_peer: whether another rank has probably failed before, and has more to tell.
@@ -212,14 +212,14 @@ def leave(status: int, message: str, lost_peer: bool = False) -> NoReturn:
 
 
 def _wait_to_be_ended() -> None:
-    """torchrun ends all ranks once one has failed; then this one has nothing to say."""
+    """Wait for torchrun, which ends all ranks after the first failure."""
     if is_under_torchrun():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(PEER_SECONDS)
 
 
 def _write_error_file(line: str) -> None:
-    """What torchrun shows at the end of its report, in the form of `torch.distributed.elastic`'s own."""
+    """Write the error in the form of `torch.distributed.elastic`, for the end of torchrun's report."""
     if path := error_file():
         told = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
         path.write_text(json.dumps({"message": told}))

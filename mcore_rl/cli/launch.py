@@ -1,4 +1,4 @@
-"""torchrun's launcher with quiet ends: the ranks' own last line, and their exit status.
+"""torchrun's launcher with short endings: the ranks' last line, and their exit status.
 
 torchrun itself answers a signal with a traceback of some forty lines and status 1, kills ranks that take longer than
 its grace period to save, and exits with 1 whatever status a rank gave.
@@ -23,7 +23,7 @@ HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """torchrun's options at the beginning, and the rest, which is the program's."""
+    """Split arguments into torchrun's options at the beginning, and the program's arguments."""
     words, options = list(arguments), dict[str, argparse.Action]()
     if words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
         options = _parser()._option_string_actions

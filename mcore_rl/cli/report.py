@@ -1,4 +1,4 @@
-"""`mcore-rl report`: one HTML file about runs."""
+"""`mcore-rl report`: one HTML file about one or more runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mcore_rl.run.directory import REPORT, is_report
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Read the runs that are named, write the page, tell where it is; status 2 and one line for bad input."""
+    """Read the named runs, write the page, print its path; status 2 and one line for bad input."""
     parser = Parser(prog=prog, description="One self-contained HTML file about runs, for a browser.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run, going on or ended")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"instead of {REPORT} in the first RUN")

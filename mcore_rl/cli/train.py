@@ -1,4 +1,4 @@
-"""The training programs by their algorithms' names."""
+"""The training programs, by algorithm."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PROGRAMS = {
 
 
 def load_for(algorithm: str, path: str, overrides: Sequence[str]) -> TrainingConfig:
-    """The configuration of a training program, for a script that was told by `--algorithm` which one it is.
+    """Return the configuration of a training program, for a script with `--algorithm`.
 
     Raises:
         UserError: it is none; says which program's it was taken for.

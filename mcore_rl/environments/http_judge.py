@@ -17,7 +17,7 @@ from mcore_rl.environments.interfaces import Sample, Step
 from mcore_rl.environments.judge_processes import IN_HEADER
 
 FIRST_PAUSE_SECONDS = 0.5
-"""Before the second attempt; twice as long before each further one."""
+"""Pause before the second attempt; it doubles before each further attempt."""
 
 
 def from_environment(value: str) -> str:
@@ -34,7 +34,7 @@ def from_environment(value: str) -> str:
 
 
 class HTTPJudge:
-    """POSTs {"samples": [{"messages": […], "record": {…}}, …]}, and is answered {"rewards": […]}.
+    """Judges by POST of {"samples": [{"messages": […], "record": {…}}, …]}, which returns {"rewards": […]}.
 
     A reward is a number, null where it does not apply, or an object with the fields of `Step`. Tried again is where
     there is no answer, or one of a status from 500 on, or 429.
@@ -88,7 +88,7 @@ class HTTPJudge:
         raise RuntimeError(f"{self.url}: {reason} ({self.attempts} attempts)")
 
     def _post(self, body: dict[str, Any], seconds: float) -> requests.Response:
-        """Send a request whose whole answer must be there in time; the library's own limit is for each byte.
+        """Send a request whose whole answer must arrive within `seconds`; the library's own limit is per byte.
 
         Raises:
             TimeoutError: it is not.

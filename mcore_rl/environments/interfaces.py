@@ -1,4 +1,4 @@
-"""The interfaces of environments, which the training loop calls, and of judges, which environments call."""
+"""Interfaces of environments, which the training loop calls, and of judges, which environments call."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ class Step:
 
 
 class Environment(Protocol):
-    """Judges responses one by one, those of one data-parallel replica: its first rank has one."""
+    """Judges responses one by one. The first rank of each data-parallel replica has one, for the replica's samples."""
 
     def submit(self, sample: Sample) -> Future[Step]:
-        """Judge a response, beside; in the order of submission as far as there is room."""
+        """Judge a response in the background. Responses are judged in the order of submission."""
         ...
 
     def close(self) -> None:
-        """Release what it holds; what is being judged is not waited for."""
+        """Release all resources, without waiting for samples that are being judged."""
         ...
 
 
 class CollectiveEnvironment(Protocol):
-    """Judges in the training processes: every rank has one, and all step together, each with its replica's samples.
+    """Judges in the training processes. Every rank has one; all of them step together, each with its replica's samples.
 
     A replica may have none.
     """
@@ -80,7 +80,7 @@ class CollectiveEnvironment(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release all resources."""
         ...
 
 
@@ -94,7 +94,7 @@ class Judge(Protocol):
 
 
 class BatchJudge(Protocol):
-    """Judges several responses at a time.
+    """Judges several responses in one call.
 
     Returns:
         for each a reward, a Step, None if it does not apply, or the exception that it was met with.

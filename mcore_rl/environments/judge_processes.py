@@ -35,9 +35,9 @@ ALWAYS = (
     *("SSL_CERT_*", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
 )
-"""Patterns of what Python, torch, tokenizers, locales and requests to URLs need."""
+"""Patterns of the variables that Python, torch, tokenizers, locales and HTTP requests need."""
 SET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-"""The values that every judging process gets: one thread, and no GPU."""
+"""Values that every judging process gets: one thread, and no GPU."""
 IN_HEADER = re.compile(r"\$\{(\w+)\}")
 
 
@@ -60,7 +60,8 @@ def _in_headers(config: EnvironmentConfig) -> Iterator[str]:
 
 
 class JudgeProcesses:
-    """Hands samples to worker processes as they come. One that raises, hangs or dies fails its own sample and no other.
+    """Sends samples to worker processes. A sample that raises, hangs or kills its process fails, and no other sample
+    does.
 
     Args:
         log: where what judges print goes; nowhere if not given.
@@ -129,7 +130,7 @@ class JudgeProcesses:
                     return batch
 
     def _judge(self, worker: _Worker, samples: Sequence[Sample]) -> list[Step]:
-        """All at once; each alone if that fails, so that one fails no other."""
+        """Judge samples together; if that fails, judge each one alone."""
         if self._is_closed:
             return [Step(error="the environment is closed") for _ in samples]
         worker.restart_if_gone()
@@ -142,7 +143,7 @@ class JudgeProcesses:
 
 
 def probe(config: EnvironmentConfig, samples: Sequence[Sample], seconds: float = math.inf) -> None:
-    """Judge answers to real prompts, the record's own `answer` if it has one, until one could be judged.
+    """Judge answers to real prompts (the record's `answer` if it has one) until one could be judged.
 
     Args:
         samples: whose conversations are those of the prompts.
@@ -205,7 +206,7 @@ class _Worker:
             raise UserError(f"environment.{self.config.name}: {answer['error']}")
 
     def ask(self, samples: Sequence[Sample]) -> list[Step] | str:
-        """Steps of these samples, or why there are none."""
+        """Return the steps of these samples, or the error."""
         self._write({"samples": [asdict(sample) for sample in samples]})
         limit = self.config.time_limit_seconds
         answer = self._wait(limit * len(samples))
@@ -225,7 +226,7 @@ class _Worker:
             self.gone = True
 
     def _wait(self, seconds: float) -> dict[str, Any] | None:
-        """The next answer; None if there is none within so many seconds, or the process is gone."""
+        """Return the next answer; None if it does not arrive within `seconds`, or the process has ended."""
         deadline, poll = time.monotonic() + seconds, select.poll()
         poll.register(self.answers, select.POLLIN)
         while (answer := self._read()) is None:
@@ -255,7 +256,8 @@ class _Worker:
             self._start()
 
     def end(self) -> None:
-        """Kill the process with all that it has started, unless it is gone: its number may be another's then."""
+        """Kill the process and everything that it started, unless it has ended: its number may then belong to
+        another."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The process that judges: `python -m mcore_rl.environments.judge_worker PARENT`, one JSON object a line in and out.
+"""The judging process: `python -m mcore_rl.environments.judge_worker PARENT`, with one JSON object per line in and out.
 
 In: the options of the configuration's section first, then {"samples": […]} for each call.
 Out: {"ready": true}, then {"steps": […]} for each call; {"error": text} where something went wrong.
@@ -20,7 +20,7 @@ from mcore_rl.environments.interfaces import BatchJudge, Sample, Step
 from mcore_rl.environments.judges import make_judge, step_of
 
 DEATH_SIGNAL_OPTION = 1
-"""PR_SET_PDEATHSIG of Linux's prctl: which signal a process gets when its parent dies."""
+"""PR_SET_PDEATHSIG of Linux's prctl: the signal that a process gets when its parent dies."""
 
 
 def end_with(parent: int) -> None:
@@ -42,7 +42,7 @@ def end_with(parent: int) -> None:
 
 
 def _signal_at_death_of(parent: int, number: int) -> None:
-    """Ask Linux for this signal when the parent dies; send it now if that has happened."""
+    """Request this signal for the parent's death; send it now if the parent has died."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL_OPTION, int(number), 0, 0, 0)
     if os.getppid() != parent:
@@ -79,7 +79,7 @@ async def _judged(judge: BatchJudge, samples: list[Sample]) -> list[Step]:
 
 
 def _checked(result: float | Step | BaseException | None) -> Step:
-    """A step that the conversation can go on with, or that says why there is none."""
+    """Return a step that the conversation can continue with, or one with the error."""
     try:
         if isinstance(result, BaseException):
             raise result

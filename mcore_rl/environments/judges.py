@@ -18,7 +18,7 @@ OWN_COLUMNS = {"prompt", "completion", "completion_ids"}
 
 
 class TRLReward:
-    """`function(prompts=…, completions=…, completion_ids=…, **columns)` → a list of rewards, as a judge.
+    """A judge from `function(prompts=…, completions=…, completion_ids=…, **columns)`, which returns a list of rewards.
 
     prompts, completions: texts where the prompt is a text, lists of messages where it is messages; a completion is
         all that follows the prompt. completion_ids: its tokens. columns: every other field of the records, a list
@@ -55,7 +55,7 @@ def _part(sample: Sample, messages: MessageLog) -> str | MessageLog:
 
 
 class ExactMatch:
-    """1 if the response says the record's `answer`, else 0.
+    """Returns 1 if the response contains the record's `answer`, else 0.
 
     pattern: a regular expression whose first group (or whole), in its last match, is what was answered;
         without one, the whole response is, stripped.
@@ -77,7 +77,7 @@ class ExactMatch:
 
 
 class MathVerify:
-    """1 if the response's mathematical answer equals the record's `answer`, by math-verify; else 0."""
+    """Returns 1 if math-verify finds the response's answer equal to the record's `answer`, else 0."""
 
     def __init__(self) -> None:
         try:
@@ -93,7 +93,7 @@ class MathVerify:
 
 
 class RetryExactMatch(ExactMatch):
-    """A conversation of several turns: a wrong answer is told so, and each further try is worth half."""
+    """Judges conversations of several turns: a wrong answer gets a hint, and each further attempt is worth half."""
 
     def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> Step:  # type: ignore[override]
         tries = sum(message["role"] == "assistant" for message in message_log)
@@ -103,7 +103,7 @@ class RetryExactMatch(ExactMatch):
 
 
 class PerSampleJudge:
-    """A judge of one response, for several: coroutine functions judge them all at the same time."""
+    """Judges several responses with a judge of one response; coroutine functions judge them concurrently."""
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
@@ -126,7 +126,7 @@ def _parameters(judge: Judge) -> Collection[str]:
 
 
 class Weighted:
-    """The weighted sum of what several judges say.
+    """Returns the weighted sum of several judges' rewards.
 
     A conversation goes on as long as one of them says so, with what the first of those observes.
     """
@@ -177,7 +177,7 @@ def step_of(result: float | Step) -> Step:
 
 
 def load_function(function: str | None) -> Callable[..., Any]:
-    """`module:function` of the user's own."""
+    """Return the user's function `module:function`."""
     module, _colon, name = (function or "").partition(":")
     if not module or not name:
         raise ImportError(f"environment.function must be written module:function, got {function!r}")
@@ -186,7 +186,7 @@ def load_function(function: str | None) -> Callable[..., Any]:
 
 
 def make_judge(options: Mapping[str, Any]) -> BatchJudge:
-    """The judge that a section of the configuration describes.
+    """Return the judge that a section of the configuration describes.
 
     Raises:
         ImportError, AttributeError: what it needs is not there.

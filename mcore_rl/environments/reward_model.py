@@ -1,4 +1,4 @@
-"""A reward model as the judge: in the training processes, in packs, under the policy's layout."""
+"""The reward model as a judge: it runs in the training processes, in packs, with the policy's layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mcore_rl.models.policy.scoring import ScoringModel
 
 
 class RewardModelEnvironment:
-    """A response's reward is the model's at the end of the conversation, as its own tokenizer renders it.
+    """Rewards a response with the model's output at the end of the conversation, rendered by the model's own tokenizer.
 
     Every rank makes one, and all step together, each with its replica's samples.
     """
@@ -45,7 +45,7 @@ class RewardModelEnvironment:
         return steps
 
     def _tokens(self, log: MessageLog, record: dict[str, Any]) -> list[int] | str:
-        """The conversation for the model, or why it cannot have it."""
+        """Return the tokens of the conversation, or why the model cannot judge it."""
         try:
             if self.config.format == "text":
                 *before, response = (message["content"] for message in log)

@@ -21,12 +21,12 @@ REPLAYED_OPTIONS = {"temperature", "num_generations_per_prompt", "num_prompts_pe
 
 
 def recorded_by(config: TrainingConfig, data: str) -> dict[str, Any]:
-    """Return what identifies a recording's run; `data` is the fingerprint of its prompts."""
+    """Return the identity of a recording's run; `data` is the fingerprint of its prompts."""
     return {"output_dir": str(config.output_dir.resolve()), "seed": config.seed, "data": data}
 
 
 def check_record(path: Path, run: dict[str, Any], goes_on: bool) -> None:
-    """Refuse to record over a file, unless it is the recording of the run that goes on.
+    """Refuse to record over a file, unless it is the recording of the run that is resumed.
 
     Args:
         run: `recorded_by` it.
@@ -49,15 +49,14 @@ def check_record(path: Path, run: dict[str, Any], goes_on: bool) -> None:
 
 
 def recorded_step(weights: str, sampling: dict[str, Any], rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """A recording's entry: a step's rollouts, the options they were sampled with, and a hash that tells the weights of
-    one step from another's."""
+    """Return a recording's entry: a step's rollouts, their sampling options, and a hash of the weights."""
     return {"weights": weights, "sampling": sampling, "rollouts": [_to_json(r) for r in rollouts]}
 
 
 def read_recording(
     path: Path, steps: int, required: dict[str, Any], replays_experts: bool = False, section: str = "grpo"
 ) -> dict[int, list[Rollout]]:
-    """The rollouts of each recorded step.
+    """Return the rollouts of each recorded step.
 
     Args:
         replays_experts: whether tokens are sent to the experts that they went to while sampling.
@@ -93,8 +92,8 @@ SAMPLES_PER_TENSOR = 64
 
 
 def hash_of_weights(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over the names of tensors and a few evenly spaced numbers of each: it tells an update's weights from
-    those of another without reading the model."""
+    """Return SHA-256 over the names of tensors and a few evenly spaced numbers of each. It distinguishes the weights of
+    different updates without reading the whole model."""
     digest, samples = hashlib.sha256(), []
     for name, tensor in tensors:
         digest.update(name.encode())

@@ -27,7 +27,7 @@ from mcore_rl.errors import ContractError
 
 @dataclass(frozen=True)
 class TokenColumn:
-    """An entry [B, S, …] of a batch; `shape` is that of a token's values, `padding` stands behind the end of a row."""
+    """A column [B, S, …] of a batch; `shape` is that of one token's values, `padding` fills the end of a row."""
 
     name: str
     dtype: torch.dtype
@@ -36,14 +36,14 @@ class TokenColumn:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a token."""
+        """Bytes of one token."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def packed(
     rows: Mapping[str, Shaped[Tensor, "B S ..."]], lengths: Sequence[int], columns: Sequence[TokenColumn]
 ) -> UInt8[Tensor, "tokens bytes"]:
-    """The columns' bytes of every token of right-padded rows, one row after the other; without rows nothing is read.
+    """Return the bytes of all columns for every token of right-padded rows, row by row; without rows nothing is read.
 
     Raises:
         ContractError: a column of other values than it says.
@@ -61,14 +61,14 @@ def packed(
 
 
 def bytes_of(columns: Sequence[TokenColumn]) -> int:
-    """Bytes of a token in all columns."""
+    """Return the bytes of one token in all columns."""
     return sum(column.nbytes for column in columns)
 
 
 def unpacked(
     tokens: UInt8[Tensor, "tokens bytes"], lengths: Sequence[int], columns: Sequence[TokenColumn]
 ) -> dict[str, Shaped[Tensor, "B S ..."]]:
-    """The inverse of `packed`: each column of rows of these lengths, as wide as the longest (1 if there is none)."""
+    """Invert `packed`: return each column of rows with these lengths, as wide as the longest row (at least 1)."""
     width = max(lengths, default=1)
     is_token, rows = _is_token(lengths, width), dict[str, Tensor]()
     parts = tokens.split([column.nbytes for column in columns], dim=1)
@@ -82,7 +82,7 @@ def unpacked(
 
 
 def _is_token(lengths: Sequence[int], width: int) -> Tensor:
-    """[B, S] False in the padding."""
+    """Return [B, S] True for tokens, False for padding."""
     return torch.arange(width) < torch.tensor(lengths, dtype=torch.long)[:, None]
 
 
@@ -94,7 +94,7 @@ def exchange_rows(
     columns: Sequence[TokenColumn],
     topology: Topology,
 ) -> dict[str, Shaped[Tensor, "b s ..."]]:
-    """The columns of the rows that this replica wants, in its order, on all of its ranks. Collective over all ranks.
+    """Return the columns of the rows that this replica needs, in its order, on all of its ranks. Collective.
 
     Args:
         own: right-padded, on the host, the rows `held`, each by the first rank of one replica, in this order.
@@ -116,8 +116,8 @@ def exchange_tokens(
     lengths: Sequence[int],
     replicas: ParallelDimension,
 ) -> UInt8[Tensor, "wanted_tokens bytes"]:
-    """The tokens of the rows that this replica wants, in its order, from those that hold them. Collective over first
-    ranks: a sum of 8 bytes a row of the global batch, and one all-to-all.
+    """Return the tokens of the rows that this replica needs, from the replicas that hold them. Collective over first
+    ranks: a sum of 8 bytes per row of the global batch, and one all-to-all.
 
     Args:
         own: of the rows `held`, one after the other; each row is held by one replica.
@@ -145,7 +145,7 @@ def exchange_tokens(
 
 @dataclass(frozen=True)
 class RolloutSummary:
-    """The part of a conversation that every rank knows: everything except its tokens and texts.
+    """The part of a rollout that every rank knows: everything except its tokens and texts.
 
     The fields are those of `Rollout`; the numbers are of tokens.
     """
@@ -164,12 +164,12 @@ class RolloutSummary:
 
     @property
     def weight_version(self) -> int:
-        """The version of the oldest weights that drew one of its tokens."""
+        """Version of the oldest weights that generated one of its tokens."""
         return min((version for version, _ in self.weight_versions), default=0)
 
 
 def are_judged(outcomes: Sequence[RolloutSummary]) -> Bool[Tensor, " samples"]:
-    """False for samples that could not be judged, which have no reward."""
+    """Return False for samples that could not be judged and so have no reward."""
     return torch.tensor([outcome.error is None for outcome in outcomes], dtype=torch.bool)
 
 
@@ -177,14 +177,14 @@ NUMBERS = ("prompt", "sample_id", "reward", "truncated", "turns", "num_tokens", 
 
 
 class SummaryExchange:
-    """Tells all ranks what came of each replica's conversations, in numbers; texts go along only when there are new
-    names of rewards, or errors. Every rank makes one at the same time."""
+    """Exchanges the summaries of each replica's rollouts as numbers; texts are sent only if there are new names of
+    rewards, or errors. Every rank constructs one at the same time."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology, self._names = topology, InternedObjects()
 
     def everyones(self, own: Mapping[int, RolloutSummary], total: int) -> list[RolloutSummary]:
-        """All of them, by their places. Collective.
+        """Return the summaries of all replicas, ordered by their places. Collective.
 
         Args:
             own: by their places, those of this rank's replica, where it is the first rank; that of others is left out.
@@ -204,7 +204,7 @@ class SummaryExchange:
         return [_outcome(row, names, errors.get(place), versions[place]) for place, row in enumerate(table.tolist())]
 
     def _versions(self, own: Mapping[int, RolloutSummary], counts: Tensor) -> list[list[tuple[int, int]]]:
-        """Return a list for each conversation, which has this number of entries."""
+        """Return a list of weight versions for each rollout."""
         starts = (counts.cumsum(0) - counts).tolist()
         rows = {
             starts[place] + n: pair for place, outcome in own.items() for n, pair in enumerate(outcome.weight_versions)
@@ -214,7 +214,7 @@ class SummaryExchange:
 
 
 def _summed(places: Mapping[int, object], rows: Sequence[object], total: int, width: int) -> Tensor:
-    """[total, width] fp64 on the host: these rows at their places, those of other ranks at theirs."""
+    """Return [total, width] fp64 on the host: the sum over ranks of these rows at their places."""
     table = torch.zeros(total, width, dtype=torch.float64)
     if rows:
         table[list(places)] = torch.tensor(rows, dtype=torch.float64)
@@ -227,7 +227,7 @@ def _numbers(outcome: RolloutSummary) -> list[float]:
 
 
 def _named(outcome: RolloutSummary, names: list[str]) -> list[float]:
-    """Return for each name whether the sample has this reward, and the reward."""
+    """Return, for each name, whether the sample has this reward, and the reward."""
     return [number for name in names for number in (float(name in outcome.rewards), outcome.rewards.get(name, 0.0))]
 
 
@@ -262,9 +262,9 @@ class Rollout:
     """
 
     prompt: int
-    """Index in the dataset."""
+    """Index of the prompt in the dataset."""
     sample_id: int
-    """Position among all samples of the run: with the seed, its random numbers."""
+    """Number of the sample among all samples of the run; with the seed, it determines the random numbers."""
     input_ids: list[int]
     token_mask: list[bool]
     logprobs: list[float]
@@ -272,22 +272,22 @@ class Rollout:
     truncated: bool = False
     turns: int = 0
     response_lengths: list[int] = field(default_factory=list)
-    """Tokens of each response."""
+    """Number of tokens of each response."""
     error: str | None = None
     rewards: dict[str, float] = field(default_factory=dict)
-    """The rewards whose weighted sum is the reward, by name."""
+    """Rewards by name; their weighted sum is the reward."""
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
-    """(version, tokens) of the responses' tokens in their order: which weights they were drawn by. A version is the
-    number of steps that were trained."""
+    """(version, tokens) of the responses' tokens in order: the weights that generated them. A version is the number of
+    trained steps."""
     message_log: MessageLog = field(default_factory=list)
     token_rewards: list[tuple[int, float]] = field(default_factory=list)
-    """(position, reward): what tokens have earned, whose sum is the reward."""
+    """(position, reward) of rewarded tokens; they sum to the reward."""
     routed_experts: torch.Tensor | None = None
-    """[tokens, layers, topk] int16, the experts of its tokens, if they are to be replayed."""
+    """[tokens, layers, topk] int16, the experts of the tokens, if they are replayed."""
 
     @classmethod
     def begin(cls, index: int, sample_id: int, prompt: Prompt) -> Rollout:
-        """A prompt that awaits its first response."""
+        """Return a rollout with a prompt and no response yet."""
         size = len(prompt.input_ids)
         log = prompt.message_log
         return cls(index, sample_id, list(prompt.input_ids), [False] * size, [0.0] * size, message_log=log)
@@ -305,7 +305,7 @@ class Rollout:
         self.logprobs += logprobs
 
     def add_reward(self, step: Step) -> None:
-        """Take what the last response has earned: its last token the reward, each token what is its own."""
+        """Add the reward of the last response to its last token, and token rewards to their tokens."""
         length = self.response_lengths[-1]
         first = len(self.input_ids) - length
         of_tokens = [(first + t, reward) for t, reward in enumerate(step.token_rewards) if reward]
@@ -319,7 +319,7 @@ class Rollout:
 
     @property
     def outcome(self) -> RolloutSummary:
-        """Its outcome."""
+        """Summary of the rollout."""
         generated = sum(self.token_mask)
         return RolloutSummary(
             prompt=self.prompt,
@@ -338,7 +338,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """The conversations of all replicas: what came of each is known to every rank, its tokens where it was led.
+    """Rollouts of all replicas: every rank has the summaries; the tokens are on the replica that generated them.
 
     outcomes: of all, in their order.
     own: by its place in that order, each conversation that this rank has led; each is led by one replica, of which the
@@ -354,7 +354,8 @@ class RolloutBatch:
         rollouts: Sequence[Rollout],
         replicas: ParallelDimension = ParallelDimension(),  # noqa: B008 (frozen)
     ) -> RolloutBatch:
-        """Return rollouts that every rank has, each counted as led by one replica; neighbours have the same replica."""
+        """Return rollouts that every rank has, each assigned to one replica; neighbours are assigned to the same
+        replica."""
         own = {place: rollouts[place] for place in replicas.part_of(range(len(rollouts)))}
         return cls([rollout.outcome for rollout in rollouts], own)
 
@@ -388,7 +389,7 @@ def token_columns(pad_token_id: int, experts: tuple[int, int] | None = None) -> 
 def to_batch(
     rollouts: Sequence[Rollout], pad_token_id: int, experts: tuple[int, int] | None = None
 ) -> BatchedDataDict[Any]:
-    """Right-padded rows: input_ids, token_mask, generation_logprobs [B, S], input_lengths, sample_mask [B].
+    """Return right-padded rows: input_ids, token_mask, generation_logprobs [B, S], input_lengths, sample_mask [B].
 
     And routed_experts [B, S, layers, topk] int16 where the rollouts have them, −1 where they are not known.
 
@@ -421,7 +422,8 @@ def _experts_of(rollout: Rollout, experts: tuple[int, int] | None) -> torch.Tens
 
 
 def rewards_of_tokens(rollouts: Sequence[Rollout], data: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """[B, S] fp32, what each token has earned; of rollouts that do not say, all at the last token of a response.
+    """Return [B, S] fp32, the reward of each token. Rollouts without token rewards have the whole reward at the last
+    token of a response.
 
     Args:
         data: `to_batch` of them.
@@ -434,7 +436,7 @@ def rewards_of_tokens(rollouts: Sequence[Rollout], data: Mapping[str, torch.Tens
 
 
 def last_response_tokens(data: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """[B] positions in the rows of `to_batch`; the last of all tokens where no response has one."""
+    """Return [B] the position of the last response token in each row of `to_batch`; the last token if there is none."""
     positions = torch.arange(data["token_mask"].shape[1])
     last = torch.where(data["token_mask"] > 0, positions, -1).amax(1)
     return torch.where(last < 0, data["input_lengths"] - 1, last)
@@ -450,7 +452,7 @@ def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float 
 def has_signal(
     rewards: Float[Tensor, "prompts group"], judged: Bool[Tensor, "prompts group"] | None = None
 ) -> Bool[Tensor, " prompts"]:
-    """True for groups whose rewards differ: the others teach nothing (DAPO, arXiv:2503.14476, section 3.2).
+    """Return True for groups whose rewards differ. Other groups teach nothing (DAPO, arXiv:2503.14476, section 3.2).
 
     Args:
         judged: as `group_advantages`.
@@ -459,6 +461,6 @@ def has_signal(
 
 
 def differ(values: Float[Tensor, "... group"], counted: Bool[Tensor, "... group"]) -> Bool[Tensor, "..."]:
-    """Whether the values that count are of more than one size."""
+    """Return whether the counted values of each group differ."""
     high = torch.where(counted, values, -math.inf).amax(-1)
     return high > torch.where(counted, values, math.inf).amin(-1)

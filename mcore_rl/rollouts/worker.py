@@ -1,4 +1,4 @@
-"""Conversations under way: the policy answers prompts in an environment, each replica leads its own."""
+"""Rollout worker: the policy answers prompts in an environment; each replica runs its own conversations."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from mcore_rl.rollouts.samples import Rollout, RolloutBatch, SummaryExchange
 CLOSE_SECONDS = 10.0
 
 PromptRequests = Sequence[tuple[int, Prompt]]
-"""Prompts with their indices in the dataset, once for each response."""
+"""Prompts with their indices in the dataset, repeated for each response."""
 
 
 @dataclass
 class Conversation:
-    """A rollout on its way, and what is needed to go on with it."""
+    """A rollout in progress, with the state that its next turn needs."""
 
     rollout: Rollout
     prompt: Prompt
 
     @property
     def sample(self) -> Sample:
-        """For whoever judges its last response."""
+        """The sample for the judge of its last response."""
         log, start = self.prompt.message_log, len(self.prompt.input_ids)
         is_text, rollout = isinstance(self.prompt.content, str), self.rollout
         size = rollout.response_lengths[-1] if rollout.response_lengths else 0
@@ -58,7 +58,7 @@ class Conversation:
         rollout.message_log = [*rollout.message_log, {"role": "assistant", "content": text}]
 
     def observe(self, step: Step, tokenizer: Any, max_turns: int, max_sequence_length: int) -> list[int] | None:
-        """Take the reward; the tokens of an observation, if there is one, and room, for another turn."""
+        """Record the reward; return the tokens of the observation if the conversation continues."""
         rollout = self.rollout
         rollout.add_reward(step)
         rollout.rewards = rollout.rewards | {
@@ -75,14 +75,14 @@ class Conversation:
         return observed
 
     def _observed(self, observation: str, tokenizer: Any) -> list[int]:
-        """Tokens between the last response and the next: a plain text goes on as plain text."""
+        """Return the tokens between the last response and the next one. A plain text continues as plain text."""
         if isinstance(self.prompt.content, str):
             return list(tokenizer(observation, add_special_tokens=False)["input_ids"])
         return tokens_between(tokenizer, self.rollout.message_log[:-1], observation, self.rollout.input_ids)
 
 
 class RolloutWorker:
-    """Lets the policy answer prompts in an environment. All but `begin` and `close` is collective.
+    """Lets the policy answer prompts in an environment. All methods except `begin` and `close` are collective.
 
     Each replica leads the conversations of its own prompts. Where a generation engine gives responses one by one, its
     first rank leads each as far as it has come, beside whatever else the rank does. Otherwise its ranks generate all
@@ -112,12 +112,12 @@ class RolloutWorker:
         threading.Thread(target=self._loop.run_forever, name="conversations", daemon=True).start()
 
     def prepare(self, weight_version: int) -> None:
-        """Let the weights of the policy, whose number this is, answer from now on."""
+        """Generate with the policy's current weights from now on; `weight_version` is their number."""
         self.generation.prepare_for_generation(weight_version=weight_version)
         self.weight_version = weight_version
 
     def finish(self) -> None:
-        """End generation; no request is made until `prepare`."""
+        """End generation. No request is made until `prepare`."""
         self.generation.finish_generation()
 
     def close(self) -> None:
@@ -139,11 +139,11 @@ class RolloutWorker:
 
     @property
     def streams(self) -> bool:
-        """Whether conversations can be begun now and collected later."""
+        """True if conversations can be started now and collected later."""
         return isinstance(self.generation, StreamingGeneration) and not self.judges_together
 
     def begin(self, prompts: PromptRequests, sample_ids: Sequence[int], greedy: bool = False) -> PendingRollouts:
-        """As `run`, of which `collect` is the end: the conversations of this rank's replica go on meanwhile.
+        """Start the conversations of `run` for this rank's replica in the background; `collect` ends them.
 
         Those of a prompt are of one replica, the prompts in turn of one and the other.
         """
@@ -158,7 +158,7 @@ class RolloutWorker:
         )
 
     def collect(self, begun: PendingRollouts) -> RolloutBatch:
-        """The rollouts of what was begun, of all replicas, in the order of their prompts.
+        """Return the rollouts of started conversations of all replicas, in the order of their prompts.
 
         The ranks meet often enough for no collective to time out; of exceptions the first is raised, on all of them.
         """
@@ -166,7 +166,7 @@ class RolloutWorker:
         return self._of_all(dict(zip(begun.places, led, strict=True)), begun.total)
 
     def _of_all(self, own: Mapping[int, Rollout], total: int) -> RolloutBatch:
-        """All replicas' conversations, of which these are this rank's, by their places."""
+        """Return the rollouts of all replicas, given this rank's by their places."""
         outcomes = {place: rollout.outcome for place, rollout in own.items()}
         return RolloutBatch(self._telling.everyones(outcomes, total), own)
 
@@ -189,7 +189,7 @@ class RolloutWorker:
                 return rollout
 
     def _in_lockstep(self, conversations: Sequence[Conversation], greedy: bool) -> None:
-        """The replica's own turn by turn, for as many turns as any replica has."""
+        """Run the replica's conversations turn by turn, for as many turns as any replica has."""
         going = list(conversations)
         while (share := BatchShare.concatenated(len(going), self.topology.data)).total:
             self._respond(going, share, greedy)
@@ -212,7 +212,7 @@ class RolloutWorker:
             conversation.respond(Response(tokens, logprobs, not truncated[row], versions, experts), self.tokenizer)
 
     def _judge(self, conversations: Sequence[Conversation]) -> list[Conversation]:
-        """Those that go on, with what was observed.
+        """Judge the last responses; return the conversations that continue, with their observations.
 
         Each replica judges its own beside, however long it takes; or all ranks judge together.
         """
@@ -243,7 +243,7 @@ class RolloutWorker:
 
 @dataclass(frozen=True)
 class PendingRollouts:
-    """Conversations that go on beside.
+    """Conversations that run in the background.
 
     places: of those of this rank's replica among all. work: theirs, if this rank leads them. total: of all.
     """

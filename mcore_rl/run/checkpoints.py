@@ -42,7 +42,8 @@ class BestValidation:
     def of(
         cls, config: TrainingConfig, state: Mapping[str, Any], data: str, say: PrintLine = silent
     ) -> BestValidation | None:
-        """As the configuration asks for it, going on from a checkpoint's state; None if it does not.
+        """Return the tracking that the configuration asks for, continued from a checkpoint's state; None without
+        best_metric.
 
         What was measured otherwise is no measure for what comes, and forgotten.
         """
@@ -58,7 +59,7 @@ class BestValidation:
         return best
 
     def is_bettered(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Take a validation's metrics; whether it is the best so far, which a NaN never is.
+        """Record a validation's metrics; returns whether it is the best so far. A NaN never is.
 
         Raises:
             UserError: the metric is not among them.
@@ -76,15 +77,15 @@ class BestValidation:
 
     @property
     def patience_is_over(self) -> bool:
-        """Whether training has waited long enough for a better one."""
+        """True if the number of validations without an improvement has reached the patience."""
         return self.patience is not None and self.waited >= self.patience
 
     def forget(self) -> None:
-        """Begin anew: the best so far is another run's."""
+        """Forget the best validation, which belongs to another run."""
         self.step, self.value, self.waited = 0, None, 0
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         return {
             "metric": self.metric,
             "highest": self.highest,
@@ -103,11 +104,11 @@ class BestValidation:
 
 
 LOST_PEER_SECONDS = 2.0
-"""How long a run that has lost a rank waits for a checkpoint: torchrun is about to start it again."""
+"""Seconds that a run which lost a rank waits for its checkpoint; torchrun is about to restart it."""
 
 
 def check_identity(identity: RunIdentity, candidates: list[Path]) -> list[str]:
-    """Refuse to go on with another run's checkpoint; returns what has changed since the best, for the user.
+    """Refuse to resume another run's checkpoint; returns what has changed since the best one, for the user.
 
     Raises:
         UserError: naming the key that makes it another run.
@@ -124,7 +125,7 @@ def check_identity(identity: RunIdentity, candidates: list[Path]) -> list[str]:
 
 
 class RunCheckpoints:
-    """Saves and restores one run; every method is collective.
+    """Saves and restores the checkpoints of a run. Every method is collective, except `finish_alone`.
 
     Args:
         candidates: what to resume from, the best first, and what is to be told (`preflight.find_checkpoints`).
@@ -145,7 +146,7 @@ class RunCheckpoints:
         self._passing: list[Path] = []
 
     def resume(self) -> dict[str, Any]:
-        """Restore the best sound checkpoint; returns the loop's state, `step` 0 for a fresh start.
+        """Restore the best intact checkpoint; returns the loop's state, with `step` 0 for a new run.
 
         Raises:
             UserError: none is sound, or the best does not fit this run.
@@ -172,7 +173,7 @@ class RunCheckpoints:
         return {"step": 0, "consumed_samples": 0}
 
     def save(self, step: int, state: dict[str, Any], wait: bool, passing: bool = False) -> None:
-        """Begin to write iteration `step`, and wait for it if asked to, or if saving is not asynchronous.
+        """Start to write iteration `step`; wait for it if `wait` is set or saving is not asynchronous.
 
         A `passing` one, which the clock asked for, goes when a later one is there: it is no interval's.
         """
@@ -184,12 +185,12 @@ class RunCheckpoints:
         self._or_fail(step, lambda: self.policy.save_checkpoint(self.store.directory, step, state, wait))
 
     def poll(self, step: int, wait: bool = False) -> None:
-        """Between two steps: commit what has been written meanwhile, notice what went wrong."""
+        """Commit a pending checkpoint that has been written, and report its failure."""
         if self.policy.checkpoint.pending is not None:
             self._or_fail(step, lambda: self.policy.checkpoint.finish(wait))
 
     def finish_alone(self, error: BaseException) -> None:
-        """Finish or discard the pending checkpoint as this rank's run ends by `error`; not collective.
+        """Finish or discard the pending checkpoint when `error` ends this rank's run; not collective.
 
         Where another rank was lost before, what it has not written by now will not be written.
         """
@@ -198,11 +199,11 @@ class RunCheckpoints:
             self.say(f"checkpoint: {path}")
 
     def has(self, step: int) -> bool:
-        """Whether iteration `step` is on disk, as the first rank sees it."""
+        """Return whether iteration `step` is on disk, as rank 0 sees it."""
         return bool(broadcast_object(self.store.iteration(step).is_dir()))
 
     def newest(self) -> Path | None:
-        """The newest checkpoint on disk."""
+        """Return the newest checkpoint on disk."""
         return next(reversed(self.store.iterations()), None)
 
     def _or_fail(self, step: int, action: Callable[[], Path | None]) -> None:
@@ -226,7 +227,7 @@ class RunCheckpoints:
             self._remove_passing(self.store.iteration(step_of(resumed)))
 
     def _remove_passing(self, newest: Path) -> None:
-        """Those before `newest` that only the clock asked for, unless retention has its own say about them."""
+        """Remove the checkpoints before `newest` that only the clock asked for, unless retention keeps them."""
         earlier = [path for path in self._passing if path != newest]
         self._passing = [path for path in self._passing if path == newest]
         if self.policy.is_writer and self.config.checkpoint.keep_last is None:

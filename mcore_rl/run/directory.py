@@ -1,4 +1,4 @@
-"""The directory of a run: whose it is, who is writing to it, and what may be replaced in it.
+"""The directory of a run: its owner, its lock, and which of its files a run may replace.
 
 OUTPUT/run.json      marks the directory as a run's, and says which; without it nothing that is there is touched
 OUTPUT/run.lock      exists while a run goes on, with the pid and host of its first process
@@ -32,14 +32,14 @@ MARKER, LOCK, NOT_FINITE, WANDB_ID = "run.json", "run.lock", "not_finite.json", 
 STEP_LOGS, JUDGE_LOG = ("metrics.jsonl", "samples.jsonl"), "judge.log"
 LOGS = (*STEP_LOGS, JUDGE_LOG)
 WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "critic", "stacks", "tensorboard")
-"""What a run replaces or removes; judge.log and vllm/ only grow; precomputed references are named by content."""
+"""Files that a run replaces or removes. judge.log and vllm/ only grow; precomputed references are named by content."""
 REPORT, REPORT_MARK = "report.html", '<meta name="generator" content="mcore_rl report">'
 """Written by `mcore-rl report`, with this mark in it; another file of that name is not touched."""
 OWN = (*WRITTEN, JUDGE_LOG, SERVER_LOGS, REPORT, MARKER, LOCK, NOT_FINITE, WANDB_ID)
 
 
 class RunDirectory:
-    """`output_dir` of a configuration. Checks write nothing; `claim` is the first that does."""
+    """The `output_dir` of a configuration. Checks write nothing; `claim` is the first method that writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,13 +62,14 @@ class RunDirectory:
             return None
 
     def writes(self, path: Path, exports: bool = True) -> bool:
-        """Whether a path is, or lies in, what a run writes here; `exports`: whether models and adapters are."""
+        """Return whether a path is, or is inside, a file that a run writes here; `exports`: whether it exports
+        models."""
         own, path = self.path.resolve(), path.resolve()
         kept = set() if exports else {exported.name for exported in self.exports}
         return path.is_relative_to(own) and path.relative_to(own).parts[:1] in {(name,) for name in {*OWN} - kept}
 
     def check(self, export: bool, overwrite: bool = False) -> None:
-        """Refuse a directory that cannot be written, or holds something that a run would destroy.
+        """Refuse a directory that is not writable, or holds files that the run would destroy.
 
         Args:
             export: whether the run will write models or adapters.
@@ -102,12 +103,12 @@ class RunDirectory:
                     raise UserError(f"output_dir: {iteration} holds {foreign[0]}, not as a run saved it; move it away")
 
     def holds_results(self) -> bool:
-        """Whether a run has left anything here that another run would mix with."""
+        """Return whether a run has left files here that another run would mix with."""
         logs = any((self.path / name).is_file() and (self.path / name).stat().st_size for name in LOGS)
         return bool(self.checkpoints.iterations()) or any(map(_exists, self.exports)) or logs
 
     def lock_state(self) -> Literal["free", "held", "left"]:
-        """Whether a run goes on here, as far as its lock tells without touching it; `left`: it was killed."""
+        """Return the state of the lock, without changing it: whether a run is active, or was killed (`left`)."""
         try:
             holder = _holder((self.path / LOCK).read_bytes())
         except OSError:
@@ -115,7 +116,7 @@ class RunDirectory:
         return "held" if _may_live(holder) else "left"
 
     def wait_for_lock(self, lock: str, seconds: float) -> bool:
-        """Whether the lock that another process has taken (its `own_lock`) is, within `seconds`, in this directory too.
+        """Return whether the lock of another process (its `own_lock`) appears in this directory within `seconds`.
 
         Not for the process that holds it: closing the file, however it was opened, would give up a record lock.
         """
@@ -129,7 +130,7 @@ class RunDirectory:
             time.sleep(0.1)
 
     def claim(self) -> str | None:
-        """Make the directory and lock it until `release`, or until this process ends however it ends.
+        """Create the directory and lock it until `release` or the end of this process.
 
         Returns:
             a line about a lock that nobody holds any more, if there was one.
@@ -170,7 +171,7 @@ class RunDirectory:
         return f"the run that held {self.path} ({_name(holder)}) is gone; going on" if holder else None
 
     def release(self) -> None:
-        """Give up the lock; a directory made for it and not used disappears again."""
+        """Release the lock, and remove a directory that was created for it and not used."""
         if self._lock < 0:
             return
         (self.path / LOCK).unlink(missing_ok=True)
@@ -181,7 +182,8 @@ class RunDirectory:
                 made.rmdir()
 
     def clear(self) -> None:
-        """Remove what an earlier run wrote, and nothing else; precomputed references stay, whose names say of what."""
+        """Remove what an earlier run wrote, and nothing else. Precomputed references stay; their names identify
+        them."""
         if not self.identity:  # a judge.log may be the user's
             return
         for iteration in self.checkpoints.iterations():
@@ -201,12 +203,12 @@ class RunDirectory:
             os.truncate(self.path / JUDGE_LOG, 0)
 
     def mark_not_finite(self, message: str) -> None:
-        """Keep why this launch of the run ended, for `not_finite`."""
+        """Store the reason why this launch of the run ended, for `not_finite`."""
         with contextlib.suppress(OSError):
             (self.path / NOT_FINITE).write_text(json.dumps({"launch": launch_id(), "error": message}))
 
     def not_finite(self, launch: str) -> str | None:
-        """Why that launch has ended, if a loss or a gradient was not finite."""
+        """Return why that launch ended, if a loss or a gradient was not finite."""
         try:
             ended = json.loads((self.path / NOT_FINITE).read_text())
             return str(ended["error"]) if ended["launch"] == launch else None
@@ -214,7 +216,7 @@ class RunDirectory:
             return None
 
     def mark(self, identity: str, config: str) -> None:
-        """From now on the directory is this run's: its identity (JSON) and its resolved configuration (YAML)."""
+        """Make the directory this run's: write its identity (JSON) and its resolved configuration (YAML)."""
         (self.path / NOT_FINITE).unlink(missing_ok=True)
         for name, text in ((MARKER, identity), ("config.yaml", config)):
             temporary = self.path / f".{name}.partial"
@@ -223,7 +225,7 @@ class RunDirectory:
 
 
 def is_report(path: Path) -> bool:
-    """Whether the file is there and `mcore-rl report` has written it."""
+    """Return whether the file exists and was written by `mcore-rl report`."""
     try:
         with open(path, "rb") as file:
             return REPORT_MARK.encode() in file.read(1000)
@@ -232,7 +234,7 @@ def is_report(path: Path) -> bool:
 
 
 def own_lock() -> str:
-    """The content of a lock that this process takes."""
+    """Return the content of a lock of this process."""
     return json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n"
 
 
@@ -240,7 +242,7 @@ _claimed: RunDirectory | None = None
 
 
 def release() -> None:
-    """Give up what this process has claimed, if anything."""
+    """Release the directory that this process has claimed, if any."""
     if _claimed is not None:
         _claimed.release()
 
@@ -262,7 +264,7 @@ def _name(holder: dict[str, object]) -> str:
 
 
 def _may_live(holder: dict[str, object]) -> bool:
-    """Without locks on this file system: whether the process that the file names could still be there."""
+    """Return whether the process that a lock file names may still run, on a file system without locks."""
     if not holder:
         return False
     return holder.get("host") != socket.gethostname() or psutil.pid_exists(int(str(holder.get("pid", 0))))

@@ -1,4 +1,4 @@
-"""What makes a run this run and no other: algorithm, model, data, seed. Kept with every checkpoint.
+"""The identity of a run: algorithm, model, data, seed. Every checkpoint has it.
 
 A checkpoint is resumed only by the same run. Everything else of its configuration (learning rate, steps,
 layout, …) may change on the way, and is told.
@@ -30,23 +30,23 @@ IDENTIFYING_KEYS = (
 )
 """Keys of a configuration whose change makes another run."""
 ADAPTER_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
-"""The same, and without adapters there are none of these."""
+"""Identifying keys of adapters; a run without adapters has none of them."""
 NO_ADAPTER = "no adapter"
 SECOND_MODEL_KEYS = ("model.lora.path", REFERENCE, TEACHER, JUDGE, CRITIC)
-"""Keys of what a run reads weights from, beside the model that it trains."""
+"""Keys of the models, besides the trained one, that a run reads weights from."""
 UNTRACKED_KEYS = (
     *("output_dir", "dry_run", "checkpoint.", "logging."),
     *("model.path", *SECOND_MODEL_KEYS, "data.train"),
 )
-"""Keys whose change is nobody's concern, or is checked by content."""
+"""Keys whose change is not reported, or is checked by content."""
 
 NODE_LOCAL_KEYS = (
     *("output_dir", "model.path", *SECOND_MODEL_KEYS),
     *("data.train*", "data.validation*", "data.columns*", "data.chat_template", "data.cache_dir"),
     *("environment.url", "environment.rewards.*.url", "generation.vllm.*"),
 )
-"""Patterns of the keys whose values may be a node's own: places, and servers. What is read there is compared instead;
-of vLLM's servers all processes take what the first one is told."""
+"""Patterns of keys whose values may differ between nodes: paths and servers. Their contents are compared instead; all
+processes use the vLLM servers of rank 0."""
 NOT_GIVEN = "(not given)"
 
 
@@ -95,7 +95,7 @@ class RunIdentity:
 
     @classmethod
     def from_json(cls, text: str) -> RunIdentity:
-        """Raises ValueError or TypeError if it is something else."""
+        """Read an identity; raises ValueError or TypeError if the text is none."""
         return cls(**json.loads(text))
 
     def require_same(self, earlier: RunIdentity, where: Path) -> None:
@@ -115,7 +115,7 @@ class RunIdentity:
             raise UserError(f"{key}: {where} is of another run{change}; {remedy}")
 
     def _identifying(self, earlier: RunIdentity) -> Iterator[tuple[str, str, str]]:
-        """(key, earlier value, value now) of what makes the runs different."""
+        """Yield (key, earlier value, current value) of everything that makes the runs different."""
         if earlier.algorithm != self.algorithm:
             yield "the algorithm", earlier.algorithm, self.algorithm
         before, now = flattened(earlier.config), flattened(self.config)
@@ -139,8 +139,8 @@ class RunIdentity:
             yield f"data.train: {self.config['data']['train']} is other data", "", ""
 
     def differences(self, first: RunIdentity) -> list[str]:
-        """What this process of a run was given otherwise than its first one, what is likely the cause before what
-        follows from it: a line each, which begins with the key."""
+        """Return what this process was given otherwise than rank 0, likely causes first: a line each, which starts with
+        the key."""
         day = [f"the date {first.chat_day} → {self.chat_day}"] if first.chat_day != self.chat_day else []
         firsts, own = flattened(first.config), flattened(self.config)
         values = {key: (firsts.get(key, NOT_GIVEN), own.get(key, NOT_GIVEN)) for key in {**firsts, **own}}
@@ -163,14 +163,14 @@ def _in_any_order(value: Any) -> Any:
 
 
 def model_directories(config: TrainingConfig) -> dict[str, Path]:
-    """Every directory that a run reads weights from, by the key that names it."""
+    """Return every directory that a run reads weights from, by its key."""
     values = flattened(config.model_dump(mode="json"))
     keys = ("model.path", *SECOND_MODEL_KEYS)
     return {key: Path(values[key]) for key in keys if values.get(key) is not None}
 
 
 def input_paths(config: TrainingConfig) -> dict[str, Path]:
-    """Every file and directory that a run reads, by the key that names it."""
+    """Return every file and directory that a run reads, by its key."""
     data, template = config.data, config.data.chat_template
     files = {_named("data.train", i): Path(source) for i, source in enumerate(data.train_sources)}
     files |= {_named("data.validation", i): Path(source) for i, source in enumerate(data.validation_sets.values())}
@@ -192,7 +192,7 @@ def identity_of(iteration: Path) -> RunIdentity | None:
 
 
 def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} → {"a.b": 1}."""
+    """Return nested dictionaries as one: {"a": {"b": 1}} → {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat.update(flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})

@@ -36,7 +36,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Takes Ctrl-C, SIGTERM and SIGUSR1 (Slurm's notice of pre-emption) as a wish to stop after the step.
+    """Turns Ctrl-C, SIGTERM and SIGUSR1 (Slurm's notice of pre-emption) into a request to stop after the step.
 
     A second signal ends the process at once. torchrun hands a first Ctrl-C on to the ranks and waits for them; a
     second one ends torchrun alone, so the ranks then end with it.
@@ -69,7 +69,8 @@ class StopSignals:
         os._exit(128 + self._received)
 
     def requested(self) -> str | None:
-        """The signal's name if any rank has received one; the same answer on every rank, as is `save_is_due`."""
+        """Return the signal's name if any rank has received one. The answer is the same on every rank, as `save_is_due`
+        is."""
         seconds = time.monotonic() - self._saved
         due = self._clock_is_mine and self.save_seconds is not None and seconds >= self.save_seconds
         both = torch.tensor([self._received, int(due)], device=platform.device())
@@ -78,12 +79,12 @@ class StopSignals:
         return signal.Signals(received).name if received else None
 
     def saved(self) -> None:
-        """A checkpoint has been begun: the next is due a whole interval later."""
+        """Start the next interval of saving by the clock."""
         self._saved = time.monotonic()
 
 
 def _divides(interval: int | None, step: int) -> bool:
-    """Whether something that happens every `interval` steps (never, for None) happens now."""
+    """Return whether an event with this interval (None: never) happens at this step."""
     return interval is not None and step % interval == 0
 
 
@@ -97,29 +98,29 @@ class TrainingLoop(ABC, Generic[DatasetT]):
 
     @property
     def total_steps(self) -> int:
-        """From the run's very start to its end."""
+        """Steps of the run, including those before a resume."""
         return self.config.total_steps(len(self.inputs.train))
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of a step."""
+        """Number of optimizer steps of a step."""
         return 1
 
     @property
     def max_record_length(self) -> int:
-        """In tokens."""
+        """Maximum number of tokens of a record."""
         return self.config.data.max_sequence_length
 
     @abstractmethod
     def train_step(self, step: int) -> dict[str, Any]:
-        """Train once; returns metrics, among them `tokens_per_second` and `tflops_per_second`.
+        """Train one step; returns metrics, among them `tokens_per_second` and `tflops_per_second`.
 
         Raises:
             FloatingPointError: training cannot go on; weights are as before.
         """
 
     def validate(self, step: int) -> dict[str, float]:
-        """Metrics of the validation sets, each named `validation_…`, of several `validation_SET/…`; {} without one."""
+        """Return the metrics of all validation sets as `validation_…`, with several sets as `validation_SET/…`."""
         watchdog.enter(f"step {step}: validation")
         metrics = {}
         for name, dataset in self.inputs.validation.items():
@@ -131,10 +132,10 @@ class TrainingLoop(ABC, Generic[DatasetT]):
 
     @abstractmethod
     def validate_on(self, name: str, dataset: DatasetT, step: int) -> dict[str, float]:
-        """Metrics of one validation set."""
+        """Return the metrics of one validation set."""
 
     def throughput(self, num_tokens: float, flops: float, seconds: float) -> dict[str, float]:
-        """Metrics of a step on so many tokens, by so many operations."""
+        """Return the throughput metrics of a step with `num_tokens` tokens and `flops` operations."""
         return {
             "num_tokens": int(num_tokens),
             "tokens_per_second": num_tokens / seconds,
@@ -143,7 +144,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         }
 
     def say(self, message: str) -> None:
-        """A line for the user, once."""
+        """Print a line on rank 0."""
         rank_zero_printer(self.policy.is_writer)(message)
 
     def run(self) -> Path | None:
@@ -245,7 +246,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         return exported
 
     def _or_stop(self, part: Callable[[int], dict[str, Any]], step: int, trained: int) -> dict[str, Any]:
-        """Return the metrics of a part of a step; an error that training cannot survive ends the run.
+        """Return the metrics of a part of a step. An error that training cannot survive ends the run.
 
         The pending checkpoint is finished before. If judges or servers are gone and the part made no update, the
         weights are sound and are saved as well.
@@ -291,7 +292,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         return _divides(trainer.validation_interval, step) or (trainer.validate_at_end and step == self.total_steps)
 
     def _begin(self) -> None:
-        """From now on the output directory is this run's, which is watched over."""
+        """Mark the output directory as this run's, and start the watchdog."""
         self._make_repository()
         if self.policy.is_writer:
             directory = RunDirectory(self.config.output_dir)
@@ -301,7 +302,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         watchdog.start(self.config.output_dir / "stacks", self.policy.rank)
 
     def _make_repository(self) -> None:
-        """Create the repository of checkpoint.push_to_hub; what the hub refuses ends the run on every rank."""
+        """Create the repository of checkpoint.push_to_hub. If the hub refuses, the run ends on every rank."""
         if (name := self.config.checkpoint.push_to_hub) is None:
             return
         problem = None
@@ -314,7 +315,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             raise UserError(problem)
 
     def print_run_description(self, done: int, steps: int) -> None:
-        """Say what is trained on what."""
+        """Print what is trained on what."""
         policy = self.policy
         self.say(f"model: {policy.describe()}, {policy.describe_layout()}")
         if lora := policy.model.lora:
@@ -329,7 +330,8 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             self.say(f"nothing left to train: the checkpoint is at step {done} of {steps}")
 
     def _export(self) -> Path | None:
-        """The trained model as Hugging Face has it, and its adapters as PEFT does, if the configuration asks for it."""
+        """Export the trained model in Hugging Face format, and adapters in PEFT format, if the configuration asks for
+        it."""
         if not self.config.checkpoint.export_hf:
             return None
         watchdog.enter("export")

@@ -22,7 +22,7 @@ from mcore_rl.utils.console import PrintLine, console, rank_zero_printer
 
 
 class JsonLinesLog:
-    """Appends to such a file, whose steps ascend.
+    """A log of JSON lines with ascending steps, to which a run appends.
 
     A run may have been killed in the middle of a line, further than its last checkpoint: the first `append`
     removes what is there of its step and later ones; all that is there if it is a run's first step (0 or 1).
@@ -58,7 +58,7 @@ def read_step_log(path: Path) -> list[dict[str, Any]]:
 
 
 def step_log_entries(file: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """The same of an open file, one after the other.
+    """Yield the entries of an open log.
 
     Raises:
         ValueError: it holds something else.
@@ -79,14 +79,14 @@ class Tracker(Protocol):
     """A tracker, which receives the metrics that metrics.jsonl receives."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """The numbers of one step."""
+        """Log the numbers of one step."""
 
     def close(self) -> None:
-        """The run is over, however it ended."""
+        """End the tracker's run."""
 
 
 class TensorBoard:
-    """Event files in output_dir/tensorboard."""
+    """Writes event files to output_dir/tensorboard."""
 
     def __init__(self, config: TrainingConfig) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -103,7 +103,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run there, which goes on when this run does: its id is kept in the output directory."""
+    """Logs to a W&B run, which a resumed run continues: its id is in the output directory."""
 
     def __init__(self, config: TrainingConfig) -> None:
         import wandb
@@ -132,7 +132,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """To the server, or the directory, that `MLFLOW_TRACKING_URI` names."""
+    """Logs to the server, or the directory, of `MLFLOW_TRACKING_URI`."""
 
     def __init__(self, config: TrainingConfig) -> None:
         import mlflow
@@ -165,13 +165,13 @@ class Trackers:
                     self._started[name] = start(config)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Hand the numbers of one step to all of them."""
+        """Send the numbers of one step to all trackers."""
         for name, tracker in list(self._started.items()):
             with self._left_out_if_it_fails(name):
                 tracker.log(metrics, step)
 
     def close(self) -> None:
-        """Tell all of them that the run is over."""
+        """Close all trackers."""
         for name, tracker in list(self._started.items()):
             with self._left_out_if_it_fails(name):
                 tracker.close()
@@ -187,11 +187,11 @@ class Trackers:
 
 
 CONSOLE_METRICS = ("reward_mean", "loss", "value_loss", "explained_variance", "accuracy")
-"""Metrics for people."""
+"""Metrics on the console."""
 
 
 class MetricsReporter:
-    """Writes on rank 0 and does nothing on the others.
+    """Reports metrics on rank 0; does nothing on other ranks.
 
     Args:
         first_step: the first that is done now, of `total`.
@@ -209,7 +209,7 @@ class MetricsReporter:
             self._log_fails = False
 
     def record(self, step: int, metrics: dict[str, Any]) -> None:
-        """Write an object for the step to metrics.jsonl and to trackers."""
+        """Write the step's metrics to metrics.jsonl and to the trackers."""
         if not self.enabled:
             return
         try:
@@ -230,7 +230,7 @@ class MetricsReporter:
                 self._course.setdefault(name, _MetricHistory(max if greatest_is_best(plain) else min)).take(step, value)
 
     def progress(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """The line that a person watches."""
+        """Print the step's line on the console."""
         if not self.enabled:
             return
         per_step = (time.monotonic() - self.started) / (step - self.first_step + 1)
@@ -242,7 +242,7 @@ class MetricsReporter:
 
     @contextlib.contextmanager
     def live(self) -> Iterator[None]:
-        """On a terminal: a bar below everything else that is printed, with the phase that the run is in."""
+        """Show a progress bar with the current phase below all other output, on a terminal."""
         if not (self.enabled and console.is_terminal):
             yield
             return
@@ -255,12 +255,12 @@ class MetricsReporter:
             yield
 
     def advance(self, step: int) -> None:
-        """Move the bar, if there is one."""
+        """Advance the progress bar, if there is one."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def close(self) -> None:
-        """Tell other programs that the run is over."""
+        """Close the log and the trackers."""
         if self.enabled:
             self.trackers.close()
 
@@ -279,7 +279,7 @@ class MetricsReporter:
 
 @dataclass
 class _MetricHistory:
-    """The course of a metric over the steps."""
+    """First, last and best value of a metric."""
 
     better: Any
     first: float | None = None
@@ -297,7 +297,7 @@ class _MetricHistory:
 
 
 class _Phase(TextColumn):
-    """Show what the process is doing."""
+    """Column of the progress bar with the current phase."""
 
     def render(self, task: Any) -> Any:
         self.text_format = watchdog.phase().replace("{", "{{").replace("}", "}}")

@@ -1,4 +1,4 @@
-"""Checks that take a second: layout, paths and directories, before PyTorch and Megatron are imported."""
+"""Checks that take a second: layout, paths and directories. They run before PyTorch and Megatron are imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcore_rl.utils.torchrun import has_rendezvous_id, launch_id, node, rank, re
 
 
 def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path | None]) -> None:
-    """Check what needs no tensor; nothing is written.
+    """Check everything that needs no tensor; nothing is written.
 
     Args:
         world_size: processes of the run.
@@ -40,7 +40,7 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
 
 
 def check_layout(config: TrainingConfig, world_size: int) -> None:
-    """Check what needs no data: models are there, processes and packs can be divided, steps train something.
+    """Check what needs no data: models exist, processes and packs can be divided, steps train something.
 
     Raises:
         UserError: naming the key, what was found, what would be right.
@@ -57,13 +57,13 @@ def check_layout(config: TrainingConfig, world_size: int) -> None:
 
 
 def check_sources(config: TrainingConfig) -> None:
-    """Raises UserError if a file of records is not there, or none."""
+    """Raise UserError if a file of records is missing or is not one."""
     for source in (*config.data.train_sources, *config.data.validation_sets.values()):
         check_file(source)
 
 
 def check_vllm(config: RLConfig) -> None:
-    """Raises UserError if servers are to be started, and nothing can run them, or they could not tell experts."""
+    """Raise UserError if servers must be started and cannot run here, or cannot return routed experts."""
     generation = config.generation
     if generation.backend != "vllm" or generation.vllm.urls:
         return
@@ -101,7 +101,7 @@ def _check_files(files: Mapping[str, Path | None], directory: RunDirectory) -> N
 
 
 def is_restart(output_dir: Path) -> bool:
-    """Whether torchrun started this process in place of one that failed, which had begun the run in `output_dir`."""
+    """Return whether torchrun restarted this process after a failure of the run in `output_dir`."""
     if restarts() == 0:
         return False
     if not has_rendezvous_id() and node() > 0:
@@ -111,7 +111,7 @@ def is_restart(output_dir: Path) -> bool:
 
 
 def check_output(config: TrainingConfig) -> None:
-    """Refuse to write over what is in `output_dir`, or what the run reads.
+    """Refuse to overwrite files in `output_dir`, or files that the run reads.
 
     Raises:
         UserError: naming the key, and what is in the way.
@@ -134,14 +134,14 @@ def check_output(config: TrainingConfig) -> None:
 
 
 def _is_written(key: str, path: Path, directory: RunDirectory, exports: bool) -> bool:
-    """Whether a run writes to one of its inputs, or to what links in it lead to."""
+    """Return whether a run writes to one of its inputs, or to a file that a link in it points to."""
     if path.resolve() == directory.path.resolve():
         return key.startswith("data.")  # logs have the suffix of records; nothing is called like a model's files
     return any(directory.writes(part, exports) for part in (path, *path.glob("*")))
 
 
 def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
-    """What `checkpoint.resume` asks for: checkpoints to try, the best first, and what to say of others.
+    """Return the checkpoints that `checkpoint.resume` allows, best first, and notes about the others.
 
     Raises:
         UserError: nothing there, or everything damaged.
