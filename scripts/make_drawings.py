@@ -1,8 +1,9 @@
-"""Draw what docs/how_it_works.md shows, from the very objects that training indexes through.
+"""Draw the pictures of docs/how_it_works.md, from the objects that training uses and the names in the code.
 
 python scripts/make_drawings.py
 """
 
+import ast
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ PADDING, MASKED, TEXT = "#d9d9d9", "#f2f2f2", "#222222"
 
 
 class Drawing:
-    """Cells in rows, and texts beside them."""
+    """Rows of cells with labels."""
 
     def __init__(self, title: str) -> None:
         self.parts = [text(LEFT, 24, title, weight="bold")]
@@ -93,9 +94,59 @@ def shared_prefix() -> Drawing:
     return drawing
 
 
+STEP = (
+    ("batch", "SupervisedTrainer.next_batch", "algorithms/supervised.py"),
+    ("", "assign_records", "data/batching.py"),
+    ("reference", "DPOObjective.frozen_columns", "algorithms/dpo.py"),
+    ("", "SwappedReference.logprobs", "models/policy/reference.py"),
+    ("forward, backward", "MegatronPolicy.forward_backward", "models/policy/megatron_policy.py"),
+    ("", "MicrobatchPlanner.microbatches", "data/batching.py"),
+    ("", "run_microbatches", "models/megatron/forward_step.py"),
+    ("", "HiddenStateGPTModel._postprocess", "models/megatron/build.py"),
+    ("", "LogprobHead.__call__", "models/megatron/forward_step.py"),
+    ("", "linear_logprobs", "distributed/logprobs.py"),
+    ("", "DPOLossFn.from_logprobs", "losses/preference.py"),
+    ("clip", "MegatronPolicy.clip_gradients", "models/policy/megatron_policy.py"),
+    ("update", "MegatronPolicy.update_weights", "models/policy/megatron_policy.py"),
+    ("metrics", "MicrobatchResults.metrics", "models/policy/megatron_policy.py"),
+)
+"""Phases of a DPO step, their calls in order, and the files of the calls."""
+
+
+def step() -> Drawing:
+    """The calls of a DPO step, with the names that the code has."""
+    drawing = Drawing("SupervisedTrainer.train_step: the calls of a DPO step")
+    left, color = LEFT + 30, -1
+    for line, (name, call, file) in enumerate(STEP):
+        assert is_defined(call, file), f"{file} does not define {call}"
+        if name:
+            color += 1
+        y = TOP + line * 28
+        drawing.parts.append(text(left - 8, y + 15, name, anchor="end", weight="bold"))
+        inner = 0 if name else 24
+        drawing.parts.append(
+            f'<rect x="{left + inner}" y="{y}" width="280" height="22" rx="3" fill="{COLORS[color]}"/>'
+        )
+        drawing.parts.append(text(left + inner + 10, y + 15, call, color="#ffffff"))
+        drawing.parts.append(text(left + 320, y + 15, file))
+        drawing.width, drawing.height = left + 560, y + 38
+    return drawing
+
+
+def is_defined(name: str, file: str) -> bool:
+    """Return whether a file of the package defines a function, a class, or a method of a class."""
+    body: list[ast.stmt] = ast.parse((DOCS.parent / "mcore_rl" / file).read_text()).body
+    for part in name.split("."):
+        found = next((node for node in body if getattr(node, "name", None) == part), None)
+        if found is None:
+            return False
+        body = getattr(found, "body", [])
+    return True
+
+
 def drawings() -> Iterator[tuple[Path, str]]:
-    """Files, and what is in them."""
-    for draw in (packing, context_parallel, shared_prefix):
+    """Yield each file and its content."""
+    for draw in (step, packing, context_parallel, shared_prefix):
         yield DOCS / "drawings" / f"{draw.__name__}.svg", draw().svg()
 
 
