@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import run
 from safetensors.torch import load_file
 from small_models import and_long
-from test_training_programs import run
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.errors import WorkerError
@@ -76,7 +76,7 @@ def weights_by_loading(iteration, config):
 
 @pytest.mark.parametrize(("family", "layout"), LAYOUTS, ids=str)
 def test_any_layout_loads_what_was_converted(family, layout, model_of, tmp_path):
-    from test_layout_check import make_config
+    from layout_cases import make_config
 
     (iteration,) = run_processes(convert, model_of(family), tmp_path / "megatron", world_size=1)
     config = layout.apply(make_config(model_of(family)))
@@ -145,7 +145,7 @@ def leave_the_directory(iteration):
     ],
 )
 def test_code_in_a_checkpoint_never_runs(poison, message, model_of, tmp_path, monkeypatch):
-    from test_layout_check import make_config
+    from layout_cases import make_config
 
     monkeypatch.setenv("HARM", str(tmp_path / "harm"))
     (iteration,) = run_processes(convert, model_of("llama"), tmp_path / "megatron", world_size=1)

@@ -5,9 +5,9 @@ import ctypes
 import gc
 
 import pytest
+from layout_cases import make_config, make_data
 from peak_memory import PeakMemory
 from small_models import make_model
-from test_layout_check import make_config, make_data
 
 from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.config import DPOConfig

@@ -6,27 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layout_cases import make_config, run_steps
 from small_models import and_long
-from test_layout_check import make_config, make_data
 
-from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
-
-
-def run_steps(config, directory, load, steps):
-    """Metrics and whole weights after `steps` more steps, then a checkpoint."""
-    from mcore_rl.models.megatron.weights import export_hf_weights
-    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-
-    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
-    done = policy.load_checkpoint(load).state["step"] if load else 0
-    loss_fn = build_loss(config)
-    metrics = [policy.train(make_data(), loss_fn) for _ in range(steps)]
-    saved = policy.save_checkpoint(directory, done + steps, {})
-    weights = dict(export_hf_weights(policy.model))
-    policy.shutdown()
-    return metrics, weights, saved
 
 
 def continued(family, first, second, model_of, tmp_path):

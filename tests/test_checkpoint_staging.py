@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_layout_check import make_config, make_data
+from layout_cases import make_config, make_data
 
 from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.models.megatron.checkpoint.save import HostStaging

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from generation_cases import LIMIT, NEW_TOKENS, config_of, generate, make_prompts, sequences
+from layout_cases import make_data
 from small_models import and_long, make_tokenizer, models_below
-from test_layout_check import make_data
-from test_megatron_generation import LIMIT, NEW_TOKENS, config_of, generate, make_prompts, sequences
 
 from mcore_rl import platform
 from mcore_rl.config import GRPOConfig

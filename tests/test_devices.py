@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_process import DEVICES, no_gpu, run_on, visible_to
+from layout_cases import STEPS, make_config, make_data, plain_outcome
 from small_models import make_model
-from test_layout_check import STEPS, make_config, make_data, plain_outcome
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.models.generation.sampling import SamplingParams
@@ -144,13 +144,13 @@ def test_logprobs(kind, dtype):
 
 def check_attention(dtype):
     """The kernel for this device and dtype on awkward packs, each rank's part in turn, against plain softmax."""
-    import test_attention
-    from test_attention import HEADS, LONG, expected, in_one_process, layouts
+    import attention_cases
+    from attention_cases import HEADS, LONG, expected, in_one_process, layouts
 
     from mcore_rl import platform
     from mcore_rl.models.megatron.attention import kernel_of
 
-    test_attention.DIM = 64  # flash kernels take multiples of 8
+    attention_cases.DIM = 64  # flash kernels take multiples of 8
     device = platform.device()
     kernel = kernel_of(torch.empty(0, dtype=dtype, device=device))
     for cp in (1, 2):
@@ -299,7 +299,7 @@ def test_the_host_does_not_wait_for_microbatches(kind, dtype, model_of):
 
 
 def generate_on(config, params):
-    from test_megatron_generation import generate, make_prompts
+    from generation_cases import generate, make_prompts
 
     prompts = make_prompts()
     rows = zip(prompts["input_ids"].tolist(), prompts["input_lengths"].tolist(), strict=True)
@@ -307,7 +307,7 @@ def generate_on(config, params):
 
 
 def test_greedy_answers_are_those_of_transformers(kind, tmp_path):
-    from test_megatron_generation import LIMIT, NEW_TOKENS
+    from generation_cases import LIMIT, NEW_TOKENS
 
     path = make_model("llama", tmp_path / "model", initializer_range=0.1)
     config = changed(make_config(path), data={"max_sequence_length": LIMIT})
@@ -365,7 +365,7 @@ def test_an_offloaded_optimizer_steps_as_one_at_hand(kind, model_of):
 
 
 def test_weights_go_to_an_engine_on_the_same_device(kind, model_of):
-    from test_refit import CLOSE, share_and_receive
+    from refit_cases import CLOSE, share_and_receive
 
     config = make_config(model_of("llama"))
     expected, again, received, *_, errors, _ = run_on(kind, share_and_receive, config)

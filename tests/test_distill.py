@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 import yaml
+from layout_cases import as_saved, gradient_of, make_config, make_data
+from programs import metrics_of, run
 from small_models import and_long, make_model
-from test_layout_check import as_saved, gradient_of, make_config, make_data
-from test_training_programs import metrics_of, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.config import DistillationConfig, ModelConfig, build_config

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from test_logprobs import HIDDEN, LENGTHS, PADDED, VOCAB, groups_of, make_case
+from logprob_cases import HIDDEN, LENGTHS, PADDED, VOCAB, groups_of, make_case
 
 from mcore_rl.distributed import logprobs as fused
 from mcore_rl.distributed.collectives import all_gather

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 import yaml
+from programs import run
 from small_models import make_model
-from test_training_programs import run
 
 from mcore_rl.config import SFTConfig
 from mcore_rl.run.metrics import JsonLinesLog, MetricsReporter, read_step_log

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import metrics_of
 from small_models import make_model
-from test_training_programs import metrics_of
 
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 import yaml
+from programs import metrics_of, run
 from small_models import make_model
-from test_training_programs import metrics_of, run
 
 from mcore_rl.algorithms.advantages import advantages_of, group_advantages
 from mcore_rl.config import GRPOAlgorithmConfig

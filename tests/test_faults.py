@@ -149,7 +149,7 @@ def test_killed_ranks_lose_nothing(files, request):
 
 def save_with_a_writer_that(fate, config, directory):
     """Two saves by rank; in the first, rank 1's writing process meets its `fate`."""
-    from test_layout_check import make_data
+    from layout_cases import make_data
 
     from mcore_rl.algorithms.loss_functions import NLLLoss
     from mcore_rl.models.megatron.checkpoint import save

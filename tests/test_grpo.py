@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from layout_cases import make_config
+from programs import comparable, metrics_of, run
 from safetensors.torch import load_file
 from small_models import and_long, make_model
-from test_layout_check import make_config
-from test_training_programs import metrics_of, run
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
@@ -217,11 +217,6 @@ def train(files, name, *arguments, **options):
     return run("train_grpo.py", files / "grpo.yaml", f"output_dir={files / name}", *arguments, **options)
 
 
-def comparable(directory):
-    timings = ("seconds", "per_second")
-    return [{k: v for k, v in line.items() if not k.endswith(timings)} for line in metrics_of(directory)]
-
-
 @pytest.fixture(scope="module")
 def whole_run(files):
     with pytest.MonkeyPatch.context() as patch:
@@ -403,7 +398,7 @@ def test_every_layout_is_verified(files):
 @pytest.mark.long
 def test_grpo_teaches_what_sft_taught_badly(tmp_path):
     """The demo: held-out accuracy rises by at least 30 points, at TP2 and at DP2 alike."""
-    from test_training_programs import ROOT
+    from programs import ROOT
 
     run("make_arithmetic_data.py", tmp_path / "data")
     sft, grpo = (ROOT / "configs" / name for name in ("sft_arithmetic.yaml", "grpo_cpu.yaml"))

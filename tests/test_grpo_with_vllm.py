@@ -2,58 +2,15 @@
 
 import json
 import math
-import os
 import re
 import signal
 
 import pytest
-import yaml
-from small_models import make_model
 from stand_in_vllm import calls, serving
-from test_training_programs import metrics_of, run
+from vllm_cases import root as root
+from vllm_cases import train
 
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """Two models, prompts, a judge of two turns and a configuration."""
-    root = tmp_path_factory.mktemp("vllm_runs")
-    make_model("qwen2", root / "dense", initializer_range=0.1)
-    make_model("qwen3_moe", root / "mixture", initializer_range=0.1)
-    prompts = [{"prompt": f"say {letter}", "answer": letter} for letter in "abcdefghij"]
-    (root / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    (root / "judging.py").write_text(
-        "from mcore_rl.environments.interfaces import Step\n"
-        "def twice(log, record):\n"
-        "    last = len(log) >= 4\n"
-        "    reward = (sum(map(ord, log[-1]['content'])) % 7) / 4\n"
-        "    return Step(reward, done=last, observation=None if last else ' more ')\n"
-    )
-    config = {
-        "output_dir": str(root / "out"),
-        "model": {"path": str(root / "dense")},
-        "parallel": {"timeout_seconds": 60},
-        "data": {"train": str(root / "prompts.jsonl"), "max_sequence_length": 60},
-        "optimizer": {"lr": 3e-3, "schedule": "constant"},
-        "trainer": {"max_steps": 3},
-        "checkpoint": {"export_hf": False},
-        "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_new_tokens": 6},
-        "environment": {"name": "function", "function": "judging:twice", "max_turns": 2, "num_workers": 1},
-        "generation": {"backend": "vllm"},
-    }
-    (root / "grpo.yaml").write_text(yaml.safe_dump(config))
-    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", path)  # for the judge
-        yield root
-
-
-def train(root, name, *options, processes=1, check=True):
-    """The finished run, and its metrics."""
-    arguments = (root / "grpo.yaml", f"output_dir={root / name}", *options)
-    process = run("train_grpo.py", *arguments, processes=processes, check=check)
-    return process, metrics_of(root / name) if (root / name / "metrics.jsonl").exists() else []
 
 
 LAYOUTS = [

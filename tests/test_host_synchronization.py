@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from simulated_cases import LENGTHS, SEQUENCES, config_of, in_processes
 from small_models import and_long
-from test_decoder_synchronization import Transfers
-from test_simulated_step import LENGTHS, SEQUENCES, config_of, in_processes
+from transfers import Transfers
 
 from mcore_rl import platform
 from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, RMConfig, SFTConfig

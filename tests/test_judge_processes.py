@@ -19,29 +19,6 @@ def log(*contents):
     return [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(contents)]
 
 
-def misbehave(message_log, record):
-    """A user's function: the response says what to do."""
-    response = message_log[-1]["content"]
-    if response == "raise":
-        raise ValueError("no such answer")
-    if response == "hang":
-        time.sleep(1000)
-    if response == "die":
-        os._exit(3)
-    if response == "nan":
-        return float("nan")
-    if response == "observe":
-        return Step(done=False, observation=5)
-    if response == "half":
-        return Step(done=False, observation="\ud83d")
-    if response == "done":
-        return Step(done="no")
-    if response == "print":
-        print("noise that is no answer")
-        os.system("echo noise of a process; echo and its errors >&2")
-    return len(response) / record["scale"]
-
-
 def judged(environment, samples):
     return [future.result(60) for future in [environment.submit(sample) for sample in samples]]
 
@@ -67,7 +44,7 @@ def test_a_sample_that_fails_stops_nothing(environment_of, monkeypatch, tmp_path
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.path.join(os.path.dirname(__file__), "support")])
     )
-    environment = environment_of(name="function", function="test_judge_processes:misbehave", time_limit_seconds=1)
+    environment = environment_of(name="function", function="judge_functions:misbehave", time_limit_seconds=1)
     responses = ["ab", "raise", "abc", "hang", "die", "print", "nan", "abcd", "hang", "x"]
     started = time.monotonic()
     steps = judged(environment, [Sample(log("say", response), {"scale": 2}) for response in responses])
@@ -96,7 +73,7 @@ def test_a_judge_is_tried_on_real_records_first(monkeypatch):
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.path.join(os.path.dirname(__file__), "support")])
     )
-    config = EnvironmentConfig(name="function", function="test_judge_processes:misbehave", time_limit_seconds=0.5)
+    config = EnvironmentConfig(name="function", function="judge_functions:misbehave", time_limit_seconds=0.5)
     probe(config, prompts_of({"scale": 0}, {"scale": 3, "answer": "x"}))
     message = r"function: an answer to a record of data.train cannot be judged: ZeroDivisionError: .* has answer, scale"
     with pytest.raises(UserError, match=message):
@@ -111,7 +88,7 @@ def test_the_trial_of_a_judge_ends_with_the_first_success_and_in_time(monkeypatc
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.path.join(os.path.dirname(__file__), "support")])
     )
-    config = EnvironmentConfig(name="function", function="test_judge_processes:misbehave", time_limit_seconds=100)
+    config = EnvironmentConfig(name="function", function="judge_functions:misbehave", time_limit_seconds=100)
     hang, good = {"scale": 1, "answer": "hang"}, {"scale": 1, "answer": "x"}
     started = time.monotonic()
     probe(config, prompts_of(hang, good, hang, hang))

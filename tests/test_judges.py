@@ -11,6 +11,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from judge_functions import ODD
 from ports import free_port
 from small_models import and_long
 
@@ -19,87 +20,6 @@ from mcore_rl.environments.interfaces import Sample, Step
 from mcore_rl.environments.judge_processes import JudgeProcesses
 
 # ------------------------------------------------------------------ functions of a user's
-
-
-running = 0
-
-
-async def together(message_log, record):
-    """How many are judged at the same time."""
-    global running
-    running += 1
-    try:
-        await asyncio.sleep(0.2)
-        if message_log[-1]["content"] == "raise":
-            raise KeyError("that")
-        return running
-    finally:
-        await asyncio.sleep(0.2)
-        running -= 1
-
-
-async def thirds(message_log, record):
-    await asyncio.sleep(0)
-    if message_log[-1]["content"] == "raise":
-        raise KeyError("that")
-    return len(message_log[-1]["content"]) / 3
-
-
-def lengths(prompts, completions, completion_ids, scale, **columns):
-    """In TRL's form: what it was called with decides."""
-    if "die" in completions:
-        os._exit(3)
-    if "hang" in completions:
-        time.sleep(100)
-    if "raise" in completions:
-        raise ValueError("no such completion")
-    assert all(len(ids) == len(text) for ids, text in zip(completion_ids, completions, strict=True))
-    return [None if text == "none" else len(text) / by for text, by in zip(completions, scale, strict=True)]
-
-
-async def batch_size(prompts, completions, **columns):
-    return [len(completions)] * len(completions)
-
-
-def one_too_few(prompts, completions, **columns):
-    return [1.0] * (len(completions) - 1)
-
-
-ODD = {
-    "none": {"rewards": None},
-    "text": {"rewards": {"a": "x"}},
-    "nan": {"rewards": {"a": float("nan")}},
-    "bool": {"rewards": {"a": True}},
-    "empty": {"error": ""},
-}
-
-
-def by_token(message_log, record, response_ids):
-    """Each token earns its own number; of odd texts something else."""
-    odd = {"nan": [float("nan")], "text": "1", "number": 1.0, "bool": [True]}
-    return Step(1.0, token_rewards=odd.get(message_log[-1]["content"], [float(token) for token in response_ids]))
-
-
-def alike(message_log, record, response_ids):
-    return Step(token_rewards=[0.5] * len(response_ids))
-
-
-def one_token(message_log, record):
-    return Step(token_rewards=[0.5])
-
-
-def oddly(message_log, record):
-    """A step that no conversation could go on with."""
-    return Step(1.0, **ODD[message_log[-1]["content"]])
-
-
-def calculator(message_log, record):
-    """A tool between turns: `calc: 6*7` is answered; anything else is the answer."""
-    response = message_log[-1]["content"]
-    if response.startswith("calc:"):
-        left, right = response.removeprefix("calc:").split("*")
-        return Step(-0.125, done=False, observation=f"{int(left) * int(right)}")
-    return float(response == record["answer"])
 
 
 @pytest.fixture
@@ -129,7 +49,7 @@ def sample(text, **record):
 
 def test_coroutine_functions_judge_a_batch_at_the_same_time(judge):
     texts = ["a"] * 12 + ["raise"]
-    options = {"name": "function", "function": "test_judges:together", "num_workers": 1, "batch_size": 16}
+    options = {"name": "function", "function": "judge_functions:together", "num_workers": 1, "batch_size": 16}
     steps = judge([sample(text) for text in texts], **options)
     assert max(step.reward for step in steps) >= 6
     assert (steps[-1].reward, steps[-1].error) == (0.0, "KeyError: 'that'")
@@ -148,14 +68,14 @@ def test_coroutine_functions_judge_a_batch_at_the_same_time(judge):
 )
 def test_a_sample_that_makes_its_batch_fail_is_judged_apart(bad, error, judge):
     texts = ["a", "bcd", bad, "ef", ""]
-    options = {"name": "trl", "function": "test_judges:lengths", "num_workers": 1, "batch_size": 5}
+    options = {"name": "trl", "function": "judge_functions:lengths", "num_workers": 1, "batch_size": 5}
     steps = judge([sample(text, scale=3) for text in texts], **options, time_limit_seconds=1)
     assert [step.reward for step in steps] == [1 / 3, 1.0, 0.0, 2 / 3, 0.0]
     assert [step.error for step in steps] == [None, None, error, None, None]
 
 
 def test_a_batch_is_what_waits_at_most_so_much(judge):
-    options = {"name": "trl", "function": "test_judges:batch_size", "num_workers": 1, "batch_size": 4}
+    options = {"name": "trl", "function": "judge_functions:batch_size", "num_workers": 1, "batch_size": 4}
     steps = judge([sample("x") for _ in range(40)], **options)
     assert {step.reward for step in steps} <= {1.0, 2.0, 3.0, 4.0}
     assert sum(step.reward == 4.0 for step in steps) > 20
@@ -163,7 +83,7 @@ def test_a_batch_is_what_waits_at_most_so_much(judge):
 
 @pytest.mark.long
 def test_a_function_that_returns_too_few_is_told(judge):
-    steps = judge([sample("x")], name="trl", function="test_judges:one_too_few")
+    steps = judge([sample("x")], name="trl", function="judge_functions:one_too_few")
     assert steps[0].error == "ValueError: the function returned 0 rewards for 1 completions"
 
 
@@ -254,8 +174,8 @@ def test_trls_own_reward_functions(judge):
 def test_several_weighted_rewards(judge):
     rewards = {
         "exact": {"name": "exact_match", "weight": 2.0},
-        "length": {"name": "trl", "function": "test_judges:lengths", "weight": -0.3},
-        "slow": {"name": "function", "function": "test_judges:thirds", "weight": 0.0},
+        "length": {"name": "trl", "function": "judge_functions:lengths", "weight": -0.3},
+        "slow": {"name": "function", "function": "judge_functions:thirds", "weight": 0.0},
     }
     samples = [
         sample("ab", answer="ab", scale=7),
@@ -274,7 +194,7 @@ def test_several_weighted_rewards(judge):
 
 @pytest.mark.long
 def test_a_tool_between_turns_and_another_reward_beside_it(judge):
-    tool = {"name": "function", "function": "test_judges:calculator"}
+    tool = {"name": "function", "function": "judge_functions:calculator"}
     asked, answered = sample("calc: 6*7", answer="42"), sample("42", answer="42")
     assert judge([asked, answered], **tool, max_turns=3) == [
         Step(-0.125, done=False, observation="42"),
@@ -295,7 +215,7 @@ def of_tokens(text, count):
 
 def test_a_function_that_asks_for_tokens_rewards_each(judge):
     assert list(of_tokens("abcd", 0).response_ids) == []
-    function = {"name": "function", "function": "test_judges:by_token"}
+    function = {"name": "function", "function": "judge_functions:by_token"}
     steps = judge([of_tokens("abcd", 3), *(of_tokens(odd, 1) for odd in ("nan", "text", "number", "bool"))], **function)
     assert steps[0] == Step(1.0, token_rewards=[1.0, 2.0, 3.0])
     told = ("token_rewards must be finite numbers, got [nan]", "got ['1']", "'float' object is not iterable", "[True]")
@@ -305,17 +225,17 @@ def test_a_function_that_asks_for_tokens_rewards_each(judge):
 
 @pytest.mark.long
 def test_rewards_of_tokens_are_weighted_too(judge):
-    own = {"name": "function", "function": "test_judges:by_token", "weight": 2.0}
-    rewards = {"own": own, "alike": {"name": "function", "function": "test_judges:alike", "weight": -1.0}}
+    own = {"name": "function", "function": "judge_functions:by_token", "weight": 2.0}
+    rewards = {"own": own, "alike": {"name": "function", "function": "judge_functions:alike", "weight": -1.0}}
     (step,) = judge([of_tokens("abcd", 2)], name="weighted", rewards=rewards)
     assert step.reward == 2 and step.token_rewards == [2 * 2 - 0.5, 2 * 3 - 0.5]
-    rewards["few"] = {"name": "function", "function": "test_judges:one_token"}
+    rewards["few"] = {"name": "function", "function": "judge_functions:one_token"}
     (step,) = judge([of_tokens("abcd", 2)], name="weighted", rewards=rewards)
     assert step.error == "few: gives rewards of 1 tokens, others of 2"
 
 
 def test_a_step_that_is_none_fails_its_sample_alone(judge):
-    steps = judge([sample(text) for text in ODD], name="function", function="test_judges:oddly", num_workers=1)
+    steps = judge([sample(text) for text in ODD], name="function", function="judge_functions:oddly", num_workers=1)
     told = ("rewards must be numbers by name, got None", "the reward a is 'x'", "the reward a is nan")
     for step, error in zip(steps, (*told, "the reward a is True", "the error must be a text, got ''"), strict=True):
         assert step.reward == 0.0 and step.error.endswith(error), step

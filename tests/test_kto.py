@@ -8,8 +8,8 @@ import pytest
 import torch
 import trl
 import yaml
+from programs import metrics_of, run
 from small_models import make_model
-from test_training_programs import metrics_of, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.algorithms.loss_functions import KTOLossFn

@@ -1,22 +1,17 @@
 """The table: one DPO step sequence under every layout equals one process, and plain PyTorch."""
 
 import copy
-import tempfile
 
 import pytest
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file
+from layout_cases import STEPS, make_config, make_data
+from layout_cases import outcomes as outcomes
 from small_models import ARCHITECTURES, and_long, make_model
-from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
-from mcore_rl.config import DPOConfig
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import UserError
 from mcore_rl.testing.layout_check import (
-    LayoutResult,
     ParallelLayout,
     compare,
     compute_layout_result,
@@ -26,7 +21,6 @@ from mcore_rl.testing.layout_check import (
 )
 from mcore_rl.testing.processes import run_processes
 
-STEPS = 3
 FAST = [
     ParallelLayout(tp=2, sp=True),
     ParallelLayout(pp=2),
@@ -86,146 +80,6 @@ MORE_EXPERT_LAYOUTS = [
     ParallelLayout(tp=2, cp=2, dp=2, ep=2, sp=True, tokens_per_pack=128),
     ParallelLayout(tp=2, pp=2, dp=2, ep=2, etp=1, sp=True),
 ]
-
-
-def make_data() -> BatchedDataDict:
-    """Ragged pairs with random masks; one row of one counted token, one pair that does not count."""
-    generator = torch.Generator().manual_seed(3)
-    lengths = torch.randint(3, 60, (12,), generator=generator)
-    lengths[3] = 2
-    input_ids, token_mask = torch.zeros(12, 60, dtype=torch.long), torch.zeros(12, 60)
-    for row, length in enumerate(lengths.tolist()):
-        input_ids[row, :length] = torch.randint(0, 250, (length,), generator=generator)
-        token_mask[row, :length] = (torch.rand(length, generator=generator) < 0.6).float()
-        token_mask[row, length - 1] = 1
-    sample_mask = torch.ones(12)
-    sample_mask[6:8] = 0
-    reference = torch.randn(12, 60, generator=generator) - 5  # any numbers will do, and hide no zero margin
-    return BatchedDataDict(
-        input_ids=input_ids,
-        token_mask=token_mask,
-        input_lengths=lengths,
-        sample_mask=sample_mask,
-        reference_policy_logprobs=reference,
-    )
-
-
-def make_config(path, **optimizer) -> DPOConfig:
-    return DPOConfig.model_validate(
-        {
-            "output_dir": "unused",
-            "model": {"path": path},
-            "data": {"train": "unused", "max_sequence_length": 60},
-            "batch": {"global_batch_size": 6, "tokens_per_pack": 256},
-            # A large epsilon: Adam would blow rounding in near-zero gradients up to a whole step.
-            "optimizer": {"lr": 1e-3, "schedule": "constant", "clip_grad": 1.0, "adam_eps": 1e-4, **optimizer},
-            "trainer": {"max_steps": STEPS},
-            "dpo": {"reference_policy_kl_penalty": 0.05, "sft_loss_weight": 0.5, "sft_average_log_probs": True},
-        }
-    )
-
-
-def plain_logprobs(model, data):
-    """[B, S] in float32 from transformers alone, a row at a time."""
-    rows = []
-    for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True):
-        logits = model(ids[None, :length]).logits[0, :-1].double()
-        chosen = F.log_softmax(logits, dim=-1).gather(1, ids[1:length, None])[:, 0]
-        rows.append(F.pad(chosen, (1, data["input_ids"].shape[1] - length)))
-    return torch.stack(rows)
-
-
-def plain_dpo(logprobs, data, dpo):
-    """Loss and metrics written from the formulas."""
-    mask, counts = data["token_mask"].double(), data["sample_mask"].double()
-    reference = torch.zeros_like(logprobs)
-    reference[:, 1:] = data["reference_policy_logprobs"][:, :-1]
-    rewards = ((logprobs - reference) * mask)[:, 1:].sum(1)
-    pairs, chosen, rejected = counts[::2], rewards[::2], rewards[1::2]
-    total = pairs.sum()
-    preference = -(F.logsigmoid(dpo.reference_policy_kl_penalty * (chosen - rejected)) * pairs).sum() / total
-    means = (logprobs * mask)[::2, 1:].sum(1) / mask[::2, 1:].sum(1)
-    sft = -(means * pairs).sum() / total
-    loss = preference + dpo.sft_loss_weight * sft
-    return loss, {
-        "loss": loss.item(),
-        "preference_loss": preference.item(),
-        "sft_loss": sft.item(),
-        "accuracy": (((chosen > rejected).double() * pairs).sum() / total).item(),
-        "rewards_chosen_mean": ((chosen * pairs).sum() / total).item(),
-        "rewards_rejected_mean": ((rejected * pairs).sum() / total).item(),
-        "num_valid_samples": pairs.sum().item(),
-    }
-
-
-def plain_router_losses(model, data):
-    """DeepSeek-V3's balance loss of each sequence (its eq. 17 to 20) and ST-MoE's z-loss, summed over layers."""
-    balance = z = 0.0
-    rows = [row for row, mask in enumerate(data["sample_mask"].tolist()) if mask]
-    tokens = sum(data["input_lengths"][rows].tolist())
-    for row in rows:
-        length = int(data["input_lengths"][row])
-        for logits in model(data["input_ids"][row, :length][None], output_router_logits=True).router_logits:
-            logits = logits.double()
-            probabilities, (count, topk) = logits.softmax(-1), (logits.shape[1], model.config.num_experts_per_tok)
-            chosen = torch.zeros_like(logits).scatter(1, probabilities.topk(topk).indices, 1.0)
-            frequency = chosen.sum(0) * count / (topk * length)
-            balance = balance + (frequency * probabilities.mean(0)).sum() / len(rows)
-            z = z + logits.logsumexp(-1).square().sum() / tokens
-    return balance, z
-
-
-def as_saved(model, value_of):
-    """Values of a model's parameters and buffers, by the names and in the shapes in which transformers saves them."""
-    copied = copy.deepcopy(model)
-    with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
-        for tensor, own in zip(copied.state_dict().values(), model.state_dict(keep_vars=True).values(), strict=True):
-            tensor.copy_(value_of(own))
-        copied.save_pretrained(directory)
-        return load_file(f"{directory}/model.safetensors")
-
-
-def gradient_of(tensor):
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-
-
-def plain_outcome(config, data, prepare=lambda model: None) -> LayoutResult:
-    """The same steps with transformers and torch.optim, nothing of this package."""
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
-    prepare(model)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.optimizer.lr, betas=(0.9, 0.999), eps=config.optimizer.adam_eps, weight_decay=0
-    )
-    first = None
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        logprobs = plain_logprobs(model, data)
-        loss, metrics = plain_dpo(logprobs, data, config.dpo)
-        if config.model.moe_aux_loss_coeff:
-            balance, z = plain_router_losses(model, data)
-            metrics |= {"moe_aux_loss": balance.item(), "moe_z_loss": z.item()}
-            loss = loss + config.model.moe_aux_loss_coeff * balance + config.model.moe_z_loss_coeff * z
-        loss.backward()
-        gradients = as_saved(model, gradient_of)
-        metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad).item()
-        optimizer.step()
-        first = first or (metrics, logprobs.detach(), gradients)
-    return LayoutResult(*first, as_saved(model, lambda tensor: tensor))
-
-
-@pytest.fixture(scope="module")
-def outcomes(model_of):
-    """A family's outcome by plain PyTorch and by one process, computed once."""
-    made = {}
-
-    def get(family):
-        if family not in made:
-            config, data = make_config(model_of(family)), make_data()
-            one = run_processes(compute_layout_result, config, copy.deepcopy(data), STEPS, world_size=1)[0]
-            made[family] = plain_outcome(config, data), one
-        return made[family]
-
-    return get
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 import pytest
 import yaml
+from simulated_cases import EQUAL, MIXTURE, SEQUENCES, call, config_of
 from simulated_report import killed_at_tp2
 from small_models import make_model
-from test_simulated_step import EQUAL, MIXTURE, SEQUENCES, call, config_of
 
 from mcore_rl.config import DPOConfig, ParallelConfig, SFTConfig
 from mcore_rl.config.parallel import ParallelLayout

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from layout_cases import make_config, make_data
+from prefix_cases import dpo_config, grpo_config, make_groups, make_pairs
 from small_models import and_long
-from test_layout_check import make_config, make_data
-from test_shared_prefixes import dpo_config, grpo_config, make_groups, make_pairs
 from topologies import grid
 
 from mcore_rl.algorithms import supervised

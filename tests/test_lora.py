@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from layout_cases import lora_config, make_config, make_data, plain_logprobs
+from programs import metrics_of, run
 from safetensors.torch import load_file
 from small_models import and_long, make_model
-from test_layout_check import make_config, make_data, plain_logprobs
-from test_training_programs import metrics_of, run
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.config import DPOConfig, KTOConfig, LoRAConfig, build_config
@@ -60,13 +60,6 @@ def adapter_of(model_of, tmp_path_factory):
         return made[family, targets]
 
     return get
-
-
-def lora_config(model_path, **lora):
-    config = make_config(model_path)
-    values = config.model_dump()
-    values["model"]["lora"] = lora
-    return type(config).model_validate(values)
 
 
 def plain_outcome(path, adapter):

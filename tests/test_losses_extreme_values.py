@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from test_losses import PG, ROWS, batch, logprobs_of, mask_of
+from loss_cases import PG, ROWS, batch, logprobs_of, mask_of
 
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, DistillationLossFn
 from mcore_rl.distributed import logprobs as fused

@@ -8,8 +8,8 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import metrics_of, run
 from small_models import make_model
-from test_training_programs import metrics_of, run
 
 from mcore_rl.algorithms.grpo import minibatch_of
 from mcore_rl.config import GRPOConfig, build_config

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from test_layout_check import make_config, make_data, outcomes  # noqa: F401
-from test_megatron_generation import PARAMS, config_of, model_path, run, sequences  # noqa: F401
+from generation_cases import PARAMS, config_of, model_path, run, sequences  # noqa: F401
+from layout_cases import make_config, make_data, outcomes  # noqa: F401
 
 from mcore_rl.testing.layout_check import ParallelLayout, compare, compute_layout_result, table_row
 from mcore_rl.testing.processes import run_processes

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 import yaml
+from layout_cases import make_config, make_data, plain_outcome, with_experts
+from programs import run
 from small_models import and_long, make_model, make_tokenizer
-from test_layout_check import make_config, make_data, plain_outcome
-from test_training_programs import run
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.build_loss import build_loss
@@ -204,16 +204,6 @@ def test_choices_that_reach_no_expert_are_counted(layout, grouped, recompute, mo
 
 
 # ------------------------------------------------------------------ replay
-
-
-def with_experts(data, layers, count, topk):
-    """The batch with experts of every token drawn at random, not known at some."""
-    generator = torch.Generator().manual_seed(8)
-    shape = (*data["input_ids"].shape, layers, count)
-    experts = torch.rand(shape, generator=generator).argsort(-1)[..., :topk].short()
-    experts[torch.rand(shape[:2], generator=generator) < 0.2] = -1
-    data["routed_experts"] = experts
-    return data
 
 
 def force_experts(data):

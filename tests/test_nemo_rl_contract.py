@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from test_losses import DPO, PG, PG_VARIANTS, ROWS, VOCAB, WIDTH, batch, logprobs_of, mask_of, pack
+from loss_cases import DPO, PG, PG_VARIANTS, ROWS, VOCAB, WIDTH, batch, logprobs_of, mask_of, pack
 
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
 from mcore_rl.algorithms.loss_functions import (

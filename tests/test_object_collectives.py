@@ -6,8 +6,8 @@ import traceback
 
 import pytest
 import torch
+from programs import metrics_of
 from small_models import and_long
-from test_training_programs import metrics_of
 from topologies import grid
 
 from mcore_rl.config import GRPOConfig, PPOConfig

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
+from layout_cases import lora_config, make_config, make_data, run_steps
 from small_models import and_long
-from test_checkpoint_resharding import run_steps
-from test_layout_check import make_config, make_data
-from test_lora import lora_config
 
 from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.config import SFTConfig, build_config

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from layout_cases import STEPS, make_config, make_data
+from simulated_cases import SEQUENCES, config_of, in_processes
 from small_models import and_long
-from test_layout_check import STEPS, make_config, make_data
-from test_simulated_step import SEQUENCES, config_of, in_processes
 
 from mcore_rl.config import LoRAConfig
 from mcore_rl.simulation.step import simulate_rank

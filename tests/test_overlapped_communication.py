@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from layout_cases import STEPS, make_config, make_data
 from safetensors.torch import load_file
 from small_models import and_long, make_tokenizer
-from test_layout_check import STEPS, make_config, make_data
 
 from mcore_rl.config import LoRAConfig, ParallelConfig
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict

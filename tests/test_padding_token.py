@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from layout_cases import make_config, make_data, plain_outcome
 from small_models import and_long
-from test_layout_check import make_config, make_data, plain_outcome
 
 from mcore_rl.testing.layout_check import ParallelLayout, compare, compute_layout_result, table_row
 from mcore_rl.testing.processes import run_processes

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from layout_cases import make_config, make_data
 from small_models import and_long
-from test_layout_check import make_config, make_data
 
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
 from mcore_rl.algorithms.loss_functions import DPOLossFn, NLLLoss

@@ -6,10 +6,9 @@ import shutil
 import pytest
 import torch
 import yaml
+from programs import ROOT, comparable, metrics_of, run
 from safetensors.torch import load_file
 from small_models import and_long, make_model
-from test_grpo import comparable
-from test_training_programs import ROOT, metrics_of, run
 from transformers import AutoModelForSequenceClassification
 
 PROMPTS = [{"prompt": f"say {letter}", "answer": letter} for letter in "abcdefghij" * 2]

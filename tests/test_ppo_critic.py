@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from layout_cases import make_config
 from small_models import and_long, make_model
-from test_layout_check import make_config
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from layout_cases import make_config, plain_logprobs
 from small_models import and_long
-from test_layout_check import make_config, plain_logprobs
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.dpo import precomputes_reference

@@ -9,8 +9,8 @@ import pytest
 import torch
 import trl
 import yaml
+from programs import metrics_of, run
 from small_models import make_model
-from test_training_programs import metrics_of, run
 
 from mcore_rl.algorithms.loss_functions import DPOLossFn
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict

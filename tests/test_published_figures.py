@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from simulated_cases import config_of, in_processes
 from small_models import and_long
-from test_simulated_step import config_of, in_processes
 
 from mcore_rl.config import DPOConfig
 from mcore_rl.config.parallel import ParallelLayout

@@ -7,9 +7,8 @@ import copy
 import random
 
 import pytest
+from layout_cases import make_config, make_data, with_experts
 from small_models import make_config as hf_config_of
-from test_layout_check import make_config, make_data
-from test_moe_routing import with_experts
 
 from mcore_rl.config import DPOConfig
 from mcore_rl.errors import UserError

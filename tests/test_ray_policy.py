@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from test_layout_check import make_config, make_data
+from layout_cases import make_config, make_data
 
 from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
@@ -87,7 +87,7 @@ class Engine:
     """An inference worker: a transformers model in an actor of its own."""
 
     def __init__(self, path, info):
-        from test_refit import engine_of
+        from refit_cases import engine_of
 
         from mcore_rl.models.policy.refit import RefitReceiver
 
@@ -98,7 +98,7 @@ class Engine:
         self.receiver.init_collective(ip, port, 1, 2, timeout=60)
 
     def refit(self):
-        from test_refit import engine_outputs
+        from refit_cases import engine_outputs
 
         self.receiver.update_weights_from_collective()
         return engine_outputs(self.model)
@@ -106,7 +106,7 @@ class Engine:
 
 def test_an_engine_is_refitted(policy, model_of):
     from ports import free_port
-    from test_refit import CLOSE, policy_outputs
+    from refit_cases import CLOSE, policy_outputs
 
     engine, port = ray.remote(Engine).remote(str(model_of("llama")), policy.prepare_refit_info()), free_port()
     joining = engine.join.remote("127.0.0.1", port)

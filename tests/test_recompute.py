@@ -4,10 +4,9 @@ from collections import Counter
 
 import pytest
 import torch
+from layout_cases import make_config, make_data, with_experts
 from small_models import and_long, make_model
 from small_models import make_config as hf_config_of
-from test_layout_check import make_config, make_data
-from test_moe_routing import with_experts
 
 from mcore_rl.config import ModelConfig, PPOConfig
 from mcore_rl.config.load import build_config

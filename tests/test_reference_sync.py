@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from layout_cases import lora_config, make_config, make_data, plain_logprobs
 from peak_memory import PeakMemory
 from safetensors.torch import save_file
 from small_models import and_long, make_model
-from test_layout_check import make_config, make_data, plain_logprobs
-from test_lora import lora_config
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.build_loss import build_loss

@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 import torch
+from layout_cases import make_config, make_data
 from small_models import and_long
-from test_layout_check import make_config, make_data
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from mcore_rl import platform

@@ -5,45 +5,14 @@ import json
 import pytest
 import torch
 import yaml
-from small_models import and_long, make_config, make_tokenizer
-from test_training_programs import metrics_of, run
+from programs import metrics_of, run
+from reward_model_cases import TOO_LONG, grpo_config, judged
+from reward_model_cases import judge as judge
+from small_models import and_long
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from mcore_rl.config import GRPOConfig
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
-
-LIMIT = 70
-
-
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory):
-    """A sequence classifier of another family and size than any policy here."""
-    directory = tmp_path_factory.mktemp("judge")
-    torch.manual_seed(5)
-    config = make_config("qwen2", num_hidden_layers=4, hidden_size=32, num_labels=1, tie_word_embeddings=False)
-    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
-    return directory
-
-
-def grpo_config(policy, judge, **environment):
-    return GRPOConfig.model_validate(
-        {
-            "output_dir": "unused",
-            "model": {"path": policy},
-            "data": {"train": "unused", "max_sequence_length": 32},
-            "batch": {"tokens_per_pack": 96},
-            "optimizer": {"lr": 1e-3},
-            "trainer": {"max_steps": 1},
-            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_new_tokens": 8},
-            "environment": {"name": "reward_model", "path": judge, "max_sequence_length": LIMIT, **environment},
-        }
-    )
 
 
 def conversation(index):
@@ -53,20 +22,6 @@ def conversation(index):
 
 
 CONVERSATIONS = [conversation(index) for index in range(11)]
-TOO_LONG = [{"role": "user", "content": "a" * 60}, {"role": "assistant", "content": "b" * 30}]
-
-
-def judged(config, logs):
-    from mcore_rl.environments.interfaces import Sample
-    from mcore_rl.environments.reward_model import RewardModelEnvironment
-    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-
-    policy = MegatronPolicy(config, total_steps=3)
-    environment = RewardModelEnvironment(config)
-    steps = environment.step([Sample(log, {}) for log in logs]), environment.step([Sample(TOO_LONG, {})])
-    environment.close()
-    policy.shutdown()
-    return steps
 
 
 @torch.no_grad()

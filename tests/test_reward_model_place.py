@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 import yaml
+from programs import metrics_of, run
+from reward_model_cases import grpo_config, judged
 from small_models import make_model, make_tokenizer
-from test_reward_model_environment import grpo_config, judged
-from test_training_programs import metrics_of, run
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from mcore_rl.data.tokenize import judged_tokens, load_tokenizer, tokenize_judged

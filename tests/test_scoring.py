@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from layout_cases import make_config, make_data
+from programs import metrics_of, run
 from safetensors.torch import load_file
 from small_models import and_long
-from test_layout_check import make_config, make_data
-from test_training_programs import metrics_of, run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mcore_rl.algorithms.loss_functions import BradleyTerryLoss

@@ -5,8 +5,8 @@ import os
 
 import pytest
 from ports import free_port
+from simulated_cases import EQUAL, SEQUENCES, config_of, in_processes
 from small_models import and_long, make_model
-from test_simulated_step import EQUAL, SEQUENCES, config_of, in_processes
 
 from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.simulation.step import invented_batch, simulate_rank

@@ -5,8 +5,8 @@ import os
 
 import pytest
 from ports import free_port
+from simulated_cases import in_processes
 from small_models import and_long, make_model
-from test_simulated_step import in_processes
 
 from mcore_rl import platform
 from mcore_rl.cli.train import PROGRAMS

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from simulated_cases import MIXTURE, config_of, in_processes
 from simulated_report import REPORT
 from small_models import and_long, make_config, make_model
-from test_simulated_step import MIXTURE, config_of, in_processes
 
 from mcore_rl import platform
 from mcore_rl.cli.dry_run import first_batch

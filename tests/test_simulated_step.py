@@ -1,29 +1,22 @@
 """A simulated rank takes what a real one takes: operations and transfers exactly, memory nearly."""
 
 import json
-import multiprocessing
-import os
 import shutil
-import subprocess
-import sys
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from ports import free_port
 from safetensors.torch import load_file, save_file
+from simulated_cases import EQUAL, LENGTHS, MIXTURE, SEQUENCES, call, config_of, in_processes, real_rank
 from small_models import and_long, make_config, make_model
 
-from mcore_rl import platform
 from mcore_rl.config import (
     DistillationConfig,
     DPOConfig,
     GRPOConfig,
     KTOConfig,
     PPOConfig,
-    RLConfig,
     SFTConfig,
 )
 from mcore_rl.config.parallel import ParallelLayout
@@ -31,25 +24,7 @@ from mcore_rl.errors import UserError
 from mcore_rl.simulation.counters import Transfer
 from mcore_rl.simulation.rank import PHASES
 from mcore_rl.simulation.search import chosen_ranks, simulate
-from mcore_rl.simulation.step import RankReport, Sequences, measure_step, simulate_loading, simulate_rank
-
-LENGTHS = (270, 99, 384, 2, 231, 192, 303, 45)
-SEQUENCES = Sequences(LENGTHS, tuple(max(1, n // 2) for n in LENGTHS))
-SECONDS = 300
-
-
-def config_of(directory, algorithm=SFTConfig, **sections):
-    batch = {} if issubclass(algorithm, RLConfig) else {"batch": {"global_batch_size": 8, "tokens_per_pack": 768}}
-    values = {
-        "output_dir": "unused",
-        "model": {"path": str(directory)},
-        "data": {"train": "unused.jsonl", "max_sequence_length": 384},
-        "optimizer": {"lr": 1e-3},
-        "trainer": {"max_steps": 2},
-        **batch,
-        **sections,
-    }
-    return algorithm.model_validate(values)
+from mcore_rl.simulation.step import Sequences, simulate_loading, simulate_rank
 
 
 @pytest.fixture(scope="module")
@@ -61,24 +36,6 @@ def model(tmp_path_factory):
         "llama", directory, hidden_size=256, intermediate_size=640, num_attention_heads=8, num_key_value_heads=8,
         num_hidden_layers=4, head_dim=32,
     )  # fmt: skip
-
-
-def in_processes(function, *argument_lists):
-    """Each call in a process of its own, which has imported nothing yet."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(len(argument_lists), context, max_tasks_per_child=1) as pool:
-        waiting = [pool.submit(function, *arguments) for arguments in argument_lists]
-        return [future.result(timeout=SECONDS) for future in waiting]
-
-
-def real_rank(config, rank, world_size, port, sequences) -> RankReport:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    from mcore_rl.simulation.counters import AttentionFlops, HostReads, count_traffic
-
-    traffic = count_traffic(perform=True)
-    platform.initialize_platform()
-    return measure_step(config, sequences, traffic, HostReads(), AttentionFlops(), ("cpu",))
 
 
 def by_kind(report):
@@ -167,14 +124,6 @@ MODELS = and_long(
 def test_several_models_as_a_real_run(case, layout, model, others):
     algorithm, sections = BESIDE[case]
     compare(config_of(model, algorithm, **sections(others)), layout, SEQUENCES)
-
-
-MIXTURE = {
-    "hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32,
-    "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
-}  # fmt: skip
-EQUAL = Sequences((192,) * 8, (96,) * 8)
-"""Every rank's packs have one size, under all layouts."""
 
 
 @pytest.fixture(scope="module")
@@ -314,13 +263,6 @@ def test_what_is_read_of_a_checkpoint_of_the_same_cut(model):
     """One rank's own files: every number of weights, fp32 weights and moments once."""
     (report,) = in_processes(simulate_loading, (config_of(model), 0, 1, 1))
     assert report.read == report.state > 0
-
-
-def call(*arguments):
-    command = [sys.executable, Path(__file__).parent.parent / "scripts" / "simulate.py", "--algorithm", "dpo"]
-    command += map(str, arguments)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
 
 
 @pytest.fixture(scope="module")

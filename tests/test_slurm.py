@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
+from programs import metrics_of
 from small_models import make_model
-from test_training_programs import metrics_of
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "slurm" / "train.sbatch"
 

@@ -6,7 +6,7 @@ import subprocess
 import time
 
 import pytest
-from test_training_programs import ROOT
+from programs import ROOT
 
 from mcore_rl.config import VLLMConfig, build_config
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from layout_cases import make_config, make_data
 from rich.console import Console
 from small_models import make_model, make_tokenizer
-from test_layout_check import make_config, make_data
 from transformers import LlamaConfig
 
 from mcore_rl import platform

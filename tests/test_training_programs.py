@@ -1,48 +1,16 @@
 """The scripts as a user starts them: training, resuming under another layout, and mistakes."""
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from programs import metrics_of, run
 from safetensors.torch import load_file
 from small_models import make_model
-
-ROOT = Path(__file__).parent.parent
-TIMEOUT = 240
-
-
-def run(script, *arguments, processes=1, check=True):
-    """The finished script; its whole process group is killed if it takes too long."""
-    command = [sys.executable, ROOT / "scripts" / script]
-    if processes > 1:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        command = [*launcher, *command[1:]]
-    process = subprocess.Popen(
-        [*map(str, command), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        process.stdout_text, process.stderr_text = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        pytest.fail(f"{script} took longer than {TIMEOUT} s\n{out}\n{err}")
-    if check:
-        assert process.returncode == 0, process.stdout_text + process.stderr_text
-    return process
 
 
 def word(index, kind):
@@ -73,10 +41,6 @@ def files(tmp_path_factory):
         config["output_dir"] = str(root / f"out_{name}")
         (root / f"{name}.yaml").write_text(yaml.safe_dump(config))
     return root
-
-
-def metrics_of(directory, name="metrics.jsonl"):
-    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
 
 
 def assert_same_run(ours, theirs, start=0):

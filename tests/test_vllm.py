@@ -16,10 +16,10 @@ import psutil
 import pytest
 import torch
 import yaml
+from generation_cases import drawn_logprobs, make_prompts
 from ports import free_port
+from programs import ROOT, metrics_of, run
 from small_models import make_model, make_tokenizer
-from test_megatron_generation import drawn_logprobs, make_prompts
-from test_training_programs import ROOT, metrics_of, run
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.config import GRPOConfig, load_config

@@ -1,7 +1,6 @@
 """Servers that share the work, die, hang and lie, without vLLM; and what ends them when their trainer dies."""
 
 import itertools
-import json
 import os
 import signal
 import socket
@@ -9,80 +8,17 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 import pytest
 from ports import free_port
 from small_models import and_long
+from vllm_cases import GROUPS, PARAMS, config_of, pool_of, well
 
-from mcore_rl.config import GRPOConfig, build_config
 from mcore_rl.errors import TrainingError, UserError
-from mcore_rl.models.generation.sampling import SamplingParams
-from mcore_rl.models.generation.vllm_client import Request, ServerError, ServerPool, VLLMServer
+from mcore_rl.models.generation.vllm_client import Request, ServerError, VLLMServer
 from mcore_rl.models.generation.vllm_generation import wait_until_ready
 from mcore_rl.models.generation.vllm_server import VLLMServerProcesses, server_command
-
-GROUPS = [
-    [Request((7, group), 5, seed=10 * group + row, priority=group, group=(group,)) for row in range(1 + group % 4)]
-    for group in range(9)
-]
-PARAMS = SamplingParams(5, temperature=0.7, top_p=0.9, stop_token_ids=(1, 2), stop_strings=("!",), seed=3)
-
-
-class Stub(BaseHTTPRequestHandler):
-    """Answers with the prompt's last token and the seed, as vLLM would write it; `server.behave` may object."""
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(body)
-        status, change = self.server.behave(len(self.server.asked)) or (200, {})
-        if status is None:  # cut the line
-            return self.connection.close()
-        sampling = body["sampling_params"]
-        choice = {
-            "token_ids": [body["token_ids"][-1], sampling["seed"]],
-            "finish_reason": "stop" if sampling["seed"] % 2 else "length",
-            "weight_versions": [{"version": "a.3", "start": 0, "end": 2}],
-            "logprobs": {"content": [{"logprob": -0.25}, {"logprob": -0.5}]},
-        }
-        answer = {"choices": [{**choice, **change}]} if status == 200 else {"error": {"message": "told so"}}
-        content = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        with suppress(BrokenPipeError):  # whoever asked has gone: tests kill them
-            self.wfile.write(content)
-
-    def log_message(self, *_):
-        pass
-
-
-@contextmanager
-def pool_of(*behaviours, connections=3, seconds=20.0, handler=Stub):
-    """A pool of stubs, their requests, and what it says of those that it drops."""
-    stubs, dropped = [], {}
-    for behave in behaviours:
-        stub = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        stub.daemon_threads, stub.block_on_close, stub.asked, stub.behave = True, False, [], behave
-        threading.Thread(target=stub.serve_forever, args=(0.05,), daemon=True).start()
-        stubs.append(stub)
-    urls = [f"http://127.0.0.1:{stub.server_port}" for stub in stubs]
-    pool = ServerPool([VLLMServer(url, connections) for url in urls], dropped.__setitem__, seconds)
-    pool.announce("a.3", 3)
-    pool.settle(urls)
-    try:
-        yield pool, stubs, dropped
-    finally:
-        pool.close()
-        for stub in stubs:
-            stub.shutdown()
-            stub.server_close()
-
-
-def well(_):
-    time.sleep(0.02)
 
 
 def ask_all(pool):
@@ -259,26 +195,6 @@ def test_servers_end_with_their_trainer_however_it_ends(sent, tmp_path):
 
 
 # ------------------------------------------------------------------ starting
-
-
-def config_of(tmp_path, offload=False, **vllm):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'WARNING OSError: never mind'\necho \"ValueError: $3 is no model\"\nexit 3\n")
-    python.chmod(0o755)
-    values = {
-        "output_dir": str(tmp_path / "out"),
-        "model": {"path": str(tmp_path / "model"), "dtype": "bfloat16"},
-        "data": {"train": "data.jsonl", "max_sequence_length": 5000},
-        "optimizer": {"lr": 1e-3},
-        "trainer": {"max_steps": 4},
-        "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_new_tokens": 8},
-        "generation": {
-            "backend": "vllm",
-            "offload": offload,
-            "vllm": {"python": str(python), "port": free_port(), **vllm},
-        },
-    }
-    return build_config(GRPOConfig, values, [], "here")
 
 
 def test_a_server_that_does_not_start_is_told_at_once(tmp_path):

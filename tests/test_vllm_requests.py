@@ -7,9 +7,8 @@ import time
 import pytest
 import torch
 from stand_in_vllm import calls, serving
-from test_grpo_with_vllm import root as root  # a fixture
-from test_grpo_with_vllm import train
-from test_vllm_client import GROUPS, PARAMS, Stub, pool_of, well
+from vllm_cases import GROUPS, PARAMS, Stub, pool_of, train, well
+from vllm_cases import root as root  # a fixture
 
 from mcore_rl.models.generation.interfaces import RequestError
 from mcore_rl.models.generation.refit import RefitGroups

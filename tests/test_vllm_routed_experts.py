@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_vllm_client import GROUPS, PARAMS, config_of, pool_of
+from vllm_cases import GROUPS, PARAMS, config_of, pool_of
 
 from mcore_rl.data.datasets import Prompt
 from mcore_rl.errors import TrainingError, UserError

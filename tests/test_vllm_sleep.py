@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ports import free_port
-from test_vllm_client import PARAMS, config_of
+from vllm_cases import PARAMS, config_of
 
 from mcore_rl import platform
 from mcore_rl.errors import UserError

@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 import torch
+from layout_cases import make_config
 from safetensors.torch import load_file
 from small_models import and_long
-from test_layout_check import make_config
 
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes

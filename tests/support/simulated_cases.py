@@ -1,0 +1,63 @@
+"""Configurations for tests of the simulation, and the real step beside it."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from mcore_rl import platform
+from mcore_rl.config import RLConfig, SFTConfig
+from mcore_rl.simulation.step import RankReport, Sequences, measure_step
+
+LENGTHS = (270, 99, 384, 2, 231, 192, 303, 45)
+SEQUENCES = Sequences(LENGTHS, tuple(max(1, n // 2) for n in LENGTHS))
+SECONDS = 300
+
+
+def config_of(directory, algorithm=SFTConfig, **sections):
+    batch = {} if issubclass(algorithm, RLConfig) else {"batch": {"global_batch_size": 8, "tokens_per_pack": 768}}
+    values = {
+        "output_dir": "unused",
+        "model": {"path": str(directory)},
+        "data": {"train": "unused.jsonl", "max_sequence_length": 384},
+        "optimizer": {"lr": 1e-3},
+        "trainer": {"max_steps": 2},
+        **batch,
+        **sections,
+    }
+    return algorithm.model_validate(values)
+
+
+def in_processes(function, *argument_lists):
+    """Each call in a process of its own, which has imported nothing yet."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(argument_lists), context, max_tasks_per_child=1) as pool:
+        waiting = [pool.submit(function, *arguments) for arguments in argument_lists]
+        return [future.result(timeout=SECONDS) for future in waiting]
+
+
+def real_rank(config, rank, world_size, port, sequences) -> RankReport:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    from mcore_rl.simulation.counters import AttentionFlops, HostReads, count_traffic
+
+    traffic = count_traffic(perform=True)
+    platform.initialize_platform()
+    return measure_step(config, sequences, traffic, HostReads(), AttentionFlops(), ("cpu",))
+
+
+MIXTURE = {
+    "hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32,
+    "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
+}  # fmt: skip
+EQUAL = Sequences((192,) * 8, (96,) * 8)
+"""Every rank's packs have one size, under all layouts."""
+
+
+def call(*arguments):
+    command = [sys.executable, Path(__file__).parent.parent / "scripts" / "simulate.py", "--algorithm", "dpo"]
+    command += map(str, arguments)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)

@@ -1,0 +1,140 @@
+"""Stubs of vLLM servers, and the requests that tests send to them."""
+
+import json
+import os
+import threading
+import time
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import yaml
+from ports import free_port
+from programs import metrics_of, run
+from small_models import make_model
+
+from mcore_rl.config import GRPOConfig, build_config
+from mcore_rl.models.generation.sampling import SamplingParams
+from mcore_rl.models.generation.vllm_client import Request, ServerPool, VLLMServer
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Two models, prompts, a judge of two turns and a configuration."""
+    root = tmp_path_factory.mktemp("vllm_runs")
+    make_model("qwen2", root / "dense", initializer_range=0.1)
+    make_model("qwen3_moe", root / "mixture", initializer_range=0.1)
+    prompts = [{"prompt": f"say {letter}", "answer": letter} for letter in "abcdefghij"]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    (root / "judging.py").write_text(
+        "from mcore_rl.environments.interfaces import Step\n"
+        "def twice(log, record):\n"
+        "    last = len(log) >= 4\n"
+        "    reward = (sum(map(ord, log[-1]['content'])) % 7) / 4\n"
+        "    return Step(reward, done=last, observation=None if last else ' more ')\n"
+    )
+    config = {
+        "output_dir": str(root / "out"),
+        "model": {"path": str(root / "dense")},
+        "parallel": {"timeout_seconds": 60},
+        "data": {"train": str(root / "prompts.jsonl"), "max_sequence_length": 60},
+        "optimizer": {"lr": 3e-3, "schedule": "constant"},
+        "trainer": {"max_steps": 3},
+        "checkpoint": {"export_hf": False},
+        "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_new_tokens": 6},
+        "environment": {"name": "function", "function": "judging:twice", "max_turns": 2, "num_workers": 1},
+        "generation": {"backend": "vllm"},
+    }
+    (root / "grpo.yaml").write_text(yaml.safe_dump(config))
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)  # for the judge
+        yield root
+
+
+def train(root, name, *options, processes=1, check=True):
+    """The finished run, and its metrics."""
+    arguments = (root / "grpo.yaml", f"output_dir={root / name}", *options)
+    process = run("train_grpo.py", *arguments, processes=processes, check=check)
+    return process, metrics_of(root / name) if (root / name / "metrics.jsonl").exists() else []
+
+
+GROUPS = [
+    [Request((7, group), 5, seed=10 * group + row, priority=group, group=(group,)) for row in range(1 + group % 4)]
+    for group in range(9)
+]
+PARAMS = SamplingParams(5, temperature=0.7, top_p=0.9, stop_token_ids=(1, 2), stop_strings=("!",), seed=3)
+
+
+class Stub(BaseHTTPRequestHandler):
+    """Answers with the prompt's last token and the seed, as vLLM would write it; `server.behave` may object."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(body)
+        status, change = self.server.behave(len(self.server.asked)) or (200, {})
+        if status is None:  # cut the line
+            return self.connection.close()
+        sampling = body["sampling_params"]
+        choice = {
+            "token_ids": [body["token_ids"][-1], sampling["seed"]],
+            "finish_reason": "stop" if sampling["seed"] % 2 else "length",
+            "weight_versions": [{"version": "a.3", "start": 0, "end": 2}],
+            "logprobs": {"content": [{"logprob": -0.25}, {"logprob": -0.5}]},
+        }
+        answer = {"choices": [{**choice, **change}]} if status == 200 else {"error": {"message": "told so"}}
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        with suppress(BrokenPipeError):  # whoever asked has gone: tests kill them
+            self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def pool_of(*behaviours, connections=3, seconds=20.0, handler=Stub):
+    """A pool of stubs, their requests, and what it says of those that it drops."""
+    stubs, dropped = [], {}
+    for behave in behaviours:
+        stub = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        stub.daemon_threads, stub.block_on_close, stub.asked, stub.behave = True, False, [], behave
+        threading.Thread(target=stub.serve_forever, args=(0.05,), daemon=True).start()
+        stubs.append(stub)
+    urls = [f"http://127.0.0.1:{stub.server_port}" for stub in stubs]
+    pool = ServerPool([VLLMServer(url, connections) for url in urls], dropped.__setitem__, seconds)
+    pool.announce("a.3", 3)
+    pool.settle(urls)
+    try:
+        yield pool, stubs, dropped
+    finally:
+        pool.close()
+        for stub in stubs:
+            stub.shutdown()
+            stub.server_close()
+
+
+def well(_):
+    time.sleep(0.02)
+
+
+def config_of(tmp_path, offload=False, **vllm):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'WARNING OSError: never mind'\necho \"ValueError: $3 is no model\"\nexit 3\n")
+    python.chmod(0o755)
+    values = {
+        "output_dir": str(tmp_path / "out"),
+        "model": {"path": str(tmp_path / "model"), "dtype": "bfloat16"},
+        "data": {"train": "data.jsonl", "max_sequence_length": 5000},
+        "optimizer": {"lr": 1e-3},
+        "trainer": {"max_steps": 4},
+        "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_new_tokens": 8},
+        "generation": {
+            "backend": "vllm",
+            "offload": offload,
+            "vllm": {"python": str(python), "port": free_port(), **vllm},
+        },
+    }
+    return build_config(GRPOConfig, values, [], "here")
