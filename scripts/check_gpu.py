@@ -48,7 +48,7 @@ class Part:
 
 
 def tests(name: str, wanted: str) -> Part:
-    plain = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/test_devices.py", "-k", wanted]
+    plain = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/gpu/test_devices.py", "-k", wanted]
     return Part(name, [*plain, "-m", "gpu"], [*plain, "-m", "not gpu"])
 
 

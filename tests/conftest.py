@@ -40,7 +40,7 @@ with pytest.MonkeyPatch.context() as patch:
 
 def pytest_addoption(parser):
     parser.addoption("--composition", type=int, help="seed of the one random composition that is tried")
-    parser.addoption("--kills", type=int, default=3, help="how many ranks tests/test_faults.py kills")
+    parser.addoption("--kills", type=int, default=3, help="how many ranks tests/end_to_end/test_faults.py kills")
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+SUPPORT = ROOT / "tests" / "support"
 TIMEOUT = 240
 
 

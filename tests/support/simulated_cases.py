@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
+
+from programs import ROOT
 
 from mcore_rl import platform
 from mcore_rl.config import RLConfig, SFTConfig
@@ -57,7 +58,7 @@ EQUAL = Sequences((192,) * 8, (96,) * 8)
 
 
 def call(*arguments):
-    command = [sys.executable, Path(__file__).parent.parent / "scripts" / "simulate.py", "--algorithm", "dpo"]
+    command = [sys.executable, ROOT / "scripts" / "simulate.py", "--algorithm", "dpo"]
     command += map(str, arguments)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)

@@ -7,10 +7,10 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import ROOT
 
 from mcore_rl.cli.report import write_report
 from mcore_rl.report.curves import MAX_POINTS, phases, sections, thinned
@@ -20,7 +20,7 @@ from mcore_rl.run.directory import REPORT_MARK, RunDirectory
 from mcore_rl.run.identity import RunIdentity
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>&lt;\u202e"
-SCRIPT = Path(__file__).parent.parent / "scripts" / "report.py"
+SCRIPT = ROOT / "scripts" / "report.py"
 
 
 def write_run(path, metrics=(), samples=(), config="", state="ended"):

@@ -6,16 +6,14 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from programs import metrics_of
+from programs import ROOT, metrics_of
 from small_models import make_model
 
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 
-ROOT = Path(__file__).parent.parent
 EXAMPLES, DOCS = ROOT / "examples", ROOT / "docs"
 
 

@@ -1,8 +1,7 @@
 """Configuration: every file in configs/ loads, and every mistake is one line that names the key."""
 
-from pathlib import Path
-
 import pytest
+from programs import ROOT
 
 from mcore_rl.config import (
     DPOConfig,
@@ -17,7 +16,7 @@ from mcore_rl.config import (
 )
 from mcore_rl.errors import UserError
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = ROOT / "configs"
 MINIMAL = """
 output_dir: out
 model: {path: model}

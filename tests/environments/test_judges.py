@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import re
 import threading
 import time
@@ -13,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from judge_functions import ODD
 from ports import free_port
+from programs import SUPPORT
 from small_models import and_long
 
 from mcore_rl.config import EnvironmentConfig
@@ -25,9 +25,7 @@ from mcore_rl.environments.judge_processes import JudgeProcesses
 @pytest.fixture
 def judge(tmp_path, monkeypatch):
     """A function from options and samples to steps."""
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.path.join(os.path.dirname(__file__), "support")])
-    )
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
 
     def run(samples, **options):
         environment = JudgeProcesses(EnvironmentConfig(**options), tmp_path / "judge.log")

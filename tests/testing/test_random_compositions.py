@@ -1,6 +1,6 @@
 """Random compositions of layout, family and options equal one process; a seed draws one of them.
 
-pytest -m long tests/test_random_compositions.py --composition SEED     that one alone
+pytest -m long tests/testing/test_random_compositions.py --composition SEED     that one alone
 """
 
 import copy

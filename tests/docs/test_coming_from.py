@@ -2,12 +2,13 @@
 
 import dataclasses
 import re
-from pathlib import Path
+
+from programs import ROOT
 
 from mcore_rl.cli.train import PROGRAMS
 from mcore_rl.config.schema import reference_of
 
-PAGE = (Path(__file__).parent.parent / "docs" / "coming_from.md").read_text()
+PAGE = (ROOT / "docs" / "coming_from.md").read_text()
 ROWS = re.findall(r"^\| (?:(\w+): )?`([\w.]+)` \| `([\w.]+)` \|", PAGE, re.MULTILINE)
 
 

@@ -1,8 +1,7 @@
 """The configurations for large models load, fit the models that they are for, and fit their GPUs by a simulation."""
 
-from pathlib import Path
-
 import pytest
+from programs import ROOT
 from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from mcore_rl.config import DPOConfig, SFTConfig, load_config
@@ -10,7 +9,7 @@ from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.simulation.search import chosen_ranks, simulate
 from mcore_rl.simulation.step import Sequences
 
-LARGE = Path(__file__).parent.parent / "configs" / "large"
+LARGE = ROOT / "configs" / "large"
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPE |= {"original_max_position_embeddings": 8192}
 # As the models' own config.json has them.

@@ -18,13 +18,13 @@ import psutil
 import pytest
 import torch
 import yaml
+from programs import ROOT
 from safetensors.torch import load_file
 from small_models import make_model
 
 from mcore_rl.testing.processes import run_processes
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
 
-ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.faults, pytest.mark.long]
 
 

@@ -12,8 +12,8 @@ import check_gpu
 import psutil
 import pytest
 from check_gpu import NOT_ALL, PARTS, Part, run_all
+from programs import ROOT
 
-ROOT = Path(__file__).parent.parent
 HERE = {"device": "none", "code": "abc"}
 
 

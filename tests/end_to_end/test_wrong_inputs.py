@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import yaml
 from broken_inputs import make_everything
+from programs import ROOT
 from small_models import and_long
 
 from mcore_rl.cli import entry_point
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.simulation import search as simulation
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
+SCRIPTS = ROOT / "scripts"
 SECONDS = 5  # beside the imports
 
 
@@ -544,7 +545,7 @@ TORCHRUN = [
 def test_under_torchrun_the_line_comes_first_and_last(script, overrides, message, root):
     before = snapshot(root)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [Path(__file__).parent.parent / "scripts" / f"train_{script}.py", root / f"{script}.yaml"]
+    command += [ROOT / "scripts" / f"train_{script}.py", root / f"{script}.yaml"]
     command += [override.replace("{root}", str(root)) for override in overrides]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=90, env=environment)

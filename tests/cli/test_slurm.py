@@ -5,14 +5,13 @@ import os
 import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from ports import free_port
-from programs import metrics_of
+from programs import ROOT, metrics_of
 from small_models import make_model
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "slurm" / "train.sbatch"
+SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
 
 SRUN = """#!/bin/bash
 for node in 0 1; do SLURM_NODEID=$node "$@" & tasks+=($!); done

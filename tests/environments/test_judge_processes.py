@@ -1,12 +1,12 @@
 """Environments: judges, and what happens to a sample whose judge raises, hangs or dies."""
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
+from programs import SUPPORT
 
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.environments.interfaces import Sample, Step
@@ -41,9 +41,7 @@ def environment_of(tmp_path):
 
 
 def test_a_sample_that_fails_stops_nothing(environment_of, monkeypatch, tmp_path, capfd):
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.path.join(os.path.dirname(__file__), "support")])
-    )
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     environment = environment_of(name="function", function="judge_functions:misbehave", time_limit_seconds=1)
     responses = ["ab", "raise", "abc", "hang", "die", "print", "nan", "abcd", "hang", "x"]
     started = time.monotonic()
@@ -70,9 +68,7 @@ def test_a_sample_that_fails_stops_nothing(environment_of, monkeypatch, tmp_path
 
 
 def test_a_judge_is_tried_on_real_records_first(monkeypatch):
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.path.join(os.path.dirname(__file__), "support")])
-    )
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     config = EnvironmentConfig(name="function", function="judge_functions:misbehave", time_limit_seconds=0.5)
     probe(config, prompts_of({"scale": 0}, {"scale": 3, "answer": "x"}))
     message = r"function: an answer to a record of data.train cannot be judged: ZeroDivisionError: .* has answer, scale"
@@ -85,9 +81,7 @@ def test_a_judge_is_tried_on_real_records_first(monkeypatch):
 
 
 def test_the_trial_of_a_judge_ends_with_the_first_success_and_in_time(monkeypatch):
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.path.join(os.path.dirname(__file__), "support")])
-    )
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     config = EnvironmentConfig(name="function", function="judge_functions:misbehave", time_limit_seconds=100)
     hang, good = {"scale": 1, "answer": "hang"}, {"scale": 1, "answer": "x"}
     started = time.monotonic()

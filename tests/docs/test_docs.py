@@ -1,12 +1,11 @@
 """The documentation's drawings are those that the code draws, its links lead somewhere."""
 
 import re
-from pathlib import Path
 
 import pytest
 from make_drawings import drawings
+from programs import ROOT
 
-ROOT = Path(__file__).parent.parent
 PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "README.md",

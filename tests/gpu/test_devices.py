@@ -4,19 +4,18 @@ import contextlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from gpu_process import DEVICES, no_gpu, run_on, visible_to
 from layout_cases import STEPS, make_config, make_data, plain_outcome
+from programs import ROOT
 from small_models import make_model
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.testing.layout_check import compare, compute_layout_result
 
-ROOT = Path(__file__).parent.parent
 BY_DTYPE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """How far results may be from those in float64, of their norm."""
 

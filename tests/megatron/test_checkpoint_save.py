@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from programs import ROOT
 from safetensors.torch import load_file
 from small_models import and_long, make_model
 
@@ -21,7 +21,6 @@ from mcore_rl.testing.processes import run_processes
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems, quick_problems
 from mcore_rl.utils.files import digests_of
 
-ROOT = Path(__file__).parent.parent
 FILES = ("common.pt", "metadata.json", ".metadata", "__0_0.distcp", "config.yaml")
 
 
