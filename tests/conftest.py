@@ -1,5 +1,6 @@
 """Fixtures: small models of each family."""
 
+import gc
 import os
 import tempfile
 
@@ -18,24 +19,10 @@ import shape_checks  # noqa: F401  # isort: skip
 
 import hypothesis
 import pytest
-import torch
-from small_models import models_below
-
-from mcore_rl.platform import initialize_platform
-from mcore_rl.testing.processes import serve_processes
-from mcore_rl.utils.console import quiet_libraries
 
 # The same examples in every run, so that a failure is the change's own; `--hypothesis-profile=default` draws others.
-hypothesis.settings.register_profile("repeatable", derandomize=True)
-hypothesis.settings.load_profile("repeatable")
-
-quiet_libraries()
-initialize_platform()
-torch.set_num_threads(2)
-# The server of test processes checks shapes too; it finds this folder by the environment that it starts with.
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("PYTHONPATH", str(Path(__file__).parent / "support"), prepend=os.pathsep)
-    serve_processes(also_preload=["preload_in_server"])
+hypothesis.settings.register_profile("repeatable", derandomize=True, max_examples=30, deadline=None)
+hypothesis.settings.register_profile("thorough", derandomize=True, max_examples=200, deadline=None)
 
 
 def pytest_addoption(parser):
@@ -43,7 +30,39 @@ def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=3, help="how many ranks tests/end_to_end/test_faults.py kills")
 
 
+def pytest_configure(config):
+    if not config.getoption("hypothesis_profile", None):
+        selects_long = config.getoption("markexpr").split(" ")[0] in ("long", "exhaustive")
+        hypothesis.settings.load_profile("thorough" if selects_long else "repeatable")
+    # With --numprocesses this process only hands out tests: the workers import PyTorch and Megatron.
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    gc.disable()  # collecting would visit everything that is imported, again and again
+    # The server of test processes checks shapes too; it finds this folder by the environment that it starts with.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "support"), prepend=os.pathsep)
+        from mcore_rl.testing.processes import serve_processes
+
+        serve_processes(also_preload=["preload_in_server"])
+    import torch
+
+    from mcore_rl.platform import initialize_platform
+    from mcore_rl.utils.console import quiet_libraries
+
+    quiet_libraries()
+    initialize_platform()
+    torch.set_num_threads(2)
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(scope="session")
 def model_of(tmp_path_factory):
     """A function from a family's name to the directory of a small model of it."""
+    from small_models import models_below
+
     return models_below(tmp_path_factory.mktemp)

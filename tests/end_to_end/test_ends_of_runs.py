@@ -94,7 +94,14 @@ def test_a_checkpoint_that_is_being_written_is_finished(processes, broken, writi
     out = files / f"broken_{broken}_{writing}".replace(" ", "_")
     monkeypatch.setenv("BROKEN_RANKS", broken)
     monkeypatch.setenv("WRITING_SECONDS", writing)
-    ended = run(files / "breaking.py", files / "sft.yaml", f"output_dir={out}", processes=processes, check=False)
+    ended = run(
+        files / "breaking.py",
+        files / "sft.yaml",
+        f"output_dir={out}",
+        processes=processes,
+        check=False,
+        launcher=processes > 1,
+    )
     assert ended.returncode == 1 and "RuntimeError: something breaks" in ended.stderr_text, ended.stderr_text
     assert saved(out) == ["iter_0000001", "iter_0000002"]
     assert CheckpointStore(out / "checkpoints").tracked_step() == 2

@@ -8,34 +8,43 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_programs import ForkedProgram
 
 ROOT = Path(__file__).parent.parent.parent
 SUPPORT = ROOT / "tests" / "support"
 TIMEOUT = 240
 
 
-def run(script, *arguments, processes=1, check=True):
-    """The finished script; its whole process group is killed if it takes too long."""
-    command = [sys.executable, ROOT / "scripts" / script]
-    if processes > 1:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        command = [*launcher, *command[1:]]
-    process = subprocess.Popen(
-        [*map(str, command), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-    )
+def run(script, *arguments, processes=1, check=True, launcher=False):
+    """The finished script of this repository; its processes are killed when it takes too long.
+
+    Args:
+        launcher: start it by torchrun and a new interpreter, not by a fork of the server of test processes.
+    """
+    command = [ROOT / "scripts" / script, *arguments]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    if launcher:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
+        process = subprocess.Popen(
+            [sys.executable, *map(str, [*torchrun, *command])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=environment,
+        )
+    else:
+        process = ForkedProgram(command, environment, processes)
     try:
-        process.stdout_text, process.stderr_text = process.communicate(timeout=TIMEOUT)
+        out, err = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
+        process.kill()
+        out, err = process.communicate(timeout=TIMEOUT)
         pytest.fail(f"{script} took longer than {TIMEOUT} s\n{out}\n{err}")
+    process.stdout_text, process.stderr_text = out, err
     if check:
-        assert process.returncode == 0, process.stdout_text + process.stderr_text
+        assert process.returncode == 0, out + err
     return process
 
 
