@@ -37,6 +37,9 @@ def pytest_configure(config):
     # With --numprocesses this process only hands out tests: the workers import PyTorch and Megatron.
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return
+    from mcore_rl.utils.console import quiet_libraries
+
+    quiet_libraries()
     gc.disable()  # collecting would visit everything that is imported, again and again
     # The server of test processes checks shapes too; it finds this folder by the environment that it starts with.
     with pytest.MonkeyPatch.context() as patch:
@@ -47,11 +50,9 @@ def pytest_configure(config):
     import torch
 
     from mcore_rl.platform import initialize_platform
-    from mcore_rl.utils.console import quiet_libraries
 
-    quiet_libraries()
     initialize_platform()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # of two workers on two cores, threads would wait for each other
 
 
 def pytest_collection_finish():

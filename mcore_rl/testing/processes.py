@@ -30,6 +30,9 @@ from mcore_rl.platform import initialize_platform
 MEETINGS = 3
 """How often processes are started anew when they do not find each other, as happens on a loaded machine."""
 
+MOST_CASES = 8
+"""Of `run_cases` in one start of processes."""
+
 _PRELOAD = ["mcore_rl.testing.preload"]
 
 
@@ -51,6 +54,37 @@ def run_processes(function: Callable[..., Any], *args: Any, world_size: int, tim
         with contextlib.suppress(MeetingError):
             return _run_once(function, args, world_size, timeout)
     return _run_once(function, args, world_size, timeout)
+
+
+def run_cases(cases: Sequence[tuple[Any, ...]], *, world_size: int, timeout: float = 120) -> list[list[Any]]:
+    """Results by case and rank of several `(function, *arguments)`, run one after the other in the same processes.
+
+    Every case has a process group of its own. At most 8 cases: gloo's threads of destroyed groups stay until the
+    processes end.
+
+    Raises:
+        WorkerError: as `run_processes`; the cases after the one that failed are not run.
+    """
+    if len(cases) > MOST_CASES:
+        raise ValueError(f"run_cases: {len(cases)} cases for one start of processes; at most {MOST_CASES}")
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = run_processes(_run_in_turn, tuple(cases), directory, timeout, world_size=world_size, timeout=timeout)
+    return [list(of_case) for of_case in zip(*ranks, strict=True)]
+
+
+def _run_in_turn(cases: Sequence[tuple[Any, ...]], directory: str, timeout: float) -> list[Any]:
+    from mcore_rl.models.megatron.parallel_state import destroy_parallel
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    results = []
+    for number, (function, *arguments) in enumerate(cases):
+        if number:
+            _meet(rank, world_size, os.path.join(directory, str(number)), timedelta(seconds=timeout))
+        results.append(function(*arguments))
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # no rank closes its connections while others still use them
+        destroy_parallel()
+    return results
 
 
 class MeetingError(WorkerError):

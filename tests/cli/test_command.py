@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 import yaml
+from forked_programs import run_forked
 from small_models import make_model
 
 from mcore_rl.utils.checkpoint_store import CheckpointStore
@@ -43,6 +44,10 @@ def call(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=90, env=ENVIRONMENT)
 
 
+def forked(*arguments):
+    return run_forked(["-m", "mcore_rl", *arguments], ENVIRONMENT)
+
+
 LAUNCH = ("train", "sft", "--nproc-per-node", "2")
 WRONG = [
     ([], r"mcore-rl train \{sft,dpo"),
@@ -72,8 +77,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
-def test_what_is_wrong_is_told_in_one_line(arguments, message):
-    done = call(*arguments)
+def test_command_refuses_wrong_arguments_in_one_line(arguments, message):
+    in_new_interpreter = arguments == ["trian"] or arguments[-2:] == ["2", "nowhere.yaml"]
+    done = (call if in_new_interpreter else forked)(*arguments)
     assert done.returncode == 2
     text = (done.stderr or done.stdout).strip()
     assert re.match(message, text), text
@@ -86,16 +92,16 @@ def test_doctor():
     assert "MISSING" not in done.stdout and "NO PROCESS GROUP" not in done.stdout
     assert re.search(r"^  torch +\d", done.stdout, re.MULTILINE)
     assert done.stdout.endswith("gloo: a process group can be made\n")
-    assert call("doctor", "now").returncode == 2
+    assert forked("doctor", "now").returncode == 2
 
 
 def test_help():
-    assert call("--help").stdout.startswith("mcore-rl train {")
-    text = call("train", "grpo", "--help").stdout
+    assert forked("--help").stdout.startswith("mcore-rl train {")
+    text = forked("train", "grpo", "--help").stdout
     assert text.startswith("usage: mcore-rl train grpo ") and "--replay FILE" in text
 
 
-def test_who_has_seen_enough():
+def test_command_ends_without_traceback_when_its_reader_ends():
     for arguments in ("train dpo --help", "train dpo --help dpo", "schema grpo"):
         command = f"{sys.executable} -m mcore_rl {arguments} | head -n 1"
         done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)

@@ -40,7 +40,7 @@ from mcore_rl.rollouts.samples import (
     unpacked,
 )
 from mcore_rl.testing.layout_check import ParallelLayout
-from mcore_rl.testing.processes import WorkerError, run_processes
+from mcore_rl.testing.processes import WorkerError, run_cases, run_processes
 
 # ------------------------------------------------------------------ what replicas tell each other
 
@@ -119,18 +119,23 @@ def given_away(held_by, wanted):
     return exchange_rows(token_rows(held), held, wanted, LENGTHS, COLUMNS, topology)
 
 
-@pytest.mark.parametrize(
-    ("held_by", "wanted"),
-    [
-        ([[6, 0, 3], [1, 2, 4, 5]], [[5, 0, 6], [1, 4]]),
-        ([[], [0, 1, 2, 3, 4, 5, 6]], [[2, 4, 6], [0, 1, 3, 5]]),
-        ([[0, 1, 2], [3, 4, 5, 6]], [[], [0, 1, 2, 3, 4, 5, 6]]),
-        ([[0], [5]], [[5], [0]]),
-        ([[1], []], [[], [1]]),
-    ],
-)
-def test_tokens_go_to_those_who_want_their_rows(held_by, wanted):
-    for rank, got in enumerate(run_processes(given_away, held_by, wanted, world_size=4)):
+HELD_AND_WANTED = [
+    ([[6, 0, 3], [1, 2, 4, 5]], [[5, 0, 6], [1, 4]]),
+    ([[], [0, 1, 2, 3, 4, 5, 6]], [[2, 4, 6], [0, 1, 3, 5]]),
+    ([[0, 1, 2], [3, 4, 5, 6]], [[], [0, 1, 2, 3, 4, 5, 6]]),
+    ([[0], [5]], [[5], [0]]),
+    ([[1], []], [[], [1]]),
+]
+
+
+def test_rows_of_replica_sends_each_row_to_the_replica_that_wants_it():
+    cases = [(given_away, *case) for case in HELD_AND_WANTED]
+    for (held_by, wanted), ranks in zip(HELD_AND_WANTED, run_cases(cases, world_size=4), strict=True):
+        check_rows_of_replicas(held_by, wanted, ranks)
+
+
+def check_rows_of_replicas(held_by, wanted, ranks):
+    for rank, got in enumerate(ranks):
         rows = wanted[rank // 2]
         expected = {name: [] for name in got}
         for held in held_by:
@@ -173,16 +178,14 @@ def settled(kind):
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [
-        ("failed", "ValueError: no"),
-        ("cancelled", "WorkerError: rank 1: the work was cancelled before its end"),
-        ("unsendable", "WorkerError: rank 1: Unsendable: this and that"),
-    ],
-)
-def test_all_ranks_hear_of_what_fails(kind, told):
-    assert run_processes(settled, kind, world_size=3) == [told] * 3
+def test_settle_raises_the_error_of_one_rank_on_all():
+    told = {
+        "failed": "ValueError: no",
+        "cancelled": "WorkerError: rank 1: the work was cancelled before its end",
+        "unsendable": "WorkerError: rank 1: Unsendable: this and that",
+    }
+    results = run_cases([(settled, kind) for kind in told], world_size=3)
+    assert results == [[message] * 3 for message in told.values()]
 
 
 OUTCOMES = [
@@ -218,11 +221,12 @@ def told(wells, places_of):
     return results
 
 
-@pytest.mark.parametrize("places_of", [[[2, 0], [1, 3]], [[], [3, 2, 1, 0]]])
-def test_every_rank_knows_what_came_of_all(places_of):
+def test_telling_gives_every_rank_all_outcomes():
     """Texts travel with the first step, whose names of rewards are new, and with errors."""
     well = [outcome for outcome in OUTCOMES if not outcome.error]
-    for rank, results in enumerate(run_processes(told, [True, True, False, True], places_of, world_size=4)):
+    steps = [True, True, False, True]
+    cases = [(told, steps, places_of) for places_of in ([[2, 0], [1, 3]], [[], [3, 2, 1, 0]])]
+    for rank, results in (pair for ranks in run_cases(cases, world_size=4) for pair in enumerate(ranks)):
         assert [outcomes for outcomes, _ in results] == [well, well, OUTCOMES, well]
         first, again, with_error, last = (sent for _, sent in results)
         assert first and not again and not last
@@ -247,13 +251,14 @@ def divided(lengths, ids, batching, known):
 
 
 @pytest.mark.parametrize("sharing", [False, True])
-def test_rows_are_divided_as_a_batch_that_every_rank_has(sharing):
+def test_divide_of_own_rows_equals_the_plan_of_the_whole_batch(sharing):
     data = make_groups()
     lengths, ids = data["input_lengths"].tolist(), data["input_ids"]
     batching = MicrobatchPlanner(True, 96, 1, 1, dp_size=3, rows_per_group=4 if sharing else 0, min_shared=8)
     expected = [sorted(row for box in boxes for row in box) for boxes in batching.plan(lengths, ids)]
-    for known in (None, [[0, 1, 2, 3], [8, 9, 10, 11, 12, 13, 14, 15], [4, 5, 6, 7]], [[], list(range(16)), []]):
-        results = run_processes(divided, lengths, ids, batching, known, world_size=3)
+    knowns = (None, [[0, 1, 2, 3], [8, 9, 10, 11, 12, 13, 14, 15], [4, 5, 6, 7]], [[], list(range(16)), []])
+    cases = [(divided, lengths, ids, batching, known) for known in knowns]
+    for known, results in zip(knowns, run_cases(cases, world_size=3), strict=True):
         assert [rows for rows, _ in results] == [expected] * 3
         told = [asked for _, asked in results]
         assert sorted(row for asked in told for row in asked) == (list(range(16)) if sharing else [])
@@ -313,9 +318,9 @@ LAYOUTS = and_long(
     [
         ("llama", ParallelLayout(dp=2, tokens_per_pack=128), UNEVEN),
         ("llama", ParallelLayout(dp=2, pp=2, tokens_per_pack=128), NONE),
-        ("mixtral", ParallelLayout(dp=2, ep=2), NONE),
     ],
     [
+        ("mixtral", ParallelLayout(dp=2, ep=2), NONE),
         ("llama", ParallelLayout(dp=2, packing=False), UNEVEN),
         ("llama", ParallelLayout(dp=2, packing=False), NONE),
         ("llama", ParallelLayout(dp=2, cp=2, tp=2, sp=True, tokens_per_pack=128), NONE),
@@ -450,10 +455,15 @@ def batch_of_records(rows_per_group):
     return dict(batch.rows), list(batch.rows.share.indices), batch.indices, units.read
 
 
-@pytest.mark.parametrize("rows_per_group", [0, 2])
-def test_a_rank_reads_and_builds_its_own_records_alone(rows_per_group):
+def test_own_rows_reads_and_builds_only_the_records_of_its_rank():
+    for rows_per_group, results in zip(
+        (0, 2), run_cases([(batch_of_records, 0), (batch_of_records, 2)], world_size=3), strict=True
+    ):
+        check_own_records(rows_per_group, results)
+
+
+def check_own_records(rows_per_group, results):
     whole = collate([Units().store[i] for i in (5, 3, 8, 0, 1, 7)], 0)
-    results = run_processes(batch_of_records, rows_per_group, world_size=3)
     assert sorted(row for _, indices, _, _ in results for row in indices) == list(range(12))
     for rank, (data, indices, own, read) in enumerate(results):
         assert own == [(5, 3, 8, 0, 1, 7)[row // 2] for row in indices[::2]]
@@ -566,12 +576,14 @@ def make_rollouts(with_experts):
 LED = [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]
 
 
-@pytest.mark.parametrize(
-    ("rows_per_group", "with_experts", "led"),
-    [(0, True, LED), (2, False, LED), (0, True, [[], list(range(10))]), (0, True, [[], [0]])],
-)
-def test_samples_go_to_the_replica_that_trains_them(rows_per_group, with_experts, led):
-    results = run_processes(shared_out, rows_per_group, with_experts, led, world_size=4)
+def test_share_out_gives_each_sample_to_the_replica_that_trains_it():
+    cases = [(0, True, LED), (2, False, LED), (0, True, [[], list(range(10))]), (0, True, [[], [0]])]
+    results = run_cases([(shared_out, *case) for case in cases], world_size=4)
+    for (_, with_experts, led), of_case in zip(cases, results, strict=True):
+        check_shared_out(with_experts, led, of_case)
+
+
+def check_shared_out(with_experts, led, results):
     count = sum(map(len, led))
     for name, values in results[0][0].items():
         assert torch.equal(values, results[1][0][name]), "a replica's ranks have the same"

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 import torch
 from simulated_cases import config_of, in_processes
 from small_models import make_tokenizer
@@ -59,6 +60,7 @@ def waits_of_decoding(path, new_tokens):
     return places, len(passes), late
 
 
+@pytest.mark.long
 def test_the_host_waits_for_the_responses_alone(model_of):
     """Of a token it is told when the next ones are being computed; for two times as many it waits no more often."""
     seen = []

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 import yaml
+from forked_programs import ForkedProgram
 from programs import ROOT
 from safetensors.torch import load_file
 from small_models import and_long, make_model
@@ -176,14 +177,7 @@ def files(tmp_path_factory):
 
 def start(files, out, *arguments, algorithm="sft"):
     script, config = ROOT / "scripts" / f"train_{algorithm}.py", files / f"{algorithm}.yaml"
-    command = [sys.executable, script, config, f"output_dir={out}", *arguments]
-    return subprocess.Popen(
-        list(map(str, command)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-    )
+    return ForkedProgram([script, config, f"output_dir={out}", *arguments])
 
 
 def finish(process, status=0):

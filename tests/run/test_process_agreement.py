@@ -4,12 +4,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from forked_programs import ForkedProgram
 from ports import free_port
 from safetensors.torch import load_file, save_file
 from small_models import and_long, make_model
@@ -46,7 +45,6 @@ def start_nodes(files, out, of_second, algorithm="sft", where=(None, None), opti
     for rank in (0, 1):
         values = {**own, **(of_second if rank else {})}
         command = [
-            sys.executable,
             os.path.abspath(f"scripts/train_{algorithm}.py"),
             *(f"{key}={value}" for key, value in values.items()),
         ]
@@ -58,8 +56,7 @@ def start_nodes(files, out, of_second, algorithm="sft", where=(None, None), opti
         ]
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(command, env=environment, cwd=where[rank], **pipes))
+        started.append(ForkedProgram(command, environment, cwd=where[rank]))
     try:
         told = [process.communicate(timeout=120) for process in started]
     finally:
@@ -86,7 +83,7 @@ def start_nodes(files, out, of_second, algorithm="sft", where=(None, None), opti
         ],
     ),
 )
-def test_another_nodes_is_told(key, value, files, tmp_path):
+def test_train_refuses_values_that_differ_between_nodes(key, value, files, tmp_path):
     # The files' own path may hold what stands for it ("pytest-172/").
     value, validation = (
         re.sub("([02])/", lambda node: f"{files / node[1]}/", text)

@@ -22,6 +22,7 @@ def mixture(tmp_path_factory):
     return make_model("qwen3_moe", tmp_path_factory.mktemp("mixture"), **MIXTURE)
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_costs_its_own_layout_alone(model, monkeypatch):
     """As by a machine without memory."""
     config, gpu, told = config_of(model), Hardware.load("h100"), []

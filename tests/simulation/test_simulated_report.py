@@ -44,6 +44,7 @@ def one_pack(path, layout=None, family="llama", model=None, **changes):
     return (layout or ParallelLayout(tokens_per_pack=TOKENS)).apply(config)
 
 
+@pytest.mark.long
 def test_memory_and_products_of_a_dense_model(tmp_path):
     """The peak is where logits are computed: one tile, which is all of them, and a few numbers a token; and in the last
     stage what came from the one before."""

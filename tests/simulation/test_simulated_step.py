@@ -64,9 +64,10 @@ def compare(config, layout, sequences):
 
 
 LAYOUTS = and_long(
-    [ParallelLayout()],
-    [ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2), ParallelLayout(cp=2), ParallelLayout(tp=2, cp=2, sp=True)],
+    [],
+    [ParallelLayout(), ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2), ParallelLayout(tp=2, cp=2, sp=True)],
     [
+        ParallelLayout(cp=2),
         ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(tp=2, pp=2),
         ParallelLayout(pp=2, vpp=2), ParallelLayout(packing=False), ParallelLayout(pp=2, vpp=2, stages="E|ttt|t|L"),
     ],
@@ -259,6 +260,7 @@ def test_a_loss_that_waits_is_seen(model):
     assert sum(waits_among_microbatches(report).values()) == report.packs
 
 
+@pytest.mark.long
 def test_what_is_read_of_a_checkpoint_of_the_same_cut(model):
     """One rank's own files: every number of weights, fp32 weights and moments once."""
     (report,) = in_processes(simulate_loading, (config_of(model), 0, 1, 1))
@@ -356,20 +358,20 @@ def simulate_in_buckets(*arguments):
 WRONG = and_long(
     [
         (["--lengths", "999"], "error: --lengths: longer than data.max_sequence_length=384"),
+    ],
+    [
         (
             ["--lengths", "99", "data.max_sequence_length=9999", "batch.tokens_per_pack=30000"],
             "error: data.max_sequence_length=9999: the model has 1024 positions",
         ),
         (["--lengths", "99", "parallel.tensor_model_parallel_size=3"], "error: parallel: tensor 3 x pipeline 1 x cont"),
-    ],
-    [
         (["--lengths", "99", "parallel.pipeline_model_parallel_size=8"], "error: parallel.pipeline_model_parallel_"),
     ],
 )
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
-def test_what_is_wrong_is_told_in_one_line(arguments, message, file):
+def test_simulate_refuses_wrong_arguments_in_one_line(arguments, message, file):
     done = call(file, "--world-size", 8, *arguments)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1, done.stderr

@@ -63,7 +63,7 @@ class ForkedProgram:
         statuses = [rank.exitcode for rank in self._ranks]
         return None if None in statuses else next((status for status in statuses if status), 0)
 
-    def communicate(self, timeout):
+    def communicate(self, timeout=60):
         """Standard output and error of all ranks. When one fails, the others are ended.
 
         Raises:
@@ -112,8 +112,8 @@ def _run(arguments, environment, cwd, files):
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, number)
         os.close(opened)
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)

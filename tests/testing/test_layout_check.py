@@ -45,9 +45,9 @@ SLOW = [
     ParallelLayout(pp=2, cp=2, dp=2, tokens_per_pack=128),
 ]
 PIPELINES = and_long(
-    [("qwen3_moe", ParallelLayout(pp=2, vpp=2, dp=2, ep=2))],
+    [("deep", ParallelLayout(pp=2, vpp=2, stages="E|t*3|tt|tL"))],
     [
-        ("deep", ParallelLayout(pp=2, vpp=2, stages="E|t*3|tt|tL")),
+        ("qwen3_moe", ParallelLayout(pp=2, vpp=2, dp=2, ep=2)),
         ("deep", ParallelLayout(pp=3, first=4, packing=False)),
         ("deep", ParallelLayout(pp=3, stages="E|t*6|L")),
         ("qwen3_moe", ParallelLayout(pp=2, dp=2, ep=2, stages="Et*3|tL")),
