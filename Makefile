@@ -62,7 +62,7 @@ demo-ppo: outputs/sft_arithmetic/hf/config.json
 
 # Several tests at a time: most of one is waiting for its processes. WORKERS=0: one after the other.
 WORKERS ?= 2
-IN_PARALLEL := --numprocesses $(WORKERS) --dist worksteal
+IN_PARALLEL := --numprocesses $(WORKERS) --dist worksteal --durations 20
 
 test: install
 	$(BIN)/pytest $(IN_PARALLEL)
@@ -90,7 +90,7 @@ gpu: install
 	$(BIN)/python scripts/check_gpu.py $(GPU)
 
 faults: install
-	$(BIN)/pytest -m faults --kills 50 -rP
+	$(BIN)/pytest -m "not exhaustive" --kills 50 -rP tests/end_to_end/test_faults.py tests/megatron/test_checkpoint_save.py
 
 layouts: outputs/demo/model/config.json
 	$(BIN)/python scripts/verify_layouts.py configs/dpo_cpu.yaml batch.global_batch_size=16 \

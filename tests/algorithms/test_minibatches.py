@@ -73,7 +73,6 @@ def whole(files):
     return train(files, "grpo", "whole", "--record", files / "recording.jsonl")
 
 
-@pytest.mark.slow
 def test_metrics_are_means_over_the_updates_and_each_updates_own(whole):
     for line in metrics_of(whole):
         updates = [line[f"loss/update_{n}"] for n in range(1, 7)]
@@ -85,7 +84,6 @@ def test_metrics_are_means_over_the_updates_and_each_updates_own(whole):
     assert rates == sorted(rates, reverse=True) and rates[-1] < rates[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [pytest.param("dp2"), pytest.param("tp2", marks=pytest.mark.long)])
 def test_layouts_make_the_same_updates(layout, files, whole):
     processes, arguments = LAYOUTS[layout]

@@ -34,10 +34,10 @@ def demo(tmp_path_factory):
     return root
 
 
-def test_each_is_short_and_listed():
+def test_examples_are_listed_and_at_most_80_lines():
     files = sorted(EXAMPLES.glob("*.py"))
     listed = re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text())
-    assert sorted(listed) == [file.name for file in files] and len(files) == 5
+    assert sorted(listed) == [file.name for file in files]
     assert all(len(file.read_text().splitlines()) <= 80 for file in files)
 
 

@@ -25,7 +25,7 @@ from small_models import make_model
 from mcore_rl.testing.processes import run_processes
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
 
-pytestmark = [pytest.mark.faults, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

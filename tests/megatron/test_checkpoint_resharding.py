@@ -82,9 +82,8 @@ def test_going_on_with_experts_and_layers_elsewhere(family, first, second, model
     check(family, first, second, model_of, uninterrupted, tmp_path)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize(("first", "second"), MORE, ids=str)
+@pytest.mark.parametrize(("first", "second"), and_long([], MORE[2:], MORE[:2]), ids=str)
 def test_going_on_under_more_layouts(family, first, second, model_of, uninterrupted, tmp_path):
     check(family, first, second, model_of, uninterrupted, tmp_path)
 

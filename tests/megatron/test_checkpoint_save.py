@@ -87,7 +87,6 @@ DAMAGE = {
 }
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
 def test_damage_is_named_and_the_next_best_is_used(store, damage, message):
     damage(store.iteration(30))
@@ -96,7 +95,6 @@ def test_damage_is_named_and_the_next_best_is_used(store, damage, message):
     assert any("iter_0000030" in problem and message in problem for problem in problems)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("name", FILES)
 def test_flipped_bytes_are_found_by_reading(store, name):
     path = store.iteration(30)
@@ -106,7 +104,6 @@ def test_flipped_bytes_are_found_by_reading(store, name):
     assert digest_problems(path) == [f"{name}: its contents are damaged (SHA-256)"]
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
     ("text", "message"), [("40", "names iteration 40"), ("x", "not the number"), (None, "missing")]
 )
@@ -118,7 +115,6 @@ def test_a_wrong_tracker_is_told(store, text, message):
     assert any(message in problem for problem in problems)
 
 
-@pytest.mark.faults
 def test_nothing_sound_is_an_error_not_a_fresh_start(store):
     for path in store.iterations():
         (path / "common.pt").unlink()
@@ -140,7 +136,6 @@ def test_retention(store):
     assert steps(store.iterations()) == [20, 30, 40]
 
 
-@pytest.mark.faults
 def test_retention_keeps_the_only_sound_one(store):
     for step in (20, 30):
         (store.iteration(step) / "common.pt").unlink()
@@ -218,7 +213,6 @@ def test_damage_falls_back_and_the_run_ends_bit_for_bit_the_same(files, whole_ru
     assert_bit_equal(out, whole_run)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_sigterm_saves_and_the_run_ends_bit_for_bit_the_same(files, whole_run):
     out = files / "stopped"
@@ -273,7 +267,6 @@ def test_other_data_is_refused(files, whole_run):
     assert "other.jsonl is other data: " in text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("on_failure", "status"), and_long([], [("continue", 0), ("stop", 3)]))
 def test_a_save_that_fails(files, on_failure, status):
     out = files / f"failing_{on_failure}"

@@ -103,23 +103,25 @@ CASES = and_long(
     [
         ("mixtral", "experts", ParallelLayout(tp=2, sp=True)),
         ("deep", "all", ParallelLayout(pp=2, cp=2)),
-        ("llama", "all", ParallelLayout()),
         ("phi3", "phi3", ParallelLayout(tp=2)),
         ("llama", "all", ParallelLayout(tp=4)),  # more ranks than key-value heads
-        ("llama", "some", ParallelLayout(tp=4, sp=True, dp=2)),
         ("gemma3", "all", ParallelLayout(tp=2, sp=True)),
-        ("olmo2", "all", ParallelLayout(tp=2)),
         ("qwen3", "some", ParallelLayout(tp=2, pp=2, cp=2, sp=True)),
         ("deep", "some", ParallelLayout(pp=2, vpp=3, dp=2)),
-        ("qwen2", "all", ParallelLayout(dp=4, packing=False)),
         ("qwen3_moe", "attention", ParallelLayout(tp=2, dp=2, ep=2, sp=True)),
         ("mixtral", "experts", ParallelLayout(dp=2, ep=2)),
-        ("mixtral", "experts", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
-        ("mixtral", "experts", ParallelLayout(tp=2, dp=2, ep=2, sp=True)),
         ("qwen3_moe", "experts_and_attention", ParallelLayout(tp=2, dp=2, ep=2, etp=1, sp=True)),
-        ("qwen3_moe", "experts_and_attention", ParallelLayout(pp=2, cp=2, ep=2)),
         ("glm4_moe", "experts_down", ParallelLayout(pp=2, dp=2, ep=2)),
         ("qwen2_moe", "experts_gate_up", ParallelLayout(tp=2, sp=True)),
+    ],
+    [
+        ("llama", "all", ParallelLayout()),
+        ("llama", "some", ParallelLayout(tp=4, sp=True, dp=2)),
+        ("olmo2", "all", ParallelLayout(tp=2)),
+        ("qwen2", "all", ParallelLayout(dp=4, packing=False)),
+        ("mixtral", "experts", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
+        ("mixtral", "experts", ParallelLayout(tp=2, dp=2, ep=2, sp=True)),
+        ("qwen3_moe", "experts_and_attention", ParallelLayout(pp=2, cp=2, ep=2)),
     ],
 )
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -29,20 +29,22 @@ FAST = [
     ParallelLayout(packing=False),
     ParallelLayout(tokens_per_pack=128),
 ]
-SLOW = [
+MANY = [
+    ParallelLayout(tp=2, pp=2, cp=2, sp=True),
+    ParallelLayout(pp=2, cp=2, dp=2, tokens_per_pack=128),
+    ParallelLayout(cp=2, packing=False),
+]
+MORE = [
     ParallelLayout(tp=2),
     ParallelLayout(tp=4),
     ParallelLayout(pp=2, packing=False),
-    ParallelLayout(cp=2, packing=False),
     ParallelLayout(cp=2, tokens_per_pack=128),
     ParallelLayout(dp=2, tokens_per_pack=128),
     ParallelLayout(dp=4, packing=False),
     ParallelLayout(tp=2, cp=2, sp=True),
     ParallelLayout(pp=2, dp=2, tokens_per_pack=128),
     ParallelLayout(tp=2, pp=2),
-    ParallelLayout(tp=2, pp=2, cp=2, sp=True),
     ParallelLayout(tp=2, cp=2, dp=2),
-    ParallelLayout(pp=2, cp=2, dp=2, tokens_per_pack=128),
 ]
 PIPELINES = and_long(
     [("deep", ParallelLayout(pp=2, vpp=2, stages="E|t*3|tt|tL"))],
@@ -51,6 +53,8 @@ PIPELINES = and_long(
         ("deep", ParallelLayout(pp=3, first=4, packing=False)),
         ("deep", ParallelLayout(pp=3, stages="E|t*6|L")),
         ("qwen3_moe", ParallelLayout(pp=2, dp=2, ep=2, stages="Et*3|tL")),
+    ],
+    [
         ("glm4_moe", ParallelLayout(pp=2, first=1)),
         ("qwen3_moe", ParallelLayout(pp=2, vpp=2, tokens_per_pack=128)),
         ("deep", ParallelLayout(pp=2, vpp=2, tp=2, sp=True, first=2)),
@@ -71,14 +75,17 @@ EXPERT_LAYOUTS = and_long(
         ("qwen2_moe", ParallelLayout(tp=2, sp=True)),
     ],
 )
-MORE_EXPERT_LAYOUTS = [
+MANY_WITH_EXPERTS = [
+    ("mixtral", ParallelLayout(tp=2, cp=2, dp=2, ep=2, sp=True, tokens_per_pack=128)),
+    ("qwen2_moe", ParallelLayout(dp=2, ep=2, packing=False)),
+    ("qwen3_moe", ParallelLayout(tp=2, pp=2, dp=2, ep=2, etp=1, sp=True)),
+    ("glm4_moe", ParallelLayout(tp=2, dp=2, ep=2, etp=1, sp=True)),
+]
+MORE_WITH_EXPERTS = [
     ParallelLayout(dp=2),
     ParallelLayout(cp=2),
     ParallelLayout(pp=2, tokens_per_pack=128),
-    ParallelLayout(dp=2, ep=2, packing=False),
-    ParallelLayout(tp=2, dp=2, ep=2, etp=1, sp=True),
-    ParallelLayout(tp=2, cp=2, dp=2, ep=2, sp=True, tokens_per_pack=128),
-    ParallelLayout(tp=2, pp=2, dp=2, ep=2, etp=1, sp=True),
+    *(layout for _, layout in MANY_WITH_EXPERTS),
 ]
 
 
@@ -117,11 +124,13 @@ OTHERS = and_long(
         ("qwen2", ParallelLayout(tp=2, sp=True)),
         ("qwen3", ParallelLayout(pp=2)),
         ("olmo2", ParallelLayout(tp=2, cp=2, sp=True)),
+        ("phi3", ParallelLayout(tp=2)),
+        ("windows", ParallelLayout(cp=2)),
+    ],
+    [
         ("qwen2", ParallelLayout(pp=2)),
         ("qwen3", ParallelLayout(tp=2, sp=True)),
-        ("phi3", ParallelLayout(tp=2)),
         ("gemma3", ParallelLayout(cp=2, tokens_per_pack=128)),
-        ("windows", ParallelLayout(cp=2)),
     ],
 )
 
@@ -142,16 +151,27 @@ def test_uneven_and_interleaved_pipelines(family, layout, outcomes, model_of):
     check_layout(family, layout, outcomes, model_of)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", MORE_EXPERT_LAYOUTS, ids=str)
-@pytest.mark.parametrize("family", MIXTURES)
+OTHERS_WITH_EXPERTS = [(family, layout) for layout in MORE_WITH_EXPERTS for family in MIXTURES]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    and_long([], MANY_WITH_EXPERTS, [case for case in OTHERS_WITH_EXPERTS if case not in MANY_WITH_EXPERTS]),
+    ids=str,
+)
 def test_more_layouts_of_mixtures(family, layout, outcomes, model_of):
     check_layout(family, layout, outcomes, model_of)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", SLOW, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    and_long(
+        [],
+        [("llama", layout) for layout in MANY],
+        [*(("llama", layout) for layout in MORE), *(("qwen2", layout) for layout in (*MANY, *MORE))],
+    ),
+    ids=str,
+)
 def test_more_layouts(family, layout, outcomes, model_of):
     check_layout(family, layout, outcomes, model_of)
 
@@ -213,6 +233,8 @@ def gradients_of(config, loss_fn):
             ("llama", ParallelLayout(cp=2)),
             ("qwen2", ParallelLayout(pp=2)),
             ("llama", ParallelLayout()),
+        ],
+        [
             ("qwen2", ParallelLayout()),
             ("llama", ParallelLayout(tp=2, sp=True)),
             ("qwen2", ParallelLayout(cp=2)),
@@ -232,7 +254,6 @@ def test_losses_of_logits_equal_losses_of_logprobs(family, layout, model_of):
         torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
     and_long(
@@ -240,8 +261,13 @@ def test_losses_of_logits_equal_losses_of_logprobs(family, layout, model_of):
         [
             ("ppo with entropy bonus", ParallelLayout(tp=2, sp=True)),
             ("ppo with entropy bonus", ParallelLayout(cp=2)),
+            ("gspo", ParallelLayout(pp=2)),
+        ],
+        [
             ("gspo", ParallelLayout(tp=2, sp=True)),
-            *((kind, layout) for kind in POLICY_GRADIENTS for layout in (ParallelLayout(pp=2), ParallelLayout(dp=2))),
+            ("gspo", ParallelLayout(dp=2)),
+            ("ppo with entropy bonus", ParallelLayout(pp=2)),
+            ("ppo with entropy bonus", ParallelLayout(dp=2)),
         ],
     ),
     ids=str,

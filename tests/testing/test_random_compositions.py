@@ -1,13 +1,13 @@
 """Random compositions of layout, family and options equal one process; a seed draws one of them.
 
-pytest -m long tests/testing/test_random_compositions.py --composition SEED     that one alone
+pytest -m "" tests/testing/test_random_compositions.py --composition SEED     that one alone
 """
 
 import copy
 import random
 
-import pytest
 from layout_cases import make_config, make_data, with_experts
+from small_models import and_long
 from small_models import make_config as hf_config_of
 
 from mcore_rl.config import DPOConfig
@@ -22,7 +22,7 @@ MIXTURES = ["mixtral", "qwen3_moe", "glm4_moe"]
 
 def pytest_generate_tests(metafunc):
     chosen = metafunc.config.getoption("--composition")
-    metafunc.parametrize("seed", SEEDS if chosen is None else [chosen])
+    metafunc.parametrize("seed", and_long([], SEEDS[:12], SEEDS[12:]) if chosen is None else [chosen])
 
 
 def draw(seed, model_of):
@@ -56,7 +56,6 @@ def draw(seed, model_of):
         return family, one, layout, family in MIXTURES and drawn.random() < 0.4
 
 
-@pytest.mark.long
 def test_random_composition_equals_one_process(seed, model_of):
     family, config, layout, replays = draw(seed, model_of)
     data = make_data()

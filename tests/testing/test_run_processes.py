@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mcore_rl.errors import WorkerError
-from mcore_rl.testing.processes import MEETINGS, run_processes
+from mcore_rl.testing.processes import MEETINGS, run_cases, run_processes
 
 
 def leave_at_once():
@@ -63,6 +63,29 @@ def fail(rank):
     if torch.distributed.get_rank() == rank:
         raise ValueError("this one")
     torch.distributed.barrier()
+
+
+def test_run_cases_returns_results_by_case_and_rank():
+    cases = [(world_and_sum, 1), (leave_and_sum, 10), (world_and_sum, 100)]
+    assert run_cases(cases, world_size=2) == [[(2, 2)] * 2, [(2, 20)] * 2, [(2, 200)] * 2]
+
+
+def test_run_cases_refuses_more_cases_than_gloo_threads_allow():
+    with pytest.raises(ValueError, match="9 cases for one start of processes; at most 8"):
+        run_cases([(world_and_sum, 1)] * 9, world_size=2)
+
+
+def world_and_sum(value):
+    total = torch.tensor(value)
+    torch.distributed.all_reduce(total)
+    return torch.distributed.get_world_size(), int(total)
+
+
+def leave_and_sum(value):
+    """As a policy that is shut down: the group is gone when the case ends."""
+    results = world_and_sum(value)
+    torch.distributed.destroy_process_group()
+    return results
 
 
 def test_a_failure_arrives_with_its_rank():
