@@ -73,7 +73,7 @@ def whole(files):
     return train(files, "grpo", "whole", "--record", files / "recording.jsonl")
 
 
-def test_metrics_are_means_over_the_updates_and_each_updates_own(whole):
+def test_metrics_contain_mean_and_value_of_each_update(whole):
     for line in metrics_of(whole):
         updates = [line[f"loss/update_{n}"] for n in range(1, 7)]
         assert f"loss/update_{7}" not in line
@@ -85,7 +85,7 @@ def test_metrics_are_means_over_the_updates_and_each_updates_own(whole):
 
 
 @pytest.mark.parametrize("layout", [pytest.param("dp2"), pytest.param("tp2", marks=pytest.mark.long)])
-def test_layouts_make_the_same_updates(layout, files, whole):
+def test_updates_are_equal_under_every_layout(layout, files, whole):
     processes, arguments = LAYOUTS[layout]
     out = train(files, "grpo", layout, "--replay", files / "recording.jsonl", *arguments, processes=processes)
     again = train(files, "grpo", "again", "--replay", files / "recording.jsonl")
@@ -97,7 +97,7 @@ def test_layouts_make_the_same_updates(layout, files, whole):
 
 
 @pytest.mark.long
-def test_a_resumed_run_makes_the_same_updates_bit_for_bit(files, whole):
+def test_resumed_run_makes_bit_equal_updates(files, whole):
     out = files / "resumed"
     shutil.copytree(whole, out)
     shutil.rmtree(out / "checkpoints" / "iter_0000004")
@@ -111,7 +111,7 @@ def test_a_resumed_run_makes_the_same_updates_bit_for_bit(files, whole):
 
 
 @pytest.mark.long
-def test_ppo_trains_its_critic_on_the_same_minibatches(files):
+def test_ppo_critic_is_equal_under_data_parallelism(files):
     one = train(files, "ppo", "ppo_one", "--record", files / "ppo.jsonl")
     two = train(files, "ppo", "ppo_two", "--replay", files / "ppo.jsonl", processes=2)
     for ours, theirs in zip(metrics_of(one)[:2], metrics_of(two)[:2], strict=True):
@@ -126,7 +126,7 @@ def test_ppo_trains_its_critic_on_the_same_minibatches(files):
         ({"train_global_batch_size": 16}, r"divide the 24 responses of a step"),
     ],
 )
-def test_sizes_that_cut_a_group_or_leave_a_rest_are_refused(values, message, tmp_path):
+def test_config_refuses_minibatch_that_splits_groups(values, message, tmp_path):
     options = {"num_prompts_per_step": 6, "num_generations_per_prompt": 4, "max_new_tokens": 8, **values}
     config = {
         "output_dir": str(tmp_path), "model": {"path": "m"}, "data": {"train": "d", "max_sequence_length": 40},

@@ -86,7 +86,7 @@ def test_command_refuses_wrong_arguments_in_one_line(arguments, message):
     assert not arguments or len(text.splitlines()) == 1
 
 
-def test_doctor():
+def test_doctor_reports_no_missing_package():
     done = call("doctor")
     assert done.returncode == 0 and not done.stderr
     assert "MISSING" not in done.stdout and "NO PROCESS GROUP" not in done.stdout
@@ -95,7 +95,7 @@ def test_doctor():
     assert forked("doctor", "now").returncode == 2
 
 
-def test_help():
+def test_help_prints_usage_of_command_and_program():
     assert forked("--help").stdout.startswith("mcore-rl train {")
     text = forked("train", "grpo", "--help").stdout
     assert text.startswith("usage: mcore-rl train grpo ") and "--replay FILE" in text
@@ -109,7 +109,7 @@ def test_command_ends_without_traceback_when_its_reader_ends():
 
 
 @pytest.mark.long
-def test_a_dry_run_tells_and_writes_nothing(config, tmp_path):
+def test_dry_run_prints_plan_and_writes_nothing(config, tmp_path):
     done = call(
         "train",
         "sft",
@@ -135,7 +135,7 @@ def test_a_dry_run_tells_and_writes_nothing(config, tmp_path):
 
 
 @pytest.mark.long
-def test_several_processes_train(config, tmp_path):
+def test_train_with_two_processes_succeeds(config, tmp_path):
     arguments = ["parallel.tensor_model_parallel_size=2", f"output_dir={tmp_path / 'out'}", "trainer.max_steps=1"]
     done = call(*LAUNCH, config, *arguments)
     assert done.returncode == 0, done.stderr
@@ -151,7 +151,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("who", "number", "status"), ENDS)
-def test_a_signal_ends_in_a_few_lines(who, number, status, config, tmp_path):
+def test_train_ended_by_signal_prints_few_lines(who, number, status, config, tmp_path):
     out = tmp_path / "out"
     command = [*COMMAND, *LAUNCH, str(config), f"output_dir={out}"]
     with subprocess.Popen(
@@ -195,7 +195,7 @@ def test_a_signal_ends_in_a_few_lines(who, number, status, config, tmp_path):
 
 
 @pytest.mark.long
-def test_nothing_but_a_model_and_data(config, tmp_path):
+def test_train_without_configuration_file_uses_defaults(config, tmp_path):
     values = yaml.safe_load(config.read_text())
     arguments = ["--model", values["model"]["path"], "--data", values["data"]["train"], "trainer.max_steps=1"]
     arguments += ["data.max_sequence_length=48", "checkpoint.export_hf=false"]

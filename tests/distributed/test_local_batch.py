@@ -58,7 +58,7 @@ def shares():
     )  # fmt: skip
 
 
-def test_shares_add_up():
+def test_share_sum_and_max_cover_all_replicas():
     results = run_processes(shares, world_size=3)
     for rank, (sums, largest, everyone, appended) in enumerate(results):
         assert sums == [pytest.approx(10 / 7, rel=1e-15), 2**53]
@@ -67,7 +67,7 @@ def test_shares_add_up():
         assert appended == ([[0, 1], [], [2, 3, 4]][rank], 5)
 
 
-def test_all_rows_are_a_share_too():
+def test_share_of_whole_batch_has_all_rows():
     share = batch_share(BatchedDataDict(a=torch.arange(3)))
     assert (list(share.indices), share.total, share.sum(0.7), share.max(-0.3)) == ([0, 1, 2], 3, [0.7], [-0.3])
     assert share.gather(torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)).tolist() == [0.1, 0.2, 0.3]
@@ -86,7 +86,7 @@ def exchanged():
     )  # fmt: skip
 
 
-def test_items_go_to_those_who_want_them():
+def test_replica_collectives_return_items_in_requested_order():
     for rank, (shared, first, told, numbers) in enumerate(run_processes(exchanged, world_size=4)):
         assert shared == [["item", n, "x" * n] for n in range(7) if n % 2 == rank // 2]
         assert first == ([["item", n, "x" * n] for n in (3, 0, 2)] if rank == 0 else [])
@@ -151,7 +151,7 @@ def check_rows_of_replicas(held_by, wanted, ranks):
                 assert bool((value[LENGTHS[row] :] == column.padding).all())
 
 
-def test_columns_are_what_they_say():
+def test_packed_refuses_column_of_wrong_shape():
     with pytest.raises(ContractError, match=r"experts.*is torch.int16 of shape"):
         packed(token_rows([0]), [3], [replace(COLUMNS[2], shape=(1, 3))])
     assert unpacked(torch.zeros(0, 18, dtype=torch.uint8), [], COLUMNS)["experts"].shape == (0, 1, 3, 1)
@@ -332,7 +332,7 @@ LAYOUTS = and_long(
 
 
 @pytest.mark.parametrize(("family", "layout", "division"), LAYOUTS, ids=str)
-def test_own_rows_are_learned_from_as_whole_batches(family, layout, division, model_of):
+def test_policy_own_rows_equal_whole_batch(family, layout, division, model_of):
     check_own_rows(make_config(model_of(family)), make_data(), layout, division)
 
 
@@ -350,7 +350,7 @@ SPLIT = [[0, 1, 5, 6, 7, 12, 13, 14, 15], [2, 3, 4, 8, 9, 10, 11]]
         ],
     ),
 )
-def test_own_rows_share_their_beginnings(config_of, make, division, model_of):
+def test_policy_own_rows_with_shared_prefixes_equal_whole_batch(config_of, make, division, model_of):
     layout = ParallelLayout(prefix=True, dp=2, tokens_per_pack=128)
     check_own_rows(config_of(model_of("llama")), make(), layout, division, splits_groups=division is SPLIT)
 
@@ -376,14 +376,14 @@ def missing_embeddings(config):
     model.check_tokens(LocalBatch({"input_ids": own}, BatchShare([0][: len(own)], 1, replicas)), "critic.path")
 
 
-def test_a_token_without_an_embedding_is_told_on_all_ranks(model_of):
+def test_check_tokens_raises_on_all_ranks_for_unknown_token(model_of):
     config = ParallelLayout(dp=2).apply(make_config(model_of("llama")))
     with pytest.raises(WorkerError) as error:
         run_processes(missing_embeddings, config, world_size=2)
     assert str(error.value).count("TrainingError: critic.path: ") == 2 and "none for token" in str(error.value)
 
 
-def test_no_rows_at_all_are_refused(model_of):
+def test_train_refuses_batch_without_rows(model_of):
     config = ParallelLayout(dp=2).apply(make_config(model_of("llama")))
     with pytest.raises(WorkerError, match="ContractError: train: the batch has no rows"):
         run_processes(empty_batches, config, world_size=2)
@@ -407,7 +407,7 @@ def losses_of_a_token_that_is_not_finite(config, data, division):
     return said
 
 
-def test_a_bad_row_is_named_by_its_number_in_the_global_batch(model_of):
+def test_train_names_row_of_global_batch_for_nan_loss(model_of):
     data = make_data()
     data["input_ids"][data["input_ids"] == 249] = 248
     data["input_ids"][10, 12], data["token_mask"][10, 13] = 249, 1
@@ -492,7 +492,7 @@ class Evaluating:
         return MicrobatchResults()
 
 
-def test_a_validation_set_is_never_there_all_at_once(monkeypatch):
+def test_validate_on_loads_few_records_at_a_time(monkeypatch):
     monkeypatch.setattr(supervised, "VALIDATION_RECORDS", 4)
     added, current, units = [], [], Units()
 

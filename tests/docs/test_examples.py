@@ -42,7 +42,7 @@ def test_examples_are_listed_and_at_most_80_lines():
 
 
 @pytest.mark.long
-def test_a_loss_of_ones_own_and_the_model_it_trains(demo):
+def test_custom_loss_example_trains_and_model_is_usable(demo):
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, EXAMPLES / "custom_loss.py"]
     config = [ROOT / "configs" / "sft_cpu.yaml", "output_dir=out", "trainer.max_steps=3", "batch.global_batch_size=8"]
     call(*launch, *config, "parallel.tensor_model_parallel_size=2", cwd=demo)
@@ -52,7 +52,7 @@ def test_a_loss_of_ones_own_and_the_model_it_trains(demo):
     assert re.search(r"^32 tokens, mean log-probability -\d\.\d{4}$", told, re.MULTILINE), told
 
 
-def test_the_focal_loss_against_its_formula(monkeypatch):
+def test_focal_loss_example_equals_its_formula(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     from custom_loss import FocalLoss
 
@@ -69,7 +69,7 @@ def test_the_focal_loss_against_its_formula(monkeypatch):
     torch.testing.assert_close(*(torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (loss, expected)))
 
 
-def test_the_calculators_judgements(monkeypatch):
+def test_calculator_example_returns_expected_steps(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     from calculator_tool import judge
 
@@ -82,7 +82,7 @@ def test_the_calculators_judgements(monkeypatch):
 
 
 @pytest.mark.long
-def test_an_environment_with_a_tool(demo):
+def test_environment_example_with_tool_trains(demo):
     arithmetic = demo / "outputs" / "arithmetic"
     call(sys.executable, ROOT / "scripts" / "make_arithmetic_data.py", arithmetic, cwd=demo)
     call(
@@ -116,7 +116,7 @@ def test_a_reward_model_and_what_it_judges(demo):
 
 
 @pytest.mark.long
-def test_a_layout_verified(demo):
+def test_verify_a_layout_example_succeeds(demo):
     told = call(sys.executable, EXAMPLES / "verify_a_layout.py", ROOT / "configs" / "sft_cpu.yaml", cwd=demo)
     assert re.search(r"^tp2 cp2 sp( +\d\.\de[+-]\d\d){6}$", told, re.MULTILINE), told
 
@@ -144,7 +144,7 @@ def quickstart(tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.partition("--output ")[2].split()[0])
-def test_the_quick_start(quickstart, command):
+def test_quick_start_command_succeeds(quickstart, command):
     program, *words = shlex.split(command)
     assert program == "mcore-rl"
     call(sys.executable, "-m", "mcore_rl", *words, "trainer.max_steps=1", "data.max_sequence_length=96", cwd=quickstart)

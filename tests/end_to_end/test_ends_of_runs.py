@@ -89,7 +89,7 @@ def saved(out):
         pytest.param(2, "0 1", "0=0 1=2", marks=pytest.mark.long),
     ],
 )
-def test_a_checkpoint_that_is_being_written_is_finished(processes, broken, writing, files, monkeypatch):
+def test_failed_run_finishes_checkpoint_in_progress(processes, broken, writing, files, monkeypatch):
     """Whichever rank ends, and whichever is the slowest to write."""
     out = files / f"broken_{broken}_{writing}".replace(" ", "_")
     monkeypatch.setenv("BROKEN_RANKS", broken)
@@ -108,7 +108,7 @@ def test_a_checkpoint_that_is_being_written_is_finished(processes, broken, writi
 
 
 @pytest.mark.long
-def test_a_checkpoint_that_cannot_be_written_in_time_is_discarded(files, monkeypatch):
+def test_failed_run_discards_checkpoint_after_time_limit(files, monkeypatch):
     out = files / "too_slow"
     monkeypatch.setenv("BROKEN_RANKS", "0")
     monkeypatch.setenv("WRITING_SECONDS", "0=1000")
@@ -131,7 +131,7 @@ def judge(message_log, record):
 """
 
 
-def test_what_was_trained_before_the_judge_went_down_is_saved(files, monkeypatch):
+def test_run_saves_checkpoint_when_judge_fails(files, monkeypatch):
     """Two steps of four samples are judged, those of the third are not."""
     out = files / "judge_down"
     (files / "falling_judge.py").write_text(JUDGE)
@@ -174,7 +174,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-def test_nan_in_validation_ends_as_in_training_and_is_not_restarted(files):
+def test_nan_in_validation_ends_run_without_restart(files):
     (files / "poisoned.py").write_text(POISONED)
     out = files / "nan"
     overrides = [f"output_dir={out}", f"data.validation={files / 'data.jsonl'}", "trainer.validation_interval=1"]
@@ -193,7 +193,7 @@ def test_nan_in_validation_ends_as_in_training_and_is_not_restarted(files):
     assert saved(out) == ["iter_0000001", "iter_0000002"]
 
 
-def test_nan_in_validation_is_told_in_one_line(files):
+def test_nan_in_validation_prints_one_line(files):
     (files / "poisoned.py").write_text(POISONED)
     out = files / "nan_alone"
     overrides = [f"output_dir={out}", f"data.validation={files / 'data.jsonl'}", "trainer.validation_interval=1"]
@@ -226,7 +226,7 @@ def set_experiment(name):
 """
 
 
-def test_trackers_that_fail_are_told_of_once(files, tmp_path, monkeypatch):
+def test_failing_trackers_are_reported_once(files, tmp_path, monkeypatch):
     """The run goes on; started again, it is the same run on Weights & Biases."""
     (tmp_path / "wandb.py").write_text(WANDB)
     (tmp_path / "mlflow.py").write_text(MLFLOW)
@@ -246,7 +246,7 @@ def test_trackers_that_fail_are_told_of_once(files, tmp_path, monkeypatch):
     assert first == second == [(tmp_path / "out" / "wandb.id").read_text(), "allow"]
 
 
-def test_a_full_disk_costs_lines_of_metrics_and_no_training(tmp_path, monkeypatch, capsys):
+def test_full_disk_loses_metrics_and_not_the_run(tmp_path, monkeypatch, capsys):
     """The line that was cut short is gone once there is room again."""
     values = {"output_dir": tmp_path, "model": {"path": "m"}, "data": {"train": "d"}}
     reporter, append = MetricsReporter(SFTConfig.model_validate(values), True, 1, 5), JsonLinesLog.append

@@ -40,7 +40,7 @@ def environment_of(tmp_path):
         environment.close()
 
 
-def test_a_sample_that_fails_stops_nothing(environment_of, monkeypatch, tmp_path, capfd):
+def test_judge_failure_leaves_other_samples_judged(environment_of, monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     environment = environment_of(name="function", function="judge_functions:misbehave", time_limit_seconds=1)
     responses = ["ab", "raise", "abc", "hang", "die", "print", "nan", "abcd", "hang", "x"]
@@ -67,7 +67,7 @@ def test_a_sample_that_fails_stops_nothing(environment_of, monkeypatch, tmp_path
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_judge_is_tried_on_real_records_first(monkeypatch):
+def test_probe_calls_judge_on_first_records(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     config = EnvironmentConfig(name="function", function="judge_functions:misbehave", time_limit_seconds=0.5)
     probe(config, prompts_of({"scale": 0}, {"scale": 3, "answer": "x"}))
@@ -80,7 +80,7 @@ def test_a_judge_is_tried_on_real_records_first(monkeypatch):
         probe(config, prompts_of(*[{"scale": 1, "answer": "hang"}] * 2))
 
 
-def test_the_trial_of_a_judge_ends_with_the_first_success_and_in_time(monkeypatch):
+def test_probe_ends_at_first_success_or_time_limit(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     config = EnvironmentConfig(name="function", function="judge_functions:misbehave", time_limit_seconds=100)
     hang, good = {"scale": 1, "answer": "hang"}, {"scale": 1, "answer": "x"}
@@ -171,7 +171,7 @@ def test_each_replica_judges_its_own_for_longer_than_a_collective_may_take(tmp_p
         ("math:nothing", "no attribute 'nothing'"),
     ],
 )
-def test_a_function_that_cannot_be_imported(function, message, environment_of):
+def test_judge_function_that_cannot_be_imported_is_refused(function, message, environment_of):
     with pytest.raises(UserError, match=message):
         environment_of(name="function", function=function)
 

@@ -64,7 +64,7 @@ def test_coroutine_functions_judge_a_batch_at_the_same_time(judge):
         ],
     ),
 )
-def test_a_sample_that_makes_its_batch_fail_is_judged_apart(bad, error, judge):
+def test_batch_judge_repeats_failed_batch_by_sample(bad, error, judge):
     texts = ["a", "bcd", bad, "ef", ""]
     options = {"name": "trl", "function": "judge_functions:lengths", "num_workers": 1, "batch_size": 5}
     steps = judge([sample(text, scale=3) for text in texts], **options, time_limit_seconds=1)
@@ -72,7 +72,7 @@ def test_a_sample_that_makes_its_batch_fail_is_judged_apart(bad, error, judge):
     assert [step.error for step in steps] == [None, None, error, None, None]
 
 
-def test_a_batch_is_what_waits_at_most_so_much(judge):
+def test_batch_judge_gets_at_most_batch_size_samples(judge):
     options = {"name": "trl", "function": "judge_functions:batch_size", "num_workers": 1, "batch_size": 4}
     steps = judge([sample("x") for _ in range(40)], **options)
     assert {step.reward for step in steps} <= {1.0, 2.0, 3.0, 4.0}
@@ -80,7 +80,7 @@ def test_a_batch_is_what_waits_at_most_so_much(judge):
 
 
 @pytest.mark.long
-def test_a_function_that_returns_too_few_is_told(judge):
+def test_trl_judge_refuses_too_few_rewards(judge):
     steps = judge([sample("x")], name="trl", function="judge_functions:one_too_few")
     assert steps[0].error == "ValueError: the function returned 0 rewards for 1 completions"
 
@@ -113,7 +113,7 @@ def conversations():
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [0, 1], ids=["messages", "texts"])
-def test_functions_are_called_as_trls_trainer_calls_them(kind, monkeypatch):
+def test_trl_judge_calls_function_as_trl_does(kind, monkeypatch):
     """The same arguments as its `_calculate_rewards` passes, but for its own objects."""
     from types import SimpleNamespace
 
@@ -154,7 +154,7 @@ def test_functions_are_called_as_trls_trainer_calls_them(kind, monkeypatch):
 
 
 @pytest.mark.long
-def test_trls_own_reward_functions(judge):
+def test_trl_judge_accepts_reward_functions_of_trl(judge):
     chats, _ = conversations()
     thinks = judge(chats, name="trl", function="trl.rewards:think_format_reward", batch_size=3, time_limit_seconds=60)
     assert [step.error for step in thinks] == [None] * 3
@@ -169,7 +169,7 @@ def test_trls_own_reward_functions(judge):
 
 
 @pytest.mark.long
-def test_several_weighted_rewards(judge):
+def test_weighted_judge_sums_rewards(judge):
     rewards = {
         "exact": {"name": "exact_match", "weight": 2.0},
         "length": {"name": "trl", "function": "judge_functions:lengths", "weight": -0.3},
@@ -191,7 +191,7 @@ def test_several_weighted_rewards(judge):
 
 
 @pytest.mark.long
-def test_a_tool_between_turns_and_another_reward_beside_it(judge):
+def test_weighted_judge_combines_tool_turns_and_reward(judge):
     tool = {"name": "function", "function": "judge_functions:calculator"}
     asked, answered = sample("calc: 6*7", answer="42"), sample("42", answer="42")
     assert judge([asked, answered], **tool, max_turns=3) == [
@@ -211,7 +211,7 @@ def of_tokens(text, count):
     return replace(sample(text), num_response_tokens=count)
 
 
-def test_a_function_that_asks_for_tokens_rewards_each(judge):
+def test_function_judge_returns_reward_of_each_token(judge):
     assert list(of_tokens("abcd", 0).response_ids) == []
     function = {"name": "function", "function": "judge_functions:by_token"}
     steps = judge([of_tokens("abcd", 3), *(of_tokens(odd, 1) for odd in ("nan", "text", "number", "bool"))], **function)
@@ -222,7 +222,7 @@ def test_a_function_that_asks_for_tokens_rewards_each(judge):
 
 
 @pytest.mark.long
-def test_rewards_of_tokens_are_weighted_too(judge):
+def test_weighted_judge_sums_token_rewards(judge):
     own = {"name": "function", "function": "judge_functions:by_token", "weight": 2.0}
     rewards = {"own": own, "alike": {"name": "function", "function": "judge_functions:alike", "weight": -1.0}}
     (step,) = judge([of_tokens("abcd", 2)], name="weighted", rewards=rewards)
@@ -232,7 +232,7 @@ def test_rewards_of_tokens_are_weighted_too(judge):
     assert step.error == "few: gives rewards of 1 tokens, others of 2"
 
 
-def test_a_step_that_is_none_fails_its_sample_alone(judge):
+def test_invalid_step_fails_only_its_sample(judge):
     steps = judge([sample(text) for text in ODD], name="function", function="judge_functions:oddly", num_workers=1)
     told = ("rewards must be numbers by name, got None", "the reward a is 'x'", "the reward a is nan")
     for step, error in zip(steps, (*told, "the reward a is True", "the error must be a text, got ''"), strict=True):
@@ -278,7 +278,7 @@ def counted(_, body):
     return 200, {"rewards": [len(s["messages"][-1]["content"]) * s["record"]["scale"] for s in body["samples"]]}
 
 
-def test_a_remote_judge_is_asked_again_when_it_fails(judge, remote):
+def test_http_judge_retries_failed_request(judge, remote):
     server, url = remote(lambda n, body: counted(n, body) if n > 2 else ((503, 429)[n - 1], {}))
     steps = judge([sample("abc", scale=0.1)], name="http", url=url, retries=2, num_workers=1)
     assert steps == [Step(3 * 0.1)]
@@ -286,13 +286,13 @@ def test_a_remote_judge_is_asked_again_when_it_fails(judge, remote):
     assert server.asked[0] == {"samples": [{"messages": sample("abc").message_log, "record": {"scale": 0.1}}]}
 
 
-def test_an_answer_that_breaks_off_is_asked_for_again(judge, remote):
+def test_http_judge_retries_incomplete_response(judge, remote):
     server, url = remote(lambda n, body: counted(n, body) if n > 1 else (200, {"cut": 1}))
     steps = judge([sample("abc", scale=0.1)], name="http", url=url, retries=1, num_workers=1)
     assert steps == [Step(3 * 0.1)] and len(server.asked) == 2
 
 
-def test_what_a_remote_judge_may_answer(judge, remote):
+def test_http_judge_accepts_numbers_null_and_objects(judge, remote):
     going = {"reward": 0.25, "done": False, "observation": "go on"}
     _, url = remote(lambda n, body: (200, {"rewards": [[0.5, None, going][s["record"]["n"]] for s in body["samples"]]}))
     steps = judge([sample("x", n=n) for n in range(3)], name="http", url=url, num_workers=1, batch_size=3)
@@ -306,7 +306,7 @@ def test_what_a_remote_judge_may_answer(judge, remote):
     [
         (lambda n, body: (500, {}), 3, 2, r"status 500 \(2 attempts\)"),
         (lambda n, body: (422, {"detail": "what?"}), 3, 1, "422 Client Error"),
-        (lambda n, body: time.sleep(30), 1, 2, r"took too long \(2 attempts\)"),
+        (lambda n, body: time.sleep(30), 3, 2, r"took too long \(2 attempts\)"),
         (lambda n, body: (200, {"rewards": []}), 3, 1, "answered 0 rewards for 1 samples"),
         (lambda n, body: (200, {"score": 1}), 3, 1, "/judge must answer an object with a list of"),
         (lambda n, body: (200, [1]), 3, 1, "/judge must answer an object with a list of rewards, got \\[1\\]"),
@@ -315,7 +315,7 @@ def test_what_a_remote_judge_may_answer(judge, remote):
     ],
     ids=["fails", "refuses", "hangs", "too few", "other words", "a list", "no rewards", "not there"],
 )
-def test_a_remote_judge_that_fails_fails_its_sample_in_time(behave, limit, asked, error, judge, remote):
+def test_http_judge_failure_fails_sample_within_limit(behave, limit, asked, error, judge, remote):
     server, url = remote(behave)
     if behave is None:
         url = f"http://127.0.0.1:{free_port()}/judge"

@@ -61,7 +61,7 @@ def waits_of_decoding(path, new_tokens):
 
 
 @pytest.mark.long
-def test_the_host_waits_for_the_responses_alone(model_of):
+def test_generate_waits_for_host_copies_of_responses_only(model_of):
     """Of a token it is told when the next ones are being computed; for two times as many it waits no more often."""
     seen = []
     for tokens, run in zip(

@@ -55,7 +55,7 @@ def test_kernels_equal_plain_attention(cp, heads, window):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_precision(dtype, tolerance):
+def test_tiled_kernel_error_is_within_precision(dtype, tolerance):
     """Also where many queries add to one key's gradient: of the norm."""
     for name, layout in layouts(2).items():
         for window in (None, 7):
@@ -108,7 +108,7 @@ def run_module(cp_size, heads, groups):
 
 
 @pytest.mark.parametrize(("cp_size", "heads"), and_long([(1, "GQA"), (2, "GQA"), (4, "MQA")], [(2, "MHA"), (4, "GQA")]))
-def test_layers(cp_size, heads):
+def test_attention_layer_under_context_parallelism_equals_plain_attention(cp_size, heads):
     """Gathered once in each direction; once in all where the whole layer is computed again."""
     ranks = run_processes(run_module, cp_size, *HEADS[heads], world_size=cp_size)
     for name, window, recompute in ranks[0]:
@@ -121,7 +121,7 @@ def test_layers(cp_size, heads):
                 torch.testing.assert_close(one, other[positions], rtol=1e-10, atol=1e-10)
 
 
-def test_what_is_remade_is_not_kept():
+def test_remade_in_backward_frees_its_tensor():
     made, numbers = [], torch.arange(6.0)
 
     def make():
@@ -155,7 +155,7 @@ def test_graphs_without_a_backward_pass_are_freed():
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_flash_kernel_takes_its_arguments(window):
+def test_flash_varlen_passes_its_arguments(window):
     """On shapes: the operator of this torch, forward and backward, with fewer heads of keys than of queries."""
     visible = AttentionPattern(PackLayout.pack((5, 1, 8)), 0)
     visible.put(*(tensor.to("meta") for tensor in visible.on_host()))

@@ -73,18 +73,18 @@ def check(family, first, second, model_of, uninterrupted, tmp_path):
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=str)
-def test_going_on_under_another_layout(first, second, model_of, uninterrupted, tmp_path):
+def test_resume_under_another_layout_equals_uninterrupted(first, second, model_of, uninterrupted, tmp_path):
     check("qwen2", first, second, model_of, uninterrupted, tmp_path)
 
 
 @pytest.mark.parametrize(("family", "first", "second"), ELSEWHERE, ids=str)
-def test_going_on_with_experts_and_layers_elsewhere(family, first, second, model_of, uninterrupted, tmp_path):
+def test_resume_with_experts_and_layers_elsewhere_is_equal(family, first, second, model_of, uninterrupted, tmp_path):
     check(family, first, second, model_of, uninterrupted, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize(("first", "second"), and_long([], MORE[2:], MORE[:2]), ids=str)
-def test_going_on_under_more_layouts(family, first, second, model_of, uninterrupted, tmp_path):
+def test_resume_under_larger_layout_equals_uninterrupted(family, first, second, model_of, uninterrupted, tmp_path):
     check(family, first, second, model_of, uninterrupted, tmp_path)
 
 

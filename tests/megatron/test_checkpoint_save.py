@@ -50,7 +50,7 @@ def steps(paths):
     return [int(path.name.removeprefix("iter_")) for path in paths]
 
 
-def test_the_newest_comes_first(store):
+def test_candidates_are_sorted_newest_first(store):
     candidates, problems = store.candidates()
     assert (steps(candidates), problems) == ([30, 20, 10], [])
     assert store.tracked_step() == 30
@@ -88,7 +88,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_damage_is_named_and_the_next_best_is_used(store, damage, message):
+def test_candidates_skip_and_name_damaged_checkpoint(store, damage, message):
     damage(store.iteration(30))
     candidates, problems = store.candidates()
     assert steps(candidates) == [20, 10]
@@ -96,7 +96,7 @@ def test_damage_is_named_and_the_next_best_is_used(store, damage, message):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_flipped_bytes_are_found_by_reading(store, name):
+def test_digest_problems_finds_flipped_byte(store, name):
     path = store.iteration(30)
     assert digest_problems(path) == []
     flip_a_byte(path / name)
@@ -107,7 +107,7 @@ def test_flipped_bytes_are_found_by_reading(store, name):
 @pytest.mark.parametrize(
     ("text", "message"), [("40", "names iteration 40"), ("x", "not the number"), (None, "missing")]
 )
-def test_a_wrong_tracker_is_told(store, text, message):
+def test_candidates_report_wrong_tracker(store, text, message):
     tracker = store.directory / "latest_checkpointed_iteration.txt"
     tracker.unlink() if text is None else tracker.write_text(text)
     candidates, problems = store.candidates()
@@ -115,14 +115,14 @@ def test_a_wrong_tracker_is_told(store, text, message):
     assert any(message in problem for problem in problems)
 
 
-def test_nothing_sound_is_an_error_not_a_fresh_start(store):
+def test_candidates_raise_when_every_checkpoint_is_damaged(store):
     for path in store.iterations():
         (path / "common.pt").unlink()
     with pytest.raises(UserError, match=r"is whole: .*iter_0000010: common.pt is missing"):
         store.candidates()
 
 
-def test_what_was_never_committed_is_never_seen(store):
+def test_candidates_ignore_uncommitted_checkpoint(store):
     partial = store.begin(40)
     (partial / "common.pt").write_bytes(b"half")
     assert steps(store.candidates()[0]) == [30, 20, 10]
@@ -130,13 +130,13 @@ def test_what_was_never_committed_is_never_seen(store):
     assert not list(store.directory.glob(".*partial"))
 
 
-def test_retention(store):
+def test_prune_keeps_last_and_every_nth(store):
     write(store, 40)
     assert steps(store.prune(keep_last=2, keep_every=20)) == [10]
     assert steps(store.iterations()) == [20, 30, 40]
 
 
-def test_retention_keeps_the_only_sound_one(store):
+def test_prune_keeps_only_undamaged_checkpoint(store):
     for step in (20, 30):
         (store.iteration(step) / "common.pt").unlink()
     store.prune(keep_last=1, keep_every=None)
@@ -201,7 +201,7 @@ def assert_bit_equal(ours, theirs):
     assert all(torch.equal(a[name], b[name]) for name in b)
 
 
-def test_damage_falls_back_and_the_run_ends_bit_for_bit_the_same(files, whole_run):
+def test_resume_after_damage_ends_bit_equal(files, whole_run):
     out = files / "damaged"
     shutil.copytree(whole_run, out)
     flip_a_byte(out / "checkpoints" / "iter_0000008" / "__0_0.distcp")
@@ -214,7 +214,7 @@ def test_damage_falls_back_and_the_run_ends_bit_for_bit_the_same(files, whole_ru
 
 
 @pytest.mark.long
-def test_sigterm_saves_and_the_run_ends_bit_for_bit_the_same(files, whole_run):
+def test_resume_after_sigterm_ends_bit_equal(files, whole_run):
     out = files / "stopped"
     process = start(files, out)
     deadline = time.monotonic() + 100
@@ -230,7 +230,7 @@ def test_sigterm_saves_and_the_run_ends_bit_for_bit_the_same(files, whole_run):
     assert_bit_equal(out, whole_run)
 
 
-def test_a_second_signal_stops_at_once(files):
+def test_second_signal_ends_process_at_once(files):
     code = (
         "import os, signal\n"
         "from mcore_rl.run.loop import Interruption\n"
@@ -246,7 +246,7 @@ def test_a_second_signal_stops_at_once(files):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("algorithm", "dtype"), [("dpo", "float32"), ("sft", "bfloat16"), ("dpo", "bfloat16")])
-def test_resuming_is_bit_for_bit(files, algorithm, dtype):
+def test_resume_ends_bit_equal(files, algorithm, dtype):
     """The checkpoint is of step 4, in the middle of an epoch that ended at 3.75 steps."""
     whole, resumed = files / f"{algorithm}_{dtype}", files / f"{algorithm}_{dtype}_resumed"
     finish(start(files, whole, f"model.dtype={dtype}", algorithm=algorithm))
@@ -260,7 +260,7 @@ def test_resuming_is_bit_for_bit(files, algorithm, dtype):
 
 
 @pytest.mark.long
-def test_other_data_is_refused(files, whole_run):
+def test_resume_refuses_other_data(files, whole_run):
     out = files / "other"
     shutil.copytree(whole_run, out)
     text = finish(start(files, out, f"data.train={files / 'other.jsonl'}"), status=2)
@@ -268,7 +268,7 @@ def test_other_data_is_refused(files, whole_run):
 
 
 @pytest.mark.parametrize(("on_failure", "status"), and_long([], [("continue", 0), ("stop", 3)]))
-def test_a_save_that_fails(files, on_failure, status):
+def test_failed_save_continues_or_stops_as_configured(files, on_failure, status):
     out = files / f"failing_{on_failure}"
     out.mkdir()
     (out / "run.json").write_text(RunIdentity("sft", {}, "", "", {}).to_json())

@@ -67,7 +67,7 @@ def copies_of(config, step):
         ],
     ),
 )
-def test_the_host_waits_for_no_copy_of_a_microbatch(algorithm, sections, step, model_of):
+def test_step_copies_microbatches_without_host_wait(algorithm, sections, step, model_of):
     model = {"path": str(model_of("llama")), "head": "reward"} if algorithm is RMConfig else None
     sections = {**sections, "model": model} if model else sections
     layout = ParallelLayout(tp=2, cp=2, dp=2, sp=True, tokens_per_pack=768)
@@ -97,13 +97,13 @@ def waits_of_export(config):
 
 
 @pytest.mark.long
-def test_the_host_does_not_wait_for_weights_on_their_way_out(model_of):
+def test_weight_export_needs_no_host_wait(model_of):
     config = ParallelLayout(tp=2, dp=2).apply(config_of(model_of("llama")))
     ((size, reads),) = in_processes(waits_of_export, (config,))
     assert size > 0 and reads == {}
 
 
-def test_together(monkeypatch):
+def test_sent_together_moves_all_tensors_in_one_block(monkeypatch):
     """Every value comes back from one block, of whatever dtype and size its neighbours are."""
     blocks = []
     monkeypatch.setattr(platform, "sent", lambda block, device: (blocks.append(block), block.clone())[1])
@@ -123,6 +123,6 @@ def test_together(monkeypatch):
     assert platform.sent_together([], torch.device("meta")) == []
 
 
-def test_on_the_cpu_nothing_is_copied():
+def test_sent_together_on_cpu_copies_nothing():
     tensor = torch.ones(2)
     assert platform.sent_together([tensor], torch.device("cpu"))[0] is tensor

@@ -135,7 +135,7 @@ TARGETS |= {
 
 
 @pytest.mark.parametrize(("family", "targets", "layout"), CASES, ids=str)
-def test_gradients_are_pefts(family, targets, layout, model_of, adapter_of, plain):
+def test_adapter_gradients_equal_peft(family, targets, layout, model_of, adapter_of, plain):
     """Recomputing where layers are on several stages, whose first has no input with a gradient."""
     recompute = layout.pp > 1
     config = layout.apply(lora_config(model_of(family), path=adapter_of(family, targets)))
@@ -305,7 +305,7 @@ DENSE, SPARSE = ["q_proj", "k_proj", "down_proj"], ["experts.gate_up_proj", "exp
     ],
     ids=str,
 )
-def test_a_run_equals_pefts_and_its_files_are_pefts(family, targets, layout, model_of, tmp_path):
+def test_adapter_run_and_files_equal_peft(family, targets, layout, model_of, tmp_path):
     path = model_of(family)
     config = layout.apply(lora_config(path, rank=RANK, alpha=ALPHA, target_modules=targets))
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 1e-2})})
@@ -362,7 +362,7 @@ ELSEWHERE = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "first", "second"), ELSEWHERE, ids=str)
-def test_going_on_under_another_layout(family, first, second, model_of, tmp_path):
+def test_adapter_resume_under_another_layout_is_equal(family, first, second, model_of, tmp_path):
     targets = {"mixtral": SPARSE[:2], "qwen3_moe": SPARSE}.get(family, [])  # experts alone, and with attention
     config = lora_config(model_of(family), rank=RANK, target_modules=targets)
     expected, adapters, _ = run_processes(run_steps, config, tmp_path / "whole", None, 4, world_size=1)[0]
@@ -403,7 +403,7 @@ def with_dropout(config):
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [ParallelLayout(tp=2), ParallelLayout(tp=2, sp=True)], ids=str)
-def test_dropout_is_for_training_alone(layout, model_of, adapter_of):
+def test_adapter_dropout_applies_in_training_only(layout, model_of, adapter_of):
     path, adapter = model_of("llama"), adapter_of("llama", "all")
     (wet, dry) = (
         run_processes(
@@ -431,7 +431,7 @@ def drop_out(config, tokens):
     return found
 
 
-def test_what_dropout_leaves_is_scaled_up(model_of, adapter_of):
+def test_adapter_dropout_scales_remaining_values(model_of, adapter_of):
     """So that an adapter's mean output is the same while training; 20,000 draws, 5 standard errors."""
     config = lora_config(model_of("llama"), path=adapter_of("llama", "all"), dropout=0.4)
     for dropped, whole in run_processes(drop_out, config, 20_000, world_size=1)[0].values():

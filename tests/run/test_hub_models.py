@@ -45,7 +45,7 @@ def train(cache, model, *more, cwd=None, endpoint=None):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["someone/tiny", "someone/tiny@v1.0", f"someone/tiny@{COMMIT}"])
-def test_a_model_of_the_hub_is_trained(cache, name):
+def test_train_loads_model_by_hub_name(cache, name):
     done = train(cache, name, "trainer.max_steps=1", "checkpoint.resume=none", "checkpoint.overwrite=true")
     assert done.returncode == 0, done.stderr
     config = yaml.safe_load((cache / "out" / "config.yaml").read_text())
@@ -76,7 +76,7 @@ def test_train_refuses_a_missing_model_in_one_line(cache, name, message, tmp_pat
 
 @pytest.mark.long
 @pytest.mark.parametrize("shards", [(), ("a.safetensors",)], ids=["none are there", "a download has ended early"])
-def test_of_a_model_that_is_simulated_no_weights_are_needed(shards, tmp_path):
+def test_simulate_needs_no_weights(shards, tmp_path):
     snapshot = tmp_path / "models--someone--large" / "snapshots" / COMMIT
     make_config("llama").save_pretrained(snapshot)
     for shard in shards:
@@ -95,7 +95,7 @@ def test_of_a_model_that_is_simulated_no_weights_are_needed(shards, tmp_path):
 
 
 @pytest.mark.long
-def test_a_directory_comes_before_a_name(cache, tmp_path):
+def test_model_path_prefers_directory_over_hub_name(cache, tmp_path):
     (tmp_path / "someone" / "tiny").mkdir(parents=True)
     done = train(cache, "someone/tiny", cwd=tmp_path)
     assert done.stderr == "error: model.path: someone/tiny must be a Hugging Face model directory with a config.json\n"
@@ -179,7 +179,7 @@ PUSHED = ["trainer.max_steps=1", "checkpoint.resume=none", "checkpoint.push_to_h
 
 
 @pytest.mark.long
-def test_what_was_trained_is_pushed(cache, tmp_path):
+def test_train_pushes_exported_model_to_hub(cache, tmp_path):
     model = str(cache / "models--someone--tiny" / "snapshots" / COMMIT)
     with hub_of() as (hub, endpoint):
         done = train(cache, model, *PUSHED, f"output_dir={tmp_path / 'out'}", endpoint=endpoint)
@@ -197,7 +197,7 @@ def test_what_was_trained_is_pushed(cache, tmp_path):
 
 
 @pytest.mark.long
-def test_a_push_that_fails_leaves_the_model_where_it_is(cache, tmp_path):
+def test_failed_push_keeps_exported_model(cache, tmp_path):
     model = str(cache / "models--someone--tiny" / "snapshots" / COMMIT)
     with hub_of(refuses="/api/models/someone/trained/commit/main") as (_hub, endpoint):
         done = train(cache, model, *PUSHED, f"output_dir={tmp_path / 'out'}", endpoint=endpoint)
@@ -208,7 +208,7 @@ def test_a_push_that_fails_leaves_the_model_where_it_is(cache, tmp_path):
 
 
 @pytest.mark.parametrize("reason", and_long([], ["refused", "another's", "not reached", "offline"]))
-def test_whether_one_may_push_is_found_out_before_training(cache, tmp_path, reason):
+def test_train_refuses_hub_without_write_access_before_start(cache, tmp_path, reason):
     model = str(cache / "models--someone--tiny" / "snapshots" / COMMIT)
     refuses = {"another's": "/api/models/someone/trained/auth-check/write"}.get(reason, "/api/repos/create")
     with hub_of(refuses=refuses) as (_hub, endpoint):

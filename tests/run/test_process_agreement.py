@@ -96,7 +96,7 @@ def test_train_refuses_values_that_differ_between_nodes(key, value, files, tmp_p
 
 
 @pytest.mark.long
-def test_another_directory_is_told(files, tmp_path):
+def test_train_refuses_output_directory_that_is_not_shared(files, tmp_path):
     """As `output_dir` is where each node has a disk of its own under one path."""
     of_second = {"output_dir": tmp_path / "other"}
     status, told = start_nodes(files, tmp_path / "out", of_second, **{"parallel.timeout_seconds": 20})
@@ -140,7 +140,7 @@ def test_a_process_that_ends_alone_is_told_by_the_others(files, tmp_path):
 
 
 @pytest.mark.long
-def test_another_option_is_told(files, tmp_path):
+def test_train_refuses_other_command_line_options_on_second_node(files, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "say {i} ", "answer": "a"}}\n' for i in range(4)))
     of_both = {"data.train": tmp_path / "prompts.jsonl", "grpo.max_new_tokens": 4}
     options = ("--record", str(tmp_path / "recording.jsonl"))
@@ -149,7 +149,7 @@ def test_another_option_is_told(files, tmp_path):
 
 
 @pytest.mark.long
-def test_another_checkpoint_is_told(files, tmp_path):
+def test_train_refuses_other_checkpoint_on_second_node(files, tmp_path):
     """One path, which leads to another checkpoint of the same run on each node."""
     links = []
     for name, rate in (("a", "1e-3"), ("b", "2e-3")):
@@ -163,7 +163,7 @@ def test_another_checkpoint_is_told(files, tmp_path):
     assert status == [2, 2] and told[0][1].startswith("error: checkpoint.resume: process 1 (on "), told
 
 
-def test_other_files_are_told(files, tmp_path, monkeypatch):
+def test_train_refuses_other_files_on_second_node(files, tmp_path, monkeypatch):
     """What decides on numbers beside weights and data."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_judge.py").write_text("def judge(log, record): return 1.0\n")

@@ -23,7 +23,7 @@ def mixture(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_a_process_that_is_killed_costs_its_own_layout_alone(model, monkeypatch):
+def test_search_reports_killed_process_for_its_layout_only(model, monkeypatch):
     """As by a machine without memory."""
     config, gpu, told = config_of(model), Hardware.load("h100"), []
     layouts = dict(layouts_to_try(config, 2, gpu))
@@ -43,7 +43,7 @@ def test_a_process_that_is_killed_costs_its_own_layout_alone(model, monkeypatch)
 
 
 @pytest.mark.long
-def test_mixtures_are_searched(mixture, monkeypatch):
+def test_search_tries_expert_parallel_layouts(mixture, monkeypatch):
     gpu, config = Hardware.load("h100"), ParallelLayout(dp=2, ep=2).apply(config_of(mixture))
     layouts = dict(layouts_to_try(config, 2, gpu, experts=4))
     wanted = {"tp1 pp1 cp1 dp2 ep1", "tp2 pp1 cp1 dp1 ep2"}
@@ -59,7 +59,7 @@ def test_mixtures_are_searched(mixture, monkeypatch):
     assert list(table(found))[-1].startswith("assumed: every expert gets as many tokens as any other")
 
 
-def test_a_layout_that_the_configuration_refuses_is_a_candidate_with_a_reason(model, monkeypatch):
+def test_search_lists_refused_layout_with_reason(model, monkeypatch):
     refused = config_of(model).model_dump()
     refused["parallel"]["expert_tensor_parallel_size"] = 2
     monkeypatch.setattr("mcore_rl.simulation.search.layouts_to_try", lambda *_: [("tp1", refused)])
@@ -68,7 +68,7 @@ def test_a_layout_that_the_configuration_refuses_is_a_candidate_with_a_reason(mo
     assert candidate.reason.startswith("layout: parallel.expert_tensor_parallel_size: other than tensor_model_parall")
 
 
-def test_ranks_and_layouts(model):
+def test_chosen_ranks_and_layouts_to_try(model):
     config = ParallelLayout(pp=2).apply(config_of(model))
     assert chosen_ranks(config, 8, "first,last") == [0, 4]
     assert chosen_ranks(config, 8, "stages,3") == [0, 3, 4]
@@ -88,7 +88,7 @@ def test_ranks_and_layouts(model):
 
 
 @pytest.mark.long
-def test_the_search_of_one_process(model, tmp_path):
+def test_search_of_one_process_lists_both_candidates(model, tmp_path):
     """As a program of its own, which has prepared nothing."""
     file = tmp_path / "dpo.yaml"
     file.write_text(yaml.safe_dump(config_of(model, DPOConfig).model_dump(mode="json", exclude_unset=True)))
@@ -101,7 +101,7 @@ def test_the_search_of_one_process(model, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_the_search(model, tmp_path):
+def test_search_of_four_processes_lists_candidates(model, tmp_path):
     file = tmp_path / "dpo.yaml"
     file.write_text(yaml.safe_dump(config_of(model, DPOConfig).model_dump(mode="json", exclude_unset=True)))
     done = call(file, "--world-size", 4, "--lengths", "128,60", "--search", "--workers", 2)

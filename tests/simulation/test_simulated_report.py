@@ -45,7 +45,7 @@ def one_pack(path, layout=None, family="llama", model=None, **changes):
 
 
 @pytest.mark.long
-def test_memory_and_products_of_a_dense_model(tmp_path):
+def test_dense_model_memory_and_products_equal_formulas(tmp_path):
     """The peak is where logits are computed: one tile, which is all of them, and a few numbers a token; and in the last
     stage what came from the one before."""
     staged = ParallelLayout(pp=2, tokens_per_pack=TOKENS)
@@ -75,7 +75,7 @@ MIXTURES = and_long(
 
 
 @pytest.mark.parametrize(("model", "twice"), MIXTURES, ids=str)
-def test_products_of_a_mixture(model, twice, tmp_path):
+def test_mixture_products_equal_formulas(model, twice, tmp_path):
     """Every token goes to all experts; what is computed again has its forward products twice."""
     experts, width = MIXTURE["num_experts"], MIXTURE["moe_intermediate_size"]
     sizes = {"num_experts": experts, "num_experts_per_tok": experts, "moe_intermediate_size": width}
@@ -114,7 +114,7 @@ def test_kinds_of_storages_at_a_peak():
     assert live.live == 5200 and live.at_peak[""] == of_kind
 
 
-def test_shares_of_work():
+def test_work_of_replicas_counts_squares():
     """Two replicas, two packs each: 400 and 100 tokens, and 300 and 200, whose squares are work as well."""
     batching = MicrobatchPlanner(True, 400, 1, 1, dp_size=2, attention_length=100.0)
     lengths = [400, 300, 200, 100]

@@ -75,7 +75,7 @@ LAYOUTS = and_long(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_as_a_real_run(layout, model):
+def test_simulated_rank_equals_real_rank(layout, model):
     compare(config_of(model), layout, SEQUENCES)
 
 
@@ -122,7 +122,7 @@ MODELS = and_long(
 
 
 @pytest.mark.parametrize(("case", "layout"), MODELS, ids=str)
-def test_several_models_as_a_real_run(case, layout, model, others):
+def test_simulated_rank_with_several_models_equals_real_rank(case, layout, model, others):
     algorithm, sections = BESIDE[case]
     compare(config_of(model, algorithm, **sections(others)), layout, SEQUENCES)
 
@@ -156,7 +156,7 @@ MIXTURES = and_long(
 
 
 @pytest.mark.parametrize(("layout", "options"), MIXTURES, ids=lambda x: " ".join(x) if isinstance(x, dict) else str(x))
-def test_a_mixture_as_a_real_run(layout, options, mixture):
+def test_simulated_rank_of_mixture_equals_real_rank(layout, options, mixture):
     config = config_of(mixture, model={"path": str(mixture), **options})
     compare(config, layout, EQUAL)
 
@@ -221,7 +221,7 @@ def waits_among_microbatches(report, phase="training"):
 
 
 @pytest.mark.parametrize(("algorithm", "sections"), ALGORITHMS)
-def test_the_host_never_waits_among_the_microbatches(algorithm, sections, model):
+def test_step_has_no_host_wait_between_microbatches(algorithm, sections, model):
     """Only before them, and where results of the whole batch are read: a score's rows, and the gradient's norm."""
     config = config_of(model, algorithm, **sections)
     layout = ParallelLayout(tp=2, cp=2, pp=2, dp=2, sp=True).apply(config)
@@ -233,7 +233,7 @@ def test_the_host_never_waits_among_the_microbatches(algorithm, sections, model)
 
 
 @pytest.mark.parametrize("case", and_long([], ["teacher"], ["whole teacher", "judge", "critic", "mismatched"]))
-def test_nor_where_there_are_several_models(case, model, others):
+def test_step_of_several_models_has_no_host_wait_between_microbatches(case, model, others):
     algorithm, sections = BESIDE[case]
     layout = ParallelLayout(tp=2, cp=2, pp=2, dp=2, sp=True).apply(config_of(model, algorithm, **sections(others)))
     (report,) = in_processes(simulate_rank, (layout, 9, 16, SEQUENCES))
@@ -254,14 +254,14 @@ def read_in_loss(config):
 
 
 @pytest.mark.long
-def test_a_loss_that_waits_is_seen(model):
+def test_host_read_in_loss_is_counted(model):
     config = ParallelLayout(dp=2).apply(config_of(model))
     (report,) = in_processes(read_in_loss, (config,))
     assert sum(waits_among_microbatches(report).values()) == report.packs
 
 
 @pytest.mark.long
-def test_what_is_read_of_a_checkpoint_of_the_same_cut(model):
+def test_simulate_loading_same_layout_reads_state_once(model):
     """One rank's own files: every number of weights, fp32 weights and moments once."""
     (report,) = in_processes(simulate_loading, (config_of(model), 0, 1, 1))
     assert report.read == report.state > 0
@@ -278,7 +278,7 @@ def file(model, tmp_path_factory):
 
 
 @pytest.mark.long
-def test_the_script(file):
+def test_simulate_script_prints_estimate_and_loading(file):
     layout = "parallel.tensor_model_parallel_size=2"
     done = call(file, "--world-size", 8, "--lengths", "128,60", "--load-from", 4, layout)
     assert done.returncode == 0, done.stderr

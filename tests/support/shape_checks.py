@@ -1,15 +1,20 @@
 """Importing this makes the tensor functions of the package check the shapes in their signatures."""
 
+from importlib.util import find_spec
+from pathlib import Path
+
 from jaxtyping import install_import_hook
 
 TENSOR_MODULES = ("collectives", "divergences", "logprobs", "model_utils", "packs")
 LOSS_MODULES = ("common", "distillation", "packing", "policy_gradient", "preference")  # options check kinds themselves
-install_import_hook(
-    [
-        *(f"mcore_rl.distributed.{name}" for name in TENSOR_MODULES),
-        "mcore_rl.models.megatron.attention",
-        *(f"mcore_rl.losses.{name}" for name in LOSS_MODULES),
-        "mcore_rl.algorithms.advantages",
-    ],
-    "beartype.beartype",
-)
+MODULES = [
+    *(f"mcore_rl.distributed.{name}" for name in TENSOR_MODULES),
+    "mcore_rl.models.megatron.attention",
+    *(f"mcore_rl.losses.{name}" for name in LOSS_MODULES),
+    "mcore_rl.algorithms.advantages",
+]
+for module in MODULES:  # a renamed module would be left unchecked without an error
+    path = Path(find_spec("mcore_rl").origin).parent.parent.joinpath(*module.split("."))
+    if not path.with_suffix(".py").is_file():
+        raise ImportError(f"{__file__}: {module} is no module; name the one that has its functions now")
+install_import_hook(MODULES, "beartype.beartype")

@@ -113,7 +113,7 @@ def check_layout(family, layout, outcomes, model_of):
 
 
 @pytest.mark.parametrize("layout", FAST, ids=str)
-def test_layouts(layout, outcomes, model_of):
+def test_dense_layout_equals_plain_pytorch(layout, outcomes, model_of):
     check_layout("llama", layout, outcomes, model_of)
 
 
@@ -136,18 +136,18 @@ OTHERS = and_long(
 
 
 @pytest.mark.parametrize(("family", "layout"), OTHERS, ids=str)
-def test_layouts_of_other_families(family, layout, outcomes, model_of):
+def test_layout_of_other_family_equals_plain_pytorch(family, layout, outcomes, model_of):
     """Tied embeddings with biases, norms of heads, fused tensors, norms behind blocks, sliding windows."""
     check_layout(family, layout, outcomes, model_of)
 
 
 @pytest.mark.parametrize(("family", "layout"), EXPERT_LAYOUTS, ids=str)
-def test_layouts_of_mixtures(family, layout, outcomes, model_of):
+def test_mixture_layout_equals_plain_pytorch(family, layout, outcomes, model_of):
     check_layout(family, layout, outcomes, model_of)
 
 
 @pytest.mark.parametrize(("family", "layout"), PIPELINES, ids=str)
-def test_uneven_and_interleaved_pipelines(family, layout, outcomes, model_of):
+def test_uneven_or_interleaved_pipeline_equals_plain_pytorch(family, layout, outcomes, model_of):
     check_layout(family, layout, outcomes, model_of)
 
 
@@ -159,7 +159,7 @@ OTHERS_WITH_EXPERTS = [(family, layout) for layout in MORE_WITH_EXPERTS for fami
     and_long([], MANY_WITH_EXPERTS, [case for case in OTHERS_WITH_EXPERTS if case not in MANY_WITH_EXPERTS]),
     ids=str,
 )
-def test_more_layouts_of_mixtures(family, layout, outcomes, model_of):
+def test_large_mixture_layout_equals_plain_pytorch(family, layout, outcomes, model_of):
     check_layout(family, layout, outcomes, model_of)
 
 
@@ -172,7 +172,7 @@ def test_more_layouts_of_mixtures(family, layout, outcomes, model_of):
     ),
     ids=str,
 )
-def test_more_layouts(family, layout, outcomes, model_of):
+def test_large_dense_layout_equals_plain_pytorch(family, layout, outcomes, model_of):
     check_layout(family, layout, outcomes, model_of)
 
 
@@ -272,7 +272,7 @@ def test_losses_of_logits_equal_losses_of_logprobs(family, layout, model_of):
     ),
     ids=str,
 )
-def test_policy_gradients(kind, layout, model_of):
+def test_policy_gradient_of_layout_equals_one_process(kind, layout, model_of):
     loss_fn, config = policy_gradient_loss(POLICY_GRADIENTS[kind]), make_config(model_of("llama"))
     ours, theirs = (
         run_processes(gradients_of, x.apply(config), loss_fn, world_size=x.world_size)[0]
@@ -284,7 +284,7 @@ def test_policy_gradients(kind, layout, model_of):
         torch.testing.assert_close(ours[1][name] / scale, gradient / scale, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_a_wrong_gradient_is_seen(outcomes):
+def test_compare_rejects_scaled_gradient(outcomes):
     """The comparison itself: a scaled gradient of one small parameter must not pass."""
     plain, one = outcomes("llama")
     wrong = copy.deepcopy(one)
@@ -293,7 +293,7 @@ def test_a_wrong_gradient_is_seen(outcomes):
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_shrunken_models_are_whole_and_fit(family, model_of, tmp_path):
+def test_shrink_model_makes_complete_model_for_layouts(family, model_of, tmp_path):
     """What `verify_layouts` runs on: a small model of the same architecture, for the largest of the layouts."""
     from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
     from mcore_rl.models.megatron.hf_config import load_hf_config
@@ -322,7 +322,7 @@ def test_shrunken_models_are_whole_and_fit(family, model_of, tmp_path):
     ("family", "changes"),
     [("qwen2_moe", {"decoder_sparse_step": 4}), ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3, 4, 5, 6]})],
 )
-def test_a_shrunken_mixture_has_experts(family, changes, tmp_path):
+def test_shrink_model_keeps_experts_of_mixture(family, changes, tmp_path):
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import load_hf_config
 
@@ -332,7 +332,7 @@ def test_a_shrunken_mixture_has_experts(family, changes, tmp_path):
     assert not sparse[0] and all(sparse[1:])
 
 
-def test_uneven_pipelines_can_be_asked_for(model_of):
+def test_parse_layouts_accepts_uneven_pipelines(model_of):
     from mcore_rl.config.parallel import own_split, parse_layouts
 
     assert parse_layouts(["pp=1,2", "first=1"]) == [ParallelLayout(pp=2, first=1)]

@@ -42,7 +42,7 @@ def note(argument):
 
 
 @pytest.mark.parametrize("times", [2, 3])
-def test_a_meeting_that_fails_is_tried_again(tmp_path, times):
+def test_run_processes_retries_failed_meeting(tmp_path, times):
     (tmp_path / "meetings").mkdir()
     argument = FailsToMeet(tmp_path / "meetings", times)
     if times < MEETINGS:
@@ -54,7 +54,7 @@ def test_a_meeting_that_fails_is_tried_again(tmp_path, times):
     assert len(list((tmp_path / "meetings").iterdir())) == 3
 
 
-def test_ranks_that_leave_at_once():
+def test_run_processes_returns_when_ranks_leave_at_once():
     for _ in range(3):
         assert run_processes(leave_at_once, world_size=4) == [0, 1, 2, 3]
 
@@ -88,6 +88,6 @@ def leave_and_sum(value):
     return results
 
 
-def test_a_failure_arrives_with_its_rank():
+def test_run_processes_reports_rank_of_failure():
     with pytest.raises(WorkerError, match=r"rank 1: [\s\S]*ValueError: this one"):
         run_processes(fail, 1, world_size=2, timeout=30)
