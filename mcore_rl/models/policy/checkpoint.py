@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class PolicyCheckpoint:
-    """Writes and reads the checkpoints of a policy, and of a second trained model (`include`). Collective."""
+    """Writer and reader of a policy's checkpoints, with an optional second trained model (`include`). Collective."""
 
     def __init__(self, policy: MegatronPolicy) -> None:
         self.policy = policy
         self.second: MegatronPolicy | None = None
         self.second_name = ""
         self.started_from: Path | None = None
-        """The checkpoint that training began from, if its weights or its reference are not the model directory's."""
+        """The checkpoint that training started from, if weights or reference differ from the model directory's."""
         self.pending: PendingSave | None = None
 
     @cached_property
@@ -36,17 +36,17 @@ class PolicyCheckpoint:
         return HostStaging()
 
     def include(self, name: str, second: MegatronPolicy) -> None:
-        """Include a second model under that name from now on; it may be offloaded when a checkpoint is written."""
+        """Include a second model under `name` in later checkpoints. It may be offloaded during `save`."""
         self.second, self.second_name = second, name
 
     @property
     def can_be_saved(self) -> bool:
-        """Whether nothing that a checkpoint holds is offloaded for an inference engine."""
+        """Whether everything that a checkpoint holds is on the device (not offloaded for an inference engine)."""
         return not (self.policy.weights_offload.is_away or self.policy.memory.optimizer.is_away)
 
     @contextmanager
     def _all_on_device(self) -> Iterator[None]:
-        """Inside, everything that checkpoints hold is on the device."""
+        """Keep everything that a checkpoint holds on the device inside the context."""
         with contextlib.ExitStack() as stack:
             if self.second is not None:
                 stack.enter_context(self.second.on_device())
@@ -55,16 +55,16 @@ class PolicyCheckpoint:
             yield
 
     def save(self, directory: Path, step: int, state: dict[str, Any], wait: bool = True) -> Path | None:
-        """Write iteration `step` below `directory`; `state` is the loop's own (small, plain values).
+        """Write iteration `step` below `directory`; `state` is the training loop's own state (small, plain values).
 
-        Without `wait`, training may go on at once, and `finish` tells when the checkpoint is written. One save at a
-        time: a pending one is waited for first.
+        Without `wait`, training may continue at once, and `finish` returns the directory after the checkpoint is
+        written. Only one save runs at once: the call first waits for a pending save.
 
         Returns:
             The checkpoint's directory, or None while it is being written.
 
         Raises:
-            SaveError: it could not be written, on every rank; earlier checkpoints are untouched.
+            SaveError: the checkpoint could not be written. Raised on every rank; earlier checkpoints are untouched.
         """
         self.finish()
         self.policy.require("save_checkpoint", self.policy.weights_offload, self.policy.memory.optimizer)
@@ -74,13 +74,13 @@ class PolicyCheckpoint:
         return self.finish() if wait else None
 
     def finish(self, wait: bool = True) -> Path | None:
-        """Return the directory of the pending checkpoint, once it is written and committed.
+        """Return the directory of the pending checkpoint after it is written and committed.
 
         Returns:
             None if no checkpoint is pending, or (without `wait`) it is still being written.
 
         Raises:
-            SaveError: as `save`.
+            SaveError: as in `save`.
         """
         if self.pending is None:
             return None
@@ -94,26 +94,26 @@ class PolicyCheckpoint:
         return final
 
     def finish_alone(self, seconds: float) -> Path | None:
-        """Wait at most so long for the pending checkpoint, at the end of a run; otherwise discard it. Not collective.
+        """Wait at most `seconds` for the pending checkpoint at the end of a run, otherwise discard it. Not collective.
 
         Returns:
-            Its directory; None if there is none, or it was discarded.
+            The checkpoint's directory; None if no checkpoint is pending or it was discarded.
         """
         pending, self.pending = self.pending, None
         return pending.final if pending is not None and pending.finish_alone(seconds) else None
 
     def load(self, iteration: Path, allow_partial: bool = False) -> load.Restored:
-        """Restore weights, optimizer, schedule, random states and the loop's own state, from any layout.
+        """Restore weights, optimizer, schedule, random states and the loop's own state, from any parallel layout.
 
         Raises:
-            UserError: the checkpoint does not fit, or lacks a piece and `allow_partial` is not set.
+            UserError: the checkpoint does not fit the model, or it lacks a part and `allow_partial` is not set.
         """
         policy = self.policy
         if isinstance(policy.reference, AdaptersDisabled) and load.holds_reference(iteration):
             policy.reference = ReferenceWeights(adapters_in(policy.model))
         with self._all_on_device():
             restored = load.load(iteration, self._training_state(), allow_partial)
-        begins = not restored.state  # training begins with these weights
+        begins = not restored.state  # a new run starts from these weights
         if begins or restored.has_reference:
             self.started_from = iteration
         if policy.reference is not None and begins:
@@ -123,7 +123,7 @@ class PolicyCheckpoint:
         return restored
 
     def load_weights(self, iteration: Path) -> None:
-        """Restore only the weights of a checkpoint, from any layout; also those of the second model."""
+        """Restore only the weights from a checkpoint of any parallel layout, including the second model's weights."""
         self.policy.finish_param_gather()
         load.load_weights(iteration, self.policy.model)
         if self.second is not None:
@@ -132,7 +132,7 @@ class PolicyCheckpoint:
                 load.load_weights(iteration, self.second.model, self.second_name)
 
     def verify(self, iteration: Path) -> list[str]:
-        """Return the damage of a checkpoint after reading every byte; the same on every rank."""
+        """Read every byte of a checkpoint and return a list of its defects. The list is the same on every rank."""
         return load.verify(iteration)
 
     def part(self, name: str = "") -> ModelState:

@@ -1,4 +1,4 @@
-"""The interface of a policy for controllers."""
+"""The policy interface that controllers use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mcore_rl.losses.common import LossFunction
 
 
 class LogprobOutputSpec(TypedDict):
-    """`logprobs` [B, S]: entry (b, t) of token `input_ids[b, t]`; column 0 is 0."""
+    """`logprobs` [B, S]: entry (b, t) is the log-probability of token `input_ids[b, t]`; column 0 is 0."""
 
     logprobs: torch.Tensor
 
@@ -24,24 +24,24 @@ class ReferenceLogprobOutputSpec(TypedDict):
 
 
 class PolicyInterface(ABC):
-    """A model that can score and learn; every call is made on all ranks with the same global batch."""
+    """A model that scores and learns. Every method is called on all ranks with the same global batch."""
 
     @abstractmethod
     def get_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[LogprobOutputSpec]:
-        """Log-probabilities of the rows' own tokens.
+        """Return the log-probabilities of the rows' own tokens.
 
         Args:
             data: `input_ids` [B, S], right-padded, and `input_lengths` [B].
-            micro_batch_size: rows at a time, where they are not packed.
+            micro_batch_size: rows per microbatch, when rows are not packed.
         """
 
     @abstractmethod
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """The same under the weights that training began from."""
+        """Return the log-probabilities of the rows' own tokens under the initial weights."""
 
     @abstractmethod
     def train(
@@ -52,64 +52,65 @@ class PolicyInterface(ABC):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Make a step for each `gbs` rows; returns the loss's metrics, `grad_norm`, `lr`, `all_mb_metrics`."""
+        """Make one optimizer step per `gbs` rows; return the loss's metrics, `grad_norm`, `lr`, `all_mb_metrics`."""
 
     @abstractmethod
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Make ready for scoring."""
+        """Prepare the model for scoring."""
 
     @abstractmethod
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Make ready for `train`."""
+        """Prepare the model for `train`."""
 
     @abstractmethod
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Release what only training needs."""
+        """Release the memory that only training needs."""
 
     @abstractmethod
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Write weights and training state."""
+        """Write the weights and the training state."""
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """Release processes and groups; True if all went well."""
+        """Release processes and groups; return True on success."""
 
 
 class ColocatablePolicyInterface(PolicyInterface):
-    """A policy that shares its devices with an inference engine, and hands its weights over.
+    """A policy that shares its devices with an inference engine and sends its weights to it.
 
-    By collective: `prepare_refit_info`, `init_collective`, then `broadcast_weights_for_collective` after every
-    update. By shared memory: `offload_before_refit`, `prepare_weights_for_ipc`, `get_weights_ipc_handles` for
-    each group of keys, `offload_after_refit`; `prepare_for_training` brings everything back.
+    Weights are sent in one of two ways. With a collective: `prepare_refit_info`, `init_collective`, then
+    `broadcast_weights_for_collective` after every update. With shared memory: `offload_before_refit`,
+    `prepare_weights_for_ipc`, `get_weights_ipc_handles` for each group of keys, `offload_after_refit`;
+    `prepare_for_training` then restores everything to the device.
     """
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int) -> Any:
-        """Open a group with the engine's processes.
+        """Open a process group with the engine's processes.
 
         Args:
-            world_size: the engine's processes and one more, the policy's first rank, which is rank 0.
+            world_size: number of the engine's processes plus one for the policy's first rank, which is rank 0.
         """
 
     @abstractmethod
     def offload_before_refit(self) -> Any:
-        """Give up the device memory that only training needs: gradient buffers and optimizer state."""
+        """Release the device memory that only training needs: gradient buffers and optimizer state."""
 
     @abstractmethod
     def offload_after_refit(self) -> Any:
-        """Give up the weights' device memory too."""
+        """Release the device memory of the weights too."""
 
     @abstractmethod
     def prepare_refit_info(self) -> dict[str, Any] | None:
-        """Hugging Face name → (shape, dtype) of every tensor, in the order in which they are sent."""
+        """Return a map from Hugging Face name to (shape, dtype) of every tensor, in the order of sending."""
 
     @abstractmethod
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
-        """Groups of keys, each to be asked for at once."""
+        """Return groups of keys; the tensors of one group are requested together."""
 
     @abstractmethod
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Device → a handle on shared memory there that holds these tensors, until the next call."""
+        """Return a map from device to a handle of shared memory that holds these tensors until the next call."""
 
     @abstractmethod
     def broadcast_weights_for_collective(self) -> Any:

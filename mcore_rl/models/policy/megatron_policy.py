@@ -1,4 +1,4 @@
-"""The policy on Megatron: every rank makes the same calls, with a global batch or with its replica's rows of one."""
+"""The policy on Megatron. Every rank makes the same calls, with a global batch or its replica's rows of one."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ from mcore_rl.models.policy.scoring import ScoringModel
 
 
 class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterface):
-    """A model that is scored, trained and saved, that generates, and whose weights are sent to inference engines.
+    """A model that is scored, trained and saved, that generates, and that sends its weights to inference engines.
 
-    Its parts: `reference` (the model that it is compared with), `memory` (what is offloaded when), `checkpoint`,
-    `sender` (of weights) and `generation` (once `prepare_for_generation` was called).
+    Its parts are `reference` (the reference model), `memory` (offloading of training state), `checkpoint`,
+    `sender` (of weights) and `generation` (set by `prepare_for_generation`).
 
     Args:
         config: the run's configuration.
-        total_steps: optimizer steps of the whole run, for the learning-rate schedule; 0 for a policy
-            that is never trained (no optimizer is built).
-        rows_per_unit: rows that must share a microbatch: 2 for pairs.
+        total_steps: number of optimizer steps in the whole run, for the learning-rate schedule. With 0, the policy is
+            never trained and no optimizer is built.
+        rows_per_unit: number of rows that must share a microbatch: 2 for pairs.
         keep_reference: keep a copy of the initial weights on the host. With new adapters, the reference is the
             model without them, and nothing is copied.
     """
@@ -101,7 +101,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         """Set the gradients to zero before a step.
 
         Raises:
-            RuntimeError: the policy has no optimizer, or what training needs is offloaded.
+            RuntimeError: the policy has no optimizer, or its weights, optimizer state or gradients are offloaded.
         """
         if not self.is_trained:
             raise RuntimeError("train: the policy was built without an optimizer (total_steps=0)")
@@ -120,15 +120,15 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
     ) -> MicrobatchResults:
         """Add the gradients of a global batch's loss to the parameters' `main_grad`. Collective.
 
-        Packs of rows go through the model under Megatron's schedule. Every loss is divided by the global batch's
-        counts, so that the gradients of packs and replicas add up.
+        Packs of rows go through the model under Megatron's pipeline schedule. Every loss is divided by the global
+        batch's counts, so that the gradients of packs and replicas can be summed.
 
         Args:
             counts: `global_valid_counts(data)`.
-            micro_batch_size: rows of a microbatch without packing.
+            micro_batch_size: rows per microbatch when rows are not packed.
 
         Raises:
-            FloatingPointError: the loss is not finite; names row and position where one log-probability is not.
+            FloatingPointError: the loss is not finite. The message names row and position of a bad log-probability.
         """
         if not isinstance(self.model.family, Mixture):
             return self._run_loss(data, loss_fn, counts, temperature, micro_batch_size, train=True)
@@ -146,18 +146,18 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         temperature: float = 1.0,
         micro_batch_size: int | None = None,
     ) -> MicrobatchResults:
-        """Compute the loss of a batch without gradients. Collective; arguments as of `forward_backward`.
+        """Compute the loss of a batch without gradients. Collective; the arguments are those of `forward_backward`.
 
-        A part of a batch takes the counts of the whole batch; the results of all parts are added with `+`.
+        Pass the counts of the whole batch with each part of a batch, and add the parts' results with `+`.
         """
         self.require_weights("evaluate")
         return self._run_loss(data, loss_fn, counts, temperature, micro_batch_size, train=False)
 
     def clip_gradients(self, limit: float) -> float:
-        """Clip the gradients of the whole model to the norm `limit` (not if it is 0); returns the norm before.
+        """Clip the gradients of the whole model to the norm `limit` (0 disables clipping); return the norm before it.
 
         Raises:
-            FloatingPointError: the norm is not finite, on every rank; the weights are as before.
+            FloatingPointError: the norm is not finite. Raised on every rank; the weights are unchanged.
         """
         norm = clip_gradients(self.optimizer, limit)
         if not math.isfinite(norm):
@@ -165,7 +165,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         return norm
 
     def update_weights(self) -> float:
-        """Make the optimizer's step and count it in the schedule; returns the step's learning rate."""
+        """Make an optimizer step and count it in the schedule; return the learning rate of the step."""
         lr = float(self.optimizer.param_groups[0]["lr"])
         update_weights(self.optimizer)
         if self.gather is not None:
@@ -176,17 +176,17 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         return lr
 
     def router_metrics(self) -> dict[str, float]:
-        """Return the metrics of the routers in the last `forward_backward`; {} without experts."""
+        """Return the router metrics of the last `forward_backward`; {} for a model without experts."""
         return {} if self._router_load is None else self._router_load.metrics()
 
     @property
     def updates_made(self) -> tuple[int, ...]:
-        """Steps in the schedules of this model and of the one that its checkpoints include."""
+        """Number of schedule steps of this model and of the second model that its checkpoints include."""
         second = self.checkpoint.second
         return (self.scheduler.num_steps, *(() if second is None else second.updates_made))
 
     def advance_schedule(self, steps: int = 1) -> None:
-        """Count optimizer steps in the learning-rate schedule: those done, or those that there was no need for."""
+        """Count optimizer steps in the learning-rate schedule, including steps that were skipped as unnecessary."""
         self.scheduler.step(increment=steps)
 
     def _run_loss(
@@ -199,7 +199,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         train: bool,
     ) -> MicrobatchResults:
         head = LossHead(self.model, loss_fn, *counts, temperature)
-        # A loss that takes logits gets them row by row, so rows with a common beginning must not share it in a pack.
+        # A loss on logits receives them row by row, so rows with a common prefix must not share it in a pack.
         share = head.fused or head.rewards is not None
         microbatches = self._microbatches(data, micro_batch_size, share, getattr(loss_fn, "rows_per_unit", 1))
         if prepare := getattr(loss_fn, "prepare", None):
@@ -227,20 +227,22 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
 
         Args:
             data: the same rows on every rank, or each replica's `LocalBatch` of one global batch.
-            eval_mode: no step and no gradients, only metrics.
-            gbs: rows of a global batch; all of `data` if left out.
-            mbs: rows of a microbatch without packing; with it, packs hold as many as fit. The configuration's if
-                left out.
+            eval_mode: compute only metrics, without gradients and steps.
+            gbs: rows of a global batch; all rows of `data` if None.
+            mbs: rows per microbatch without packing; with packing, packs hold as many rows as fit. If None, the
+                configuration's value.
 
         Returns:
-            floats: the loss's metrics over the global batch, its `loss`, and of a step `grad_norm` (before clipping)
-            and `lr`. Where there are several steps: means over those that have the metric, or the smallest or
-            largest, for what the loss declares so. Beside them `all_mb_metrics`, with a list of each metric's
-            values in all microbatches of all ranks.
+            A dict of floats: the loss's metrics over the global batch, its `loss`, and for a training step
+            `grad_norm` (before clipping) and `lr`. With several steps, each value is the mean over the steps that have
+            the metric, or the smallest or largest value if the loss declares that reduction. The dict also contains
+            `all_mb_metrics`: for each metric a list of its values in all microbatches of all ranks.
 
         Raises:
-            ContractError: no rows, or rows that do not make whole global batches; metrics that are not numbers.
-            FloatingPointError: loss or gradient norm is not finite, on every rank; the weights are as before.
+            ContractError: the batch has no rows, its rows do not make whole global batches, or a metric is not a
+                number.
+            FloatingPointError: the loss or the gradient norm is not finite. Raised on every rank; the weights are
+                unchanged.
         """
         steps: list[dict[str, float]] = []
         all_mb_metrics: dict[str, list[float]] = {}
@@ -263,21 +265,21 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
     def compute_gradients(
         self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0
     ) -> dict[str, float]:
-        """Forward and backward over the global batch; gradients stay in the parameters' `main_grad`.
+        """Run forward and backward over the global batch and leave the gradients in the parameters' `main_grad`.
 
         Raises:
-            FloatingPointError: the loss is not finite; names row and position where one log-probability is not.
+            FloatingPointError: the loss is not finite. The message names row and position of a bad log-probability.
         """
         self.zero_gradients()
         results = self.forward_backward(data, loss_fn, global_valid_counts(data), temperature)
         return {**results.metrics(loss_fn), **self.router_metrics()}
 
     def evaluate(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, float]:
-        """Return the loss's metrics over a global batch, without gradients."""
+        """Return the loss's metrics over a global batch, computed without gradients."""
         return self.forward(data, loss_fn, global_valid_counts(data), temperature).metrics(loss_fn)
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Bring back what was offloaded."""
+        """Restore offloaded tensors to the device."""
         self.memory.restore()
         for chunk in self.chunks:
             chunk.train()
@@ -299,14 +301,14 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, temperature: float = 1.0
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         """Return `reference_logprobs` [B, S] of the rows' own tokens under the reference."""
-        # The reference routes tokens to experts of its own.
+        # The reference model computes its own routing to experts.
         data = data.with_entries({name: values for name, values in data.items() if name != ROUTED_EXPERTS})
         with self.reference_weights():
             return BatchedDataDict(reference_logprobs=self._score(data, micro_batch_size, temperature))
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Inside, the model computes what the reference does. The current weights return, whatever happens."""
+        """Put the reference weights in the model inside the context; the current weights return even after an error."""
         if self.reference is None:
             raise UserError("the policy was built without reference weights (keep_reference=True)")
         self.finish_param_gather()
@@ -314,7 +316,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
             yield
 
     def move_reference(self, alpha: float) -> None:
-        """Set the reference to (1 − alpha) · reference + alpha · policy; from then on checkpoints hold it."""
+        """Set the reference to (1 − alpha) · reference + alpha · policy; later checkpoints contain the reference."""
         assert isinstance(self.reference, ReferenceWeights), "the policy was built without a reference that can move"
         self.finish_param_gather()
         self.reference.move(alpha)
@@ -322,15 +324,15 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
     # ------------------------------------------------------------ checkpoints and exports
 
     def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any], wait: bool = True) -> Path | None:
-        """Write a checkpoint; as `PolicyCheckpoint.save`."""
+        """Write a checkpoint; see `PolicyCheckpoint.save`."""
         return self.checkpoint.save(directory, step, state, wait)
 
     def load_checkpoint(self, iteration: Path, allow_partial: bool = False) -> Restored:
-        """Restore a checkpoint; as `PolicyCheckpoint.load`."""
+        """Restore a checkpoint; see `PolicyCheckpoint.load`."""
         return self.checkpoint.load(iteration, allow_partial)
 
     def export_hf(self, destination: Path) -> None:
-        """Write the current weights, adapters merged into them, as a Hugging Face model directory. Collective."""
+        """Write the current weights, with adapters merged, as a Hugging Face model directory. Collective."""
         self.finish_param_gather()
         write_hf_directory(
             export_hf_weights(self.model, first_only=True),
@@ -357,7 +359,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         )
         torch.distributed.barrier()
 
-    # ------------------------------------------------------------ generation by the policy's own weights
+    # ------------------------------------------------------------ generation with the policy's own weights
 
     def prepare_for_generation(
         self,
@@ -366,15 +368,15 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         tokenizer: Any = None,
         max_batch_size: int = 64,
     ) -> bool:
-        """Make ready for `generate`, with the current weights.
+        """Prepare `generate` with the current weights.
 
         Args:
-            params: how tokens are drawn. If left out: as in the call before, or as a GRPO configuration says.
-            max_sequence_length: of prompt and response together; `data.max_sequence_length` if left out.
-            tokenizer: the model directory's own if left out.
+            params: sampling parameters. If None, those of the previous call, or of a GRPO configuration.
+            max_sequence_length: limit of prompt and response together; `data.max_sequence_length` if None.
+            tokenizer: tokenizer; the model directory's own if None.
 
         Raises:
-            ContractError: nothing says how tokens are drawn.
+            ContractError: neither an earlier call nor the configuration gives sampling parameters.
         """
         self.weights_offload.restore()
         if params is None and self.generation is not None:
@@ -392,7 +394,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a response to each row with the current weights; as `MegatronGeneration.generate`."""
+        """Generate a response to each row with the current weights; see `MegatronGeneration.generate`."""
         self.require("generate", self.weights_offload)
         if self.generation is None:
             self.prepare_for_generation()
@@ -400,23 +402,23 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         return self.generation.generate(data, greedy)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Release what generation holds."""
+        """Release the memory that generation uses."""
         return self.generation is None or self.generation.finish_generation()
 
     # ------------------------------------------------------------ memory and weights, for inference engines
 
     def offload_before_refit(self) -> int:
-        """Move the optimizer's state to the host and drop the gradient buffers; returns the device bytes freed."""
+        """Move the optimizer's state to the host and drop the gradient buffers; return the device bytes freed."""
         return self.memory.offload_training_state()
 
     def offload_after_refit(self) -> int:
-        """Move the weights to the host too; returns the device bytes freed."""
+        """Move the weights to the host too; return the device bytes freed."""
         self.sender.release()
         return self.memory.offload_all()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Inside, the policy is ready for training. If its weights were offloaded, everything is again afterwards."""
+        """Prepare the policy for training inside the context. Weights that were offloaded are offloaded again after."""
         was_away = self.weights_offload.is_away
         self.prepare_for_training()
         try:
@@ -426,37 +428,37 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
                 self.offload_after_refit()
 
     def prepare_refit_info(self, adapters_only: bool = False) -> RefitInfo:
-        """Return name → (shape, dtype) of what is sent; as `WeightSender.info`."""
+        """Return name → (shape, dtype) of the tensors to send; see `WeightSender.info`."""
         return self.sender.info(adapters_only)
 
     def adapter_settings(self) -> dict[str, Any]:
-        """Return the arguments of PEFT's `LoraConfig` for the adapters; as `WeightSender.adapter_settings`."""
+        """Return the arguments of PEFT's `LoraConfig` for the adapters; see `WeightSender.adapter_settings`."""
         return self.sender.adapter_settings()
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Open a group with the engine's processes; as `WeightSender.connect`."""
+        """Open a process group with the engine's processes; see `WeightSender.connect`."""
         self.sender.connect(ip, port, world_size)
 
     def broadcast_weights_for_collective(self, bucket_bytes: int = BUCKET_BYTES, adapters_only: bool = False) -> None:
-        """Send all weights to the engine's processes; as `WeightSender.broadcast`."""
+        """Send all weights to the engine's processes; see `WeightSender.broadcast`."""
         self.require_weights("broadcast_weights_for_collective")
         self.sender.broadcast(bucket_bytes, adapters_only)
 
     def prepare_weights_for_ipc(self, bucket_bytes: int = BUCKET_BYTES, adapters_only: bool = False) -> list[list[str]]:
-        """Return keys in groups of at most `bucket_bytes`, to be asked for one group after the other."""
+        """Return keys in groups of at most `bucket_bytes`; request one group after the other."""
         return self.sender.buckets(bucket_bytes, adapters_only)
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Return handles on shared memory with these tensors; as `WeightSender.share`."""
+        """Return handles of shared memory that holds these tensors; see `WeightSender.share`."""
         self.require_weights("get_weights_ipc_handles")
         return self.sender.share(keys)
 
 
 def _global_batches(data: BatchedDataDict[Any], gbs: int | None) -> list[BatchedDataDict[Any]]:
-    """Cut `data` into global batches of `gbs` rows; one of all rows if that is None.
+    """Cut `data` into global batches of `gbs` rows, or into one batch of all rows if `gbs` is None.
 
     Raises:
-        ContractError: no rows, or rows that do not make whole global batches.
+        ContractError: the batch has no rows, or its rows do not make whole global batches.
     """
     total = batch_share(data).total
     size = total if gbs is None else gbs
@@ -473,7 +475,7 @@ def _global_batches(data: BatchedDataDict[Any], gbs: int | None) -> list[Batched
 
 @dataclass(frozen=True)
 class MicrobatchResult:
-    """Results of a microbatch: its loss, its rows, its rows that count, and the loss's metrics."""
+    """Results of a microbatch: its loss, number of rows, number of valid samples, and the loss's metrics."""
 
     loss: float
     rows: int
@@ -483,7 +485,7 @@ class MicrobatchResult:
 
 @dataclass(frozen=True)
 class MicrobatchResults:
-    """Results of all microbatches of a batch, of all replicas; the same on every rank."""
+    """Results of all microbatches of a batch on all replicas; the same on every rank."""
 
     parts: tuple[MicrobatchResult, ...] = ()
 
@@ -492,22 +494,22 @@ class MicrobatchResults:
 
     @property
     def loss(self) -> float:
-        """The loss of the batch: losses of microbatches add up."""
+        """Loss of the batch: the sum of the microbatches' losses."""
         return sum(part.loss for part in self.parts)
 
     @property
     def rows(self) -> int:
-        """Rows that went through the loss."""
+        """Number of rows that the loss was computed on."""
         return sum(part.rows for part in self.parts)
 
     def metrics(self, loss_fn: LossFunction) -> dict[str, float]:
-        """Return the loss's metrics over the batch, and the `loss`."""
+        """Return the loss's metrics over the batch, including `loss`."""
         samples = [part.samples for part in self.parts]
         reduced = reduce_metrics(self._metrics_of_parts(), samples, reductions_of(loss_fn))
         return {**{name: float(value) for name, value in reduced.items()}, "loss": self.loss}
 
     def by_microbatch(self) -> dict[str, list[float]]:
-        """Return each metric's values in all microbatches that have it."""
+        """Return a list of each metric's values over the microbatches that have it."""
         parts = self._metrics_of_parts()
         names = dict.fromkeys(name for part in parts for name in part)
         return {name: [part[name] for part in parts if name in part] for name in names}
@@ -523,14 +525,14 @@ def all_gather_results(
     outputs: Sequence[dict[str, Any]],
     names_of_all: InternedObjects,
 ) -> MicrobatchResults:
-    """Gather the results of all data-parallel ranks, without fillers, with one wait of the host for the device.
+    """Gather the results of all data-parallel ranks, without filler microbatches. The host waits once for the device.
 
     Args:
-        outputs: of the loss's head for each of `microbatches`; [] on all pipeline stages but the last.
-        names_of_all: exchanges the names of metrics; the same object in every step.
+        outputs: the loss head's outputs for each of `microbatches`; [] on all pipeline stages but the last.
+        names_of_all: exchanges the metric names between ranks; pass the same object in every step.
 
     Raises:
-        ContractError: a metric is not a number; on every rank.
+        ContractError: a metric is not a number. Raised on every rank.
     """
     own_names = _names_of(type(loss_fn).__name__, outputs)
     everyone = names_of_all.gather(own_names) if torch.distributed.get_world_size() > 1 else [own_names]
@@ -555,10 +557,10 @@ def all_gather_results(
 
 
 def explain_nonfinite(loss: float, outputs: Sequence[dict[str, Any]], indices: Sequence[int]) -> str:
-    """Say at which row and position the first log-probability is not finite. Collective.
+    """Return a message with the row and position of the first log-probability that is not finite. Collective.
 
     Args:
-        indices: numbers in the global batch of the rows that this rank has.
+        indices: numbers of this rank's rows in the global batch.
     """
     found = None
     for output in outputs:
@@ -570,7 +572,7 @@ def explain_nonfinite(loss: float, outputs: Sequence[dict[str, Any]], indices: S
 
 
 def _names_of(loss_name: str, outputs: Sequence[dict[str, Any]]) -> list[str] | str:
-    """Return the names of all metrics, or an error about one of them."""
+    """Return the names of all metrics, or an error message if a metric is not a number."""
     for output in outputs:
         for name, value in output["metrics"].items():
             if not (isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)):
@@ -580,7 +582,7 @@ def _names_of(loss_name: str, outputs: Sequence[dict[str, Any]]) -> list[str] | 
 
 
 def _as_row(microbatch: Microbatch, output: dict[str, Any], names: Sequence[str]) -> Tensor:
-    """Return the row of a microbatch: whether it counts, loss, rows, valid samples, metrics, which metrics it has."""
+    """Return a microbatch as a row: whether it counts, loss, rows, valid samples, metrics, which metrics it has."""
     metrics = output["metrics"]
     numbers = [
         float(microbatch.counts),

@@ -1,4 +1,4 @@
-"""Device memory of training: what is offloaded between steps, and while an inference engine uses the device."""
+"""Device memory of training: offloading between steps and while an inference engine uses the device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mcore_rl.models.megatron.optimizer import Offload, gradient_buffers, optimi
 
 
 class TrainingMemory:
-    """The device memory that a policy can give up for a while.
+    """The device memory that a policy can release temporarily.
 
     Args:
-        weights: the offload of the policy's weights.
-        parameters: returns the weights.
-        optimizer: None for a policy that is not trained.
+        weights: offload of the policy's weights.
+        parameters: function that returns the weights.
+        optimizer: the policy's optimizer; None for a policy that is not trained.
         offloads_optimizer: keep the optimizer's state on the host outside of `optimizer_on_device`.
     """
 
@@ -32,7 +32,7 @@ class TrainingMemory:
     ) -> None:
         self.weights, self.parameters, self.chunks, self.trained_by = weights, parameters, chunks, optimizer
         self.optimizer, self.gradients = Offload(keep=True), Offload(keep=False)
-        # A simulated storage cannot be emptied; what it would come to is reckoned afterwards.
+        # A simulated storage cannot be emptied; the simulation computes the saving afterwards.
         self.offloads_optimizer = offloads_optimizer and optimizer is not None and not platform.simulates()
         self.between_steps = Offload(keep=True)
         with self.optimizer_on_device():
@@ -40,7 +40,7 @@ class TrainingMemory:
 
     @contextmanager
     def optimizer_on_device(self) -> Iterator[None]:
-        """Inside, the optimizer's state is on the device, unless `offload_training_state` has moved it."""
+        """Keep the optimizer's state on the device inside the context, unless `offload_training_state` has moved it."""
         self.between_steps.restore()
         try:
             yield
@@ -49,17 +49,17 @@ class TrainingMemory:
                 self.between_steps.offload(optimizer_tensors(self.trained_by, self.parameters()))
 
     def restore(self) -> None:
-        """Bring back everything."""
+        """Restore everything to the device."""
         for offload in (self.weights, self.optimizer, self.gradients):
             offload.restore()
 
     def offload_training_state(self) -> int:
-        """Move the optimizer's state to the host and drop the gradient buffers; returns the device bytes freed."""
+        """Move the optimizer's state to the host and drop the gradient buffers; return the device bytes freed."""
         if self.trained_by is None:
             return 0
         freed = self.gradients.offload(gradient_buffers(self.chunks))
         return freed + self.optimizer.offload(optimizer_tensors(self.trained_by, self.parameters()))
 
     def offload_all(self) -> int:
-        """Move the weights to the host too; returns the device bytes freed."""
+        """Move the weights to the host too; return the device bytes freed."""
         return self.offload_training_state() + self.weights.offload(self.parameters())

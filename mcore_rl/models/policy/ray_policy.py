@@ -1,7 +1,7 @@
-"""The policy behind a Ray controller: one actor a rank, and in each the same worker that torchrun starts.
+"""The policy behind a Ray controller: one actor per rank, each with the same worker that torchrun starts.
 
-Needs the `ray` extra. The driver puts a global batch into Ray's object store once; every rank reads it and
-takes its part by the plan that all ranks share, so that numbers are those of the torchrun programs.
+Needs the `ray` extra. The driver puts a global batch into Ray's object store once. Every rank reads it and takes
+its part by the plan that all ranks share, so the results equal those of the torchrun programs.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ except ImportError:
 
 
 class Policy(ColocatablePolicyInterface, GenerationInterface):
-    """Drives `world_size` ranks; every call is made on all of them.
+    """A policy that drives `world_size` ranks. Every call is made on all of them.
 
     Args:
-        config: the run's configuration; its layout must divide `world_size`.
-        world_size: actors, each with a CPU and, on a GPU cluster, a GPU.
-        num_gpus_per_worker: 0 on CPU.
+        config: the run's configuration; its parallel layout must divide `world_size`.
+        world_size: number of actors, each with a CPU and, on a GPU cluster, a GPU.
+        num_gpus_per_worker: GPUs per actor; 0 on CPU.
         start_timeout: seconds that the actors may take to be placed and to build the model.
         worker_options: `total_steps`, `rows_per_unit`, `keep_reference` of `MegatronPolicy`.
 
     Raises:
-        UserError: a layout that does not divide the actors.
+        UserError: the parallel layout does not divide the number of actors.
         WorkerError: a rank could not be started.
     """
 
@@ -62,7 +62,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             ray.init(include_dashboard=False, log_to_driver=False)
         self.start_timeout = start_timeout
         bundle = {"CPU": 1.0, **({"GPU": float(num_gpus_per_worker)} if num_gpus_per_worker else {})}
-        # Neighbouring ranks on one node as far as it goes: tensor parallelism is between neighbours.
+        # Pack neighbouring ranks on one node: tensor-parallel groups consist of neighbouring ranks.
         self.placement = placement_group([bundle] * world_size, strategy="PACK")
         if not self.placement.wait(start_timeout):
             remove_placement_group(self.placement)
@@ -82,10 +82,10 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     # ------------------------------------------------------------ calls
 
     def _refs(self, method: str, *args: Any, from_all: bool = False, **kwargs: Any) -> list[Any]:
-        """The call on every rank, under way; large arguments go into the object store once.
+        """Start the call on every rank and return its object references; large arguments are stored once.
 
         Args:
-            from_all: give every rank's result, not the first rank's alone, beside which the others' are None.
+            from_all: return every rank's result. Otherwise only the first rank returns its result, the others None.
         """
         stored = [ray.put(arg) if isinstance(arg, BatchedDataDict) else arg for arg in args]
         return [
@@ -94,15 +94,15 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         ]
 
     def _call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        """The first rank's result, which alone comes here: that of most calls is the same on all of them."""
+        """Return the first rank's result. Most calls have the same result on all ranks, so only one is transferred."""
         return self._gather(self._refs(method, *args, **kwargs), timeout)[0]
 
     def _call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Every rank's result."""
+        """Return every rank's result."""
         return self._gather(self._refs(method, *args, from_all=True, **kwargs))
 
     def _gather(self, refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        """The results of calls on every rank; the first failure ends all ranks, which would wait for the failed one.
+        """Return the results of calls on every rank. The first failure ends all ranks, which would otherwise hang.
 
         Raises:
             WorkerError: a rank failed, died, or took longer than `timeout` seconds.
@@ -150,7 +150,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return self._call("get_rewards", data)
 
     def evaluate(self, data: BatchedDataDict[Any], loss_fn: LossFunction, temperature: float = 1.0) -> dict[str, float]:
-        """The loss's metrics over a global batch, without gradients."""
+        """Return the loss's metrics over a global batch, computed without gradients."""
         metrics: dict[str, float] = self._call("evaluate", data, loss_fn, temperature)
         return metrics
 
@@ -224,23 +224,23 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return handles
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        """As the interface; returns `ray.ObjectRef`s, since the engine's processes must join meanwhile."""
+        """Start `init_collective` and return `ray.ObjectRef`s, since the engine's processes must join meanwhile."""
         return self._refs("init_collective", ip, port, world_size)
 
     def broadcast_weights_for_collective(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """As the interface; returns `ray.ObjectRef`s, since the engine's processes must receive meanwhile."""
+        """Start the broadcast and return `ray.ObjectRef`s, since the engine's processes must receive meanwhile."""
         return self._refs("broadcast_weights_for_collective", *args, **kwargs)
 
     def wait(self, refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        """Results of calls that returned `ray.ObjectRef`s: the first rank's, and None of the others.
+        """Return the results of calls that returned `ray.ObjectRef`s: the first rank's result, and None for the others.
 
         Raises:
-            WorkerError: as every other call.
+            WorkerError: as in every other call.
         """
         return self._gather(refs, timeout)
 
     def shutdown(self) -> bool:
-        """Close the ranks' process groups, then their actors."""
+        """Close the ranks' process groups, then end their actors."""
         if self.workers:
             self._call("shutdown")
             self._end()
@@ -248,14 +248,14 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
 
 class _Worker:
-    """An actor for a rank. Results are pairs (value, failure), so that a failure arrives with its own traceback."""
+    """An actor for one rank. A result is a pair (value, failure), so that a failure keeps its own traceback."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        # Ray shows an actor its own GPU alone, so that it is always the first.
+        # Ray shows each actor only its own GPU, which therefore has index 0.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
 
     def address(self) -> tuple[tuple[str, int], None]:
-        """Return the rendezvous of the ranks: this node and a free port."""
+        """Return the rendezvous address of the ranks: this node's IP address and a free port."""
         with socket.socket() as listener:
             listener.bind(("", 0))
             return (ray.util.get_node_ip_address(), listener.getsockname()[1]), None

@@ -1,4 +1,4 @@
-"""The reference model: its weights in the policy's place, or its log-probabilities, computed once and kept on disk."""
+"""The reference model: weights that replace the policy's temporarily, or log-probabilities stored on disk."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ if TYPE_CHECKING:
 
 
 class Reference(Protocol):
-    """The reference that the policy is compared with."""
+    """The reference model that the policy is compared with."""
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Inside, the model computes what the reference does; afterwards what it did, whatever happens."""
+        """Put the reference's weights in the model inside the context; the policy's return even after an error."""
         ...
 
     def describe(self) -> str:
-        """Describe the reference and its part in this rank's memory."""
+        """Describe the reference and the memory that it uses on this rank."""
         ...
 
 
 class ReferenceWeights:
-    """Copies in host memory, page-locked where there is a GPU, of this rank's tensors as they are now."""
+    """Copies of the current values of this rank's tensors, in host memory that is page-locked if there is a GPU."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = list(tensors)
         self.kept = copies_on_host(self.tensors)
         self.has_moved = False
-        """Whether they are not those of the model's directory, so that checkpoints must hold them."""
+        """Whether the weights differ from the model directory's, so that checkpoints must contain them."""
         self._what = "the weights that training began from"
 
     @torch.no_grad()
     def move(self, alpha: float) -> None:
-        """reference ← (1 − alpha) · reference + alpha · current, as in arXiv:2404.09656."""
+        """Set reference ← (1 − alpha) · reference + alpha · current, as in arXiv:2404.09656."""
         for kept, tensor in zip(self.kept, self.tensors, strict=True):
-            # In fp32: a small alpha would be lost in bfloat16's rounding of each product.
+            # The average is computed in fp32: bfloat16 rounding of each product would lose a small alpha.
             kept.copy_(torch.lerp(kept.float(), tensor.to(kept.device).float(), alpha))
         self.has_moved, self._what = True, "moved weights"
 
@@ -69,7 +69,7 @@ class ReferenceWeights:
         return f"{self._what}, {sum(kept.nbytes for kept in self.kept) / 2**30:.2f} GiB a rank in the host's memory"
 
     def by_tensor(self) -> dict[int, Tensor]:
-        """The reference's value of each of the model's tensors, by its `id`."""
+        """Return the reference value of each of the model's tensors, by the tensor's `id`."""
         return {id(tensor): kept for tensor, kept in zip(self.tensors, self.kept, strict=True)}
 
     @contextmanager
@@ -83,12 +83,12 @@ class ReferenceWeights:
         finally:
             for tensor, kept in reversed(swapped):
                 swap_tensors(tensor, kept)
-            platform.synchronize_stream()  # a checkpoint reads what is kept without asking the device
+            platform.synchronize_stream()  # a checkpoint reads `kept` without waiting for the device
 
 
 @torch.no_grad()
 def swap_tensors(tensor: Tensor, kept: Tensor) -> None:
-    """The values of each go to the other, one tensor more on the device meanwhile."""
+    """Exchange the values of two tensors; meanwhile the device holds one more tensor."""
     current = tensor.clone()
     tensor.copy_(kept, non_blocking=True)
     kept.copy_(current, non_blocking=True)
@@ -96,7 +96,7 @@ def swap_tensors(tensor: Tensor, kept: Tensor) -> None:
 
 @torch.no_grad()
 def copies_on_host(tensors: list[Tensor]) -> list[Tensor]:
-    """Page-locked where there is a GPU."""
+    """Copy tensors to host memory, page-locked if there is a GPU."""
     copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=platform.has_gpu()) for t in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor)
@@ -104,7 +104,7 @@ def copies_on_host(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class AdaptersDisabled:
-    """The model without its adapters, which began from nothing."""
+    """A reference that is the model without its adapters, which were initialized to compute zeros."""
 
     def __init__(self, adapters: Iterable[Any]) -> None:
         self.adapters = list(adapters)
@@ -126,10 +126,10 @@ class AdaptersDisabled:
 
 
 def initial_reference(model: ScoringModel, adapters_are_trained: bool) -> Reference:
-    """Return the reference of a policy whose weights are those of now.
+    """Return the reference of a policy at its current weights.
 
     Args:
-        adapters_are_trained: whether the model's adapters, if there are some, compute anything but zeros.
+        adapters_are_trained: whether the model's adapters, if it has any, compute anything but zeros.
     """
     if model.model.lora is None:
         return ReferenceWeights(model.parameters())
@@ -139,12 +139,12 @@ def initial_reference(model: ScoringModel, adapters_are_trained: bool) -> Refere
 
 
 DIGEST_BYTES = hashlib.sha256().digest_size
-"""At the end of a stored file: the digest of what stands before."""
+"""Size of the digest of all preceding bytes at the end of a stored file."""
 ITEM_BYTES = np.dtype(np.float32).itemsize
 
 
 class ReferenceLogprobs(Protocol):
-    """Log-probabilities of records under the reference, wherever they come from."""
+    """A source of the records' log-probabilities under the reference."""
 
     def logprobs(self, rows: LocalBatch[Any], units: TokenStore, indices: Sequence[int]) -> Tensor:
         """Return [B, S] log-probabilities of the `rows` of these records; column t scores token t."""
@@ -152,7 +152,7 @@ class ReferenceLogprobs(Protocol):
 
 
 class SwappedReference:
-    """Computes with the reference's weights in the policy's place."""
+    """A source that computes with the reference's weights in the policy's place."""
 
     def __init__(self, policy: MegatronPolicy) -> None:
         self.policy = policy
@@ -163,7 +163,7 @@ class SwappedReference:
 
 
 class SecondModel:
-    """Computes with a second model, which stays in memory."""
+    """A source that computes with a second model, which stays in memory."""
 
     def __init__(self, model: ScoringModel) -> None:
         self.model = model
@@ -174,7 +174,7 @@ class SecondModel:
 
 
 class StoredLogprobs:
-    """Reads log-probabilities that were computed before training."""
+    """A source that reads log-probabilities computed before training."""
 
     def __init__(self, stored: Sequence[tuple[TokenStore, PrecomputedLogprobs]]) -> None:
         self.stored = stored
@@ -186,10 +186,10 @@ class StoredLogprobs:
 
 
 class PrecomputedLogprobs:
-    """Reference log-probabilities of every sequence of a dataset, in its order; read when they are used.
+    """Reference log-probabilities of every sequence of a dataset, in the dataset's order, read from disk on demand.
 
-    Kept as `DIRECTORY/<key>.logprobs`, float32; the key hashes the reference weights, an adapter on them, their
-    precision and the tokenized data (hence tokenizer and chat template), and nothing of the parallel layout.
+    The file is `DIRECTORY/<key>.logprobs`, float32. The key hashes the reference weights, their adapter, their
+    precision and the tokenized data (hence tokenizer and chat template). It does not depend on the parallel layout.
     """
 
     def __init__(self, path: Path, lengths: np.ndarray) -> None:
@@ -206,14 +206,14 @@ class PrecomputedLogprobs:
         batch_size: int,
         say: PrintLine,
     ) -> PrecomputedLogprobs:
-        """From disk if there and whole; else by a model. Collective.
+        """Load the log-probabilities from disk if the file is present and intact; otherwise compute them. Collective.
 
-        What is computed is written batch by batch; who was stopped goes on from there.
+        Results are written batch by batch. After an interruption, the computation resumes from them.
 
         Args:
-            reference: what the model is built from.
-            model: builds it, or has it; not called where everything is there. Its adapters, if it has some, must be as
-                they began.
+            reference: configuration from which the model is built.
+            model: function that returns the model; not called if the file is complete. Adapters of the model, if it
+                has any, must have their initial values.
         """
         lengths, is_first = units.lengths(), torch.distributed.get_rank() == 0
         key = reference_key(reference, units) if is_first else ""
@@ -224,12 +224,12 @@ class PrecomputedLogprobs:
         if problem is not None or not broadcast_object(path.is_file()):
             _compute(path, model(), units, pad_token_id, batch_size, say)
         elif is_first:
-            with contextlib.suppress(OSError):  # a run that was stopped just then; or nothing may be written here
+            with contextlib.suppress(OSError):  # an earlier run was interrupted here, or the directory is read-only
                 _ResumableFile(path).clear()
         return cls(path, lengths)
 
     def rows(self, sequences: Iterable[int], width: int) -> Tensor:
-        """[n, width] for the dataset's sequences of these indices; column t scores token t."""
+        """Return [n, width] log-probabilities of the sequences with these indices; column t scores token t."""
         picked = [self._of_sequence(index) for index in sequences]
         out = torch.zeros(len(picked), width)
         for row, values in enumerate(picked):
@@ -245,10 +245,10 @@ class PrecomputedLogprobs:
 def _compute(
     path: Path, model: ScoringModel, units: TokenStore, pad_token_id: int, batch_size: int, say: PrintLine
 ) -> None:
-    """Write the file; its records stand in `PATH.partial` until all are there.
+    """Write the file. Until it is complete, its records are in `PATH.partial`.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     partial = _ResumableFile(path)
     try:
@@ -266,21 +266,21 @@ def _compute(
             gathered = gather_items_on_rank_zero(scored, range(share.total), model.topology)
             run_on_rank_zero(functools.partial(partial.append, gathered))
             progress.reached((indices.stop - done) / (len(units) - done), indices.stop)
-        run_on_rank_zero(lambda: partial.seal(path))  # nobody looks for it before it is there
+        run_on_rank_zero(lambda: partial.seal(path))  # every rank waits here before it looks for the file
     except SaveError as error:
         raise UserError(f"reference log-probabilities: {partial.path} cannot be written: {error}") from None
 
 
 class _ResumableFile:
-    """What a run has computed so far, and a line with its bytes and their checksum behind each batch, in a file beside
-    it: a batch counts once its line is there. Of one process."""
+    """A partly computed file of one process, and a second file with the size and checksum after each batch. A batch
+    counts as written when its line in the second file exists."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.lines = path.with_suffix(".partial"), path.with_suffix(".checksums")
         self._size = self._checksum = 0
 
     def begin(self, units: TokenStore, say: PrintLine) -> int:
-        """How many records a run that was stopped has left; what stands behind them is cut off."""
+        """Return the number of records that an interrupted run has written, and cut off the bytes after them."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         there = self.path.stat().st_size if self.path.is_file() else 0
         text = self.lines.read_text(errors="replace") if self.lines.is_file() else ""
@@ -324,7 +324,7 @@ def _append(path: Path, content: bytes) -> None:
 
 
 def reference_key(model: ModelConfig, units: TokenStore) -> str:
-    """Hash of the reference model, of its adapter (`digest_of_weights`), its precision, and the data's tokens."""
+    """Return a hash of the reference model, its adapter (`digest_of_weights`), its precision, and the data's tokens."""
     digest = hashlib.sha256(model.dtype.encode())
     digest.update((model.path / "config.json").read_bytes())
     digest.update(digest_of_weights(model.path).encode())
@@ -335,7 +335,7 @@ def reference_key(model: ModelConfig, units: TokenStore) -> str:
 
 
 def _problem(path: Path, tokens: int) -> str | None:
-    """Why a stored file is not `tokens` log-probabilities as they were written; None if it is."""
+    """Return why a stored file does not hold `tokens` intact log-probabilities; None if it does."""
     size = path.stat().st_size - DIGEST_BYTES
     if size != tokens * ITEM_BYTES:
         return f"it holds {size} bytes, not {tokens * ITEM_BYTES}"
@@ -345,7 +345,7 @@ def _problem(path: Path, tokens: int) -> str | None:
 
 
 def _digest(path: Path, size: int) -> bytes:
-    """Of a file's first bytes."""
+    """Return the SHA-256 digest of the first `size` bytes of a file."""
     digest = hashlib.sha256()
     for part in _parts(path, size):
         digest.update(part)
@@ -353,12 +353,12 @@ def _digest(path: Path, size: int) -> bytes:
 
 
 def _checksum(path: Path, size: int) -> int:
-    """Of a file's first bytes."""
+    """Return the CRC-32 checksum of the first `size` bytes of a file."""
     return functools.reduce(lambda checksum, part: zlib.crc32(part, checksum), _parts(path, size), 0)
 
 
 def _parts(path: Path, size: int) -> Iterator[bytes]:
-    """A file's first bytes."""
+    """Yield the first `size` bytes of a file in parts."""
     if not size:
         return
     with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""The sender of weights: the policy's tensors for an inference engine, by collective or by shared memory."""
+"""Sender of the policy's weights to an inference engine, by collective or by shared memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ BUCKET_BYTES = 512 * 1024**2
 
 
 class WeightSender:
-    """Sends a model's weights to an engine: by a collective with its processes, or in shared memory. Collective.
+    """A sender of a model's weights to an engine, by collective with its processes or by shared memory. Collective.
 
     Args:
-        seconds: limit for the engine's processes to join, and for a collective with them.
+        seconds: time limit for the engine's processes to join, and for each collective with them.
     """
 
     def __init__(self, model: ModelShard, seconds: float) -> None:
@@ -36,10 +36,10 @@ class WeightSender:
         """Return name → (shape, dtype) of the tensors that are sent, in their order.
 
         Args:
-            adapters_only: of the adapters alone, under their names in PEFT's files.
+            adapters_only: return only the adapters, under their names in PEFT's files.
 
         Raises:
-            RuntimeError: only adapters are wanted, and the model has none.
+            RuntimeError: `adapters_only` is set and the model has no adapters.
         """
         if adapters_only:
             return {name: (shape, torch.float32) for name, shape in shapes_of(self._lora().table).items()}
@@ -62,24 +62,24 @@ class WeightSender:
         return self.model.lora
 
     def connect(self, ip: str, port: int, world_size: int) -> None:
-        """Open a group with the engine's processes, ranks 1 … world_size − 1 of it.
+        """Open a process group with the engine's processes, which have ranks 1 … world_size − 1.
 
         Raises:
-            RuntimeError: they did not join within `seconds`.
+            RuntimeError: the processes did not join within `seconds`.
         """
         if self.rank == 0:
             self._group = RefitGroup.join(ip, port, 0, world_size, self.seconds)
         self.is_connected = True
 
     def broadcast(self, bucket_bytes: int, adapters_only: bool = False) -> None:
-        """Send all weights, gathered one at a time, in buckets of at most `bucket_bytes`.
+        """Send all weights in buckets of at most `bucket_bytes`, gathering one tensor after the other.
 
         Args:
-            adapters_only: send the adapters as they are, not the model's weights with adapters merged into them; as
-                `info` told the receivers.
+            adapters_only: send only the adapters, not the model's weights with merged adapters. The receivers must
+                have got the matching `info`.
 
         Raises:
-            RuntimeError: `connect` was not called, or there are no adapters.
+            RuntimeError: `connect` was not called, or the model has no adapters.
         """
         if not self.is_connected:
             raise RuntimeError("broadcast_weights_for_collective: call init_collective first")
@@ -96,19 +96,19 @@ class WeightSender:
         return plan_buckets(self.info(adapters_only), bucket_bytes)
 
     def share(self, keys: list[str]) -> dict[str, Any]:
-        """Write tensors into a block of shared memory on every device; blocks of the call before are released.
+        """Write tensors into a block of shared memory on every device and release the blocks of the previous call.
 
-        An engine's process takes the block of the device that it runs on.
+        An engine's process reads the block of the device that it runs on.
 
         Args:
-            keys: names of the model's tensors, or of the adapters'.
+            keys: names of the model's tensors, or of the adapters' tensors.
 
         Returns:
-            Device (a GPU's UUID, or "cpu", which one block serves) → handle: on the first rank of all devices, on
-            another rank of its own block, if it holds one.
+            Device (a GPU's UUID, or "cpu", where one block serves all processes) → handle. The first rank returns the
+            handles of all devices; any other rank returns only the handle of the block that it owns, if any.
 
         Raises:
-            ValueError: a key that the model does not have.
+            ValueError: the model has no tensor of that name.
         """
         info = self.info()
         if adapters_only := self.model.lora is not None and not set(keys) & set(info):
@@ -116,7 +116,7 @@ class WeightSender:
         if unknown := sorted(set(keys) - set(info)):
             raise ValueError(f"get_weights_ipc_handles: the model has no {', '.join(unknown)}")
         devices = self._devices.gather(platform.device_id())
-        self.release()  # the first rank has come back: nobody reads the last block
+        self.release()  # all ranks have returned from the gather, so no process still reads the last block
         if devices.index(devices[self.rank]) == self.rank:
             self._shared = SharedBucket({key: info[key] for key in keys})
         adapters = ((name, tensor) for name, tensor in export_adapters(self.model) if name in keys)

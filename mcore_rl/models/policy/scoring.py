@@ -1,4 +1,4 @@
-"""Models that score without being trained: what a policy, a reward model, a teacher and a second reference share."""
+"""Models that compute scores without training: the common base of policy, reward model, teacher and reference."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from mcore_rl.models.policy.interfaces import LogprobOutputSpec
 
 
 class ScoringModel:
-    """A model that is not trained; any number of them share the process groups of one layout.
+    """A model that is not trained. Any number of them share the process groups of one parallel layout.
 
     Args:
-        config: of the run. For a model beside the policy, of another size or family:
+        config: the run's configuration. For a model of another size or family than the policy, pass
             `config.model_copy(update={"model": ModelConfig(path=…)})`.
-        rows_per_unit: rows that must share a microbatch: 2 for pairs.
+        rows_per_unit: number of rows that must share a microbatch: 2 for pairs.
 
     Raises:
         UserError: the model directory or the layout does not fit.
-        RuntimeError: the models that are there have another layout.
+        RuntimeError: the models that already exist have another layout.
     """
 
     def __init__(self, config: TrainingConfig, rows_per_unit: int = 1) -> None:
@@ -64,7 +64,7 @@ class ScoringModel:
         try:
             self._build(rows_per_unit)
         except BaseException:
-            destroy_parallel()  # not used after all
+            destroy_parallel()  # the model does not use the process groups
             raise
 
     def _build(self, rows_per_unit: int) -> None:
@@ -80,7 +80,7 @@ class ScoringModel:
         if config.model.lora is not None:
             self.model = add_adapters(self.model, lora_of(config.model.lora, self.model.family, config.seed))
         self._count_flops()
-        # The length at which attention costs as much as all else.
+        # The sequence length at which attention costs as much as all other operations.
         length = self._flops_per_token / self._flops_per_token_squared
         self.batching = replace(batching, attention_length=length)
         self.chunks: list[Any] = list(self.model.chunks)
@@ -88,57 +88,57 @@ class ScoringModel:
 
     @property
     def rank(self) -> int:
-        """The rank of this process in the run."""
+        """Rank of this process in the run."""
         return torch.distributed.get_rank()
 
     @property
     def is_writer(self) -> bool:
-        """True on the one rank that writes files and speaks."""
+        """Whether this is the rank that writes files and prints."""
         return self.rank == 0
 
     def parameters(self) -> Iterator[Tensor]:
-        """This rank's shards, and the routers' biases."""
+        """Return this rank's shards of the weights, including the routers' biases."""
         self.finish_param_gather()
         return (tensor for chunk in self.model.chunks for _, tensor in weights_of(chunk))
 
     def describe(self) -> str:
-        """Describe the model in one line: its family, its size, and its part in this rank's memory."""
+        """Describe the model in one line: its family, its size, and its memory on this rank."""
         held = sum(tensor.nbytes for tensor in self.parameters()) / 2**30
         path, dtype = self.config.model.path, self.config.model.dtype
         return f"{path}, {self.num_parameters:,} parameters, weights of {held:.2f} GiB a rank in {dtype}"
 
     def offload(self) -> int:
-        """Move the weights to the host until they are needed; returns the device bytes freed."""
+        """Move the weights to the host until they are needed; return the device bytes freed."""
         return self.weights_offload.offload(self.parameters())
 
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Bring back what scoring needs: the weights."""
+        """Restore the weights, which scoring needs, to the device."""
         self.weights_offload.restore()
         for chunk in self.chunks:
             chunk.eval()
 
     def finish_param_gather(self) -> None:
-        """Make the weights whole on every rank, before anything but training takes them; collective."""
+        """Finish the all-gather of the weights before anything but training reads them. Collective."""
         self.model.finish_param_gather()
 
     def require_weights(self, purpose: str) -> None:
-        """Make them whole; raise RuntimeError if they are away."""
+        """Raise RuntimeError if the weights are offloaded; otherwise finish their all-gather."""
         self.require(purpose, self.weights_offload)
         self.finish_param_gather()
 
     def require(self, purpose: str, *offloads: Offload) -> None:
-        """Raise RuntimeError if any of them is away."""
+        """Raise RuntimeError if any of `offloads` is away."""
         if any(offload.is_away for offload in offloads):
             raise RuntimeError(f"{purpose}: what it needs is offloaded; call prepare_for_training first")
 
     def shutdown(self) -> bool:
-        """Let go of the process groups; they end with the last model."""
+        """Release the process groups; they are destroyed with the last model that uses them."""
         destroy_parallel()
         return True
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, as Hugging Face counts them."""
+        """Number of parameters of the whole model, as Hugging Face counts them."""
         return self.model.family.num_parameters()
 
     def describe_layout(self) -> str:
@@ -151,20 +151,21 @@ class ScoringModel:
         return text + (", sequence parallel" if parallel.sequence_parallel else "") + f" on {platform.device().type}"
 
     def training_flops(self, lengths: Sequence[int], before: Sequence[int] | None = None) -> float:
-        """Floating-point operations of forward and backward over sequences of these lengths.
+        """Return the floating-point operations of forward and backward over sequences of these lengths.
 
-        6 per parameter and token (the input embedding is a lookup; 4 where the parameter is frozen under an adapter),
-        and 6·n²·heads·head_dim per layer for causal attention over n tokens; recomputation is not counted.
+        The count is 6 per parameter and token (none for the input embedding, which is a lookup; 4 where the parameter
+        is frozen under an adapter), and 6·n²·heads·head_dim per layer for causal attention over n tokens.
+        Recomputation is not counted.
 
         Args:
-            before: tokens that each of them continues, which are seen but not computed again.
+            before: number of tokens before each sequence, which it attends to but which are not computed again.
         """
         before = before or [0] * len(lengths)
         seen = sum((b + n) ** 2 - b**2 for n, b in zip(lengths, before, strict=True))
         return self._flops_per_token * sum(lengths) + self._flops_per_token_squared * seen
 
     def _count_flops(self) -> None:
-        """Set the operations per token, and those of attention per token squared."""
+        """Set the operations per token, and the operations of attention per token squared."""
         family, lora = self.model.family, self.model.lora
         self._flops_per_token = 6.0 * family.active_parameters()
         if lora is not None:
@@ -172,21 +173,21 @@ class ScoringModel:
         self._flops_per_token_squared = 6.0 * family.num_layers * family.num_attention_heads * family.head_dim
 
     def flops_of(self, data: BatchedDataDict[Any]) -> float:
-        """`training_flops` of a global batch, in which common beginnings may go through the model once."""
+        """Return `training_flops` of a global batch. Common prefixes may go through the model once."""
         return batch_share(data).sum(self.training_flops(*self.batching.pieces(data)))[0]
 
     def divide(
         self, lengths: Sequence[int], tokens_of: Callable[[Sequence[int]], Tensor], known: Sequence[int] | None = None
     ) -> list[list[int]]:
-        """[replica] → rows of a global batch of these lengths that it trains on; as `division.divide`."""
+        """Return each replica's rows of a global batch with these sequence lengths; see `division.divide`."""
         return divide(self.batching, lengths, tokens_of, self.topology.data, known)
 
     def division_of(self, data: BatchedDataDict[Any]) -> list[list[int]]:
-        """`divide` of a global batch that every rank has. Collective."""
+        """Return `divide` of a global batch that every rank has. Collective."""
         return self.divide(data["input_lengths"].tolist(), lambda rows: data["input_ids"][list(rows)])
 
     def own_rows(self, data: BatchedDataDict[Any]) -> LocalBatch[Any]:
-        """This replica's share of a global batch that every rank has. Collective."""
+        """Return this replica's share of a global batch that every rank has. Collective."""
         replicas = self.topology.data
         share = BatchShare(self.division_of(data)[replicas.rank], data.size, replicas)
         return LocalBatch(data.select_indices(share.indices), share)
@@ -194,15 +195,15 @@ class ScoringModel:
     # ------------------------------------------------------------ scoring
 
     def check_tokens(self, data: BatchedDataDict[Any], key: str) -> None:
-        """Look whether this model has an embedding for every token of a global batch. Collective.
+        """Check that this model has an embedding for every token of a global batch. Collective.
 
-        Tokenizers agree where several models meet; a policy may draw a token that stands behind all of the tokenizer's.
+        Models of one run share their tokenizer, but a policy can sample a token beyond the tokenizer's last one.
 
         Args:
-            key: of the configuration, which names this model.
+            key: configuration key that names this model.
 
         Raises:
-            TrainingError: on every rank, if it has not.
+            TrainingError: a token has no embedding. Raised on every rank.
         """
         (token,) = batch_share(data).max(float(data["input_ids"].max()) if data.size else -1.0)
         if token >= self.hf_config.vocab_size:
@@ -217,7 +218,7 @@ class ScoringModel:
         return BatchedDataDict(logprobs=self._score(data, micro_batch_size, temperature))
 
     def _score(self, data: BatchedDataDict[Any], micro_batch_size: int | None, temperature: float) -> Tensor:
-        """[B, S] log-probabilities of every real token of these rows."""
+        """Return [B, S] log-probabilities of every real token of these rows."""
         head = LogprobHead(self.model, temperature)
 
         def score(hidden: Tensor, microbatch: Microbatch) -> dict[str, Tensor]:
@@ -229,9 +230,9 @@ class ScoringModel:
         return self._map_microbatches("get_logprobs", data, rows, score, micro_batch_size=micro_batch_size)["logprobs"]
 
     def get_topk_logits(self, data: BatchedDataDict[Any], k: int) -> BatchedDataDict[Any]:
-        """`topk_logits`, `topk_indices` [B, S, k]: the largest logits after each input position, and their tokens.
+        """Return `topk_logits` and `topk_indices` [B, S, k]: the largest logits after each position and their tokens.
 
-        What a student's `DistillationLossFn` wants of its teacher; 0 in the padding.
+        `DistillationLossFn` of a student takes them from its teacher. They are 0 in the padding.
 
         Raises:
             ValueError: k is not between 1 and the vocabulary's size.
@@ -249,7 +250,7 @@ class ScoringModel:
         return BatchedDataDict(self._map_microbatches("get_topk_logits", data, rows, best))
 
     def get_rewards(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """`rewards` [B, 1] of a policy whose model has a reward head."""
+        """Return `rewards` [B, 1] of a model with a reward head."""
         head, rows = RewardOfSequences(self.model), {"rewards": torch.zeros(data.size, 1)}
         return BatchedDataDict(
             self._map_microbatches(
@@ -258,9 +259,10 @@ class ScoringModel:
         )
 
     def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """`values` [B, S] of a model with a reward head.
+        """Return `values` [B, S] of a model with a reward head.
 
-        Entry (b, t) is of the state in which token `input_ids[b, t]` was chosen; column 0 and the padding are 0.
+        Entry (b, t) is the value of the state in which token `input_ids[b, t]` was chosen; column 0 and the padding
+        are 0.
         """
         head, rows = ValuesOfTokens(self.model), {"values": torch.zeros(data["input_ids"].shape)}
         return BatchedDataDict(
@@ -277,9 +279,10 @@ class ScoringModel:
         model_head: str = "lm",
         micro_batch_size: int | None = None,
     ) -> dict[str, Tensor]:
-        """`rows` [B, …] of `data`, filled with what `compute` makes of the last stage's hidden states.
+        """Return `rows` [B, …] of `data`, filled with the results of `compute` on the last stage's hidden states.
 
-        The same on all ranks that have these rows, on the host; columns that a microbatch does not have stay 0.
+        The results are on the host, the same on all ranks that have these rows; columns beyond a microbatch's width
+        stay 0.
 
         Raises:
             RuntimeError: the weights are offloaded, or the model has another head.
@@ -308,11 +311,11 @@ class ScoringModel:
         share: bool = True,
         rows_per_unit: int = 1,
     ) -> list[Microbatch]:
-        """This rank's microbatches; `micro_batch_size` rows each, where they are not packed by tokens.
+        """Return this rank's microbatches; each has `micro_batch_size` rows if rows are not packed by tokens.
 
         Args:
-            share: common beginnings may stand in a pack once.
-            rows_per_unit: so many neighbouring rows stay together, beside those of the policy.
+            share: whether a common prefix may appear once in a pack.
+            rows_per_unit: number of neighbouring rows that must stay together, in addition to the policy's own.
         """
         batching = self.batching
         if batching.rows_per_unit % rows_per_unit:
@@ -339,7 +342,7 @@ class TeacherModel(ScoringModel):
     """A teacher with the student's layout and tokenizer; size and family may differ.
 
     Args:
-        config: of the run, with the teacher's model.
+        config: the run's configuration, with the teacher's model.
         student_vocab_size: rows of the student's LM head, without padding.
     """
 
@@ -354,9 +357,10 @@ class TeacherModel(ScoringModel):
 
     @cached_property
     def head(self) -> Tensor:
-        """[Vp, hidden] the LM head's rows of this rank's share of the student's vocabulary; on the last stage.
+        """[Vp, hidden] LM head rows for this rank's share of the student's vocabulary; on the last stage.
 
-        Its own shard, or where the vocabularies' sizes differ a copy of other rows: zeros where there is no token.
+        This is the rank's own shard, or a copy of other rows if the vocabularies differ in size. Rows without a token
+        are zeros.
         """
         weight: Tensor = self.model.chunks[-1].lm_head_weight().detach()
         if weight.shape[0] == self.head_rows:
@@ -367,9 +371,9 @@ class TeacherModel(ScoringModel):
 
     @torch.no_grad()
     def counted_logits(self, microbatches: Sequence[Microbatch]) -> Mapping[Hashable, HiddenAndHead]:
-        """Hidden states that predict each microbatch's counted tokens, beside `head`; {} but on the last stage.
+        """Return hidden states that predict each microbatch's counted tokens, with `head`; {} before the last stage.
 
-        What stays in this rank's memory is [counted tokens, hidden size] of its share of the batch.
+        For its share of the batch, this rank keeps [counted tokens, hidden size] in memory.
 
         Raises:
             RuntimeError: the weights are offloaded.
