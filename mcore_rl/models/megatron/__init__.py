@@ -1,4 +1,4 @@
-"""Everything that imports Megatron-Core, which binds what it finds of the device while it is imported."""
+"""All modules that import Megatron-Core. On import, Megatron-Core binds to the device functions that it finds."""
 
 from mcore_rl.platform import is_initialized
 

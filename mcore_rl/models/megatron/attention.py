@@ -2,8 +2,8 @@
 
 A pack [T / CP, heads, head_dim] attends causally inside each of its segments. Under context parallelism each rank
 gathers the keys and values of its pack and attends with its own queries. The keys of a gathered pack are ordered by
-context-parallel rank: rank p holds two zigzag chunks of each segment. `AttentionTiles` cuts the pack into ranges of
-queries with the ranges of keys that they see; the kernels below compute one tile, or the whole pack.
+context-parallel rank: rank p has two zigzag chunks of each segment. `AttentionTiles` cuts the pack into ranges of
+queries with the ranges of keys that they see. The kernels below compute one tile, or the whole pack.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 WORTH_A_TILE = 512
-"""Keys. Ranges of fewer are copied together: a kernel's call and a merge cost more than that."""
+"""Minimum number of keys for a tile. Shorter ranges are copied together, which costs less than a kernel call each."""
 QUERIES_OF_A_BLOCK = 256
-"""Queries of a block under a window: they see this many more keys than the window; a mask has a row for each."""
+"""Queries per block under a window. A block sees this many keys more than the window; its mask has a row per query."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """`count` ranges of `length` rows, whose starts are `stride` rows apart."""
+    """A set of `count` ranges of `length` rows, whose starts are `stride` rows apart."""
 
     start: int
     length: int
@@ -49,7 +49,7 @@ class Rows:
         return self.count * self.length
 
     def of(self, x: Shaped[Tensor, "rows heads dim"]) -> Shaped[Tensor, "count heads length dim"]:
-        """A view of `x`."""
+        """Return these rows of `x` as a view."""
         rows, heads, dim = x.stride()
         size = (self.count, x.shape[1], self.length, x.shape[2])
         return x.as_strided(size, (self.stride * rows, heads, rows, dim), x.storage_offset() + self.start * rows)
@@ -57,11 +57,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries, and keys that all of them see, one range after the other; or less of them:
+    """A range of queries with the ranges of keys that all of them see, or with fewer keys:
 
-    causal: as many keys as queries, the first query sees the first key alone, and so on.
-    window: the last query sees so many keys, the last ones, the one before it those that lie one further ahead, …
-    is_first: every query is in one such tile, which comes before the others that it is in.
+    causal: there are as many keys as queries; query i sees only the first i + 1 keys.
+    window: the last query sees the last `window` keys; each earlier query sees a window shifted back by one key.
+    is_first: every query is in exactly one such tile, which precedes the query's other tiles.
     """
 
     queries: Rows
@@ -72,10 +72,10 @@ class Tile:
 
 
 def tiles_of(layout: PackLayout, cp_rank: int, window: int | None) -> tuple[Tile, ...]:
-    """The tiles of the queries of context-parallel rank `cp_rank`, in the order of their rows, first ones first.
+    """Return the tiles for the queries of context-parallel rank `cp_rank`: first tiles first, in the order of rows.
 
     Args:
-        window: tokens that a token sees at most, itself included; all before it if None.
+        window: number of tokens that a token sees at most, including itself; None for all previous tokens.
     """
     pack = _Pack(layout)
     if window is not None:
@@ -92,9 +92,8 @@ def tiles_of(layout: PackLayout, cp_rank: int, window: int | None) -> tuple[Tile
 
 @dataclass(frozen=True)
 class _Chunk:
-    """The chunk `number` of `count` segments from `segment` on, which are equally long and continue nothing, or of one.
-
-    queries: where its rows are among a rank's own.
+    """Chunk `number` of one segment, or of `count` equally long segments from `segment` on without continuations.
+    queries: position of its rows among the rank's own rows.
     """
 
     pack: _Pack
@@ -109,7 +108,7 @@ class _Chunk:
 
 
 class _Pack:
-    """The rows of a pack's segments and of their chunks, on one rank and on all ranks in order."""
+    """Positions of the rows of a pack's segments and chunks, on one rank and on all ranks in order."""
 
     def __init__(self, layout: PackLayout) -> None:
         self.layout, self.cp_size = layout, layout.cp_size
@@ -119,23 +118,23 @@ class _Pack:
         self.local = [start // self.cp_size for start in layout.cu_seqlens_padded.tolist()]
 
     def size(self, segment: int) -> int:
-        """Tokens of one of its chunks."""
+        """Return the number of tokens in one chunk of a segment."""
         return self.lengths[segment] // self.number_of_chunks
 
     def start(self, segment: int, number: int) -> int:
-        """The first row of a chunk, among those of all ranks."""
+        """Return the first row of a chunk, among the rows of all ranks."""
         is_late = number >= self.cp_size > 1
         owner = self.number_of_chunks - 1 - number if is_late else number
         return owner * self.local[-1] + self.local[segment] + (self.size(segment) if is_late else 0)
 
     def parent(self, segment: int) -> int:
-        """The segment that it continues; −1 for none."""
+        """Return the segment that `segment` continues; −1 if it continues none."""
         return self.tree.parents[segment] if self.tree is not None and segment < len(self.tree.parents) else -1
 
     def chunks(self, cp_rank: int) -> Iterator[_Chunk]:
-        """What a rank has of each segment; of neighbours that are alike, together."""
+        """Yield a rank's chunks of each segment; neighbouring segments of the same kind share a chunk."""
         segments = [segment for segment, length in enumerate(self.lengths) if length]
-        # One that continues another is like no other: it is on its own.
+        # A segment that continues another segment always gets its own chunk.
         alike = groupby(segments, key=lambda s: (self.lengths[s], s if self.parent(s) >= 0 else -1))
         for _, group in alike:
             first, *others = group
@@ -146,14 +145,14 @@ class _Pack:
                 yield _Chunk(self, first, 1 + len(others), number, queries)
 
     def true_keys(self, segment: int) -> Iterator[Rows]:
-        """Return the rows of the segment's real tokens, in their order."""
+        """Yield the rows of the segment's real tokens, in order."""
         size = self.size(segment)
         for number in range(self.number_of_chunks):
             if (left := min(size, self.layout.lengths[segment] - number * size)) > 0:
                 yield Rows(self.start(segment, number), left)
 
     def descendants(self) -> Iterator[tuple[int, Rows]]:
-        """Segments that others continue, and a rank's rows of all of these: a tree's nodes stand depth first."""
+        """Yield each continued segment with a rank's rows of all its descendants. Tree nodes are stored depth first."""
         parents = self.tree.parents if self.tree is not None else ()
         for segment in range(len(parents)):
             end = segment + 1
@@ -167,7 +166,7 @@ class _Pack:
 
 
 def _blocks(pack: _Pack, chunk: _Chunk, window: int) -> Iterator[Tile]:
-    """A chunk's queries some at a time, each with the keys in their windows alone."""
+    """Yield blocks of a chunk's queries, each with only the keys in the queries' windows."""
     numbers = range(chunk.number + 1)
     keys = [rows for ancestor in pack.ancestors(chunk.segment) for rows in pack.true_keys(ancestor)]
     keys += [chunk.keys(number) for number in numbers]
@@ -184,7 +183,7 @@ def _blocks(pack: _Pack, chunk: _Chunk, window: int) -> Iterator[Tile]:
 
 
 def _between(ranges: Iterable[Rows], first: int, end: int) -> Iterator[Rows]:
-    """Return the parts of consecutive ranges from `first` to before `end`."""
+    """Yield the parts of consecutive ranges between positions `first` and `end` (exclusive)."""
     position = 0
     for rows in ranges:
         low, high = max(first - position, 0), min(end - position, rows.length)
@@ -194,7 +193,7 @@ def _between(ranges: Iterable[Rows], first: int, end: int) -> Iterator[Rows]:
 
 
 def _joined(ranges: Iterable[Rows], in_order: bool = False) -> list[Rows]:
-    """Neighbours as one range; in any order unless it matters."""
+    """Merge adjacent ranges into one; sort them first unless `in_order`."""
     found: list[Rows] = []
     for rows in ranges if in_order else sorted(ranges, key=lambda rows: rows.start):
         if found and found[-1].start + found[-1].length == rows.start and found[-1].count == rows.count:
@@ -205,18 +204,18 @@ def _joined(ranges: Iterable[Rows], in_order: bool = False) -> list[Rows]:
 
 
 def _worth_a_tile(ranges: Sequence[Rows]) -> list[tuple[Rows, ...]]:
-    """Long ranges by themselves, the others together."""
+    """Return each long range alone, and all short ranges together."""
     short = tuple(rows for rows in ranges if rows.total < WORTH_A_TILE)
     return [(rows,) for rows in ranges if rows.total >= WORTH_A_TILE] + ([short] if short else [])
 
 
 @contextmanager
 def recompute_in_backward(tensor: Shaped[Tensor, "..."], make: Callable[[], Tensor]) -> Iterator[None]:
-    """Inside, autograd keeps nothing of `tensor` or of its views: a backward pass gets their like from `make()`.
+    """Store no values of `tensor` or its views for autograd inside the context; the backward pass calls `make()`.
 
-    `make` gives a tensor of the same shape, strides and numbers, and is called once for each backward pass that needs
-    it, where this is first asked for: the same place on all ranks, so it may be a collective. What it gave is let go
-    when all that was kept has been asked for.
+    `make` returns a tensor of the same shape, strides and values. Each backward pass that needs the tensor calls it
+    once, on first use. All ranks reach this at the same place, so `make` may be a collective. The result is released
+    after all stored views of it have been used.
     """
     remade = _Remade(make)
     storage = platform.storage_id(tensor)
@@ -224,7 +223,7 @@ def recompute_in_backward(tensor: Shaped[Tensor, "..."], make: Callable[[], Tens
     def keep(saved: Tensor) -> Any:
         if platform.storage_id(saved) == storage:
             return remade.part(saved)
-        return saved.detach()  # a node that kept its own output as it is would keep itself
+        return saved.detach()  # an autograd node that stores its own output creates a reference cycle
 
     with saved_tensors_hooks(keep, lambda kept: kept.cut() if isinstance(kept, _Part) else kept):
         yield
@@ -258,11 +257,11 @@ class _Part:
 
 
 class AttentionPattern:
-    """The keys that the queries of context-parallel rank `cp_rank` see in a pack, made once for all layers and passes.
+    """The keys that the queries of context-parallel rank `cp_rank` see in a pack; shared by all layers and passes.
 
-    query_lengths, key_lengths: of the rank's chunks of queries, and of the keys that each may see, whose last ones are
-        as many as the queries and theirs.
-    is_apart: whether the rows of all ranks, one after the other, are not the visible ones, one chunk's after the other.
+    query_lengths, key_lengths: lengths of the rank's query chunks, and of the keys that each may see. The last keys of
+        a chunk are the keys of its own queries.
+    is_apart: whether the rows of all ranks in order differ from the chunks' visible rows in order.
     """
 
     def __init__(self, layout: PackLayout, cp_rank: int) -> None:
@@ -274,14 +273,14 @@ class AttentionPattern:
         self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
 
     def on_host(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What a kernel that does not read in place needs on the device: cumulative lengths of queries and of keys,
-        int32, and `index`, int64, which is empty where there is none."""
+        """Return index tensors for a kernel that does not read in place: cumulative lengths of queries and of keys
+        (int32), and `index` (int64), which is empty if there is none."""
         lengths = self.query_lengths, self.key_lengths
         queries, keys = (torch.tensor((0, *each)).cumsum(0, dtype=torch.int32) for each in lengths)
         return queries, keys, self.layout.gather_order[self._order] if self.is_apart else self._order[:0]
 
     def put(self, cu_queries: Tensor, cu_keys: Tensor, index: Tensor) -> None:
-        """Take `on_host()` as it is on the device."""
+        """Set the tensors of `on_host()` after they were copied to the device."""
         self._on_device = cu_queries, cu_keys, index
 
     @property
@@ -296,19 +295,19 @@ class AttentionPattern:
 
     @property
     def index(self) -> Tensor | None:
-        """The rows that each chunk of queries sees, one chunk's after the other, on the device; None where these are
-        all rows in their order."""
+        """Rows that each chunk of queries sees, chunk after chunk, on the device; None if these are all rows in
+        order."""
         return self.on_device[2] if self.is_apart else None
 
     def tiles(self, window: int | None) -> tuple[Tile, ...]:
-        """The attention of layers that have this window."""
+        """Return the attention tiles of layers with this window."""
         if window not in self._tiles:
             self._tiles[window] = tiles_of(self.layout, self.cp_rank, window)
         return self._tiles[window]
 
     def mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
-        """To be added to scores [queries, keys]: the last query sees the last `window` keys, or all before it if None,
-        the one before it one less far, …; of `like`'s dtype and device."""
+        """Return a mask to add to scores [queries, keys], with `like`'s dtype and device. The last query sees the last
+        `window` keys, or all keys if None; each earlier query sees one key less at the end."""
         key = (queries, keys, window, like.dtype, like.device)
         if key not in self._masks:
             seen = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
@@ -319,7 +318,7 @@ class AttentionPattern:
 
 
 def visible_keys(layout: PackLayout, cp_rank: int, *others: Tensor) -> tuple[AttentionPattern, list[Tensor]]:
-    """Return a pack's visible keys for the kernels of `platform.device()`, and `others` there, by one copy."""
+    """Return a pack's visible keys for the kernels of `platform.device()`, and `others` there, with one copy."""
     visible, device = AttentionPattern(layout, cp_rank), platform.device()
     if KERNELS[device.type].reads_in_place:
         return visible, platform.sent_together(others, device)
@@ -330,12 +329,12 @@ def visible_keys(layout: PackLayout, cp_rank: int, *others: Tensor) -> tuple[Att
 
 @dataclass(frozen=True)
 class Kernel:
-    """Causal attention inside each segment of a pack.
+    """An implementation of causal attention inside each segment of a pack.
 
-    attend: queries [Q, heads, d], keys and values [K, groups, d], what is seen of them, the scale of scores (1/√d if
-        None), the window → [Q, heads, d].
-    reads_in_place: keys and values are the rows of all ranks, one after the other; else those that each chunk of
-        queries sees, one chunk's after the other.
+    attend: function of queries [Q, heads, d], keys and values [K, groups, d], the visible keys, the scale of scores
+        (1/√d if None) and the window → [Q, heads, d].
+    reads_in_place: whether keys and values are the rows of all ranks in order. Otherwise they are the visible rows of
+        each chunk of queries, chunk after chunk.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor, AttentionPattern, float | None, int | None], Tensor]
@@ -343,7 +342,7 @@ class Kernel:
 
 
 def kernel_of(query: Tensor) -> Kernel:
-    """For tensors like this one."""
+    """Return the kernel for tensors of this device and dtype."""
     if query.device.type == "cuda" and query.dtype not in (torch.float16, torch.bfloat16):
         return Kernel(sdpa_by_segment)
     return KERNELS[query.device.type]
@@ -352,8 +351,8 @@ def kernel_of(query: Tensor) -> Kernel:
 def sdpa_by_segment(
     query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, scale: float | None, window: int | None
 ) -> Tensor:
-    """Torch's SDPA chunk by chunk, on any device; for GPUs in fp32, for which there is no flash kernel."""
-    repeats = query.shape[1] // key.shape[1]  # with as many heads a memory-efficient kernel is there
+    """Attend chunk by chunk with torch's SDPA, on any device. GPUs need it in fp32, which has no flash kernel."""
+    repeats = query.shape[1] // key.shape[1]  # with equal numbers of heads, a memory-efficient kernel is available
     query, key, value = (
         x.repeat_interleave(n, dim=1).transpose(0, 1).unsqueeze(0)
         for x, n in ((query, 1), (key, repeats), (value, repeats))
@@ -374,10 +373,10 @@ def sdpa_by_segment(
 def flash_varlen(
     query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, scale: float | None, window: int | None
 ) -> Tensor:
-    """Torch's flash kernel for packs (CUDA, half precision); its causal mask is lower-right aligned too.
+    """Attend with torch's flash kernel for packs (CUDA, half precision); its causal mask is lower-right aligned too.
 
-    The operator itself: `torch.nn.attention.varlen`, which wraps it, came late (2.10) and takes windows, scale and
-    shared heads since 2.12 only.
+    The operator is called directly, because its wrapper `torch.nn.attention.varlen` exists only since torch 2.10 and
+    supports windows, scale and shared heads only since 2.12.
     """
     out: Tensor = torch.ops.aten._flash_attention_forward(
         query,
@@ -399,9 +398,9 @@ def flash_varlen(
 def tiled(
     query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, scale: float | None, window: int | None
 ) -> Tensor:
-    """Torch's flash kernel of the CPU on tiles of queries and keys where they are; see `attention_tiles`.
+    """Attend with torch's CPU flash kernel on tiles of queries and keys in place; see `tiles_of`.
 
-    Nothing is copied but short ranges of keys, and kept are queries, keys, values, the output and its log-sum-exp.
+    Only short ranges of keys are copied. Queries, keys, values, the output and its log-sum-exp are kept for backward.
     """
     out: Tensor = _TiledAttention.apply(query, key, value, visible, visible.tiles(window), scale)
     return out
@@ -419,7 +418,7 @@ class _TiledAttention(torch.autograd.Function):
         scale: float | None,
     ) -> Tensor:
         tile_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        # Several tiles' results are merged in fp32 at least.
+        # The results of several tiles are merged in at least fp32.
         out = torch.empty(query.shape, dtype=_exact(query.dtype))
         logsumexp = torch.empty(*query.shape[:2], 1, dtype=out.dtype)
         for tile in tiles:
@@ -443,7 +442,7 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, logsumexp = ctx.saved_tensors
         tile_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        # Each tile's probabilities are exp(score − the log-sum-exp of all tiles): its part of the whole gradient.
+        # Each tile's probabilities are exp(score − log-sum-exp of all tiles), so tiles' gradients add up.
         gradients = [torch.zeros(x.shape, dtype=_exact(x.dtype)) for x in (query, key, value)]
         for tile in ctx.tiles:
             q, g, o, lse = (tile.queries.of(x) for x in (query, grad, out, logsumexp))
@@ -462,7 +461,7 @@ class _TiledAttention(torch.autograd.Function):
 
 
 def _keys(x: Tensor, tile: Tile, query: Tensor) -> Tensor:
-    """[count, heads or groups, keys, d] a tile's keys or values."""
+    """Return [count, heads or groups, keys, d], a tile's keys or values."""
     ranges = [rows.of(x) for rows in tile.keys]
     keys = ranges[0] if len(ranges) == 1 else torch.cat(ranges, dim=2)
     repeats = query.shape[1] // x.shape[1]
@@ -470,8 +469,8 @@ def _keys(x: Tensor, tile: Tile, query: Tensor) -> Tensor:
 
 
 def _shares_heads(dtype: torch.dtype) -> bool:
-    """Whether the kernel takes fewer heads of keys than of queries, and adds up their gradients exactly: since 2.10,
-    but in half precision it rounds them again with each query head."""
+    """Whether the kernel accepts fewer key heads than query heads and sums their gradients exactly. It does since
+    torch 2.10, except in half precision, where it rounds after adding each query head."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return version >= (2, 10) and dtype.itemsize >= 4
 
@@ -487,15 +486,15 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
 
 
 KERNELS = {"cpu": Kernel(tiled, reads_in_place=True), "cuda": Kernel(flash_varlen)}
-"""Kernels by kind of device."""
+"""Kernels by device type."""
 
 
 @dataclass
 class PackParams(PackedSeqParams):
-    """Megatron's parameters of a pack, with what its layers need to know of it.
+    """Megatron's parameters of a pack, plus the data that this package's layers need.
 
-    `visible` is what its queries see, and `positions` [T / CP] are the local tokens' positions in their rows.
-    Transformer Engine takes `cu_seqlens_*` instead; then both are None. `routed` is there for mixtures of experts.
+    `visible` describes the keys that queries see; `positions` [T / CP] are the local tokens' positions in their rows.
+    With Transformer Engine both are None and `cu_seqlens_*` are set instead. `routed` is for mixtures of experts.
     """
 
     visible: AttentionPattern | None = None
@@ -504,10 +503,10 @@ class PackParams(PackedSeqParams):
 
 
 class PackedCausalAttention(MegatronModule):
-    """Scaled dot-product attention, causal within each segment of a pack.
+    """Scaled dot-product attention that is causal within each segment of a pack.
 
     Args:
-        window: tokens that a token sees at most, itself included; all before it if None.
+        window: number of tokens that a token sees at most, including itself; None for all previous tokens.
     """
 
     def __init__(
@@ -538,16 +537,16 @@ class PackedCausalAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackParams | None = None,
     ) -> Tensor:
-        """[T / CP, heads, d] queries and [T / CP, groups, d] keys and values → [T / CP, heads · d].
+        """Map queries [T / CP, heads, d] and keys and values [T / CP, groups, d] to [T / CP, heads · d].
 
-        Of other ranks' keys and values nothing is kept: the backward pass gathers them again. So what a layer keeps is
-        a CP-th; a layer that is computed again as a whole, right before its backward pass, keeps what it gathered.
+        Keys and values of other ranks are not kept: the backward pass gathers them again. A layer therefore keeps only
+        1/CP of them. A fully recomputed layer, which runs right before its backward pass, keeps all that it gathered.
         """
         assert packed_seq_params is not None and packed_seq_params.visible is not None, "attention runs on packs"
         visible, kernel = packed_seq_params.visible, kernel_of(query)
         index = None if kernel.reads_in_place else visible.index
         if index is None and visible.layout.cp_size == 1:
-            # Values are a part of what queries and keys were projected with, all of which would be kept.
+            # `value` is a view of the projection of queries, keys and values; without the copy all of it would be kept.
             attended = packed_attention(query, key, value.contiguous(), visible, self.softmax_scale, self.window)
             return attended.flatten(1)
         own = torch.cat((key, value), dim=-1)
@@ -559,7 +558,7 @@ class PackedCausalAttention(MegatronModule):
             return packed_attention(query, keys, values, visible, self.softmax_scale, self.window).flatten(1)
 
     def _seen(self, own: Tensor, index: Tensor | None) -> Tensor:
-        """The ranks' [T / CP, groups, …] rows one after the other; of them those of `index`."""
+        """Return the ranks' [T / CP, groups, …] rows in rank order, or only the rows in `index` if it is given."""
         gathered = all_gather_forward_reduce_scatter_backward(own, self.cp_group)
         return gathered if index is None else gathered[index]
 
@@ -567,10 +566,10 @@ class PackedCausalAttention(MegatronModule):
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, scale: float | None, window: int | None = None
 ) -> Tensor:
-    """Causal attention inside each segment; a segment's queries are the last ones of its keys.
+    """Compute causal attention inside each segment. A segment's queries belong to the last ones of its keys.
 
-    [Q, heads, d] queries, [K, groups, d] keys and values as the kernel for them takes these → [Q, heads, d]. A query
-    sees `window` keys at most.
+    Shapes: [Q, heads, d] queries, [K, groups, d] keys and values in the layout of their kernel → [Q, heads, d]. A
+    query sees at most `window` keys.
     """
     if window is not None and window >= max(visible.key_lengths):
         window = None

@@ -1,7 +1,7 @@
-"""Megatron's GPTModel, built from layer specs and ending at the final hidden states.
+"""Megatron's GPTModel, built from layer specs; its output is the final hidden states.
 
-The caller computes the vocabulary projection: log-probabilities come from hidden states and the LM-head shard without
-logits (`mcore_rl.distributed.logprobs`).
+The caller computes the vocabulary projection: `mcore_rl.distributed.logprobs` computes log-probabilities from hidden
+states and the LM-head shard, without storing logits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from megatron.core.transformer.transformer_layer import (
 
 
 def block_spec(config: TransformerConfig, family: Family, pipeline_rank: int, vp_stage: int | None = None) -> Any:
-    """The specs of the transformer layers of one chunk of a pipeline stage."""
+    """Return the specs of the transformer layers of one chunk of a pipeline stage."""
     if uses_transformer_engine():
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pipeline_rank)
         for layer in spec.layer_specs:
@@ -102,7 +102,7 @@ def _layer_spec(config: TransformerConfig, family: Family, layer: int) -> Module
     )
 
 
-# Megatron's checkpoints name the norms as Transformer Engine fuses them into the linear layers.
+# Names of the norms in Megatron's checkpoints, where Transformer Engine fuses them into the linear layers.
 FUSED_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 FUSED_MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
@@ -126,7 +126,7 @@ def _attention(family: Family, layer: int) -> ModuleSpec:
 
 
 def _rope_of(family: Family, layer: int) -> slice | None:
-    """Return the slice of the layer's angles among the angles of all kinds of layers."""
+    """Return the slice of a layer's rotary angles in the tensor with the angles of all kinds of layers."""
     sizes = (2 * len(frequencies) for frequencies in family.ropes())
     ends, kind = list(itertools.accumulate(sizes, initial=0)), family.rope_kind(layer)
     return slice(ends[kind], ends[kind + 1]) if len(ends) > 2 else None
@@ -153,7 +153,7 @@ def _sparse_mlp(family: Family, config: TransformerConfig) -> ModuleSpec:
 
 
 class PendingGather(Protocol):
-    """Weights that may still be on their way from other replicas; as `ParameterGather`."""
+    """Interface of weights whose gather from other replicas may be in progress; implemented by `ParameterGather`."""
 
     def settle(self) -> None: ...
 
@@ -164,17 +164,17 @@ class HiddenStateGPTModel(GPTModel):
     """A GPTModel whose last stage returns its final hidden states, [T / CP (/ TP with SP), hidden]."""
 
     gather: PendingGather | None = None
-    """Brings its updated weights from the other replicas, if that is not done by the optimizer step."""
+    """Gather of updated weights from the other replicas; None if the optimizer step gathers them."""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states.squeeze(1) if self.post_process else hidden_states
 
     def set_reward_head(self, config: TransformerConfig) -> None:
-        """Replace the vocabulary's logits by a number for each token."""
+        """Replace the LM head by a head with one output per token."""
         self.output_layer = RewardHead(config)
 
     def lm_head_weight(self) -> Tensor:
-        """[Vp, hidden] of the padded vocabulary; the embedding itself where the two are tied."""
+        """Return [Vp, hidden], the LM head of the padded vocabulary; with tied weights this is the embedding."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         if self.gather is not None:
@@ -183,41 +183,41 @@ class HiddenStateGPTModel(GPTModel):
 
 
 class RewardHead(MegatronModule):
-    """hidden → 1, whole on every tensor-parallel rank."""
+    """A linear layer hidden → 1, replicated on every tensor-parallel rank."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[T, hidden] → [T] fp32."""
+        """Map [T, hidden] to [T], in fp32."""
         return (hidden.float() @ self.weight.float().T).squeeze(-1)
 
 
 @dataclass(frozen=True)
 class ModelShard:
-    """The chunks of one pipeline stage, and what they were built from."""
+    """The model chunks of one pipeline stage, with their family, topology and adapters."""
 
     chunks: list[HiddenStateGPTModel]
     family: Family
     topology: Topology
     stages: tuple[int, ...]
-    """The pipeline stage of each layer of the whole model."""
+    """Pipeline stage of each layer of the whole model."""
     lora: LoRA | None = None
-    """The adapters, which alone are trained where there are some."""
+    """Adapters of the model. If there are adapters, only they are trained."""
 
     @property
     def vocab_size(self) -> int:
         return self.family.vocab_size
 
     def finish_param_gather(self) -> None:
-        """Make the weights whole on every rank, before anything but training takes them; collective over replicas."""
+        """Finish the all-gather of the weights before anything but training reads them. Collective over replicas."""
         for chunk in self.chunks:
             if chunk.gather is not None:
                 chunk.gather.settle()
 
     def layer_numbers(self) -> list[int]:
-        """Numbers in the whole model of this rank's layers, chunk after chunk."""
+        """Return the numbers of this rank's layers in the whole model, chunk after chunk."""
         return [int(layer.layer_number) - 1 for chunk in self.chunks for layer in chunk.decoder.layers]
 
     @property
@@ -227,17 +227,17 @@ class ModelShard:
 
     @property
     def experts_per_rank(self) -> int:
-        """Experts of a layer that every rank of the expert-parallel group holds; 0 where there are none."""
+        """Number of a layer's experts on each rank of the expert-parallel group; 0 for a model without experts."""
         return (self.chunks[0].config.num_moe_experts or 0) // self.topology.expert.size
 
 
 def build_model(
     hf: Any, model: ModelConfig, parallel: ParallelConfig, topology: Topology, memory: bool = True
 ) -> ModelShard:
-    """This rank's part of the model, its weights not yet set, on the run's device.
+    """Build this rank's part of the model on the run's device, without setting its weights.
 
-    Without `memory` its parameters have shapes alone (torch's meta device), as on a simulated device. Made elsewhere
-    and moved there they would lose the marks that Megatron sets on them.
+    Without `memory`, the parameters have only shapes (torch's meta device), as on a simulated device. They are built
+    there directly: moving them to the meta device later would lose the attributes that Megatron sets on them.
     """
     memory = memory and not platform.simulates()
     family = family_of(hf)
@@ -252,14 +252,14 @@ def build_model(
             balance_routing(chunk)
         chunk.rotary_pos_emb = PackedRotaryEmbedding(family.ropes(), process_groups())
         chunks.append(chunk.to(platform.device()) if memory else chunk)
-    # Megatron 0.19 builds norms of queries and keys only with this; with this it also sums their gradients over
-    # tensor-parallel ranks, which is wrong where each holds a part of the weight.
+    # Megatron 0.19 builds norms of queries and keys only if this is set. It then also sums their gradients over
+    # tensor-parallel ranks, which is wrong if each rank holds a different part of the weight.
     config.qk_layernorm = family.has_qk_norm
     return ModelShard(chunks, family, topology, tuple(parallel.stages_of_layers(family.num_layers)))
 
 
 class _MaskedGradient(torch.autograd.Function):
-    """Identity whose gradient is 0 where `keep` is False."""
+    """Identity function whose gradient is 0 where `keep` is False."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ class _MaskedGradient(torch.autograd.Function):
 def _hold_padding_row(
     module: Any, inputs: Any, named: dict[str, Any], embedded: Tensor, token: int, ranks: ParallelDimension
 ) -> Tensor:
-    """Give the padding token's embedding no gradient as an input, as `padding_idx` does in transformers.
+    """Suppress the gradient of the padding token's input embedding, as `padding_idx` does in transformers.
 
     Args:
         embedded: [T or T / TP (sequence parallelism), 1, hidden].
@@ -291,7 +291,7 @@ def _hold_padding_row(
 def _build_chunk(
     family: Family, config: TransformerConfig, spec: Any, topology: Topology, index: int, count: int
 ) -> HiddenStateGPTModel:
-    """Chunk `index` of the `count` of this pipeline stage."""
+    """Build chunk `index` of the `count` chunks of this pipeline stage."""
     chunk = HiddenStateGPTModel(
         config=config,
         transformer_layer_spec=spec,

@@ -1,4 +1,4 @@
-"""A pass of microbatches through the model under Megatron's schedules, with or without gradients."""
+"""Forward (and backward) passes of microbatches through the model under Megatron's schedules."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from mcore_rl.models.megatron.moe import RoutedTokens
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-# What is computed from the last stage's hidden states of a microbatch: a scalar to minimise, and outputs.
+# A function of the last stage's hidden states of a microbatch that returns a scalar to minimise, and outputs.
 Head = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Any]]]
 
 
 def run_microbatches(
     model: ModelShard, wrapped: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], head: Head, train: bool
 ) -> list[dict[str, Any]]:
-    """Forward (and backward) over the microbatches; the head's outputs on the last stage, else []."""
+    """Run forward (and backward) over the microbatches; return the head's outputs on the last stage, else []."""
     several = len(wrapped) > 1
     of_microbatch = functools.partial(model_inputs, model=model)
-    # Each microbatch comes to every chunk of the model; what was made for it is kept until all have gone through.
+    # Each microbatch passes through every chunk of the model; its inputs are cached until it has passed all of them.
     inputs: Callable[[Microbatch], dict[str, Any]] = functools.cache(of_microbatch) if several else of_microbatch
 
     def forward_step(iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -52,7 +52,7 @@ def run_microbatches(
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             value, outputs = head(hidden, microbatch)
-            if not microbatch.counts:  # whatever a loss makes of masked samples, a filler trains nothing
+            if not microbatch.counts:  # a filler microbatch trains nothing, even if the loss ignores masks
                 value = value.masked_fill(torch.ones_like(value, dtype=torch.bool), 0)
             # Every context-parallel rank computes the whole loss, and gradients are summed over these ranks.
             value = value / model.topology.context.size
@@ -74,7 +74,7 @@ def run_microbatches(
 
 
 def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
-    """Arguments of the model for one pack: this context-parallel rank's tokens, [1, T / CP]."""
+    """Return the model's arguments for one pack: this context-parallel rank's tokens, [1, T / CP]."""
     device, topology = platform.device(), model.topology
     layout, input_ids = microbatch.layout, microbatch.data["input_ids"]
     cp_rank = topology.context.rank
@@ -101,16 +101,16 @@ def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
 
 
 class LogprobHead:
-    """Next-token log-probabilities of a microbatch from its hidden states; the logits never exist."""
+    """Computes next-token log-probabilities of a microbatch from its hidden states, without storing logits."""
 
     def __init__(self, model: ModelShard, temperature: float = 1.0, with_entropy: bool = False) -> None:
         self.model, self.temperature, self.with_entropy = model, temperature, with_entropy
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows [n, S − 1], whole on every rank; 0 where `mask` [n, S − 1] is 0.
+        """Return rows [n, S − 1], complete on every rank; 0 where `mask` [n, S − 1] is 0.
 
-        Only positions that the mask counts are multiplied with the LM head; a rank that has none keeps
-        one, so that collectives match.
+        Only positions that the mask counts are multiplied with the LM head. A rank without such positions keeps one,
+        so that all ranks call the same collectives.
         """
         topology, weight = self.model.topology, self.model.chunks[-1].lm_head_weight()
         hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
@@ -144,14 +144,14 @@ def final_hidden_states(
 
 
 class TopKHead:
-    """The k largest logits of each position of a microbatch, and their token ids; those of a few positions at a time
-    are computed."""
+    """Computes the k largest logits of each position of a microbatch and their token ids, for a few positions at
+    once."""
 
     def __init__(self, model: ModelShard, k: int) -> None:
         self.model, self.k = model, k
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """[n, S, k] each, of the positions of each row's tokens; whole on every rank, 0 in the padding."""
+        """Return values and ids, each [n, S, k], at the rows' tokens; complete on every rank, 0 in the padding."""
         topology, layout = self.model.topology, microbatch.layout
         group, width = topology.tensor.group, microbatch.data["input_ids"].shape[1]
         hidden = gather_hidden_states(hidden, group, topology.sequence_parallel)
@@ -165,31 +165,31 @@ class TopKHead:
 
 
 class RewardOfSequences:
-    """The reward head's number at each sequence's last token."""
+    """Computes the reward head's output at each sequence's last token."""
 
     def __init__(self, model: ModelShard) -> None:
         self.model = model
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
-        """[n, 1] fp32, whole on every rank."""
+        """Return [n, 1] rewards in fp32, complete on every rank."""
         layout = microbatch.layout
         index, _ = layout.token_table(microbatch.data["input_ids"].shape[1])
         last = index.gather(1, torch.tensor(layout.row_lengths)[:, None] - 1)
         return self._of_pack(hidden, layout)[platform.sent(last, hidden.device)]
 
     def _of_pack(self, hidden: Tensor, layout: PackLayout) -> Tensor:
-        """[T] the number at each position of a pack."""
+        """Return [T], the reward head's output at each position of a pack."""
         topology = self.model.topology
-        if topology.sequence_parallel:  # every rank then computes the same: its own part of the gradient is enough
+        if topology.sequence_parallel:  # all ranks then compute the same values, so each needs only its own gradient
             hidden = all_gather_forward_split_backward(hidden, topology.tensor.group)
         return gather_context_parallel(self.model.chunks[-1].output_layer(hidden), layout, topology.context.group)
 
 
 class ValuesOfTokens(RewardOfSequences):
-    """The reward head's number in the state that each token is chosen in: at the token before."""
+    """Computes the value of the state in which each token is chosen: the reward head's output at the previous token."""
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
-        """[n, S] fp32, whole on every rank; column 0, and what lies behind a row's end, is 0."""
+        """Return [n, S] values in fp32, complete on every rank; column 0 and positions after a row's end are 0."""
         index, there = microbatch.layout.token_table(microbatch.data["input_ids"].shape[1])
         of_pack = self._of_pack(hidden, microbatch.layout)
         before, there = (platform.sent(x, hidden.device) for x in (index[:, :-1], there[:, 1:]))
@@ -197,13 +197,13 @@ class ValuesOfTokens(RewardOfSequences):
 
 
 class LossHead:
-    """A loss function at the end of the model.
+    """A loss function applied to the output of the model.
 
-    Losses of log-probabilities get them from the hidden states, losses of hidden states get these; a model with a
-    reward head gives its rewards [n, 1], or the values of tokens [n, S] to a loss that `reads_values`; any other loss
-    gets logits: of a pack by `SequencePackingLossWrapper`, of padded rows all at once.
+    The loss receives log-probabilities computed from hidden states, or hidden states, if it takes them. With a reward
+    head it receives rewards [n, 1], or values of tokens [n, S] if it `reads_values`. Any other loss receives logits:
+    through `SequencePackingLossWrapper` for a pack, all at once for padded rows.
 
-    Its outputs: `loss` and `metrics`; with log-probabilities also these, their `mask`, and the `rows`.
+    The outputs are `loss` and `metrics`; with log-probabilities also `logprobs`, their `mask`, and `rows`.
 
     Args:
         global_valid_seqs, global_valid_toks: counts of the whole global batch.
@@ -267,7 +267,7 @@ class LossHead:
 
 
 def vocab_parallel_logits(hidden: Tensor, model: ModelShard) -> Tensor:
-    """[T / CP, Vp] logits in the model's precision; −inf in the vocabulary's padding."""
+    """Return [T / CP, Vp] logits in the model's precision; −inf in the vocabulary's padding."""
     topology, weight = model.topology, model.chunks[-1].lm_head_weight()
     hidden = gather_hidden_states(hidden, topology.tensor.group, topology.sequence_parallel)
     columns = valid_columns(weight.shape[0], topology.tensor.rank, model.vocab_size)

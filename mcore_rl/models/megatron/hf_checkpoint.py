@@ -1,4 +1,4 @@
-"""Hugging Face model directories: reading slices of safetensors, writing sharded ones that are checked."""
+"""Hugging Face model directories: reading slices of safetensors, and writing sharded files with verification."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SafetensorsDirectory:
     """The tensors of a model directory, read by name and slice.
 
     Raises:
-        UserError: no safetensors file, or an index that names a missing file or one outside the directory.
+        UserError: there is no safetensors file, or the index names a file that is missing or outside the directory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,7 +61,7 @@ class SafetensorsDirectory:
         return self._slice(name)[:0].dtype
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """`tensor[rows]`, or `tensor[rows, columns]`, without reading the rest."""
+        """Return `tensor[rows]`, or `tensor[rows, columns]`, without reading the rest."""
         view = self._slice(name)
         return view[rows] if columns is None else view[rows, columns]
 
@@ -81,7 +81,7 @@ class SafetensorsDirectory:
 
 
 class ShardedWriter:
-    """Writes named tensors as numbered safetensors files of bounded size, then their index."""
+    """A writer of named tensors to numbered safetensors files of bounded size, with an index."""
 
     def __init__(self, directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         self.directory = directory
@@ -111,7 +111,7 @@ class ShardedWriter:
         return self.directory / f"part-{index:05d}.safetensors"
 
     def finish(self) -> None:
-        """Write what is left, give the files their final names, write the index and check everything."""
+        """Write the remaining tensors, rename the files to their final names, write the index and verify everything."""
         self._flush()
         count = len(self.shards)
         weight_map = {}
@@ -144,12 +144,12 @@ def write_hf_directory(
 ) -> None:
     """Write a complete model directory: weights, config, tokenizer and chat template.
 
-    Every rank must call it, since producing `tensors` is collective; `is_writer` alone writes. The
-    directory appears under its name only when it is whole and has been read back; a manifest in it lists its
-    files, so that a later export replaces these and nothing else. `chat_template` takes the source's place.
+    Every rank must call this function, because producing `tensors` is collective; only `is_writer` writes. The
+    directory gets its final name only after it is complete and was read back. A manifest in it lists its files, so
+    that a later export replaces only these files. `chat_template` replaces the source's template.
 
     Raises:
-        UserError: `destination` holds what no export wrote.
+        UserError: `destination` holds files that no export wrote.
     """
     if not is_writer:
         for _ in tensors:
@@ -169,7 +169,7 @@ def write_hf_directory(
     config.save_pretrained(temporary)
     for file in companions(source):
         shutil.copy2(file, temporary / file.name)
-    if chat_template is not None:  # transformers prefers it to any other place of a template
+    if chat_template is not None:  # transformers prefers this file to any other source of a template
         (temporary / "chat_template.jinja").write_text(chat_template)
     digests = digests_of(temporary, sorted(file.name for file in temporary.iterdir()))
     write_manifest(temporary, digests)

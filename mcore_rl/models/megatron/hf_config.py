@@ -1,4 +1,4 @@
-"""From a Hugging Face model directory's config to Megatron's, and what is refused on the way."""
+"""Conversion of a Hugging Face configuration to Megatron's, with checks of unsupported options."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm") -> Any:
-    """The transformers config of a model directory, for a model with that head.
+    """Return the transformers config of a model directory, for a model with the given head.
 
     Raises:
-        UserError: not a directory with a readable config.json, or a reward model where a language model is wanted.
+        UserError: the directory has no readable config.json, or holds a reward model instead of a language model.
     """
     from transformers import AutoConfig
 
     check_model_directory(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # its validators raise classes of their own
+    except Exception as error:  # its validators raise various exception classes
         raise UserError(f"model.path: {path}/config.json cannot be read: {' '.join(str(error).split())}") from None
     if head == "reward":
         config.architectures = [
@@ -45,13 +45,13 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
 def check_model_fits(
     hf: Any, parallel: ParallelConfig, max_sequence_length: int, model: ModelConfig | None = None
 ) -> None:
-    """Refuse what is not supported and layouts that do not divide the model; needs no process group.
+    """Raise an error for unsupported models and for layouts that do not divide the model; needs no process group.
 
     Args:
-        model: whose options must fit the family, if given.
+        model: options that must fit the family, if given.
 
     Raises:
-        UserError: naming the key, what was found and what would be right.
+        UserError: the message names the key, its value and the right value.
     """
     family = family_of(hf)
     family.check(max_sequence_length)
@@ -131,7 +131,7 @@ def _check_options(family: Family, model: ModelConfig) -> None:
 
 
 def _check_recomputed(family: Family, model: ModelConfig) -> None:
-    """A module that no layer has would be recomputed by none, and the memory missed later."""
+    """Raise UserError for a module that no layer has: recomputing it would save no memory."""
     sparse = family.experts.sparse_layers if isinstance(family, Mixture) else (False,)
     shares = isinstance(family, Mixture) and bool(family.experts.shared_width)
     for name, present in (("mlp", not all(sparse)), ("moe", any(sparse)), ("shared_experts", shares)):
@@ -140,7 +140,7 @@ def _check_recomputed(family: Family, model: ModelConfig) -> None:
 
 
 def _check_grouped_gemm(family: Mixture, model: ModelConfig, expert_tensor_size: int) -> None:
-    """`grouped_mm` takes matrices whose rows are multiples of 16 bytes."""
+    """Raise UserError unless matrices fit `grouped_mm`, whose rows must be multiples of 16 bytes."""
     multiple = 16 // getattr(torch, model.dtype).itemsize
     of_rank = f" on each of {expert_tensor_size} processes" if expert_tensor_size > 1 else ""
     for what, size in (
@@ -170,7 +170,7 @@ def _check_adapters(family: Family, model: ModelConfig, lora: LoRAConfig) -> Non
 
 
 def transformer_config(family: Family, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
-    """Megatron's configuration of the family's architecture under `parallel`."""
+    """Return Megatron's configuration of the family's architecture under `parallel`."""
     dtype = getattr(torch, model.dtype)
     use_te, chunks = uses_transformer_engine(), parallel.chunks_per_stage
     config = TransformerConfig(
@@ -178,7 +178,7 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,
         moe_z_loss_coeff=model.moe_z_loss_coeff or None,
         moe_grouped_gemm=model.moe_grouped_gemm,
-        moe_router_bias_update_rate=0.0,  # `router_load` moves the biases, after steps that were taken
+        moe_router_bias_update_rate=0.0,  # `StepRouterStatistics` updates the biases, only after completed steps
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -187,7 +187,7 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        # Interleaved chunks get each other's tensors where sends and receives are batched (wrong gradients).
+        # Interleaved chunks receive each other's tensors if sends and receives are batched (wrong gradients).
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
         pipeline_model_parallel_layout=_pipeline_layout(family, parallel),
@@ -198,16 +198,16 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         use_cpu_initialization=True,
         perform_initialization=False,
-        # With a per-token loss neither the schedule nor DDP rescales anything: see optimizer.py.
+        # A per-token loss stops the schedule and DDP from rescaling gradients: see optimizer.py.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
-        # Megatron's fused kernel for packed sequences leaves out YaRN's factor on cos and sin.
+        # Megatron's fused kernel for packed sequences ignores YaRN's factor on cos and sin.
         apply_rope_fusion=False,
         bias_dropout_fusion=use_te,
         masked_softmax_fusion=False,
         **_recomputation(model),
     )
-    # Said after its checks, which know Transformer Engine's own: the layer spec's activation is taken.
+    # Set after the configuration's own checks, which accept only Transformer Engine's activations.
     config.use_te_activation_func = not use_te
     if family.rope_factor() != 1.0:
         config.yarn_rotary_scaling_factor = concentration_scale(family.rope_factor())
@@ -215,7 +215,7 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
 
 
 def _recomputation(model: ModelConfig) -> dict[str, Any]:
-    """Megatron's options for what is computed again in the backward pass."""
+    """Return Megatron's options for recomputation in the backward pass."""
     if model.recompute_activations:
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if model.recompute_modules:
@@ -224,7 +224,7 @@ def _recomputation(model: ModelConfig) -> dict[str, Any]:
 
 
 def _pipeline_layout(family: Family, parallel: ParallelConfig) -> list[list[str]] | None:
-    """Return the layers of each chunk, by Megatron's names, from any of the ways to give them."""
+    """Return the layers of each chunk, by Megatron's names, from any of the configuration options."""
     if parallel.pipeline_model_parallel_size == 1:
         return None
     layout = [["decoder"] * count for count in parallel.layers_of_chunks(family.num_layers)]

@@ -1,4 +1,4 @@
-"""Layers that attention and MLP are made of: linear layers, norms, gated activations, rotary embeddings."""
+"""Layers of attention and MLP: linear layers, norms, gated activations, rotary embeddings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` without gradient; in fp32 on the CPU by oneDNN, in about half of MKL's time for a few rows."""
+    """Compute `F.linear` without gradient; in fp32 on the CPU by oneDNN, for a few rows about twice as fast as MKL."""
     if x.is_cpu and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return y
@@ -42,17 +42,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class GenerationFastPath:
-    """A module with a faster pass, whose rounding may be another, for generation alone.
+    """A module with a faster forward pass, possibly with other rounding, that is used only for generation.
 
-    Scoring takes the pass that trains: log-probabilities before the first update are then those of the update, bit
-    for bit, and a margin of 0 is 0.
+    Scoring uses the same pass as training. Log-probabilities before the first update are then bitwise equal to those
+    in the update, and a margin that should be 0 is exactly 0.
     """
 
     in_generation = False
 
 
 class LoRALinearMixin(GenerationFastPath):
-    """A linear layer that may have an adapter, whose output is added to its own."""
+    """A linear layer that may have an adapter, whose output is added to the layer's output."""
 
     weight: Tensor
 
@@ -67,7 +67,7 @@ class LoRALinearMixin(GenerationFastPath):
 
 
 class ColumnLinear(LoRALinearMixin, ColumnParallelLinear):
-    """Rows of the weight are cut over tensor-parallel ranks."""
+    """A linear layer whose weight is sharded by rows over tensor-parallel ranks."""
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         output, bias = self._plain(input_, *args, **kwargs)
@@ -83,7 +83,7 @@ class ColumnLinear(LoRALinearMixin, ColumnParallelLinear):
 
 
 class RowLinear(LoRALinearMixin, RowParallelLinear):
-    """Columns of the weight are cut over tensor-parallel ranks; the output is summed over them."""
+    """A linear layer whose weight is sharded by columns over tensor-parallel ranks; its output is summed over them."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = self._plain(input_)
@@ -94,7 +94,7 @@ class RowLinear(LoRALinearMixin, RowParallelLinear):
             output: tuple[Tensor, Tensor | None] = super().forward(input_)
             return output
         partial = linear(input_, self.weight)
-        if self.explicit_expert_comm:  # experts' outputs are summed where tokens come back to their ranks
+        if self.explicit_expert_comm:  # the token exchange sums experts' outputs
             return partial, None
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(partial, group=self.tp_group), None
@@ -102,15 +102,15 @@ class RowLinear(LoRALinearMixin, RowParallelLinear):
 
 
 def uses_transformer_engine() -> bool:
-    """True where a GPU is there and Transformer Engine is installed."""
+    """Return whether there is a GPU and Transformer Engine is installed."""
     return platform.has_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
 class PackLayer(TransformerLayer):
-    """Megatron's layer, whose router is told which pack its tokens are of, also when they are computed again.
+    """Megatron's transformer layer, which passes the pack of its tokens to the router, also during recomputation.
 
     Args:
-        rope: which of the angles that stand side by side are this layer's; all if None.
+        rope: this layer's slice of the concatenated rotary angles; all if None.
     """
 
     def __init__(self, *args: Any, rope: slice | None = None, **kwargs: Any) -> None:
@@ -128,27 +128,27 @@ class PackLayer(TransformerLayer):
 class RMSNorm(GenerationFastPath, torch.nn.Module):
     """Root-mean-square norm in fp32 (arXiv:1910.07467), usable under sequence parallelism.
 
-    Where the configuration has `layernorm_zero_centered_gamma`, 1 is added to the weight (Gemma).
+    With `layernorm_zero_centered_gamma` in the configuration, 1 is added to the weight (Gemma).
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
         self.eps, self.is_zero_centred = eps, config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Each tensor-parallel rank sees its own tokens: Megatron then sums this weight's gradients.
+        # Each tensor-parallel rank sees different tokens; with this attribute Megatron sums the weight's gradients.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         weight = 1 + self.weight.float() if self.is_zero_centred else self.weight
-        if self.in_generation and x.dtype == torch.float32:  # one operation, the same but for rounding
+        if self.in_generation and x.dtype == torch.float32:  # a single operation; only rounding differs
             return F.rms_norm(x, weight.shape, weight, self.eps)
         normed: Tensor = _Normed.apply(x, weight, self.eps)
         return normed
 
 
 class _Normed(torch.autograd.Function):
-    """weight · x / rms(x), which keeps x itself for the backward pass, where autograd would keep it in fp32 and what
-    becomes of it. A weight in fp32 multiplies before rounding to x's precision, any other behind it."""
+    """Computes weight · x / rms(x) and saves only x for the backward pass, where autograd would save x and results in
+    fp32. A weight in fp32 multiplies before rounding to x's precision, any other weight after it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -171,7 +171,7 @@ class _Normed(torch.autograd.Function):
 class HeadRMSNorm(RMSNorm):
     """RMS norm of each attention head (Qwen3's q and k norms).
 
-    Heads are split over tensor-parallel ranks; Megatron sums the gradients of norms so named itself.
+    Heads are sharded over tensor-parallel ranks. Megatron recognizes these norms by name and sums their gradients.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
@@ -180,11 +180,11 @@ class HeadRMSNorm(RMSNorm):
 
 
 class WideRMSNorm(torch.nn.Module):
-    """RMS norm over all heads together (OLMo-2's q and k norms), which are cut over tensor-parallel ranks.
+    """RMS norm over all heads together (OLMo-2's q and k norms); heads are sharded over tensor-parallel ranks.
 
     Args:
-        hidden_size: numbers of a head.
-        heads: of all ranks.
+        hidden_size: size of a head.
+        heads: number of heads on all ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int) -> None:
@@ -194,14 +194,14 @@ class WideRMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(self.size // self.group.size(), dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, 1, heads / TP, d], the mean taken over the heads of all ranks, in both directions."""
+        """Normalize [T, 1, heads / TP, d] by the mean over the heads of all ranks, in forward and backward."""
         wide = x.float().flatten(-2)
         total = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True), group=self.group)
         mean = copy_to_tensor_model_parallel_region(total, group=self.group) / self.size
         return (self.weight * (wide * torch.rsqrt(mean + self.eps))).to(x.dtype).view_as(x)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Megatron's description: the weight is cut over tensor-parallel ranks."""
+        """Return Megatron's description: the weight is sharded over tensor-parallel ranks."""
         groups = process_groups()
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(
@@ -210,7 +210,7 @@ class WideRMSNorm(torch.nn.Module):
 
 
 class NormedRowLinear(RowLinear):
-    """The last projection of attention or MLP, with a norm of the block's output behind it."""
+    """The last projection of attention or MLP, followed by a norm of the block's output."""
 
     def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(*args, config=config, **kwargs)
@@ -221,7 +221,7 @@ class NormedRowLinear(RowLinear):
         return self.post_norm(output), bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Megatron's description: the norm's weight is the same on all ranks."""
+        """Return Megatron's description: the norm's weight is replicated on all ranks."""
         described = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         groups, name = process_groups(), "post_norm.weight"
         del described[prefix + name]
@@ -235,10 +235,10 @@ class NormedRowLinear(RowLinear):
 
 
 class GatedActivation:
-    """[…, 2 · width] → […, width]: activation(first half) · second half.
+    """Maps […, 2 · width] to […, width]: activation(first half) · second half.
 
-    Autograd would keep the activated half and a copy of the other too: 2/5 of what an MLP keeps. No module: Megatron
-    asks the modules of an MLP for what a checkpoint holds of them.
+    Only the input is saved for backward. Autograd would also save the activated half and a copy of the other: 2/5 of
+    an MLP's activations. The class is no torch module: Megatron asks all modules of an MLP for checkpoint state.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -269,10 +269,10 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def rope_parameters(hf_config: Any) -> dict[str, Any]:
-    """`rope_type`, `rope_theta`, `partial_rotary_factor` and the scaling's own keys, from transformers 4 or 5.
+    """Return `rope_type`, `rope_theta`, `partial_rotary_factor` and the scaling's own keys, from transformers 4 or 5.
 
     Raises:
-        UserError: a rope type that is not supported.
+        UserError: the rope type is not supported.
     """
     parameters = dict(getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {})
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
@@ -287,9 +287,9 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
 
 
 def rope_frequencies(hf_config: Any) -> tuple[Tensor, float]:
-    """Inverse frequencies (fp32) of half the numbers of a head that are rotated, and the factor on cos and sin.
+    """Return inverse frequencies (fp32) for half of a head's rotated elements, and the factor on cos and sin.
 
-    [head_dim · partial_rotary_factor / 2]; the factor is YaRN's, else 1.
+    The frequencies are [head_dim · partial_rotary_factor / 2]. The factor is YaRN's, otherwise 1.
     """
     parameters = rope_parameters(hf_config)
     if parameters["rope_type"] == "default":
@@ -302,18 +302,18 @@ def rope_frequencies(hf_config: Any) -> tuple[Tensor, float]:
 
 
 def plain_frequencies(theta: float, dim: int) -> Tensor:
-    """Inverse frequencies [dim / 2] (fp32) of RoPE (arXiv:2104.09864)."""
+    """Return the inverse frequencies [dim / 2] (fp32) of RoPE (arXiv:2104.09864)."""
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     return 1.0 / theta**exponents
 
 
 def concentration_scale(attention_factor: float) -> float:
-    """The `yarn_rotary_scaling_factor` from which Megatron derives `attention_factor` for cos and sin.
+    """Return the `yarn_rotary_scaling_factor` from which Megatron derives `attention_factor` for cos and sin.
 
     Megatron computes 0.1·ln(s) + 1 (YaRN, arXiv:2309.00071, eq. 22); this is its inverse.
 
     Raises:
-        UserError: a factor below 1, which that formula never gives.
+        UserError: the factor is below 1, which that formula cannot produce.
     """
     if attention_factor < 1:
         raise UserError(f"model.path: YaRN attention_factor {attention_factor} is not supported; it must be at least 1")
@@ -321,14 +321,14 @@ def concentration_scale(attention_factor: float) -> float:
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """Megatron's rotary embedding, which also takes explicit positions of a pack.
+    """Megatron's rotary embedding, which also accepts explicit positions of a pack.
 
-    Packs whose parameters name their local `positions` get one angle per token, so that rotation
-    needs no loop over sequences and no cut of its own under context parallelism.
+    For packs with local `positions`, it computes one angle per token. Rotation then needs neither a loop over
+    sequences nor additional sharding under context parallelism.
 
     Args:
-        frequencies: inverse frequencies of each kind of layer; their angles stand side by side, and a layer takes
-            its own (`PackLayer`).
+        frequencies: inverse frequencies of each kind of layer. Their angles are concatenated, and each layer uses its
+            own slice (`PackLayer`).
     """
 
     def __init__(self, frequencies: Sequence[Tensor], pg_collection: ProcessGroupCollection) -> None:
@@ -342,7 +342,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         return super().get_rotary_seq_len(*args) if positions is None else positions
 
     def forward(self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """Angles [T / CP, 1, rotated] for positions, else Megatron's [S, 1, 1, rotated]."""
+        """Return angles [T / CP, 1, rotated] for positions, otherwise Megatron's [S, 1, 1, rotated]."""
         if not isinstance(max_seq_len, Tensor):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
         self.frequencies = platform.sent(self.frequencies, max_seq_len.device)

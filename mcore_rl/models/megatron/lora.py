@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) as tensors, and adapter directories in PEFT's format."""
+"""Tensors of low-rank adapters (LoRA, arXiv:2106.09685), and adapter directories in PEFT's format."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from mcore_rl.utils.files import digests_of, flush_directory, replace_listed, wr
 from mcore_rl.utils.model_directory import companions, digest_of_weights
 
 GATE_UP, DOWN = TARGETS = ("experts.gate_up_proj", "experts.down_proj")
-"""Names of the parameters of transformers that can have adapters."""
+"""Names of the experts' parameters in transformers that can have adapters."""
 MODULE = "mlp."
-"""The module of a layer that holds `experts` in transformers."""
+"""Name of the module of a layer that holds `experts` in transformers."""
 _OF_EXPERT = re.compile(r"^(.*)\[(\d+)/(\d+)\]$")
 
 
@@ -49,22 +49,22 @@ def is_expert_target(target: str) -> bool:
 
 
 def module_of(layer: str, target: str, targets: Iterable[str]) -> str:
-    """The module that PEFT makes for a target: of two on one module, one is around the other.
+    """Return the name of PEFT's module for a target; with two targets on one module, one module wraps the other.
 
     Args:
-        layer: the module of a layer in the Hugging Face model, with a dot behind it.
+        layer: name of a layer's module in the Hugging Face model, with a trailing dot.
     """
     is_inner = target == GATE_UP and DOWN in targets
     return f"{layer}{MODULE}experts" + (".base_layer" if is_inner else "")
 
 
 def of_expert(name: str, expert: int, count: int) -> str:
-    """The name of one expert's part of a tensor of all `count`."""
+    """Return the name of one expert's part of a tensor of all `count` experts."""
     return f"{name}[{expert}/{count}]"
 
 
 def stacked_shapes(shapes: Dictionary[str, Shape]) -> dict[str, Shape]:
-    """Shapes of single experts' matrices → those of PEFT's tensors; all others as they are."""
+    """Convert shapes of single experts' matrices to shapes of PEFT's tensors; other shapes are unchanged."""
     found: dict[str, Shape] = {}
     for name, (rows, columns) in shapes.items():
         if match := _OF_EXPERT.match(name):
@@ -76,7 +76,7 @@ def stacked_shapes(shapes: Dictionary[str, Shape]) -> dict[str, Shape]:
 
 
 def stack_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Single experts' matrices → PEFT's tensors, each where its last expert is there; all others as they come."""
+    """Convert single experts' matrices to PEFT's tensors, each yielded after its last expert; others pass unchanged."""
     waiting: dict[str, list[Tensor]] = {}
     for name, tensor in tensors:
         match = _OF_EXPERT.match(name)
@@ -94,13 +94,13 @@ def stack_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
 
 @dataclass(frozen=True)
 class SingleExperts:
-    """PEFT's tensors, from which those of single experts can be read too."""
+    """A source of PEFT's tensors that can also read the tensors of single experts."""
 
     source: TensorSource
     rank: int
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """`tensor[rows, columns]`."""
+        """Return `tensor[rows, columns]`."""
         match = _OF_EXPERT.match(name)
         if match is None:
             return self.source.read(name, rows, columns)
@@ -112,9 +112,9 @@ class SingleExperts:
 
 
 CONFIG_FILE, TENSORS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
-"""The third is ours: `{"weights": digest}` of the base model, as `run_identity.digest_of_weights` makes it."""
+"""Names of the files. The last one is ours: `{"weights": digest}` of the base model (`digest_of_weights`)."""
 NAME = "base_model.model.{module}.lora_{matrix}.weight"
-"""Name of a tensor: `module` as the Hugging Face model names it, `matrix` A or B."""
+"""Format of a tensor's name: `module` as in the Hugging Face model, `matrix` A or B."""
 
 ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -134,14 +134,14 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "kasa_config": (),
     "monteclora_config": (),
 }
-"""Values of keys of the configuration that change what an adapter computes; null is any of them."""
+"""Supported values of configuration keys that change the adapter's computation; null is supported for all."""
 
 
 class PEFTDirectory:
-    """An adapter on disk.
+    """A PEFT adapter directory.
 
     Raises:
-        UserError: it is none, or of a kind that is not supported.
+        UserError: the directory is not a PEFT adapter, or the adapter is of an unsupported kind.
     """
 
     def __init__(self, path: Path) -> None:
@@ -168,17 +168,17 @@ class PEFTDirectory:
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        """Last components of the names of the modules that have an adapter, and of the experts' parameters."""
+        """Last name components of the modules that have an adapter, and of the experts' parameters."""
         modules = {name.split(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2] for name in self.names}
         if self.target_parameters:
             modules.discard("experts")
         return tuple(sorted(modules | {_last_two(name) for name in self.target_parameters}))
 
     def check(self, shapes: Dictionary[str, tuple[int, ...]]) -> None:
-        """Refuse tensors that are missing, unknown or misshapen.
+        """Raise an error for tensors that are missing, unknown or misshapen.
 
         Raises:
-            UserError: naming the first of them.
+            UserError: the message names the first of them.
         """
         for what, names in (("lacks", set(shapes) - self.names), ("has unknown", self.names - set(shapes))):
             if names:
@@ -189,16 +189,16 @@ class PEFTDirectory:
                 raise UserError(f"model.lora.path: {self.path}: {name} is {found}; for model.path it must be {shape}")
 
     def check_base(self, path: Path, weights: str) -> list[str]:
-        """Compare the base model that it was made for with the one that it is put on.
+        """Compare the base model of the adapter with the model that it is applied to.
 
         Args:
             weights: `digest_of_weights` of the model at `path`.
 
         Returns:
-            a line if only the name tells, and tells of another.
+            A warning line if no digest is stored and the name of the base model differs.
 
         Raises:
-            UserError: it was made for other weights.
+            UserError: the adapter was trained on other weights.
         """
         try:
             made_for = json.loads((self.path / BASE_FILE).read_bytes())["weights"]
@@ -216,7 +216,7 @@ class PEFTDirectory:
         return [f"model.lora.path: {self.path} names {self.base} as its base model, not {path}"]
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """`tensor[rows, columns]`, in fp32."""
+        """Return `tensor[rows, columns]`, in fp32."""
         view = self._file.get_slice(name)
         return (view[rows] if columns is None else view[rows, columns]).float()
 
@@ -233,16 +233,16 @@ def write_peft_directory(
     is_writer: bool,
     chat_template: str | None = None,
 ) -> None:
-    """Write an adapter, its configuration and the base model's tokenizer; every rank calls, `is_writer` writes.
+    """Write an adapter, its configuration and the base model's tokenizer. Every rank calls; only `is_writer` writes.
 
-    The directory appears under its name when it is whole, and replaces what an earlier call wrote.
+    The directory gets its final name after it is complete, and replaces the files of an earlier export.
 
     Args:
-        base: the model that it is for.
-        settings: `r`, `lora_alpha`, `lora_dropout`, `target_modules`, `target_parameters` if there are some.
+        base: directory of the base model.
+        settings: `r`, `lora_alpha`, `lora_dropout`, `target_modules`, and `target_parameters` if there are any.
 
     Raises:
-        UserError: `destination` holds what no export wrote.
+        UserError: `destination` holds files that no export wrote.
     """
     whole = {name: tensor.cpu().contiguous() for name, tensor in tensors}
     if not is_writer:
@@ -273,7 +273,7 @@ def write_peft_directory(
 
 DEFAULT_RANK, DEFAULT_ALPHA = 16, 32.0
 NO_ADAPTER_ROWS = ""
-"""The name of rows of B whose projection has no adapter: zeros that are never trained."""
+"""Name of the rows of B whose projection has no adapter; they are zeros and never trained."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class LoRA:
     """The adapters of a whole model.
 
     table: every A and B by its Megatron name, in the model's order; parts are named as in PEFT's files.
-    source: the values that they begin from.
+    source: the initial values.
     """
 
     rank: int
@@ -293,7 +293,7 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """The factor of B · A."""
+        """Factor of B · A."""
         return self.alpha / self.rank
 
     def __str__(self) -> str:
@@ -310,11 +310,11 @@ class LoRA:
         return settings
 
     def num_parameters(self) -> int:
-        """The parameters of the whole model's adapters."""
+        """Return the number of parameters of the whole model's adapters."""
         return sum(math.prod(shape) for shape in shapes_of(self.table).values())
 
     def active_parameters(self, family: Family) -> float:
-        """Return the parameters of the adapters that a token goes through."""
+        """Return the number of adapter parameters that multiply a token."""
         share = family.experts.topk / family.experts.count if isinstance(family, Mixture) else 1.0
         shapes = ((mapping.is_expert, _part_shapes({name: mapping})) for name, mapping in self.table.items())
         sizes = ((is_expert, sum(math.prod(shape) for shape in found.values())) for is_expert, found in shapes)
@@ -322,10 +322,10 @@ class LoRA:
 
 
 def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
-    """The adapters that a configuration asks for.
+    """Return the adapters that a configuration describes.
 
     Raises:
-        UserError: a target that the model does not have, or a directory that does not fit.
+        UserError: the model does not have a target, or the adapter directory does not fit.
     """
     directory = None if config.path is None else PEFTDirectory(config.path)
     rank, alpha, targets = config.rank, config.alpha, config.target_modules
@@ -365,12 +365,12 @@ def lora_of(config: LoRAConfig, family: Family, seed: int = 0) -> LoRA:
 
 
 def shapes_of(table: Dictionary[str, Mapping]) -> dict[str, Shape]:
-    """Names and shapes of the tensors of a PEFT file."""
+    """Return names and shapes of the tensors of a PEFT file."""
     return stacked_shapes(_part_shapes(table))
 
 
 def _part_shapes(table: Dictionary[str, Mapping]) -> dict[str, Shape]:
-    """The same, those of each expert by themselves."""
+    """Return names and shapes of the tensors, with separate tensors for each expert."""
     shapes: dict[str, Shape] = {}
     for mapping in table.values():
         for part in mapping.parts:
@@ -381,13 +381,13 @@ def _part_shapes(table: Dictionary[str, Mapping]) -> dict[str, Shape]:
 
 
 def adaptable_modules(family: Family) -> tuple[str, ...]:
-    """Names of the projections that can have adapters."""
+    """Return the names of the projections that can have adapters."""
     adaptable = (mapping for mapping in family.table.values() if _is_adaptable(mapping, family))
     return tuple(dict.fromkeys(target for mapping in adaptable for target, *_ in _modules_of(mapping, ())))
 
 
 def _is_adaptable(mapping: Mapping, family: Family) -> bool:
-    """A projection of attention, of a routed expert, or of the MLP where the model has no experts."""
+    """Return whether it is a projection of attention, of a routed expert, or of the MLP in a model without experts."""
     is_linear = isinstance(mapping.kind, QueryKeyValue | GateUp | Columns) and len(mapping.parts[0].shape) == 2
     return is_linear and (mapping.is_expert or not (isinstance(family, Mixture) and ".mlp." in mapping.megatron))
 
@@ -404,7 +404,7 @@ def _modules_of(mapping: Mapping, targets: tuple[str, ...]) -> list[tuple[str, s
 
 
 def _name_of(module: str, matrix: str, mapping: Mapping, family: Family) -> str:
-    """Return the name of A or B in PEFT's files; for an expert's, with its number."""
+    """Return the name of A or B in PEFT's files; for an expert, with the expert's number."""
     name = NAME.format(module=module, matrix=matrix)
     if not mapping.is_expert:
         return name
@@ -414,7 +414,7 @@ def _name_of(module: str, matrix: str, mapping: Mapping, family: Family) -> str:
 
 
 def _adapters_of(mapping: Mapping, family: Family, targets: tuple[str, ...], rank: int) -> Iterator[Mapping]:
-    """A and B of one linear layer; none if none of its projections is a target."""
+    """Yield A and B of one linear layer; nothing if none of its projections is a target."""
     modules = _modules_of(mapping, targets)
     targeted = list(dict.fromkeys(module for target, module, _ in modules if target in targets))
     if not targeted:
@@ -433,17 +433,17 @@ def _adapters_of(mapping: Mapping, family: Family, targets: tuple[str, ...], ran
 
 
 class InitialValues:
-    """PEFT's: A uniform within ±1/√columns (Kaiming's with a = √5), B zero.
+    """PEFT's initial values: A uniform within ±1/√columns (Kaiming's with a = √5), B zero.
 
-    Each tensor (of experts each expert's part) is drawn by a generator of its own, so that the values are the same
-    under every layout.
+    Each tensor (for experts, each expert's part) has a separate random generator, so that the values are the same
+    under every parallel layout.
     """
 
     def __init__(self, shapes: Dictionary[str, Shape], seed: int) -> None:
         self.shapes, self.seed = shapes, seed
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """`tensor[rows, columns]`."""
+        """Return `tensor[rows, columns]`."""
         if ".lora_B." in name:
             return torch.zeros(self.shapes[name])[rows, columns or slice(None)]
         digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
@@ -455,24 +455,24 @@ class InitialValues:
 
 @dataclass(frozen=True)
 class ZerosIfMissing:
-    """`source`, and zeros for the rows of projections that have no adapter."""
+    """A source that adds zeros to `source` for the rows of projections without adapter."""
 
     source: TensorSource
     rank: int
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """`tensor[rows, columns]`."""
+        """Return `tensor[rows, columns]`."""
         if name == NO_ADAPTER_ROWS:
             return torch.zeros(rows.stop - rows.start, self.rank)
         return self.source.read(name, rows, columns)
 
 
 class SourceByOwner:
-    """In place of values: which of `names` a row belongs to, −1 for none."""
+    """A source whose values are the index in `names` of each row's owner, −1 for rows without owner."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """[rows, 1]."""
+        """Return [rows, 1] indices."""
         return torch.full((rows.stop - rows.start, 1), self.names.index(name) if name in self.names else -1)

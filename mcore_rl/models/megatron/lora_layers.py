@@ -1,8 +1,8 @@
 """Adapters on Megatron's linear layers, under tensor and sequence parallelism.
 
-What crosses ranks is A · x, [T, rank] for each projection. In a column-parallel layer A is the same on every
-tensor-parallel rank and B is cut by rows; in a row-parallel one A is cut by columns and B is the same. With sequence
-parallelism the matrix that is the same sees a rank's own tokens alone, and Megatron sums its gradients.
+Ranks exchange A · x, [T, rank] for each projection. In a column-parallel layer A is replicated on all tensor-parallel
+ranks and B is sharded by rows; in a row-parallel layer A is sharded by columns and B is replicated. With sequence
+parallelism the replicated matrix sees only a rank's own tokens, and Megatron sums its gradients.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_shar
 
 
 class Adapter(torch.nn.Module):
-    """scale · B · A · x in fp32, beside a linear layer's own output.
+    """scale · B · A · x in fp32, which is added to a linear layer's output.
 
     Args:
-        a: [n · rank, columns], of the layer's n adapted projections one above the other.
-        b: [rows, rank], of the layer's rows, whatever projections they belong to.
-        owners: [rows] which of the n each row belongs to; −1 for none.
-        sequence_parallel: whether the layer's whole side is cut by tokens.
-        fork: whether tensor-parallel ranks see different inputs, hence drop out others.
+        a: [n · rank, columns], the stacked A of the layer's n adapted projections.
+        b: [rows, rank], the B of the layer's rows, for all its projections.
+        owners: [rows] index of the projection that each row belongs to; −1 for none.
+        sequence_parallel: whether the layer's unsharded side is split by tokens.
+        fork: whether tensor-parallel ranks see different inputs and need different dropout.
     """
 
     def __init__(self, a: Tensor, b: Tensor, owners: Tensor, lora: LoRA, sequence_parallel: bool, fork: bool) -> None:
@@ -64,7 +64,7 @@ class Adapter(torch.nn.Module):
         self.register_buffer("owned", owned.to(b)[..., None], persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's part of a layer's input → what is added to its part of the output."""
+        """Map this rank's part of a layer's input to the addition to its part of the output."""
         if self.dropout and self.training:
             with get_cuda_rng_tracker().fork() if self.fork else nullcontext():
                 x = F.dropout(x, self.dropout)
@@ -72,22 +72,22 @@ class Adapter(torch.nn.Module):
         return self.scale * F.linear(low, self.spread())
 
     def spread(self) -> Tensor:
-        """[rows, n · rank]: B, each row in the columns of its own projection, zeros elsewhere."""
+        """Return [rows, n · rank]: B with each row in the columns of its projection, zeros elsewhere."""
         owned: Any = self.owned
         return (self.lora_B[:, None] * owned).flatten(1)
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """A layer's weight with the adapter on it."""
+        """Return a layer's weight with the adapter merged."""
         return (weight.float() + self.scale * (self.spread() @ self.lora_A)).to(weight.dtype)
 
     def _exchange(self, low: Tensor) -> Tensor:
-        """A · x, as B on this rank needs it."""
+        """Return A · x in the form that this rank's B needs."""
         raise NotImplementedError
 
 
 class ColumnAdapter(Adapter):
-    """Each rank has all of A and its rows of B."""
+    """An adapter of a column-parallel layer: each rank has all of A and its rows of B."""
 
     def _exchange(self, low: Tensor) -> Tensor:
         if self.sequence_parallel:
@@ -98,7 +98,7 @@ class ColumnAdapter(Adapter):
 
 
 class RowAdapter(Adapter):
-    """Each rank has its columns of A and all of B."""
+    """An adapter of a row-parallel layer: each rank has its columns of A and all of B."""
 
     def _exchange(self, low: Tensor) -> Tensor:
         if self.sequence_parallel:
@@ -109,10 +109,10 @@ class RowAdapter(Adapter):
 
 
 class ExpertAdapter(Adapter):
-    """Of a routed expert's layer, between Megatron's exchanges of tokens, which also sum what ranks have parts of.
+    """An adapter of a routed expert's layer, between Megatron's token exchanges, which also sum ranks' partial results.
 
-    Every rank of the expert's tensor-parallel group sees all its tokens; outputs and gradients of inputs may be parts.
-    Only the gradient of the matrix that is whole on every rank (`whole`: A or B) is summed here.
+    Every rank of the expert's tensor-parallel group sees all its tokens; outputs and input gradients may be partial.
+    Only the gradient of the matrix that is replicated on every rank (`whole`: A or B) is summed here.
     """
 
     def __init__(self, a: Tensor, b: Tensor, owners: Tensor, lora: LoRA, whole: str) -> None:
@@ -128,7 +128,7 @@ class ExpertAdapter(Adapter):
 
 
 def add_adapters(model: ModelShard, lora: LoRA) -> ModelShard:
-    """`model` with its adapters in place; they alone have gradients from now on."""
+    """Add adapters to `model` and return it; from then on, only the adapters have gradients."""
     model = replace(model, lora=lora)
     for chunk in model.chunks:
         chunk.requires_grad_(False)
@@ -138,7 +138,7 @@ def add_adapters(model: ModelShard, lora: LoRA) -> ModelShard:
                 layer: Any = chunk.get_submodule(name.removesuffix(".weight"))
                 layer.adapter = _adapter(layer, path, lora, model)
         if chunk.pre_process and chunk.config.recompute_granularity:
-            # Recomputation passes gradients on only if one of its inputs has them, which a frozen embedding lacks.
+            # Recomputation returns gradients only if one of its inputs requires them; a frozen embedding does not.
             chunk.embedding.register_forward_hook(lambda module, inputs, embedded: _with_gradient(embedded))
     return model
 
@@ -169,13 +169,13 @@ def _adapter(layer: LoRALinearMixin, path: str, lora: LoRA, model: ModelShard) -
             set_tensor_model_parallel_attributes(parameter, True, mapping.kind.partition_dim, 1)
         elif not mapping.is_expert:
             parameter.sequence_parallel = parallel  # type: ignore[attr-defined]
-        elif model.topology.expert_tensor.rank == 0:  # others of this rank's experts: the gradient's norm has them too
+        elif model.topology.expert_tensor.rank == 0:  # ranks have different experts; count them in the gradient norm
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
     return adapter
 
 
 def adapter_mappings(model: ModelShard, chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Mapping, Tensor]]:
-    """A chunk's A and B: the names that they have there, their mappings, themselves."""
+    """Yield a chunk's A and B tensors with their names in the chunk and their mappings."""
     assert model.lora is not None, "the model has no adapters"
     for name, parameter in chunk.named_parameters():
         if ADAPTER in name:
@@ -183,18 +183,18 @@ def adapter_mappings(model: ModelShard, chunk: HiddenStateGPTModel) -> Iterator[
 
 
 def adapters_in(model: ModelShard) -> list[Tensor]:
-    """Every A and B of this rank."""
+    """Return every A and B of this rank."""
     return [parameter for chunk in model.chunks for _, _, parameter in adapter_mappings(model, chunk)]
 
 
 def export_adapters(
     model: ModelShard, value_of: Callable[[Tensor], Tensor] = torch.Tensor.detach, first_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of PEFT's format, whole, on every rank. Collective over all of them.
+    """Yield every tensor of PEFT's format, complete, on every rank. Collective over all ranks.
 
     Args:
-        value_of: what is exported of a parameter, for example its gradient.
-        first_only: on the first rank alone; data-parallel replicas other than its own then gather nothing.
+        value_of: function that returns the value to export for a parameter, for example its gradient.
+        first_only: yield only on the first rank; other data-parallel replicas then do not gather.
     """
     assert model.lora is not None, "the model has no adapters"
     own = {m.megatron: value_of(p) for chunk in model.chunks for _, m, p in adapter_mappings(model, chunk)}
@@ -203,7 +203,7 @@ def export_adapters(
 
 
 def adapter_state(model: ModelShard, chunk: HiddenStateGPTModel) -> dict[str, Any]:
-    """Megatron's description of a chunk's adapters for a checkpoint, each named by its layer's number."""
+    """Return Megatron's description of a chunk's adapters for a checkpoint, named by layer numbers."""
     ours = process_groups()
     described = {}
     for name, mapping, parameter in adapter_mappings(model, chunk):
@@ -215,6 +215,6 @@ def adapter_state(model: ModelShard, chunk: HiddenStateGPTModel) -> dict[str, An
             continue
         dimension = mapping.kind.partition_dim
         described[name] = make_tp_sharded_tensor_for_checkpoint(parameter, mapping.megatron, dimension, **groups)
-        if isinstance(mapping.kind, GateUp):  # gate and up stand one above the other on each rank
+        if isinstance(mapping.kind, GateUp):  # each rank has its gate rows above its up rows
             described[name] = apply_swiglu_sharded_factory(described[name], ())
     return described

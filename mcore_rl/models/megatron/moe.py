@@ -1,6 +1,6 @@
 """Mixtures of experts: the router, the experts, and the statistics of routing.
 
-The router computes in fp32 whatever the precision of the model, because small differences of scores choose other
+The router computes in fp32 in a model of any precision, because small differences of scores change the choice of
 experts.
 """
 
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from mcore_rl.models.megatron.build import ModelShard
 
 ROUTED_EXPERTS = "routed_experts"
-"""Entry [B, S, sparse layers, topk] of a batch: the experts of each input token; −1 where they are not known."""
+"""Name of a batch entry [B, S, sparse layers, topk]: the experts of each input token; −1 if unknown."""
 
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """The tokens [t] that this rank's routers see of a pack.
+    """The tokens [t] of a pack that this rank's routers see.
 
-    sequence: [t] of each token, N where it is padding. weight: [t] its sequence's sample mask, 0 where it is padding.
-    lengths: [N + 1] tokens of each sequence; 1 for padding.
-    experts: [t, sparse layers, topk] chosen earlier, −1 where none were; None to choose anew.
+    sequence: [t] index of each token's sequence, N for padding. weight: [t] its sequence's sample mask, 0 for padding.
+    lengths: [N + 1] number of tokens in each sequence; 1 for padding.
+    experts: [t, sparse layers, topk] experts chosen earlier, −1 if unknown; None if the routers choose.
     """
 
     sequence: Tensor
@@ -59,7 +59,7 @@ class RoutedTokens:
 
     @classmethod
     def of(cls, microbatch: Microbatch, topology: Topology) -> RoutedTokens:
-        """This rank's, under context and sequence parallelism; on the host."""
+        """Return this rank's tokens under context and sequence parallelism; the tensors are on the host."""
         layout, data = microbatch.layout, microbatch.data
         rows, width = data["input_ids"].shape
         place = layout.pack_rows(torch.arange(rows * width).view(rows, width), fill=-1)
@@ -85,10 +85,10 @@ class RoutedTokens:
 class RouterStatistics:
     """The load of a router in a step, and the global batch's denominators.
 
-    num_sequences, num_tokens: of the global batch's sequences that count.
-    tokens: [experts] that were sent to each, of this rank's; entropy, balance, z: this rank's parts of means.
-    uncounted: choices of tokens that do not count (padding), which are sent as well.
-    received: tokens that reached this rank's experts, once for each expert.
+    num_sequences, num_tokens: counted sequences and their tokens in the global batch.
+    tokens: [experts] number of this rank's tokens sent to each expert. entropy, balance, z: this rank's parts of means.
+    uncounted: number of choices by tokens that do not count (padding), which are sent to experts as well.
+    received: number of tokens that reached this rank's experts, counted once per expert.
     """
 
     num_sequences: Tensor
@@ -107,7 +107,7 @@ class RouterStatistics:
 
 
 class _AttachedLoss(torch.autograd.Function):
-    """The first argument, whose backward pass also starts that of a loss."""
+    """Identity of the first argument that also starts the backward pass of a loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -119,9 +119,9 @@ class _AttachedLoss(torch.autograd.Function):
 
 
 class PackMoELayer(MoELayer):
-    """Megatron's layer of experts, which recomputes itself with the pack that its tokens came from.
+    """Megatron's layer of experts, which recomputes its forward pass with the original pack of its tokens.
 
-    Megatron's own recomputation asks the router for its pack in the backward pass. Under pipeline parallelism the
+    Megatron's own recomputation uses the router's current pack in the backward pass. Under pipeline parallelism, the
     router has another microbatch's pack by then.
     """
 
@@ -143,11 +143,11 @@ class PackMoELayer(MoELayer):
 
 
 class Router(TopKRouter):
-    """Megatron's router with the scores and the choice of the family's experts.
+    """Megatron's router with the scores and the expert choice of the family.
 
-    pack: what the tokens are of.
-    load: what a training step's tokens made of it so far; None outside of one.
-    recorded: experts [T, topk] chosen by the last pass, while sequences are generated.
+    pack: the pack of the current tokens.
+    load: statistics of the current training step; None outside of a step.
+    recorded: experts [T, topk] chosen by the last pass in evaluation mode.
     """
 
     pack: PackParams | None = None
@@ -161,11 +161,11 @@ class Router(TopKRouter):
             self.weight.data = self.weight.data.float()
 
     def gating(self, input: Tensor) -> Tensor:
-        """[T, 1, hidden] → [T, 1, experts] logits in fp32."""
+        """Map [T, 1, hidden] to [T, 1, experts] logits in fp32."""
         return F.linear(input.float(), self.weight.float())
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights [T, experts] in fp32, 0 where an expert is not chosen, and whether it is."""
+        """Return weights [T, experts] in fp32, 0 for experts that are not chosen, and the mask of chosen experts."""
         logits = logits.flatten(0, -2)
         tokens = None if self.pack is None else self.pack.routed
         chosen = self._choose(logits.detach())
@@ -175,27 +175,27 @@ class Router(TopKRouter):
         self.recorded = None if self.training else chosen
         spread = torch.zeros_like(logits).scatter(1, chosen, self._weights(logits, chosen))
         routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
-        # A pass without gradient is an evaluation, or the first of a recomputation: the second is the one that counts.
+        # A pass without gradient is an evaluation or the first pass of a recomputation. The second pass is counted.
         if self.load is not None and tokens is not None and self.training and torch.is_grad_enabled():
             spread = _AttachedLoss.apply(spread, self._auxiliary_loss(logits, routing_map, tokens, self.load))
         return spread, routing_map
 
     def chosen_last(self) -> Tensor:
-        """[T, topk] experts of the tokens of the last pass."""
+        """Return [T, topk], the experts of the tokens of the last pass."""
         assert self.recorded is not None, "nothing was generated or scored last"
         return self.recorded
 
     @property
     def index(self) -> int:
-        """This layer's number among the whole model's layers that have experts."""
+        """Number of this layer among the whole model's layers that have experts."""
         return sum(self.experts.sparse_layers[: self.layer_number - 1])
 
     def _auxiliary_loss(self, logits: Tensor, chosen: Tensor, tokens: RoutedTokens, load: RouterStatistics) -> Tensor:
-        """This rank's part of the balance loss and of the z-loss; notes the load.
+        """Return this rank's part of the balance loss and of the z-loss, and record the load.
 
-        Balance (arXiv:2412.19437, eq. 17 to 20): the mean over the global batch's sequences of Σ_e f_e·P_e, with f_e
-        the share of a sequence's tokens that chose expert e, times experts / topk, and P_e their mean probability
-        of it. z-loss (arXiv:2202.08906, eq. 5): the mean over the global batch's tokens of (log Σ_e exp x_e)².
+        Balance loss (arXiv:2412.19437, eq. 17 to 20): the mean over the global batch's sequences of Σ_e f_e·P_e. f_e
+        is the share of a sequence's tokens that chose expert e, times experts / topk; P_e is their mean probability
+        of e. z-loss (arXiv:2202.08906, eq. 5): the mean over the global batch's tokens of (log Σ_e exp x_e)².
         """
         weight = tokens.weight
         probabilities = logits.softmax(-1) if self.experts.score == "softmax" else _normalised(logits.sigmoid())
@@ -211,14 +211,14 @@ class Router(TopKRouter):
 
     @torch.no_grad()
     def _frequency(self, counted: Tensor, tokens: RoutedTokens) -> Tensor:
-        """[T, experts] f of each token's sequence, whose tokens are spread over context and sequence parallelism."""
+        """Return [T, experts], f of each token's sequence, summed over context- and sequence-parallel ranks."""
         count = self.experts.count
         counts = counted.new_zeros(tokens.num_sequences + 1, count, dtype=torch.float32)
         counts = all_reduce(counts.index_add(0, tokens.sequence, counted.float()), self.tp_cp_group)
         return (counts * (count / self.experts.topk) / tokens.lengths[:, None])[tokens.sequence]
 
     def _choose(self, logits: Tensor) -> Tensor:
-        """[T, topk] the experts with the best scores, from the groups with the best pairs of them."""
+        """Return [T, topk], the experts with the best scores, from the groups whose two best experts score highest."""
         experts = self.experts
         scores = logits.sigmoid() if experts.score == "sigmoid" else logits.softmax(-1)
         if experts.selection_bias:
@@ -231,7 +231,7 @@ class Router(TopKRouter):
         return scores.topk(experts.topk, dim=-1).indices
 
     def _weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        """[T, topk] of the chosen experts."""
+        """Return [T, topk], the weights of the chosen experts."""
         experts = self.experts
         if experts.score == "softmax":
             normaliser = logits.gather(1, chosen) if experts.normalise else logits
@@ -248,11 +248,11 @@ def _normalised(scores: Tensor) -> Tensor:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Rows [T, in] that stand expert by expert → [T, out], by each expert's weight [out, in].
+    """Maps rows [T, in], sorted by expert, to [T, out] with each expert's weight [out, in].
 
-    ends: [experts] int32, behind each one's last row; an expert may have none. The weights are stacked for the product
-    alone, and again for the backward pass: saved, the copy would double what they take for as long as activations are
-    kept.
+    ends: [experts] int32, the end of each expert's rows; an expert may have none. The weights are stacked only during
+    the product, and again in the backward pass. Saving the stacked copy would double their memory for as long as
+    activations are kept.
     """
 
     @staticmethod
@@ -274,16 +274,16 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class CountingExperts(SequentialMLP):
-    """Megatron's experts, which note how many tokens reach them.
+    """Megatron's experts, which count the tokens that reach them.
 
-    load: where a training step's are noted; None outside of one.
+    load: statistics of the current training step; None outside of a step.
     """
 
     load: RouterStatistics | None = None
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Tokens [T, hidden] that stand expert by expert, with the weights [T] of their outputs → [T, hidden]."""
-        # As in the router: of a recomputation the pass with gradient counts.
+        """Map tokens [T, hidden], sorted by expert, and the weights [T] of their outputs to [T, hidden]."""
+        # A recomputation is counted in its pass with gradient, as in the router.
         if self.load is not None and self.training and torch.is_grad_enabled():
             self.load.received += len(hidden)
         return self._compute(hidden, tokens_per_expert, probs)
@@ -294,13 +294,13 @@ class CountingExperts(SequentialMLP):
 
 
 class GroupedExperts(GenerationFastPath, CountingExperts):
-    """Megatron's experts with the same parameters, each linear layer computed by one grouped product.
+    """Megatron's experts with the same parameters; one grouped product computes each linear layer.
 
-    While sequences are generated a pass has few tokens, too few to stack the weights for.
+    Generation does not use the grouped product, because a pass has too few tokens to pay for stacking the weights.
     """
 
     takes_weights_of_parts = True
-    """The linear layers' weights are used, but not by their own forward passes: who hooks those must hook this."""
+    """Whether submodules' weights are used without their forward passes. Hooks for them belong on this module then."""
 
     def _compute(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         if self.in_generation:
@@ -313,14 +313,14 @@ class GroupedExperts(GenerationFastPath, CountingExperts):
 
 
 def routers_of(model: ModelShard) -> list[Router]:
-    """This rank's, in the order of their layers."""
+    """Return this rank's routers in the order of their layers."""
     return [module for chunk in model.chunks for module in chunk.modules() if isinstance(module, Router)]
 
 
 def reset_router_statistics(model: ModelShard, data: BatchedDataDict[Any]) -> int:
-    """Let the routers note the load of a global batch, and know its numbers of sequences and tokens; the latter.
+    """Start recording of the routers' load for a global batch and return the batch's number of counted tokens.
 
-    Collective, of a replica's own rows.
+    Collective; `data` holds a replica's own rows.
     """
     mask = data["sample_mask"].double()  # exact beyond 2^24 tokens
     counted = float(mask.sum()), float((mask * data["input_lengths"]).sum())
@@ -332,14 +332,14 @@ def reset_router_statistics(model: ModelShard, data: BatchedDataDict[Any]) -> in
 
 
 class StepRouterStatistics:
-    """The load of a whole step, on every rank. Collective.
+    """The routing statistics of a whole step, on every rank. Collective.
 
-    tokens: [sparse layers, experts] that were sent to each expert, of the sequences that count.
-    dropped: [sparse layers] of the choices of these tokens, those that reached no expert.
+    tokens: [sparse layers, experts] number of tokens of counted sequences sent to each expert.
+    dropped: [sparse layers] number of these tokens' choices that reached no expert.
     means: [sparse layers, 3] entropy of the scores (nats), balance loss and z-loss, without their coefficients.
 
     Args:
-        num_tokens: of the sequences that count.
+        num_tokens: number of tokens in counted sequences.
     """
 
     def __init__(self, model: ModelShard, num_tokens: int) -> None:
@@ -351,7 +351,7 @@ class StepRouterStatistics:
         for router in routers_of(model):
             load = router.load
             if load is not None and isinstance(load.tokens, Tensor):
-                # Every rank of an expert's tensor parallelism receives all of its tokens.
+                # Every rank of an expert's tensor-parallel group receives all of the expert's tokens.
                 reached = load.received / topology.expert_tensor.size - load.uncounted
                 rest = [torch.as_tensor(x).to(local) for x in (load.entropy, load.balance, load.z, reached)]
                 local[router.index] = torch.cat((load.tokens.double(), torch.stack(rest)))
@@ -366,7 +366,7 @@ class StepRouterStatistics:
         self.layers = [layer for layer, sparse in enumerate(experts.sparse_layers) if sparse]
 
     def metrics(self) -> dict[str, float]:
-        """Return the fullest expert over the mean one, dropped choices and entropy by layer, and the summed losses."""
+        """Return per layer maximum over mean expert load, dropped choices and entropy, and the summed losses."""
         fullest = (self.tokens.amax(1) / self.tokens.mean(1).clamp(min=1e-30)).tolist()
         entropy, balance, z = self.means.unbind(1)
         return {
@@ -378,21 +378,21 @@ class StepRouterStatistics:
         }
 
     def update_biases(self, model: ModelShard, rate: float) -> None:
-        """Move the bias of experts with fewer tokens than the mean up by `rate`, of others down (arXiv:2408.15664)."""
+        """Raise the bias of experts with fewer tokens than the mean by `rate`, lower others (arXiv:2408.15664)."""
         for router in routers_of(model):
             tokens = self.tokens[router.index]
             router.expert_bias += rate * torch.sign(tokens.mean() - tokens).to(router.expert_bias)
 
 
 class BalancedDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's dispatcher, with as many tokens for each expert as for any other (to one, where that is a fraction).
+    """Megatron's dispatcher with an equal number of tokens for each expert (up to one, because of rounding).
 
-    Ranks that share experts hold as many tokens as this one.
+    It assumes that ranks that share experts have as many tokens as this rank.
     """
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """[T, experts] → [this rank's experts] tokens for each, from all ranks; on the host, as all counts are."""
-        super().preprocess(routing_map).cpu()  # Megatron counts, ranks tell each other, and the host waits for it
+        """Map [T, experts] to [this rank's experts], the tokens per expert from all ranks; counts are on the host."""
+        super().preprocess(routing_map).cpu()  # Megatron counts, ranks exchange counts, and the host waits
         choices, ranks = len(routing_map) * self.config.moe_router_topk, self.tp_size * self.ep_size
         shares = (torch.arange(self.num_experts + 1, device="cpu") * choices // self.num_experts).diff()
         own = shares[self.local_expert_indices]
@@ -404,14 +404,14 @@ class BalancedDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 _kernels: list[torch.library.Library] = []
-"""A kernel is there as long as its library is."""
+"""Registered libraries. A kernel exists only while its library is referenced."""
 
 
 def balance_routing(chunk: torch.nn.Module) -> None:
-    """From now on the chunk's experts get equal shares of the tokens, whatever its routers choose.
+    """Give the chunk's experts equal shares of the tokens from now on, independent of the routers' choices.
 
-    In this process a mask [experts, T] selects topk entries for each token: torch has no `masked_select` without
-    values, whose number it could not know.
+    In this process, a mask [experts, T] selects topk entries for each token: torch has no `masked_select` for tensors
+    without values, because the size of its result depends on the values.
     """
     for layer in (module for module in chunk.modules() if isinstance(module, MoELayer)):
         layer.token_dispatcher = BalancedDispatcher(
@@ -423,7 +423,7 @@ def balance_routing(chunk: torch.nn.Module) -> None:
 
 def _selection(topk: int) -> torch.library.Library:
     def masked_select(values: Tensor, mask: Tensor) -> Tensor:
-        mask.any().item()  # a GPU tells the host how many they are
+        mask.any().item()  # as on a GPU, the host waits for the number of selected entries
         return values.new_empty(mask.shape[-1] * topk)
 
     library: Any = torch.library.Library("aten", "IMPL")

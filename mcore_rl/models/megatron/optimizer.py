@@ -1,8 +1,8 @@
-"""Megatron's DDP, distributed optimizer and schedule; the gathering of updated weights; offloading of device memory.
+"""Megatron's DDP, distributed optimizer and schedule; the gather of updated weights; offloading of device memory.
 
 The gradient is d/dθ Σ_DP Σ_microbatches L. Losses are already divided by the global batch's counts, and
-context-parallel ranks hold parts that add up, so nothing may be divided again. With `calculate_per_token_loss` and a
-loss function that returns three values, Megatron's schedules leave the loss as it is and DDP sums over data- and
+context-parallel ranks have parts that add up, so no further division may happen. With `calculate_per_token_loss` and a
+loss function that returns three values, Megatron's schedules do not scale the loss, and DDP sums over data- and
 context-parallel ranks. `finalize_gradients` passes no token count, so that Megatron skips its final division too.
 """
 
@@ -36,16 +36,16 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 SCHEDULES = {"inverse_square_root": "inverse-square-root", "wsd": "WSD"}
-"""Megatron's names of those that it calls otherwise."""
+"""Megatron's names of the schedules that it names differently."""
 
 
 BUCKET_SIZE: int | None = None
-"""Parameters whose gradients are reduced together where that overlaps with the backward pass; None: as Megatron has it,
-the larger of 40 million and a million a replica."""
+"""Number of parameters whose gradients are reduced together during the backward pass. None: Megatron's default, the
+larger of 40 million and 1 million per replica."""
 
 
 def wrap_for_training(model: ModelShard, parallel: ParallelConfig) -> list[DistributedDataParallel]:
-    """The model's chunks with gradient buffers in fp32, reduced over data- and context-parallel ranks."""
+    """Wrap the model's chunks with fp32 gradient buffers that are reduced over data- and context-parallel ranks."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -59,15 +59,15 @@ def wrap_for_training(model: ModelShard, parallel: ParallelConfig) -> list[Distr
     ]
     for chunk in model.chunks:
         chunk.config.finalize_model_grads_func = finalize_gradients
-        if parallel.overlap_grad_reduce:  # in which microbatches nothing is to be reduced yet, the schedules know
+        if parallel.overlap_grad_reduce:  # the schedules disable the reduction for all microbatches but the last
             functions = [ddp.no_sync for ddp in wrapped]
             chunk.config.no_sync_func = functions if len(functions) > 1 else functions[0]
     return wrapped
 
 
 def finalize_gradients(model: Sequence[DistributedDataParallel], num_tokens: Any = None, **kwargs: Any) -> None:
-    """Megatron's reductions over the groups, without its division by a token count."""
-    for chunk in model:  # these reductions begin a new round of gathering, in which none may be left of the last
+    """Run Megatron's reductions over the groups, without its division by a token count."""
+    for chunk in model:  # these reductions start a new round of gathers, so the last round must be complete
         if chunk.module.gather is not None:
             chunk.module.gather.settle()
     finalize_model_grads(list(model), None, **kwargs)
@@ -76,10 +76,10 @@ def finalize_gradients(model: Sequence[DistributedDataParallel], num_tokens: Any
 def build_optimizer(
     wrapped: Sequence[DistributedDataParallel], config: OptimizerConfig, dtype: torch.dtype, lora_lr_ratio: float = 1.0
 ) -> MegatronOptimizer:
-    """AdamW, its fp32 state sharded over data-parallel ranks.
+    """Build AdamW with fp32 state sharded over data-parallel ranks.
 
     Args:
-        lora_lr_ratio: learning rate of the adapters' B by that of all else.
+        lora_lr_ratio: ratio of the learning rate of the adapters' B to the learning rate of all other parameters.
     """
     megatron = MegatronOptimizerConfig(
         optimizer="adam",
@@ -103,14 +103,14 @@ def build_optimizer(
         if rate != config.lr:
             ratio = rate / config.lr if config.lr else math.inf
             min_lr = ratio * config.min_lr if config.lr else 0.0
-            # Megatron tells groups apart by lr_mult when a checkpoint is loaded, not by the rates that it takes.
+            # Megatron distinguishes groups by lr_mult when a checkpoint is loaded, not by their rates.
             rates: Any = {"max_lr": rate, "min_lr": min_lr, "lr_mult": ratio}
             overrides[key] = rates
     return get_megatron_optimizer(megatron, list(wrapped), config_overrides=overrides)
 
 
 def clip_gradients(optimizer: MegatronOptimizer, limit: float) -> float:
-    """Prepare the gradients, scale them down to the norm `limit` (not if that is 0), and return their norm before.
+    """Prepare the gradients, clip them to the norm `limit` (0 disables clipping), and return the norm before clipping.
 
     A norm that is not finite is returned without clipping.
     """
@@ -123,13 +123,13 @@ def clip_gradients(optimizer: MegatronOptimizer, limit: float) -> float:
 
 
 def update_weights(optimizer: MegatronOptimizer) -> None:
-    """Make the optimizer's step with gradients that `clip_gradients` has prepared."""
+    """Make an optimizer step with the gradients that `clip_gradients` has prepared."""
     updated = optimizer.step_with_ready_grads()
     assert updated, "Megatron skips a step for gradients that are not finite, which clip_gradients has ruled out"
 
 
 def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up, then `config.schedule` down to min_lr at the last step; one tick an optimizer step."""
+    """Build a schedule of one tick per optimizer step: linear warm-up, then `config.schedule` to min_lr at the end."""
     steps, wsd = max(total_steps, 1), config.schedule == "wsd"
     return OptimizerParamScheduler(
         optimizer,
@@ -145,17 +145,17 @@ def build_scheduler(optimizer: MegatronOptimizer, config: OptimizerConfig, total
         end_wd=config.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        # A resumed run follows its own configuration from the step that the checkpoint names.
+        # A resumed run follows its own configuration, from the step in the checkpoint.
         override_opt_param_scheduler=True,
         use_checkpoint_opt_param_scheduler=False,
     )
 
 
 def gather_gradients(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Make every `main_grad` whole on every rank.
+    """Complete every `main_grad` on every rank. Collective.
 
-    The distributed optimizer leaves each data-parallel rank only its own part of the reduced gradients;
-    training needs no more, but whoever wants to look at them does. Collective.
+    The distributed optimizer leaves each data-parallel rank only its own part of the reduced gradients. Training
+    needs no more, but code that inspects gradients does.
     """
     for chunk in wrapped:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -166,18 +166,19 @@ def gather_gradients(wrapped: Sequence[DistributedDataParallel]) -> None:
 
 
 def optimizers_with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the optimizers of dense parameters and of experts that this rank holds a part of."""
+    """Return the optimizers, of dense parameters and of experts, that own parameters on this rank."""
     inners = optimizer.chained_optimizers
-    held = (inner for inner in inners if inner.optimizer is not None)  # the dense, where experts alone are trained
+    held = (inner for inner in inners if inner.optimizer is not None)  # None for dense if only experts are trained
     return [inner for inner in held if any(group["params"] for group in inner.optimizer.param_groups)]
 
 
 class ParameterGather:
-    """The distributed optimizer gives each replica its own part of the updated weights. Here the rest comes in the
-    forward pass of the next training step, each bucket of parameters while the layers before it compute.
+    """A gather of updated weights that overlaps with the next forward pass.
 
-    Until then no rank's weights are whole: whoever else takes them calls `settle` first. Every method is collective
-    over the replicas.
+    The distributed optimizer gives each replica its own part of the updated weights. The other parts are gathered in
+    the forward pass of the next training step, each bucket of parameters while the layers before it compute. Until
+    then the weights are incomplete on every rank; any other code that reads them must call `settle` first. Every
+    method is collective over the replicas.
 
     Args:
         wrapped: chunks whose configuration has Megatron's `overlap_param_gather`.
@@ -193,16 +194,16 @@ class ParameterGather:
                     module.register_forward_pre_hook(self._wait_for_parts)
 
     def begin(self) -> None:
-        """After an optimizer step: gather what the first layers need; they ask for the next."""
+        """Start the gather after an optimizer step with the first layers' weights; each layer requests the next."""
         self.is_pending = True
         for chunk in self.wrapped:
             chunk.enable_forward_pre_hook()
             for groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups):
-                if groups:  # in the order of the backward pass
+                if groups:  # groups are in the order of the backward pass
                     groups[-1].start_param_sync()
 
     def settle(self) -> None:
-        """Wait for what is on its way, gather what was not asked for; nothing where all is there."""
+        """Finish the gather: wait for pending buckets and gather the others. Do nothing if weights are complete."""
         if not self.is_pending:
             return
         self.is_pending = False
@@ -231,10 +232,10 @@ class ParameterGather:
 
 
 class Offload:
-    """Storages of one kind, in place or given up.
+    """A set of storages that can be released temporarily.
 
     Args:
-        keep: copy the contents to the host and back; otherwise they come back as zeros.
+        keep: copy the contents to the host and back; otherwise the contents are zeros after `restore`.
     """
 
     def __init__(self, keep: bool) -> None:
@@ -246,7 +247,7 @@ class Offload:
         return bool(self._away)
 
     def offload(self, tensors: Iterable[Tensor]) -> int:
-        """Give up the storages behind `tensors`; returns the bytes of device memory that this frees."""
+        """Release the storages behind `tensors`; return the bytes of device memory that this frees."""
         if self.is_away:
             return 0
         for whole in _storages(tensors):
@@ -262,7 +263,7 @@ class Offload:
         return freed
 
     def restore(self) -> None:
-        """Bring everything back."""
+        """Restore all storages to the device."""
         for whole, host in self._away:
             whole.untyped_storage().resize_(host if isinstance(host, int) else host.numel())
             if isinstance(host, int):
@@ -273,7 +274,7 @@ class Offload:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Each storage behind `tensors` once, seen as bytes."""
+    """Return each storage behind `tensors` once, viewed as bytes."""
     found: dict[int, Tensor] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -284,12 +285,12 @@ def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def gradient_buffers(chunks: Iterable[DistributedDataParallel]) -> list[Tensor]:
-    """The buffers that gradients are accumulated and reduced in."""
+    """Return the buffers in which gradients are accumulated and reduced."""
     return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer, weights: Iterable[Tensor]) -> list[Tensor]:
-    """Moments and fp32 parameters, except what shares the memory of the weights themselves."""
+    """Return moments and fp32 parameters, except tensors that share memory with the weights."""
     shared = {platform.storage_id(weight) for weight in weights}
     tensors = []
     for inner in optimizers_with_parameters(optimizer):

@@ -1,4 +1,4 @@
-"""Megatron's parallel state, the `Topology` that is made from it once, and the random generators of a process."""
+"""Megatron's parallel state, the `Topology` that is derived from it, and the random generators of a process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 
 @dataclass
 class _Layout:
-    """Megatron's groups are the process's: the layout that they have, and how many models use them."""
+    """The parallel layout of this process's Megatron groups, and the number of models that use them."""
 
     config: ParallelConfig
     topology: Topology
@@ -39,16 +39,16 @@ OF_A_MODEL = {
     "pipeline_model_parallel_layout",
     "timeout_seconds",
 }
-"""Keys of `parallel` that do not themselves make other groups."""
+"""Keys of `parallel` that do not change the process groups."""
 
 
 def initialize_parallel(config: ParallelConfig) -> Topology:
-    """Join the processes of this run and build the groups of `config`, if that was not done yet. Collective.
+    """Join the processes of this run and build the groups of `config`, if they do not exist yet. Collective.
 
-    Each call goes with one of `destroy_parallel`.
+    Each call needs a matching call of `destroy_parallel`.
 
     Raises:
-        RuntimeError: there are groups of another layout.
+        RuntimeError: groups of another layout exist.
     """
     global _layout
     if _layout is None:
@@ -67,7 +67,7 @@ def initialize_parallel(config: ParallelConfig) -> Topology:
 
 
 def destroy_parallel() -> None:
-    """Leave all process groups, when the last of those who asked for them does."""
+    """Release the process groups; destroy them with the last user's call."""
     global _layout
     if _layout is not None and _layout.users > 1:
         _layout.users -= 1
@@ -106,12 +106,12 @@ def _build_groups(config: ParallelConfig) -> Topology:
 
 
 def process_groups() -> ProcessGroupCollection:
-    """Megatron's groups, to hand to its modules."""
+    """Return Megatron's process groups, as its modules take them."""
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
 def seed_everything(seed: int) -> None:
-    """Seed every random generator alike on all ranks; Megatron's tracker offsets them where needed."""
+    """Seed every random generator alike on all ranks; Megatron's tracker adds offsets where needed."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -119,7 +119,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """States of python, numpy, torch on the host and the device, and Megatron's tracker."""
+    """Return the states of python, numpy, torch on the host and the device, and Megatron's tracker."""
     name, keys, *rest = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
         "python": random.getstate(),
@@ -133,7 +133,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Put every generator back where `random_states` found it."""
+    """Restore every generator to the states of `random_states`."""
     random.setstate(states["python"])
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype("uint32"), *rest))

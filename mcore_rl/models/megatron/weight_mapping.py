@@ -1,4 +1,4 @@
-"""How a Megatron parameter is made of Hugging Face tensors, read in both directions."""
+"""Mappings between Megatron parameters and Hugging Face tensors, used in both directions."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ Shape = tuple[int, ...]
 
 
 class TensorSource(Protocol):
-    """Named tensors, of which parts can be read."""
+    """A set of named tensors whose parts can be read."""
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """`tensor[rows]`, or `tensor[rows, columns]`."""
+        """Return `tensor[rows]`, or `tensor[rows, columns]`."""
         ...
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows `first` … `first + shape[0] − 1` of a Hugging Face tensor; all of it where nothing else is made of it."""
+    """Rows `first` … `first + shape[0] − 1` of a Hugging Face tensor; the whole tensor if it has no other parts."""
 
     name: str
     shape: Shape
     first: int = 0
 
     def read(self, source: TensorSource, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
-        """`part[rows, columns]`, without reading the rest."""
+        """Return `part[rows, columns]`, without reading the rest."""
         start, stop, _ = rows.indices(self.shape[0])
         return source.read(self.name, slice(self.first + start, self.first + stop), columns)
 
 
 class Kind(ABC):
-    """How a parameter is cut over tensor-parallel ranks.
+    """A way to shard a parameter over tensor-parallel ranks.
 
-    partition_dim: the dimension of the parameter that is cut; None if every rank holds all of it.
+    partition_dim: the sharded dimension of the parameter; None if every rank has all of it.
     """
 
     partition_dim: int | None = 0
 
     @abstractmethod
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
-        """The shard of rank `rank` of `size`, of which no more than that is read."""
+        """Return the shard of rank `rank` of `size`, reading only that shard."""
 
     @abstractmethod
     def split(self, stacked: Tensor) -> list[Tensor]:
-        """All shards [size, …] (one, where it is not cut) → the parts, as views where they can be."""
+        """Split all shards [size, …] (a single one if not sharded) into the parts, as views if possible."""
 
     def shard_shape(self, parts: Sequence[Part], size: int) -> Shape:
-        """Return the shape on each of `size` ranks: that of the parts one above the other, or its share."""
+        """Return the shape on each of `size` ranks: the shape of the stacked parts, or the rank's share of it."""
         shape = [self._rows(parts, size), *parts[0].shape[1:]]
         if self.partition_dim is not None:
             shape[self.partition_dim] //= size
@@ -67,7 +67,7 @@ def _share(total: int, rank: int, size: int) -> slice:
 
 
 class Replicated(Kind):
-    """The same on every rank."""
+    """A parameter that is the same on every rank."""
 
     partition_dim = None
 
@@ -80,7 +80,7 @@ class Replicated(Kind):
 
 @dataclass(frozen=True)
 class Stacked(Kind):
-    """Parts of so many rows, one above the other, the same on every rank."""
+    """Stacked parts with given numbers of rows, the same on every rank."""
 
     rows: tuple[int, ...]
     partition_dim = None
@@ -93,7 +93,7 @@ class Stacked(Kind):
 
 
 class Rows(Kind):
-    """Rows are cut."""
+    """A parameter sharded by rows."""
 
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         return parts[0].read(source, _share(parts[0].shape[0], rank, size))
@@ -103,7 +103,7 @@ class Rows(Kind):
 
 
 class Columns(Kind):
-    """Columns are cut: the weight of Megatron's RowParallelLinear."""
+    """A parameter sharded by columns: the weight of Megatron's RowParallelLinear."""
 
     partition_dim = 1
 
@@ -115,9 +115,9 @@ class Columns(Kind):
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
-    """Rows of the embedding: a multiple of 128, as Megatron pads it, and of the tensor-parallel size.
+    """Return the rows of the embedding: a multiple of 128, as Megatron pads it, and of the tensor-parallel size.
 
-    The same for every power of two up to 128, so that checkpoints fit any such layout.
+    The result is the same for every power of two up to 128, so that checkpoints fit any such layout.
     """
     multiple = 128
     while multiple % tensor_parallel_size:
@@ -127,7 +127,7 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
 
 @dataclass(frozen=True)
 class Vocabulary(Kind):
-    """Rows of the vocabulary, padded at its end, are cut."""
+    """Rows of the vocabulary, padded at the end and sharded by rows."""
 
     vocab_size: int
 
@@ -148,7 +148,7 @@ class Vocabulary(Kind):
 
 
 class GateUp(Kind):
-    """Gate and up projections, each cut by rows, one above the other on every rank."""
+    """Gate and up projections, each sharded by rows and stacked on every rank."""
 
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         return torch.cat([part.read(source, _share(part.shape[0], rank, size)) for part in parts])
@@ -161,7 +161,7 @@ class GateUp(Kind):
 class QueryKeyValue(Kind):
     """Query, key and value rows (or biases), interleaved by key-value group: its query heads, its key, its value.
 
-    heads: query heads of a group. head_dim: rows of a head.
+    heads: number of query heads per group. head_dim: number of rows per head.
     """
 
     groups: int
@@ -169,7 +169,7 @@ class QueryKeyValue(Kind):
     head_dim: int
 
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
-        """With more ranks than key-value groups, a rank reads its group whole and keeps its rows."""
+        """Read a rank's shard; with more ranks than key-value groups, read the whole group and keep the rank's rows."""
         rows_per_group = (self.heads + 2) * self.head_dim
         wanted = _share(self.groups * rows_per_group, rank, size)
         first, last = wanted.start // rows_per_group, -(-wanted.stop // rows_per_group)
@@ -188,11 +188,11 @@ class QueryKeyValue(Kind):
 
 @dataclass(frozen=True)
 class Mapping:
-    """A Megatron parameter, by its name in the whole model, and the Hugging Face tensors that it is made of.
+    """A Megatron parameter, by its name in the whole model, and the Hugging Face tensors that it consists of.
 
-    megatron: with the layer's number in the whole model, and an expert's as `mlp.experts.NUMBER.…`.
-    is_expert: one of the routed experts' weights, which are shared out over expert-parallel ranks.
-    is_float32: in this precision whatever that of the model.
+    megatron: name with the layer's number in the whole model; for an expert's weight, `mlp.experts.NUMBER.…`.
+    is_expert: whether it is a routed expert's weight; these are distributed over expert-parallel ranks.
+    is_float32: whether it is float32 in a model of any precision.
     """
 
     megatron: str
@@ -203,11 +203,11 @@ class Mapping:
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """Each tensor once."""
+        """Name of each Hugging Face tensor, once."""
         return tuple(dict.fromkeys(part.name for part in self.parts))
 
     def split(self, stacked: Tensor, copies: bool = True) -> list[tuple[str, Tensor]]:
-        """All shards [size, …] → the Hugging Face tensors, each with memory of its own, or views where they can be."""
+        """Convert all shards [size, …] to the Hugging Face tensors: separate copies, or views if possible."""
         found: dict[str, list[Tensor]] = {}
         for part, tensor in zip(self.parts, self.kind.split(stacked), strict=True):
             found.setdefault(part.name, []).append(tensor)

@@ -1,7 +1,7 @@
-"""Hugging Face ⇄ Megatron weights, by the table of the model's family, which is read in both directions.
+"""Conversion between Hugging Face and Megatron weights, by the table of the model's family.
 
 Import: every rank reads only its slices of the safetensors files, without communication. Export: a generator yields the
-Hugging Face tensors of all parameters in the model's order; every rank must iterate over it, because the shards of each
+Hugging Face tensors of all parameters in the model's order. Every rank must iterate over it, because the shards of each
 tensor are gathered.
 """
 
@@ -31,15 +31,15 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 _IN_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _IN_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
-# gloo holds what it gathers a second time, NCCL does not: larger tensors are gathered in pieces on the CPU.
+# gloo stores gathered tensors twice, NCCL does not: on the CPU larger tensors are gathered in pieces.
 GLOO_BYTES = 4 * 1024**2
-# Ranks that have no part in an export wait for those that have at every so many parameters: at its end alone a large
-# model would take longer than a collective may.
+# Ranks without a part in an export wait for the others after every 64 parameters. If they waited only at the end, the
+# export of a large model would exceed the time limit of a collective.
 PARAMETERS_BETWEEN_MEETINGS = 64
 
 
 def cut_over(mapping: Mapping, topology: Topology) -> ParallelDimension:
-    """The ranks that have a shard each of a parameter, if it is cut."""
+    """Return the ranks over which a sharded parameter is distributed."""
     return topology.expert_tensor if mapping.is_expert else topology.tensor
 
 
@@ -52,17 +52,19 @@ def gather_tensors(
     first_only: bool = False,
     adapters: Dictionary[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face tensor of a table, whole, one at a time, in the table's order; by one all-gather at most, and
-    a broadcast over expert-parallel ranks and over stages where there are such. Collective over all ranks.
+    """Yield every Hugging Face tensor of a table, complete, one after the other in the table's order.
+
+    Each tensor needs at most one all-gather, and a broadcast over expert-parallel ranks and over pipeline stages if
+    there are any. Collective over all ranks.
 
     Args:
-        own: this rank's tensors by their names in the table; all in one precision but for those that are float32 in
-            every model.
+        own: this rank's tensors by their names in the table; all have the same precision, except tensors that are
+            float32 in every model.
         names: only these Hugging Face tensors, the same on every rank.
-        copies: give each tensor memory of its own; otherwise it is valid until the next one only.
-        first_only: yield to the first rank alone, and leave out the work of all others that it has no use for: one
-            data-parallel replica gathers.
-        adapters: by the same names, to be merged into the tensors.
+        copies: copy each tensor; otherwise it is valid only until the next one.
+        first_only: yield only on the first rank and skip work that it does not need: only one data-parallel replica
+            gathers.
+        adapters: adapters by the same names, to be merged into the tensors.
     """
     dtype = next((value.dtype for name, value in own.items() if not table[name].is_float32), torch.float32)
     wanted = [m for m in table.values() if names is None or not set(m.hf_names).isdisjoint(names)]
@@ -79,7 +81,7 @@ def gather_tensors(
 
 
 class _GatheredTensor:
-    """The owner of a parameter, and its way to all ranks, or to the first."""
+    """A parameter's owner, and the transfer of its shards to all ranks or to the first rank."""
 
     def __init__(self, mapping: Mapping, dtype: torch.dtype, model: ModelShard, first_only: bool) -> None:
         self.mapping, self.dtype, self.topology = mapping, dtype, model.topology
@@ -88,7 +90,7 @@ class _GatheredTensor:
         self.expert_rank = _expert_rank_of(mapping, model)
         top = model.topology
         replica = top.expert_data.rank if mapping.is_expert else top.data.rank + top.context.rank
-        # The first replica; of it those that have the first shard; of these the first rank's peers on all stages.
+        # The replica that gathers; its ranks with the first shard; of these the first rank's peers on all stages.
         self.gathers = not first_only or replica == 0
         self.passes_on = not first_only or (self.gathers and self.ranks.rank == 0)
         self.crosses_stages = not first_only or top.data.rank + top.context.rank + top.tensor.rank == 0
@@ -100,7 +102,7 @@ class _GatheredTensor:
         return there and (not self.mapping.is_expert or self.expert_rank == self.topology.expert.rank)
 
     def whole(self, shard: Tensor | None, adapter: Any) -> Tensor | None:
-        """All shards stacked, [TP, …] ([1, …] if it is not cut), where it is yielded; None elsewhere."""
+        """Return all shards stacked, [TP, …] ([1, …] if not sharded), on ranks that yield it; None elsewhere."""
         size = 1 if self.mapping.kind.partition_dim is None else self.ranks.size
         shape = self.mapping.kind.shard_shape(self.mapping.parts, self.ranks.size)
         stacked = None
@@ -115,7 +117,7 @@ class _GatheredTensor:
         return stacked if self.yields else None
 
     def _sent(self, tensor: Tensor | None, shape: Shape, ranks: ParallelDimension, source: int) -> Tensor | None:
-        """`tensor` of rank `source` of a group, on all of its ranks."""
+        """Return `tensor` of rank `source` of a group on all of its ranks."""
         if ranks.size == 1:
             return tensor
         if ranks.rank != source:
@@ -139,7 +141,7 @@ def _expert_rank_of(mapping: Mapping, model: ModelShard) -> int:
 
 
 def _gather(shard: Tensor, ranks: ParallelDimension) -> Tensor:
-    """[…] on each rank → [size, …]."""
+    """Gather […] of each rank into [size, …]."""
     stacked = shard.new_empty((ranks.size, *shard.shape))
     own, whole = shard.contiguous().view(-1), stacked.view(ranks.size, -1)
     if platform.has_gpu() or stacked.nbytes <= GLOO_BYTES:
@@ -152,10 +154,10 @@ def _gather(shard: Tensor, ranks: ParallelDimension) -> Tensor:
 
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-# Experts as a list of modules, or as numbered weights of one grouped module (Transformer Engine).
+# Experts are stored as a list of modules, or as numbered weights of one grouped module (Transformer Engine).
 _LISTED_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 _GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
-# Norms inside a fused module of Transformer Engine.
+# Norms that Transformer Engine fuses into a linear module.
 _FUSED = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -166,7 +168,7 @@ ADAPTER = ".adapter."
 
 
 def name_in_model(name: str, first_layer: int = 0, first_expert: int = 0) -> str:
-    """A chunk's parameter by its name in the family's table.
+    """Return the name in the family's table of a chunk's parameter.
 
     Args:
         first_layer, first_expert: numbers in the whole model of the chunk's first layer and of the rank's first expert.
@@ -180,17 +182,17 @@ def name_in_model(name: str, first_layer: int = 0, first_expert: int = 0) -> str
 
 
 def named_mappings(model: ModelShard) -> Iterator[tuple[Mapping, Tensor]]:
-    """This rank's parameters and persistent buffers with their mappings; the copy of a tied embedding is left out.
+    """Yield this rank's parameters and persistent buffers with their mappings, without the copy of a tied embedding.
 
     Raises:
-        UserError: a parameter that the family's table does not know.
+        UserError: the family's table has no entry for a parameter.
     """
     for chunk in model.chunks:
         yield from ((mapping, tensor) for _, mapping, tensor in chunk_mappings(model, chunk))
 
 
 def chunk_mappings(model: ModelShard, chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Mapping, Tensor]]:
-    """`named_mappings` of one chunk, with the names that its tensors have there."""
+    """Yield `named_mappings` of one chunk, with the tensors' names in the chunk."""
     for name, tensor in weights_of(chunk):
         if (name == "output_layer.weight" and model.family.ties_embeddings) or ADAPTER in name:
             continue
@@ -201,19 +203,19 @@ def chunk_mappings(model: ModelShard, chunk: HiddenStateGPTModel) -> Iterator[tu
 
 
 def weights_of(chunk: HiddenStateGPTModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's weights: its parameters and adapters, and routers' biases, which no gradient trains."""
+    """Yield the model's weights: its parameters and adapters, and the routers' biases, which have no gradient."""
     yield from chunk.named_parameters()
     yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(FLOAT32_BUFFER))
 
 
 def own_weights(model: ModelShard) -> Iterator[tuple[str, Tensor]]:
-    """`weights_of` all chunks of this rank, by names that tell the chunks apart."""
+    """Yield `weights_of` all chunks of this rank, with the chunk's index in the names."""
     for index, chunk in enumerate(model.chunks):
         yield from ((f"{index}.{name}", tensor) for name, tensor in weights_of(chunk))
 
 
 def first_layer(chunk: HiddenStateGPTModel) -> int:
-    """Number in the whole model of a chunk's first layer; 0 where it has none."""
+    """Return the number in the whole model of a chunk's first layer; 0 if the chunk has none."""
     return int(chunk.decoder.layers[0].layer_number) - 1 if len(chunk.decoder.layers) else 0
 
 
@@ -221,20 +223,20 @@ def first_layer(chunk: HiddenStateGPTModel) -> int:
 
 
 def load_hf_weights(model: ModelShard, source: SafetensorsDirectory) -> None:
-    """Fill this rank's parameters from a model directory. No communication.
+    """Fill this rank's parameters from a model directory, without communication.
 
     Raises:
-        UserError: a tensor that is missing, unknown, or of another shape than the config says.
+        UserError: a tensor is missing, unknown, or has another shape than the config implies.
     """
     check_hf_tensors(model.family.hf, source)
     with torch.no_grad():
         for mapping, tensor in named_mappings(model):
             if mapping.hf_names == (REWARD_HEAD,) and REWARD_HEAD not in source.names():
-                continue  # a language model's directory has none: training begins from zero
+                continue  # a language model's directory has no reward head: training starts from zeros
             tensor.copy_(read_shard(mapping, source, model.topology))
             if mapping.kind.partition_dim is not None and not hasattr(tensor, "tensor_model_parallel"):
-                # Megatron marks shards only when it initialises them; unmarked, the gradient norm of all
-                # ranks but the first would be left out.
+                # Megatron marks shards only when it initialises them. Without the mark, the gradient norm would
+                # omit all ranks but the first.
                 set_tensor_model_parallel_attributes(tensor, True, mapping.kind.partition_dim, 1)
         if model.family.ties_embeddings and model.topology.is_last_stage:
             embedding = read_shard(model.family.table["embedding.word_embeddings.weight"], source, model.topology)
@@ -242,21 +244,21 @@ def load_hf_weights(model: ModelShard, source: SafetensorsDirectory) -> None:
 
 
 def read_shard(mapping: Mapping, source: TensorSource, topology: Topology) -> Tensor:
-    """This rank's shard of a parameter."""
+    """Return this rank's shard of a parameter."""
     ranks = cut_over(mapping, topology)
     return mapping.kind.read(mapping.parts, source, ranks.rank, ranks.size)
 
 
 def hf_shapes(hf: Any) -> dict[str, Shape]:
-    """Names and shapes of the Hugging Face tensors of a configuration, in the model's order."""
+    """Return names and shapes of the Hugging Face tensors of a configuration, in the model's order."""
     return family_of(hf).shapes()
 
 
 def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
-    """Refuse a directory whose tensors are not exactly those of its configuration.
+    """Raise an error for a directory whose tensors do not match its configuration.
 
     Raises:
-        UserError: naming the first tensors that are missing, unknown or misshapen.
+        UserError: the message names the first tensors that are missing, unknown or misshapen.
     """
     family = family_of(hf)
     expected = family.shapes()
@@ -283,14 +285,14 @@ def export_hf_weights(
     copies: bool = True,
     first_only: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every Hugging Face tensor, whole, one at a time, on every rank. Collective over all of them.
+    """Yield every Hugging Face tensor, complete, one after the other, on every rank. Collective over all ranks.
 
     Args:
-        value_of: what is exported of a parameter, for example its gradient; its value, with its adapter merged into
-            it, if left out.
-        names: only these tensors, the same on every rank; all if left out.
-        copies: give each tensor memory of its own; otherwise it is valid until the next one only.
-        first_only: on the first rank alone; data-parallel replicas other than its own then gather nothing.
+        value_of: function that returns the value to export for a parameter, for example its gradient. By default the
+            parameter's value with its adapter merged.
+        names: only these tensors, the same on every rank; all if None.
+        copies: copy each tensor; otherwise it is valid only until the next one.
+        first_only: yield only on the first rank; other data-parallel replicas then do not gather.
     """
     adapters = adapters_of(model) if value_of is None else {}
     value_of = value_of or torch.Tensor.detach
@@ -299,7 +301,7 @@ def export_hf_weights(
 
 
 def adapters_of(model: ModelShard) -> dict[str, Any]:
-    """This rank's adapters, by the names of the weights that they are on."""
+    """Return this rank's adapters, by the names of the weights that they apply to."""
     owners = {
         id(module.weight): module.adapter
         for chunk in model.chunks

@@ -41,7 +41,7 @@ class PolicyCheckpoint:
 
     @property
     def can_be_saved(self) -> bool:
-        """Whether everything that a checkpoint holds is on the device (not offloaded for an inference engine)."""
+        """Whether no part of a checkpoint is offloaded for an inference engine."""
         return not (self.policy.weights_offload.is_away or self.policy.memory.optimizer.is_away)
 
     @contextmanager

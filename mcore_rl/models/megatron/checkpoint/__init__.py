@@ -1,1 +1,1 @@
-"""Checkpoints in Megatron's distributed format: what they hold, saving, loading, conversion."""
+"""Checkpoints in Megatron's distributed format: contents, saving, loading, conversion."""

@@ -43,9 +43,10 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 
 def describe(iteration: Path) -> Iterator[str]:
-    """Lines: soundness, the run's state, every tensor's shape, precision and number of shards, sizes, config.
+    """Yield lines that describe a checkpoint: integrity, state, tensors (shape, precision, shards), sizes, config.
 
     Raises:
+        UserError: the checkpoint names code to run.
         UserError: it names code to run.
     """
     index = check_trusted(iteration)
@@ -93,12 +94,12 @@ Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 
 
 def hf_to_megatron(source: Path, destination: Path, progress: Progress) -> Path:
-    """Write the weights of a Hugging Face directory as iteration 0 below `destination`; returns it.
+    """Write the weights of a Hugging Face directory as iteration 0 below `destination`; return the iteration.
 
-    Training begins from it with `checkpoint.resume=DESTINATION checkpoint.allow_partial=true`.
+    Start training from it with `checkpoint.resume=DESTINATION checkpoint.allow_partial=true`.
 
     Raises:
-        UserError: not a model that is supported, or weights of mixed precision.
+        UserError: the model is not supported, or its weights have mixed precision.
     """
     tensors = SafetensorsDirectory(source)
     hf_config = load_hf_config(source)
@@ -131,15 +132,15 @@ def megatron_to_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     chat_template: str | None = None,
 ) -> None:
-    """Write the weights of a checkpoint as a Hugging Face directory; of adapters, as a PEFT directory.
+    """Write the weights of a checkpoint as a Hugging Face directory, or its adapters as a PEFT directory.
 
     Args:
         source: a Hugging Face directory of the same architecture, for config and tokenizer.
-        max_shard_bytes: size of the files written, of which one is held in memory.
-        chat_template: in place of the source's.
+        max_shard_bytes: size of the written files; one file is held in memory.
+        chat_template: chat template that replaces the source's.
 
     Raises:
-        UserError: a checkpoint of another architecture, or one that names code to run.
+        UserError: the checkpoint has another architecture, or names code to run.
     """
     index = check_trusted(iteration)
     hf_config = load_hf_config(source)
@@ -195,7 +196,7 @@ def _dtype_of(tensors: SafetensorsDirectory, hf_config: Any) -> torch.dtype:
 
 
 def _float32_names(family: Family) -> tuple[str, ...]:
-    """Return the endings of the parameters that are float32 whatever the precision of the model."""
+    """Return the name endings of the parameters that are float32 in a model of any precision."""
     router = ".router.weight"
     is_wide = any(mapping.is_float32 and mapping.megatron.endswith(router) for mapping in family.table.values())
     return (FLOAT32_BUFFER, router) if is_wide else (FLOAT32_BUFFER,)
@@ -207,7 +208,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A stored part of a parameter: from number `first` on, with the shape of `place.data`."""
+    """A stored part of a parameter: from element `first` on, with the shape of `place.data`."""
 
     mapping: Mapping
     place: ShardedTensor
@@ -215,12 +216,12 @@ class StoredPart:
 
     @property
     def shape(self) -> Shape:
-        """Without the dimensions that the checkpoint stacks layers and experts on."""
+        """Shape without the dimensions on which the checkpoint stacks layers and experts."""
         return tuple(self.place.data.shape)
 
 
 def _stored_parts(model: ModelShard) -> Iterator[tuple[Mapping, list[StoredPart]]]:
-    """Each parameter of a whole model, and the parts it is stored in, in the order of its numbers."""
+    """Yield each parameter of a whole model with its stored parts, in the order of their elements."""
     (chunk,) = model.chunks
     described = model_state(model)["model"]
     for name, mapping, tensor in chunk_mappings(model, chunk):
@@ -234,7 +235,7 @@ def _stored_parts(model: ModelShard) -> Iterator[tuple[Mapping, list[StoredPart]
 def _read_parts(
     items: Iterable[tuple[WriteItem, Tensor]], source: SafetensorsDirectory, model: ModelShard
 ) -> Iterator[tuple[WriteItem, Tensor]]:
-    """The tensors of a plan, each read when it is asked for."""
+    """Yield the tensors of a plan; each is read on demand."""
     places = {
         (part.place.key, tuple(part.place.global_offset)): part for _, parts in _stored_parts(model) for part in parts
     }
@@ -247,7 +248,7 @@ def _read_parts(
 
 
 def _load_all(iteration: Path, index: Metadata, model: ModelShard, progress: Progress) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face tensor of a checkpoint, each read when it is asked for."""
+    """Yield every Hugging Face tensor of a checkpoint; each is read on demand."""
     reader, stored = RegionReader(iteration, index), list(_stored_parts(model))
     for mapping, parts in progress(stored, len(stored)):
         pieces = []

@@ -1,4 +1,4 @@
-"""The parts of Megatron-Core outside its public interface that checkpoints use, and the reasons."""
+"""Private parts of Megatron-Core that checkpoints use, with the reasons."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 
 def owned_ranges(inner: Any) -> Iterator[tuple[Parameter, int, int]]:
-    """The model's parameters that a distributed optimizer has numbers start … end − 1 of on this rank, row-major.
+    """Yield the parameters of which a distributed optimizer owns elements start … end − 1 (row-major) on this rank.
 
-    Its interface gives whole parameters, gathered over data-parallel ranks.
+    The optimizer's public interface returns whole parameters, gathered over data-parallel ranks.
     """
     for parameter in inner.model_param_gbuf_map:
         owned = inner._get_model_param_range_map(parameter)["param"]
@@ -26,16 +26,16 @@ def owned_ranges(inner: Any) -> Iterator[tuple[Parameter, int, int]]:
 
 
 def optimizer_tensors_of(inner: Any, parameter: Parameter) -> dict[str, Tensor]:
-    """This rank's fp32 numbers of a parameter and their moments, by their names in a checkpoint: the optimizer's own
-    memory, where its interface gives copies."""
+    """Return this rank's fp32 elements of a parameter and their moments, by their names in a checkpoint. The tensors
+    are the optimizer's own memory; its public interface returns copies."""
     tensors = inner._get_main_param_and_optimizer_states(parameter)
-    return {name: values for name, values in tensors.items() if name != "step"}  # one number for all parameters
+    return {name: values for name, values in tensors.items() if name != "step"}  # "step" is common to all parameters
 
 
 def shards_by_key(state: ShardedStateDict, strategy: TorchDistSaveShardedStrategy) -> dict[str, Any]:
-    """Shards as torch's planner wants them: by the names that they have in the checkpoint.
+    """Return shards in the form that torch's planner expects: by their names in the checkpoint.
 
-    The strategy's own saving goes on from here to write in processes which it waits for for ever.
+    The strategy's own saving would then write in subprocesses and wait for them without a time limit.
     """
     tensors, *_ = _replace_state_dict_keys_with_sharded_keys(state, strategy.keep_only_main_replica)
     found: dict[str, Any] = tensors

@@ -1,6 +1,6 @@
-"""Loading of checkpoints in Megatron's distributed format, from any layout.
+"""Loading of checkpoints in Megatron's distributed format, from any parallel layout.
 
-Only pickled types that checkpoints need are loaded. Each rank reads the regions of the shards that it holds.
+Only the pickled types that checkpoints need are loaded. Each rank reads the regions of the shards that it holds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from megatron.core.dist_checkpointing.core import (
 )
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-# What an index is made of, by module and name.
+# Classes that an index may contain, by module and name.
 INDEX_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -84,10 +84,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def read_index(iteration: Path) -> Metadata:
-    """The index of a checkpoint, without running anything that it may name.
+    """Return the index of a checkpoint, without running code that it may name.
 
     Raises:
-        UserError: not an index, or one that names other classes than an index is made of.
+        UserError: the file is not an index, or names a class that an index does not contain.
     """
     try:
         with open(iteration / ".metadata", "rb") as file:
@@ -100,10 +100,10 @@ def read_index(iteration: Path) -> Metadata:
 
 
 def check_trusted(iteration: Path) -> Metadata:
-    """The index of a checkpoint; refuse one that would run code when loaded, or read outside its directory.
+    """Return the index of a checkpoint that neither runs code when loaded nor reads outside its directory.
 
     Raises:
-        UserError: naming the file and what it names.
+        UserError: the checkpoint does. The message contains the file and the name in it.
     """
     index = read_index(iteration)
     for storage in index.storage_data.values():
@@ -128,7 +128,7 @@ def _read(path: Path, offset: int = 0, length: int = -1) -> io.BytesIO:
 
 
 def architecture_of_checkpoint(iteration: Path) -> dict[str, Any]:
-    """Return `architecture_of` the model whose weights a checkpoint holds; {} if it does not say."""
+    """Return `architecture_of` the model whose weights a checkpoint holds; {} if it is not recorded."""
     if (identity := stored_identity(iteration)) is not None:
         architecture = json.loads(identity).get("architecture", {})
     else:
@@ -138,14 +138,14 @@ def architecture_of_checkpoint(iteration: Path) -> dict[str, Any]:
 
 BLOCK_BYTES = 4 * 1024**2
 
-# Of a file's header in a zip archive: how many bytes it has before the file's name, and the lengths of this name and
-# of what stands behind it.
+# Header of a file in a zip archive: its size in bytes without the file's name, and the position and format of the
+# lengths of the name and of the extra field after it.
 ZIP_HEADER_BYTES, ZIP_LENGTHS_AT, ZIP_LENGTHS = 30, 26, struct.Struct("<HH")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a region in one stored shard: the shard's place, the bytes to read, and their destination."""
+    """The part of a region in one stored shard: the shard's file and place, bytes to read, and destination."""
 
     file: str
     start: int
@@ -157,7 +157,7 @@ class Piece:
 
 
 class RegionReader:
-    """Reads regions, from however many shards their tensors were written in. No communication."""
+    """A reader of regions of tensors that are stored in any number of shards. It does not communicate."""
 
     def __init__(self, iteration: Path, index: Metadata) -> None:
         self.iteration, self.index = iteration, index
@@ -166,10 +166,10 @@ class RegionReader:
 
     @torch.no_grad()
     def read(self, regions: Iterable[Region]) -> None:
-        """Fill the memory of all regions; of none if one of them does not fit.
+        """Fill the memory of all regions, or of none if one of them does not fit.
 
         Raises:
-            UserError: there is no such tensor, not all of a region, or a damaged file.
+            UserError: a tensor is missing, a region is not completely stored, or a file is damaged.
         """
         regions = list(regions)
         pieces = [piece for region in regions for piece in self.pieces(region)]
@@ -186,10 +186,10 @@ class RegionReader:
                 raise UserError(f"{self.iteration / name}: cannot be read: {error}") from None
 
     def tensor(self, key: str, offsets: Shape, sizes: Shape) -> Tensor:
-        """`tensor[offsets : offsets + sizes]`, in its own precision.
+        """Return `tensor[offsets : offsets + sizes]` in its own precision.
 
         Raises:
-            UserError: as `read`.
+            UserError: as in `read`.
         """
         values = torch.empty(sizes, dtype=self._entry(key, len(sizes)).properties.dtype)
         self.read([Region(key, offsets, values)])
@@ -205,7 +205,7 @@ class RegionReader:
         """Return the pieces to read for a region, from each of its shards.
 
         Raises:
-            UserError: there is no such tensor, or not all of the region.
+            UserError: the tensor is missing, or the region is not completely stored.
         """
         sizes = tuple(region.values.shape)
         entry = self._entry(region.key, len(sizes))
@@ -253,7 +253,7 @@ class RegionReader:
 
 
 class _ByFirstRow:
-    """The stored shards of a tensor, found by the rows that they have of its first dimension."""
+    """The stored shards of a tensor, sorted by their rows in its first dimension."""
 
     def __init__(self, entry: TensorStorageMetadata) -> None:
         self.chunks = sorted(entry.chunks, key=lambda chunk: tuple(chunk.offsets))
@@ -261,7 +261,7 @@ class _ByFirstRow:
         self.tallest = max((chunk.sizes[0] if chunk.sizes else 1 for chunk in self.chunks), default=0)
 
     def near(self, offsets: Shape, sizes: Shape) -> list[Any]:
-        """All that have rows of a region, and some more."""
+        """Return all shards that have rows of a region, and possibly some more."""
         if not sizes:
             return self.chunks
         begin = bisect.bisect_right(self.firsts, offsets[0] - self.tallest)
@@ -269,7 +269,7 @@ class _ByFirstRow:
 
 
 def _numbers_in(shard: Any, piece: Piece) -> int | None:
-    """Return the offset of a shard's numbers in its file; None if they are not contiguous in its shape."""
+    """Return the offset of a shard's elements in its file; None if they are not contiguous in the shard's shape."""
     layout = torch.load(shard, map_location="meta", weights_only=True)
     with zipfile.ZipFile(shard) as archive:
         found = [record for record in archive.infolist() if "/data/" in record.filename]
@@ -281,10 +281,10 @@ def _numbers_in(shard: Any, piece: Piece) -> int | None:
 
 
 def copy_piece(read: Callable[[int, int], Tensor], piece: Piece) -> None:
-    """The piece's numbers, in blocks of whole rows, of whatever dimension has rows that fit into one.
+    """Copy the piece's elements in blocks of whole rows, of the first dimension whose rows fit into a block.
 
     Args:
-        read: gives so many of the stored shard's numbers, from one of them on.
+        read: function of `first` and `count` that returns `count` elements of the stored shard, from `first` on.
     """
     for begin, inner, offsets, values in _rows(piece.sizes, 0, piece.offsets, piece.values, piece.dtype.itemsize):
         step = max(1, BLOCK_BYTES // (math.prod(inner) * piece.dtype.itemsize))
@@ -299,15 +299,15 @@ def copy_piece(read: Callable[[int, int], Tensor], piece: Piece) -> None:
 def _rows(
     sizes: Shape, first: int, offsets: Shape, values: Tensor, itemsize: int
 ) -> Iterator[tuple[int, Shape, Shape, Tensor]]:
-    """A region of a row-major tensor, as regions of its parts whose rows fit into a block.
+    """Yield a region of a row-major tensor as regions of parts whose rows fit into a block.
 
     Yields:
-        the number that the first row begins at, a row's shape, the region's offsets in a row, its values.
+        the element at which the first row starts, a row's shape, the region's offsets in a row, its values.
     """
     if not sizes:
         sizes, offsets, values = (1,), (0,), values.view(1)
     row = math.prod(sizes[1:])
-    of_one_row = len(values) == 1  # then no more of it is read than the region has
+    of_one_row = len(values) == 1  # then only the region's part of the row is read
     if len(sizes) == 1 or (row * itemsize <= BLOCK_BYTES and not of_one_row):
         yield first + offsets[0] * row, sizes[1:], offsets[1:], values
         return
@@ -316,7 +316,7 @@ def _rows(
 
 
 class _Slice(io.RawIOBase):
-    """Bytes `start` … `start + length − 1` of a file, as a file."""
+    """Bytes `start` … `start + length − 1` of a file, as a file object."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self.file, self.start, self.length, self.position = file, start, length, 0
@@ -343,18 +343,18 @@ class _Slice(io.RawIOBase):
 
 
 def verify(iteration: Path) -> list[str]:
-    """Return the damage of a checkpoint after reading every byte; ranks share the files. Collective."""
+    """Read every byte of a checkpoint and return a list of its defects. Ranks share the files. Collective."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return [problem for part in gather_objects(digest_problems(iteration, rank, size)) for problem in part]
 
 
 @dataclass
 class Restored:
-    """The content that was loaded from a checkpoint.
+    """Result of loading a checkpoint.
 
-    state: the loop's own values; empty where the checkpoint has none.
-    pieces: what was restored, in words.
-    missing: what the checkpoint does not hold.
+    state: the loop's own values; empty if the checkpoint has none.
+    pieces: descriptions of the restored parts.
+    missing: descriptions of the parts that the checkpoint does not hold.
     has_reference: whether the checkpoint holds the weights of a reference that has moved.
     """
 
@@ -365,10 +365,10 @@ class Restored:
 
 
 def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Restored:
-    """Restore everything that was saved, under this run's layout; collective.
+    """Restore the whole training state under this run's parallel layout. Collective.
 
     Raises:
-        UserError: it does not fit the model, lacks a piece (unless `allow_partial`), or names code to run.
+        UserError: the checkpoint does not fit the model, lacks a part (unless `allow_partial`), or names code to run.
     """
     index = check_trusted(iteration)
     _check_adapters(iteration, index, run.model)
@@ -404,7 +404,7 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
 
 
 def _check_adapters(iteration: Path, index: Any, model: ModelShard) -> None:
-    """Raises UserError if a checkpoint holds adapters alone and the model has none, or the other way round."""
+    """Raise UserError if only one of checkpoint and model has adapters."""
     there = any(ADAPTER in key for key in index.state_dict_metadata)
     if there and model.lora is None:
         raise UserError(f"{iteration} holds adapters alone; set model.lora to go on with them")
@@ -417,7 +417,7 @@ def _check_adapters(iteration: Path, index: Any, model: ModelShard) -> None:
 
 
 def holds_reference(iteration: Path) -> bool:
-    """Whether a checkpoint has the weights of a reference that has moved."""
+    """Return whether a checkpoint has the weights of a reference that has moved."""
     return _has_reference(check_trusted(iteration))
 
 
@@ -436,9 +436,10 @@ def _restore_random(saved: dict[str, Any], run: TrainingState, state: dict[str, 
 def _load_weights_and_moments(
     iteration: Path, index: Metadata, run: TrainingState, common: dict[str, Any], reference: MovingReference | None
 ) -> None:
-    """
+    """Load the policy's weights and moments, and the reference's weights.
+
     Args:
-        common: what all ranks share of the optimizer; {} where there is none to be loaded.
+        common: the optimizer state that all ranks share; {} if no optimizer state is loaded.
     """
     weights = run.policy.weights()
     regions = [*run.policy.regions(weights, bool(common))]
@@ -452,7 +453,7 @@ def _load_weights_and_moments(
 
 
 def _load_beside(iteration: Path, index: Metadata, parts: Sequence[ModelState], common: dict[str, Any]) -> None:
-    """Models trained beside the policy, whole or not at all."""
+    """Load the other models that are trained with the policy, each completely."""
     for part in parts:
         weights = part.weights()
         _read_regions(iteration, index, part.regions(weights, with_optimizer=True))
@@ -462,13 +463,13 @@ def _load_beside(iteration: Path, index: Metadata, parts: Sequence[ModelState], 
 
 
 def load_weights(iteration: Path, model: ModelShard, name: str = "") -> None:
-    """Restore the model alone, under this run's layout; collective.
+    """Restore only the model, under this run's parallel layout. Collective.
 
     Args:
-        name: of a model trained beside the policy.
+        name: name of a model that is trained with the policy; "" for the policy.
 
     Raises:
-        UserError: it does not fit the model, or names code to run.
+        UserError: the checkpoint does not fit the model, or names code to run.
     """
     index, weights = check_trusted(iteration), model_state(model, name)
     _read_regions(iteration, index, tensor_regions(weights))
@@ -476,10 +477,10 @@ def load_weights(iteration: Path, model: ModelShard, name: str = "") -> None:
 
 
 def _read_regions(iteration: Path, index: Metadata, regions: Iterable[Region]) -> None:
-    """Each rank reads its own; if one cannot, it is an error on all of them. Collective.
+    """Read each rank's regions; an error on one rank is raised on all of them. Collective.
 
     Raises:
-        UserError: the checkpoint does not fit, or a file of it is damaged.
+        UserError: the checkpoint does not fit, or one of its files is damaged.
     """
     problem = None
     try:
@@ -492,13 +493,13 @@ def _read_regions(iteration: Path, index: Metadata, regions: Iterable[Region]) -
 
 
 def _load_objects(iteration: Path, index: Metadata, model: ModelShard, weights: dict[str, Any]) -> None:
-    """Load the objects that modules keep in addition to their tensors, which Megatron reads. Collective.
+    """Load the objects that modules keep in addition to their tensors; Megatron reads them. Collective.
 
     Args:
         weights: Megatron's description of the model.
 
     Raises:
-        UserError: the checkpoint does not hold it.
+        UserError: the checkpoint does not hold the objects.
     """
     if not any(isinstance(entry, BytesStorageMetadata) for entry in index.state_dict_metadata.values()):
         return

@@ -1,8 +1,8 @@
-"""Saving of checkpoints in Megatron's distributed format, while training goes on.
+"""Saving of checkpoints in Megatron's distributed format while training continues.
 
 Tensors are copied to staging buffers in shared memory; a process that was started early writes them. A checkpoint holds
 model, optimizer and schedule (also of a second trained model), random states, the loop's own state, and `config.yaml`.
-`mcore_rl.utils.checkpoint_store` makes sure that an iteration on disk is complete or does not exist.
+`mcore_rl.utils.checkpoint_store` ensures that an iteration on disk is either complete or absent.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 
 class HostStaging:
-    """A block of the host's memory that the writing process maps, for one copy of some tensors at a time.
+    """A block of host memory that the writing process maps; it holds one copy of a set of tensors.
 
-    It is page-locked, so that the host need not wait for copies, and kept from one time to the next: locking it takes
-    longer than filling it. The process may read it once the copies are there.
+    The block is page-locked, so that the host need not wait for copies. It is reused, because page-locking takes
+    longer than filling it. The process may read the block after the copies are complete.
     """
 
     def __init__(self) -> None:
@@ -74,25 +74,25 @@ class HostStaging:
 
     @cached_property
     def process(self) -> ShardProcess:
-        """The process that writes what is staged."""
+        """The process that writes the staged tensors."""
         return shard_process.take()
 
     @property
     def descriptor(self) -> int:
-        """File descriptor of the block, to be sent to the process."""
+        """File descriptor of the block, which is sent to the process."""
         return int(self._file.fileno())
 
     def copy(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Copy tensors into the block and return their places, in bytes. The values are there when `is_done`.
+        """Copy tensors into the block and return their byte offsets. The values are complete when `is_done`.
 
-        What the device is told to do from now on comes after the copies. The block's last contents are lost.
+        Later work of the device runs after the copies. The previous contents of the block are lost.
         """
         size = bytes_for(tensors)
         if size > len(self._block):
             platform.release_page_lock(self._block)
             self._block = torch.empty(0, dtype=torch.uint8)
             self._file.truncate(size)
-            # Its pages are there at once: to meet them one by one takes longer than the copies.
+            # Populate the pages now: page faults one by one would take longer than the copies.
             populate = getattr(mmap, "MAP_POPULATE", 0)
             memory = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED | populate)
             self._block = torch.frombuffer(memory, dtype=torch.uint8)
@@ -104,30 +104,30 @@ class HostStaging:
         return [copy.data_ptr() - self._block.data_ptr() for copy in copies]
 
     def read(self, place: int, like: Tensor) -> Tensor:
-        """Return the staged value at a place, of a tensor's shape and dtype."""
+        """Return the staged value at an offset, with the shape and dtype of `like`."""
         return self._block[place : place + like.nbytes].view(like.dtype).view(like.shape)
 
     @property
     def is_done(self) -> bool:
-        """Whether the last copies are there."""
+        """Whether the last copies are complete."""
         return self._copied is None or self._copied.query()
 
 
 START_SECONDS = 60.0
-"""How long the writing process may take to start before the time limit for writing begins."""
+"""Seconds that the writing process may take to start before the time limit for writing begins."""
 COMMIT_SECONDS = 60.0
-"""How long after the time limit for writing the first rank's process may still wait and commit."""
+"""Seconds after the time limit for writing in which the first rank's process may still wait and commit."""
 FAILED = "failed"
-"""A file in the directory that is being written: some rank could not write its part."""
+"""Name of a file in the partial directory that marks a failure of some rank to write its part."""
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written; raised on every rank. Earlier checkpoints are untouched."""
+    """Error raised on every rank if a checkpoint could not be written. Earlier checkpoints are untouched."""
 
 
 @dataclass(frozen=True)
 class PlannedShards:
-    """The shards that each rank is to write, as Megatron planned them; only rank 0 has `metadata`."""
+    """The shards that each rank is to write, as planned by Megatron; only rank 0 has `metadata`."""
 
     storage: OneFileWriter
     metadata: Any
@@ -140,11 +140,11 @@ class PlannedShards:
         directory: Path,
         group: ProcessGroup,
     ) -> PlannedShards:
-        """Collective.
+        """Plan the shards that each rank writes. Collective.
 
         Args:
-            state: shards that all ranks of `group` hold alike; they are shared out over them.
-            own: parts that this rank alone holds.
+            state: shards that all ranks of `group` hold alike; the ranks divide them among themselves.
+            own: parts that only this rank holds.
         """
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
         FullyParallelSaveStrategyWrapper(strategy, group).apply_saving_parallelization(state)
@@ -160,7 +160,7 @@ class PlannedShards:
 
 
 class _Planner(MCoreSavePlanner):
-    """Megatron's planner, with parts that are planned already. Torch checks that all fit together."""
+    """Megatron's planner, extended by parts that are already planned. Torch checks that all parts fit together."""
 
     def __init__(self, own: Iterable[tuple[WriteItem, torch.Tensor]]) -> None:
         super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
@@ -178,7 +178,7 @@ class _Planner(MCoreSavePlanner):
 
 
 class OneFileWriter(FileSystemWriterAsync):
-    """A rank's tensors and objects, in one file."""
+    """A writer of a rank's tensors and objects into one file."""
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         self.prefix, self.file_name = plan.storage_data, f"{plan.storage_data.prefix}0.distcp"
@@ -187,10 +187,10 @@ class OneFileWriter(FileSystemWriterAsync):
         self.tensors = [(item, data.detach()) for item, data in resolved if item.type != WriteItemType.BYTE_IO]
 
     def write(self, tensors: Iterable[tuple[WriteItem, torch.Tensor]] | None = None) -> list[Any]:
-        """Write and flush the file; returns what the index needs to know.
+        """Write and flush the file; return the entries for the index.
 
         Args:
-            tensors: the values of `self.tensors`, in their order, if they come from elsewhere.
+            tensors: values to write instead of `self.tensors`, in the same order.
         """
         if not self.objects and not self.tensors:
             return []
@@ -209,18 +209,18 @@ class OneFileWriter(FileSystemWriterAsync):
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """A view is written with all of the storage behind it; a copy is not."""
+    """Return a tensor with its own storage: torch writes the whole storage behind a view."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
 
 
 class ShardWriter:
-    """A save of this rank's shards, which a process of its own writes to disk.
+    """A save of this rank's shards by a separate process.
 
     Args:
-        planned: what to write.
+        planned: the shards to write.
         timeout: seconds after which the save is given up.
-        staging: memory and process; nobody else may use them before the file is written.
-        commit: on the first rank: done by its process, once all ranks have written.
+        staging: memory and process; no other save may use them before the file is written.
+        commit: action of the first rank's process after all ranks have written.
     """
 
     def __init__(self, planned: PlannedShards, timeout: float, staging: HostStaging, commit: Commit | None) -> None:
@@ -243,7 +243,7 @@ class ShardWriter:
         self._submit_if_staged()
 
     def _submit_if_staged(self) -> bool:
-        """Whether the process has been given its job."""
+        """Submit the job to the process once the tensors are staged; return whether it is submitted."""
         if not self._is_submitted and self.staging.is_done:
             self._process.submit(self._job, self.staging.descriptor)
             self._is_submitted = True
@@ -259,12 +259,12 @@ class ShardWriter:
         try:
             if not self._submit_if_staged():
                 return self._given_up()
-        except Exception as error:  # the device's, or that no process can be started; other ranks must hear of it
+        except Exception as error:  # a device error, or the process could not start; other ranks must get the error
             return Report(error=f"{type(error).__name__}: {error}")
         return self._process.poll() or self._given_up()
 
     def _given_up(self) -> Report | None:
-        """Return a report with an error if the time is over; None while there is time left."""
+        """Return a report with an error if the time limit has passed; otherwise None."""
         now = time.monotonic()
         if self._is_submitted and not self._process.is_ready and now < self._begun + START_SECONDS:
             self._deadline = now + self._timeout
@@ -275,10 +275,10 @@ class ShardWriter:
         return Report(error="writing took longer than checkpoint.timeout_seconds")
 
     def finish_alone(self, seconds: float) -> bool:
-        """Wait, without other ranks, until the checkpoint is committed; whether it is. Otherwise it is discarded.
+        """Wait, without other ranks, until the checkpoint is committed, and return True; otherwise discard it.
 
         Args:
-            seconds: to wait at most; in no case longer than the time limit for writing.
+            seconds: maximum time to wait; the time limit for writing also applies.
         """
         deadline = min(time.monotonic() + seconds, self._deadline + COMMIT_SECONDS)
         while (report := self.poll()) is None or report.error is None:
@@ -295,29 +295,29 @@ class ShardWriter:
         return False
 
     def abandon(self) -> None:
-        """Stop writing; the next save starts another process."""
+        """Stop writing. The next save starts another process."""
         if self._report is None or self._report.error is not None:
             self._process.kill()
 
 
 def on_every_rank(action: Callable[[], Any]) -> Any:
-    """`action()`; if it fails on any rank, SaveError on all of them."""
+    """Return `action()`. If it fails on any rank, raise SaveError on all ranks. Collective."""
     result, error = None, None
     try:
         result = action()
-    except Exception as failure:  # whatever it was, the other ranks must hear of it
+    except Exception as failure:  # the other ranks must get any error
         error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:500]}"
     raise_on_all_ranks(error)
     return result
 
 
 def run_on_rank_zero(action: Callable[[], Any]) -> Any:
-    """`action()` on rank 0; its result, or SaveError, on all ranks."""
+    """Run `action()` on rank 0; return its result, or raise SaveError, on all ranks. Collective."""
     return broadcast_object(on_every_rank(action if torch.distributed.get_rank() == 0 else lambda: None))
 
 
 def raise_on_all_ranks(error: str | None) -> None:
-    """SaveError on every rank if any has an error."""
+    """Raise SaveError on every rank if any rank has an error. Collective."""
     errors = gather_objects(error)
     if any(errors):
         raise SaveError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text))
@@ -330,7 +330,7 @@ VERSIONS = {"mcore_rl": __version__, **{name: version(name) for name in ("torch"
 
 
 def _described(run: TrainingState) -> TrainingConfig:
-    """The configuration, with what adapters are if another directory says it, which may not be there for ever."""
+    """Return the configuration with explicit adapter settings. Their directory may not exist when it is loaded."""
     lora, asked = run.model.lora, run.config.model.lora
     if lora is None or asked is None:
         return run.config
@@ -340,10 +340,10 @@ def _described(run: TrainingState) -> TrainingConfig:
 
 
 class PendingSave:
-    """A checkpoint on its way to disk; every method is collective.
+    """A checkpoint that is being written. Every method except `finish_alone` is collective.
 
     Raises (the constructor and all methods):
-        SaveError: the disk is full, the folder cannot be written, a writing process died, …
+        SaveError: the disk is full, the folder cannot be written, a writing process ended, …
     """
 
     def __init__(
@@ -378,11 +378,11 @@ class PendingSave:
 
     @property
     def final(self) -> Path:
-        """The directory of the complete checkpoint."""
+        """Directory of the complete checkpoint."""
         return self.store.iteration(self.step)
 
     def is_written(self, wait: bool = False) -> bool:
-        """Whether every rank's shards are on disk, and the checkpoint is committed."""
+        """Return whether every rank's shards are on disk and the checkpoint is committed."""
         while True:
             report = self._writer.poll()
             well, done = all_ranks_true(report is None or report.error is None, report is not None)
@@ -396,7 +396,7 @@ class PendingSave:
             time.sleep(POLL_SECONDS)
 
     def finish_alone(self, seconds: float) -> bool:
-        """Wait at most so long until it is committed; whether it is, otherwise it is discarded. Not collective."""
+        """Wait at most `seconds` for the commit and return True; otherwise discard the checkpoint. Not collective."""
         return self._writer.finish_alone(seconds)
 
 
@@ -407,7 +407,7 @@ def _reference_part(run: TrainingState, weights: dict[str, Any]) -> dict[str, An
 
 
 def write_common(common: dict[str, Any], config: str, directory: Path) -> None:
-    """The files of a checkpoint beside its shards and their index: `config` is the text of config.yaml."""
+    """Write a checkpoint's files other than shards and index; `config` is the text of config.yaml."""
     torch.save(common, directory / "common.pt")
     (directory / "config.yaml").write_text(config)
     save_config(CheckpointingConfig("torch_dist"), str(directory))

@@ -1,4 +1,4 @@
-"""State in a checkpoint: weights, optimizer shards, a moved reference, as Megatron's sharded tensors."""
+"""The state in a checkpoint as Megatron's sharded tensors: weights, optimizer shards, a moved reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEY = "reference"
 
 
 def reference_state(model_state: Mapping[str, Any], kept: Mapping[int, Tensor]) -> dict[str, Any]:
-    """Megatron's description of the reference, under any layout that of the model.
+    """Return Megatron's description of the reference; it equals the model's under any parallel layout.
 
     Args:
         model_state: the model's own description.
@@ -54,10 +54,10 @@ def _pairs(model_state: Mapping[str, Any], kept: Mapping[int, Tensor]) -> Iterat
 
 
 def optimizer_shards(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[tuple[WriteItem, Tensor]]:
-    """This rank's parts of fp32 parameters and moments, to be written.
+    """Yield this rank's parts of fp32 parameters and moments, for writing.
 
     Args:
-        model_state: Megatron's description of the model, whose places and shapes the optimizer's state shares.
+        model_state: Megatron's description of the model; the optimizer's state has the same places and shapes.
     """
     for entry, region in _optimizer_regions(optimizer, model_state):
         if not any(entry.replica_id[:-1]):  # otherwise another tensor-parallel rank or stage writes it
@@ -65,12 +65,12 @@ def optimizer_shards(optimizer: MegatronOptimizer, model_state: dict[str, Any]) 
 
 
 def optimizer_regions(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[Region]:
-    """This rank's parts of fp32 parameters and moments, to be read; `model_state` as for `optimizer_shards`."""
+    """Yield this rank's parts of fp32 parameters and moments, for reading; `model_state` as in `optimizer_shards`."""
     return (region for _, region in _optimizer_regions(optimizer, model_state))
 
 
 def tensor_regions(described: dict[str, Any]) -> Iterator[Region]:
-    """The tensors of Megatron's description, to be read into their own memory."""
+    """Yield the tensors of Megatron's description, to be read into their own memory."""
     for entry in nested_values(described):
         if isinstance(entry, ShardedTensor | ShardedTensorFactory):
             memory = entry.data.untyped_storage().data_ptr()
@@ -83,7 +83,7 @@ def tensor_regions(described: dict[str, Any]) -> Iterator[Region]:
 
 
 def _optimizer_regions(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> Iterator[tuple[Any, Region]]:
-    """Yield the optimizer's regions, with the description of their parameters."""
+    """Yield the optimizer's regions with the description of their parameters."""
     described = {id(entry.data): entry for entry in nested_values(model_state) if hasattr(entry, "data")}
     for inner in optimizers_with_parameters(optimizer):
         for parameter, start, end in owned_ranges(inner):
@@ -96,14 +96,14 @@ def _optimizer_regions(optimizer: MegatronOptimizer, model_state: dict[str, Any]
 
 
 def parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """A parameter's places in whole tensors: one, or several where it is stored in parts that lie side by side."""
+    """Return a parameter's places in whole tensors: one, or several if it is stored in adjacent parts."""
     return list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
 
 
 def _rectangular_regions(
     part: ShardedTensor, first: int, values: Tensor, start: int, end: int
 ) -> Iterator[tuple[Shape, Tensor, Shape, bool]]:
-    """`values` are the numbers start … end − 1 of a parameter, `part` a piece of it that begins at number `first`."""
+    """Yield rectangles of `part`, which starts at element `first`, inside the elements start … end − 1 in `values`."""
     low, high = max(start, first), min(end, first + part.data.numel())
     if low >= high:
         return
@@ -130,10 +130,10 @@ def _write_item(region: Region) -> WriteItem:
 
 
 def rectangles(start: int, end: int, shape: Shape) -> Iterator[tuple[Shape, Shape, int, int]]:
-    """The numbers start … end − 1 of a row-major tensor, cut into rectangles.
+    """Cut the elements start … end − 1 of a row-major tensor into rectangles.
 
     Yields:
-        offsets, sizes, and which of the numbers it covers: from, to.
+        offsets, sizes, and the range of elements that the rectangle covers: start, end.
     """
     if len(shape) == 1:
         yield (start,), (end - start,), start, end
@@ -153,14 +153,15 @@ def rectangles(start: int, end: int, shape: Shape) -> Iterator[tuple[Shape, Shap
 
 
 TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
-# The one optimizer format that loads under every layout.
+# The only optimizer format that can be loaded under every parallel layout.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """
-    name: what the keys of its shards begin with, and the key of all else; "" for the policy, which has none.
+    """A trained model as part of a checkpoint: weights, optimizer, schedule.
+
+    name: prefix of the model's keys in the checkpoint; "" for the policy, whose keys have no prefix.
     """
 
     model: ModelShard
@@ -169,14 +170,14 @@ class ModelState:
     name: str = ""
 
     def weights(self) -> dict[str, Any]:
-        """Megatron's description of the weights."""
+        """Return Megatron's description of the weights."""
         return model_state(self.model, self.name)
 
     def optimizer_shards(self, weights: dict[str, Any]) -> Iterator[tuple[WriteItem, Tensor]]:
-        """This rank's parts of the optimizer's state, with zero moments before the first step.
+        """Yield this rank's parts of the optimizer's state, with zero moments before the first step.
 
         Args:
-            weights: as described above.
+            weights: result of `weights()`.
         """
         _ensure_optimizer_state(self.optimizer)
         return optimizer_shards(self.optimizer, weights)
@@ -189,7 +190,7 @@ class ModelState:
         """Yield the regions to read, with this rank's memory for them.
 
         Args:
-            weights: as described above.
+            weights: result of `weights()`.
         """
         yield from tensor_regions(weights)
         if with_optimizer:
@@ -197,10 +198,10 @@ class ModelState:
             yield from optimizer_regions(self.optimizer, weights)
 
     def restore_step(self, common: dict[str, Any] | None) -> None:
-        """Restore the rest after the regions have been read.
+        """Restore the remaining optimizer state after the regions have been read.
 
         Args:
-            common: the optimizer's part of what all ranks share; None where it begins anew.
+            common: the optimizer state that all ranks share; None if the optimizer starts from zero.
         """
         if common is None:
             self.optimizer.reload_model_params()
@@ -211,16 +212,16 @@ class ModelState:
 
 
 def _optimizer_common(optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """Return the optimizer's state that all ranks share: its parameter groups, of which only the step is loaded.
+    """Return the optimizer state that all ranks share: its parameter groups. Only the step is loaded from it.
 
-    Experts have an optimizer of their own, with the same step and rates.
+    Experts have a separate optimizer with the same step and rates.
     """
     state = optimizers_with_parameters(optimizer)[0].state_dict()
     return {**state, "param_state_sharding_type": METADATA["distrib_optim_sharding_type"]}
 
 
 def _ensure_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Zero moments before the first step: what is saved and read is what is there."""
+    """Create zero moments before the first step, so that the state can be saved and loaded."""
     for inner in optimizers_with_parameters(optimizer):
         inner.init_state_fn(inner.optimizer, inner.config)
         if isinstance(inner.optimizer, TORCH_ADAM):
@@ -229,8 +230,8 @@ def _ensure_optimizer_state(optimizer: MegatronOptimizer) -> None:
 
 
 def _set_step(optimizer: Any, step: Any) -> None:
-    """torch's Adam counts in each parameter's state, in place, so each has a tensor of its own; others count in the
-    parameter groups."""
+    """Set the step of an optimizer. torch's Adam counts in place in each parameter's state, so each parameter has its
+    own step tensor; other optimizers count in the parameter groups."""
     if isinstance(optimizer, TORCH_ADAM):
         for state in optimizer.state.values():
             state["step"].fill_(step)
@@ -244,10 +245,10 @@ def _model_key(model: ModelShard, index: int) -> str:
 
 
 def model_state(model: ModelShard, name: str = "") -> dict[str, Any]:
-    """Megatron's description of the model's part of a checkpoint, by chunk: of the adapters alone, where there are.
+    """Return Megatron's description of the model's part of a checkpoint, by chunk; only the adapters if there are any.
 
     Args:
-        name: what the keys in the checkpoint begin with, of a model beside the policy.
+        name: prefix of the keys of a model that is trained with the policy.
     """
     described = {
         _model_key(model, index): adapter_state(model, chunk)
@@ -263,7 +264,7 @@ def model_state(model: ModelShard, name: str = "") -> dict[str, Any]:
 def set_objects(model: ModelShard, loaded: dict[str, Any]) -> None:
     """Set the objects that modules keep in addition to their tensors, by chunk as in `model_state`."""
     for index, chunk in enumerate(model.chunks):
-        if objects := loaded.get(_model_key(model, index)):  # which Megatron drops where there are none
+        if objects := loaded.get(_model_key(model, index)):  # Megatron drops the key of a chunk without objects
             chunk.load_state_dict(objects, strict=False)
 
 
@@ -271,9 +272,9 @@ def set_objects(model: ModelShard, loaded: dict[str, Any]) -> None:
 class Region:
     """`tensor[offsets : offsets + values.shape]` of a tensor in a checkpoint, and this rank's memory for it.
 
-    values: of as many dimensions as the tensor, in any precision, on any device.
-    whole: the shape that the tensor must have; None for any.
-    is_padded: what the tensor does not reach to is zero, and its shape may be another.
+    values: destination with as many dimensions as the tensor, in any precision, on any device.
+    whole: the shape that the tensor must have; None for any shape.
+    is_padded: the tensor may have another shape; values beyond its end are set to zero.
     """
 
     key: str
@@ -284,20 +285,20 @@ class Region:
 
 
 class MovingReference(Protocol):
-    """Weights beside the policy's."""
+    """Reference weights that change during training."""
 
     has_moved: bool
 
     def by_tensor(self) -> dict[int, Tensor]:
-        """The value for each of the model's tensors, by the tensor's `id`."""
+        """Return the reference value for each of the model's tensors, by the tensor's `id`."""
         ...
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The part of a run in a checkpoint, apart from the loop's own values.
+    """The state of a run in a checkpoint, except the training loop's own values.
 
-    reference: its weights, if it has a copy of them; they are part of a checkpoint once they have moved.
+    reference: the reference weights, if the run has a copy of them; a checkpoint contains them once they have moved.
     beside: models that are trained with the policy, each with a name.
     """
 
@@ -312,6 +313,6 @@ class TrainingState:
 
     @property
     def layout(self) -> list[int]:
-        """Sizes of the parallel dimensions, for which random states are valid."""
+        """Sizes of the parallel dimensions. Random states are valid only for the same sizes."""
         topology = self.model.topology
         return [d.size for d in (topology.tensor, topology.pipeline, topology.context, topology.data)]

@@ -1,4 +1,4 @@
-"""Model families, one file each. Whoever needs to know something of a model asks its `Family`."""
+"""Model families, one per file. Other modules get architecture details from a model's `Family`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ REFUSED = {"deepseek_v3": "its latent attention needs a cache and projections of
 
 
 def family_of(hf: Any) -> Family:
-    """The family of a transformers configuration.
+    """Return the family of a transformers configuration.
 
     Raises:
-        UserError: none that is supported.
+        UserError: the model type is not supported.
     """
     if hf.model_type in REFUSED:
         raise UserError(f"model.path: model type {hf.model_type!r} is not supported: {REFUSED[hf.model_type]}")

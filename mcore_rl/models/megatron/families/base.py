@@ -1,6 +1,6 @@
-"""The interface of model families: one object, made from a Hugging Face configuration.
+"""The interface of model families. A `Family` is created from a Hugging Face configuration.
 
-The base class is a Llama-like decoder; a family's own file says in which way it is another.
+The base class is a Llama-like decoder; each family's file overrides the differences.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from mcore_rl.models.megatron.weight_mapping import (
 
 REWARD_ARCHITECTURE = "ForSequenceClassification"
 REWARD_HEAD = "score.weight"
-"""In place of the vocabulary's projection; named as transformers' sequence classifiers name it."""
+"""Name of the reward head's weight, as in transformers' sequence classifiers; it replaces the LM head."""
 
 
 def has_reward_head(hf: Any) -> bool:
-    """Whether the model gives one number a sequence in place of the vocabulary's logits."""
+    """Return whether the model outputs one reward per sequence instead of logits of the vocabulary."""
     return any(REWARD_ARCHITECTURE in name for name in hf.architectures or ())
 
 
 class Family:
-    """A configuration's architecture: dimensions, Megatron's fields, and every tensor.
+    """The architecture of a configuration: dimensions, Megatron's fields, and every tensor.
 
-    model_type: as `config.json` names it.
-    needs_torch_layers: it has what Megatron's layers on Transformer Engine do not.
-    norms_before, norms_after: whether attention and MLP have a norm before them, and after them.
-    norm_names: the Hugging Face names of a layer's norms: before and after attention, before and after the MLP.
+    model_type: name of the family in `config.json`.
+    needs_torch_layers: whether the family needs features that Megatron's Transformer Engine layers lack.
+    norms_before, norms_after: whether there are norms before attention and MLP, and after them.
+    norm_names: Hugging Face names of a layer's norms: before and after attention, before and after the MLP.
     """
 
     model_type: ClassVar[str]
@@ -54,9 +54,9 @@ class Family:
     activations: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {"silu": F.silu, "swish": F.silu}
     embedding_scale = 1.0
     has_windows = True
-    """Whether `sliding_window` means something; where transformers passes over it, so does this."""
+    """Whether `sliding_window` is used; False for families for which transformers ignores it."""
     rotates_partly = False
-    """Whether a part of each head may be left without rotation."""
+    """Whether rotary embeddings may apply to only a part of each head."""
 
     def __init__(self, hf: Any) -> None:
         self.hf = hf
@@ -69,41 +69,41 @@ class Family:
         self.ties_embeddings = bool(hf.tie_word_embeddings)
         self.has_reward_head = has_reward_head(hf)
 
-    # ------------------------------------------------------------ what differs between families
+    # ------------------------------------------------------------ differences between families
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Biases on the query, key and value projections."""
+        """Whether the query, key and value projections have biases."""
         return False
 
     @property
     def has_qk_norm(self) -> bool:
-        """An RMS norm of each query and key head."""
+        """Whether each query and key head has an RMS norm."""
         return False
 
     @property
     def has_wide_qk_norm(self) -> bool:
-        """An RMS norm of all query heads together, and one of all key heads."""
+        """Whether all query heads together have an RMS norm, and all key heads together."""
         return False
 
     @property
     def activation(self) -> str:
-        """The activation of the MLP's gate, under transformers' name."""
+        """Name of the activation of the MLP's gate in transformers."""
         return str(self.hf.hidden_act)
 
     @property
     def padding_token(self) -> int | None:
-        """The token whose embedding gets no gradient as an input: `padding_idx` of transformers' embedding."""
+        """Token whose input embedding gets no gradient: `padding_idx` of transformers' embedding."""
         token = getattr(self.hf, "pad_token_id", None)
         return None if token is None else int(token) % self.vocab_size
 
     @property
     def softmax_scale(self) -> float:
-        """The factor of the products of queries and keys."""
+        """Factor of the products of queries and keys."""
         return float(self.head_dim**-0.5)
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a token sees at most in this layer, itself included; None for all before it."""
+        """Return how many tokens a token sees at most in this layer, including itself; None for all previous tokens."""
         window = getattr(self.hf, "sliding_window", None) if self.has_windows else None
         if not window or not getattr(self.hf, "use_sliding_window", True):
             return None
@@ -111,11 +111,11 @@ class Family:
         return int(window) if types is None or types[layer] == "sliding_attention" else None
 
     def ropes(self) -> list[Tensor]:
-        """Inverse frequencies of each kind of layer."""
+        """Return the inverse frequencies of each kind of layer."""
         return [self._rope_frequencies()[0]]
 
     def rope_factor(self) -> float:
-        """On cos and sin (YaRN; else 1)."""
+        """Return the factor on cos and sin (YaRN's; otherwise 1)."""
         return self._rope_frequencies()[1]
 
     def _rope_frequencies(self) -> tuple[Tensor, float]:
@@ -125,14 +125,14 @@ class Family:
         return rope_frequencies(self.hf)
 
     def rope_kind(self, layer: int) -> int:
-        """Which of `ropes` the layer rotates with."""
+        """Return the index in `ropes` of the layer's frequencies."""
         return 0
 
     def check(self, max_sequence_length: int) -> None:
-        """Refuse what this family's code does not compute.
+        """Raise an error for configuration options that this family's code does not compute.
 
         Raises:
-            UserError: naming the field of `config.json`.
+            UserError: the message names the field of `config.json`.
         """
         hf = self.hf
         if self.activation not in self.activations:
@@ -149,7 +149,7 @@ class Family:
         self.ropes()
 
     def megatron_fields(self) -> dict[str, Any]:
-        """The architecture's fields of Megatron's TransformerConfig."""
+        """Return the architecture's fields of Megatron's TransformerConfig."""
         return {
             "num_layers": self.num_layers,
             "hidden_size": self.hidden_size,
@@ -168,7 +168,7 @@ class Family:
         }
 
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
-        """Make the configuration that of a small model of the same architecture, fit for layouts up to these sizes."""
+        """Change the configuration to a small model of the same architecture that fits layouts up to these sizes."""
         hf = self.hf
         ratio = hf.num_attention_heads // hf.num_key_value_heads
         hf.num_key_value_heads = max(2, tensor_parallel)
@@ -182,18 +182,18 @@ class Family:
             hf.layer_types = [kinds[layer % len(kinds)] for layer in range(layers)]
 
     def divisible_by_tensor_parallel(self) -> dict[str, int]:
-        """Names and sizes of what tensor-parallel ranks must share evenly."""
+        """Return names and sizes of the dimensions that tensor-parallel ranks must divide evenly."""
         return {"attention heads": self.num_attention_heads, "intermediate size": self.hf.intermediate_size}
 
     # ------------------------------------------------------------ tensors
 
     @cached_property
     def table(self) -> dict[str, Mapping]:
-        """Every parameter of the model by its Megatron name, in the model's order."""
+        """Mapping of every parameter of the model by its Megatron name, in the model's order."""
         return {mapping.megatron: mapping for mapping in self._mappings()}
 
     def shapes(self) -> dict[str, Shape]:
-        """Names and shapes of the Hugging Face tensors, in the model's order."""
+        """Return names and shapes of the Hugging Face tensors, in the model's order."""
         shapes: dict[str, Shape] = {}
         for mapping in self.table.values():
             for part in mapping.parts:
@@ -202,11 +202,11 @@ class Family:
         return shapes
 
     def float32_tensors(self) -> set[str]:
-        """Names of the Hugging Face tensors that have this precision whatever that of the model."""
+        """Return the names of the Hugging Face tensors that are float32 in a model of any precision."""
         return {name for mapping in self.table.values() if mapping.is_float32 for name in mapping.hf_names}
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor of the directory is left out knowingly: computed, or a copy of another."""
+        """Return whether a tensor of the directory is ignored: it is computed, or a copy of another tensor."""
         headless = self.ties_embeddings or self.has_reward_head
         return name.endswith("rotary_emb.inv_freq") or (headless and name == "lm_head.weight")
 
@@ -215,7 +215,7 @@ class Family:
         return sum(math.prod(shape) for shape in self.shapes().values())
 
     def active_parameters(self) -> int:
-        """Parameters that multiply each token: all but an input embedding of its own."""
+        """Return the number of parameters that multiply each token: all except an untied input embedding."""
         embedding = 0 if self.ties_embeddings else self.vocab_size * self.hidden_size
         return self.num_parameters() - embedding
 
@@ -232,7 +232,7 @@ class Family:
             yield Mapping("output_layer.weight", (Part("lm_head.weight", (self.vocab_size, hidden)),), vocabulary)
 
     def _layer(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
-        """The mappings of one layer, whose names begin with `ours` and `theirs`."""
+        """Yield the mappings of one layer; `ours` and `theirs` are the prefixes of its names."""
         hidden, (before, after, before_mlp, after_mlp) = self.hidden_size, self.norm_names
         if self.norms_before:
             yield norm(f"{ours}input_layernorm", theirs + before, hidden)
@@ -266,7 +266,7 @@ class Family:
         )
 
     def _qkv_parts(self, theirs: str, rows: dict[str, int]) -> tuple[Part, ...]:
-        """The query, key and value projections, of so many rows each."""
+        """Return the query, key and value projections; `rows` gives the number of rows of each."""
         return tuple(Part(f"{theirs}{name}_proj.weight", (n, self.hidden_size)) for name, n in rows.items())
 
     def _mlp(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
@@ -274,7 +274,7 @@ class Family:
 
 
 def norm(ours: str, theirs: str, size: int) -> Mapping:
-    """A norm's weight."""
+    """Return the mapping of a norm's weight."""
     return Mapping(f"{ours}.weight", (Part(f"{theirs}.weight", (size,)),), Replicated())
 
 
@@ -286,7 +286,7 @@ def gated_mlp(
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     is_expert: bool = False,
 ) -> Iterator[Mapping]:
-    """Gate, up and down projections; `names` are the Hugging Face ones."""
+    """Yield the mappings of gate, up and down projections; `names` are the Hugging Face names."""
     gate, up, down = (f"{theirs}{name}.weight" for name in names)
     parts = (Part(gate, (width, hidden)), Part(up, (width, hidden)))
     yield Mapping(f"{ours}linear_fc1.weight", parts, GateUp(), is_expert)

@@ -126,7 +126,7 @@ class Gemma3(Family):
         return inverse
 
     def _rope_parameters(self, kind: str) -> dict[str, Any]:
-        """By kind of layer in transformers 5; fields of their own in 4."""
+        """Return a layer kind's RoPE parameters: transformers 5 has them by kind, transformers 4 in extra fields."""
         if hasattr(self.hf, "rope_local_base_freq"):
             scaling = {} if kind == SLIDING else dict(self.hf.rope_scaling or {})
             theta = self.hf.rope_local_base_freq if kind == SLIDING else self.hf.rope_theta

@@ -19,13 +19,14 @@ from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Replicated
 class Experts:
     """The routed and shared experts of a configuration.
 
-    count, topk: experts of a layer, and of a token. width: of a routed expert's hidden layer.
-    sparse_layers: which layers have experts; the others are dense.
-    shared_width: of the expert that every token goes through; 0 for none. shared_gate: whether a gate scales it.
-    score: of the router's logits. normalise: whether a token's weights add up to 1. scale: of the weights.
-    groups, group_topk: experts are chosen from the best `group_topk` of `groups` groups; 1 of 1 where there are none.
-    selection_bias: whether a bias that no gradient trains is added to the scores that experts are chosen by.
-    float32_router: whether the router's weight is float32 whatever the precision of the model, as in transformers.
+    count, topk: number of experts per layer and per token. width: size of a routed expert's hidden layer.
+    sparse_layers: whether each layer has experts; the other layers are dense.
+    shared_width: size of the shared expert, which computes every token; 0 for none. shared_gate: whether a gate scales
+        its output.
+    score: function of the router's logits. normalise: whether a token's weights sum to 1. scale: factor of the weights.
+    groups, group_topk: experts are chosen from the best `group_topk` of `groups` groups; 1 of 1 without groups.
+    selection_bias: whether a bias without gradient is added to the scores when experts are chosen.
+    float32_router: whether the router's weight is float32 in a model of any precision, as in transformers.
     """
 
     count: int
@@ -44,11 +45,11 @@ class Experts:
 
 
 class Mixture(Family):
-    """A family some of whose layers have experts.
+    """A family in which some layers have experts.
 
-    count_field, width_field: of the configuration: experts of a layer, width of one.
+    count_field, width_field: configuration fields for the experts per layer and the width of an expert.
     expert_names: gate, up and down projections of an expert. mlp_name: the module of a layer's experts.
-    shared_name: the shared expert in it.
+    shared_name: name of the shared expert in that module.
     """
 
     count_field: ClassVar[str] = "num_experts"
@@ -60,7 +61,7 @@ class Mixture(Family):
     @cached_property
     @abstractmethod
     def experts(self) -> Experts:
-        """The experts of this configuration."""
+        """Experts of this configuration."""
 
     def check(self, max_sequence_length: int) -> None:
         super().check(max_sequence_length)
@@ -78,11 +79,11 @@ class Mixture(Family):
             "num_moe_experts": experts.count,
             "moe_router_topk": experts.topk,
             "moe_ffn_hidden_size": experts.width,
-            "moe_layer_freq": 1 if all(sparse) else sparse,  # equal layers are stacked in checkpoints
+            "moe_layer_freq": 1 if all(sparse) else sparse,  # checkpoints stack layers of equal kind
             "moe_shared_expert_intermediate_size": experts.shared_width or None,
             "moe_shared_expert_gate": experts.shared_gate,
             "moe_router_score_function": experts.score,
-            "moe_router_pre_softmax": True,  # how scores become weights is the business of our own router
+            "moe_router_pre_softmax": True,  # our own router converts scores to weights
             "moe_router_enable_expert_bias": experts.selection_bias,
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "alltoall",
@@ -175,7 +176,7 @@ class Qwen3MoE(Mixture):
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
         kinds = {*self.experts.sparse_layers}
         super().shrink(layers, tensor_parallel, expert_parallel)
-        if True in kinds:  # the first layer dense where some are, the others sparse
+        if True in kinds:  # keep both kinds of layers: the first dense if the model has dense layers, the others sparse
             self.hf.decoder_sparse_step, self.hf.mlp_only_layers = 1, [0] if False in kinds and layers > 1 else []
 
 
@@ -233,6 +234,6 @@ class Glm4MoE(Mixture):
         self.hf.first_k_dense_replace = min(self.hf.first_k_dense_replace, 1)
 
     def ignores(self, name: str) -> bool:
-        """The layers behind the last predict further tokens; they are not trained, and not written."""
+        """Ignore layers after the last one too: they predict further tokens and are neither trained nor written."""
         layer = _LAYER.match(name)
         return super().ignores(name) or (layer is not None and int(layer[1]) >= self.num_layers)
