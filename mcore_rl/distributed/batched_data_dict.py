@@ -1,4 +1,4 @@
-"""Batches: dictionaries of tensors and lists that share their first dimension, whole or as a replica's own rows."""
+"""Batches: dictionaries of tensors and lists with a common first dimension, of all rows or a replica's own rows."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ DictT = TypeVar("DictT")
 
 
 class BatchedDataDict(UserDict, Generic[DictT]):
-    """Tensors [B, …] and lists of length B under one roof.
+    """A dictionary of tensors [B, …] and lists of length B.
 
-    Values that are neither are kept as they are and shared by every slice.
+    Other values are kept unchanged and shared by every slice.
 
-    micro_batch_indices: of a shard made by token budget or packing: for each global batch in it, [start, end) of the
-        rows of each microbatch, counted from that batch's first row.
-    micro_batch_lengths: alike: padded tokens of each pack, or the width of each padded microbatch.
-    elem_counts_per_gb: rows of each global batch in the shard.
+    micro_batch_indices: set on a shard made by token budget or packing. For each global batch in it, [start, end) of
+        the rows of each microbatch, counted from that batch's first row.
+    micro_batch_lengths: likewise, padded tokens of each pack, or the width of each padded microbatch.
+    elem_counts_per_gb: number of rows of each global batch in the shard.
     """
 
     micro_batch_indices: list[list[list[int]]] | None = None
@@ -48,10 +48,10 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
     @property
     def size(self) -> int:
-        """B, the number of rows; 0 for an empty dictionary.
+        """Number of rows B; 0 for an empty dictionary.
 
         Raises:
-            ContractError: entries of different lengths.
+            ContractError: the entries have different lengths.
         """
         sizes = {key: len(value) for key, value in self.data.items() if _is_batched(value)}
         if len(set(sizes.values())) > 1:
@@ -59,20 +59,20 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return next(iter(sizes.values()), 0)
 
     def get_dict(self) -> dict[str, Any]:
-        """The entries as an ordinary dictionary."""
+        """Return the entries as an ordinary dictionary."""
         return dict(self.data)
 
     def with_entries(self, entries: Mapping[str, Any]) -> Self:
-        """The same rows with these entries."""
+        """Return a batch of the same rows with these entries."""
         return type(self)(entries)
 
     # ------------------------------------------------------------ rows
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """A copy of the rows `indices`, in that order; or of those where a boolean tensor [B] is true.
+        """Return a copy of the rows `indices`, in that order, or of the rows where a boolean tensor [B] is true.
 
         Raises:
-            ContractError: a boolean tensor of another length.
+            ContractError: a boolean tensor has another length.
         """
         rows = torch.as_tensor(indices)
         if rows.dtype == torch.bool:
@@ -90,17 +90,17 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return selected
 
     def slice(self, start: int, end: int) -> SlicedDataDict:
-        """Rows start … end − 1, or as many as there are; tensors are views of this batch's."""
+        """Return rows start … end − 1, or fewer at the end of the batch; tensors are views of this batch's tensors."""
         return SlicedDataDict({k: v[start:end] if _is_batched(v) else v for k, v in self.data.items()})
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
-        """Global batch `batch_idx` of this shard, with its microbatches.
+        """Return global batch `batch_idx` of this shard, with its microbatches.
 
         Args:
-            batch_size: rows of a global batch in this shard; packed shards know them.
+            batch_size: rows of a global batch in this shard; not needed for packed shards.
 
         Raises:
-            ContractError: no batch size where one is needed, or no such batch.
+            ContractError: `batch_size` is missing, or there are fewer batches.
         """
         if self.elem_counts_per_gb is not None:
             count = len(self.elem_counts_per_gb)
@@ -121,10 +121,10 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return batch
 
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict:
-        """Part `rank` of `chunks` equal ones, in order.
+        """Return part `rank` of `chunks` equal parts, in order.
 
         Raises:
-            ContractError: the rows do not divide, or there is no such part.
+            ContractError: `chunks` does not divide the number of rows, or `rank` is out of range.
         """
         size = self.size
         if size % chunks:
@@ -134,12 +134,13 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return self.slice(rank * size // chunks, (rank + 1) * size // chunks)
 
     def reorder_data(self, reordered_indices: Sequence[int]) -> None:
-        """Put the rows back, in place: row i becomes row `reordered_indices[i]`.
+        """Restore the order of rows, in place: row i becomes row `reordered_indices[i]`.
 
-        With what `shard_by_batch_size` returned, this restores the order of results that come shard by shard.
+        With the indices that `shard_by_batch_size` returned, this restores the order of results that are concatenated
+        by shard.
 
         Raises:
-            ContractError: not a permutation of the rows.
+            ContractError: the indices are not a permutation of the rows.
         """
         if sorted(reordered_indices) != list(range(self.size)):
             raise ContractError(f"reordered_indices must name each of the {self.size} rows once")
@@ -148,7 +149,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         self.data = self.select_indices(inverse).data
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Each row `num_repeats` times, next to itself; items of lists are copied deeply."""
+        """Return a batch with each row `num_repeats` times in sequence; items of lists are copied deeply."""
         repeated = self.select_indices([row for row in range(self.size) for _ in range(num_repeats)])
         for key, value in repeated.data.items():
             if isinstance(value, list):
@@ -168,21 +169,20 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         """Return a dictionary for each of `shards` ranks.
 
         Args:
-            batch_size: rows of a global batch; each batch is shared out over the shards by itself. All rows,
-                if left out.
-            allow_uneven_shards: parts of ⌈rows / shards⌉, of which the last may be smaller; otherwise the rows must
-                divide.
+            batch_size: rows of a global batch; each batch is divided among the shards separately. None: all rows.
+            allow_uneven_shards: use parts of ⌈rows / shards⌉ rows, of which the last may be smaller. Otherwise the
+                number of rows must be divisible.
             dynamic_batching_args: make padded microbatches within a token budget, balanced by tokens.
-            sequence_packing_args: make packs, likewise.
+            sequence_packing_args: make packs within a token budget, balanced by tokens.
 
         Returns:
-            the shards; with packing or a token budget also the original row of each row, shard after shard, for
-            `reorder_data`. Then all shards have equally many microbatches, none of them empty, wherever the rows
-            allow that.
+            The shards. With packing or a token budget also the original index of each row, shard after shard, for
+            `reorder_data`; all shards then have the same number of microbatches, and none of them is empty if the rows
+            allow it.
 
         Raises:
-            ContractError: rows that do not divide or are fewer than the shards, a sequence longer than a pack, both
-                kinds of arguments, or `batch_size` with `allow_uneven_shards`.
+            ContractError: the rows are not divisible or fewer than the shards, a sequence is longer than a pack, both
+                kinds of arguments are given, or `batch_size` is given with `allow_uneven_shards`.
         """
         total = self.size
         size = total if batch_size is None else batch_size
@@ -216,10 +216,10 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return shard
 
     def all_gather(self, group: ProcessGroup | None) -> Self:
-        """The rows of all ranks of `group`, in rank order, on each of them; each may have another number. Collective.
+        """Return the rows of all ranks of `group`, in rank order; ranks may have different numbers of rows. Collective.
 
         Raises:
-            ContractError: on every rank, if entries or their shapes beyond the first dimension differ.
+            ContractError: entries, or their shapes beyond the first dimension, differ. Raised on every rank.
         """
         if group_size(group) == 1:
             return type(self)(self.data)
@@ -243,10 +243,10 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     # ------------------------------------------------------------ microbatches
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict]:
-        """The rows, `microbatch_size` at a time.
+        """Yield the rows in microbatches of `microbatch_size`.
 
         Raises:
-            ContractError: rows that do not divide.
+            ContractError: `microbatch_size` does not divide the number of rows.
         """
         if self.size % microbatch_size:
             raise ContractError(
@@ -255,26 +255,26 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return (self.slice(i, i + microbatch_size) for i in range(0, self.size, microbatch_size))
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict]:
-        """The rows of each pack of a shard made with `sequence_packing_args`.
+        """Yield the rows of each pack of a shard made with `sequence_packing_args`.
 
         Raises:
-            ContractError: the data was not sharded so.
+            ContractError: the shard was made without them.
         """
         return (self.slice(start, end) for start, end, _ in self._planned())
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """Number of packs, and padded tokens of the longest."""
+        """Return the number of packs and the padded tokens of the longest pack."""
         lengths = [length for _, _, length in self._planned()]
         return len(lengths), max(lengths)
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict]:
-        """The rows of each microbatch of a shard made with `dynamic_batching_args`, cut to their padded width.
+        """Yield the rows of each microbatch of a shard made with `dynamic_batching_args`, cut to their padded width.
 
         Args:
             sequence_dim: the dimension of tensors that is cut.
 
         Raises:
-            ContractError: the data was not sharded so.
+            ContractError: the shard was made without them.
         """
         for start, end, width in self._planned():
             microbatch = self.slice(start, end)
@@ -282,11 +282,11 @@ class BatchedDataDict(UserDict, Generic[DictT]):
             yield microbatch
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
-        """Number of microbatches."""
+        """Return the number of microbatches."""
         return len(self._planned())
 
     def _planned(self) -> list[tuple[int, int, int]]:
-        """(start, end, length) of each microbatch, rows counted from the first of this shard."""
+        """Return (start, end, length) of each microbatch; rows are counted from the first row of this shard."""
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
             raise ContractError("shard with sequence_packing_args or dynamic_batching_args first")
         planned, first = [], 0
@@ -298,13 +298,13 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     # ------------------------------------------------------------ tensors
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cut every tensor that has dimension `dim`, in place, to its first `truncated_len` entries there."""
+        """Cut every tensor that has dimension `dim` to its first `truncated_len` entries there, in place."""
         for key, value in self.data.items():
             if isinstance(value, torch.Tensor) and value.ndim > dim:
                 self.data[key] = value.narrow(dim, 0, min(truncated_len, value.shape[dim]))
 
     def to(self, device: torch.device | str) -> Self:
-        """Put all tensors on `device`, in place; returns itself."""
+        """Move all tensors to `device`, in place; return the batch itself."""
         for key, value in self.data.items():
             if isinstance(value, torch.Tensor):
                 self.data[key] = value.to(device)
@@ -314,13 +314,13 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
     ) -> Self:
-        """The rows of all batches, one after the other; the shorter tensors padded at the end of dimension 1.
+        """Concatenate the rows of all batches; shorter tensors are padded at the end of dimension 1.
 
         Args:
-            pad_value_dict: what an entry is padded with; 0 if it is not named.
+            pad_value_dict: padding value of each entry; 0 for entries not in it.
 
         Raises:
-            ContractError: batches of different entries.
+            ContractError: the batches have different entries.
         """
         if len({tuple(sorted(batch)) for batch in batches}) > 1:
             raise ContractError(f"batches differ in their entries: {[sorted(batch) for batch in batches]}")
@@ -343,7 +343,7 @@ def _is_batched(value: Any) -> bool:
 
 
 def _describe(value: Any) -> tuple[Any, int]:
-    """Return the values that must be the same on all ranks, and the number of rows."""
+    """Return the properties that must be the same on all ranks, and the number of rows."""
     if isinstance(value, torch.Tensor) and value.ndim:
         return (str(value.dtype), tuple(value.shape[1:])), len(value)
     return type(value).__name__, len(value) if isinstance(value, list) else 0
@@ -362,11 +362,11 @@ ReduceOp = torch.distributed.ReduceOp
 
 @dataclass(frozen=True)
 class BatchShare:
-    """Which rows of a global batch a replica has. Its methods are collective over the replicas.
+    """A replica's share of a global batch. Its methods are collective over the replicas.
 
-    indices: of its rows in the global batch, in the order in which it has them.
-    total: rows of the global batch.
-    replicas: that share the batch out; one, where every rank has all rows.
+    indices: indices of the replica's rows in the global batch, in the order of its rows.
+    total: number of rows of the global batch.
+    replicas: the replicas that share the batch; a single one if every rank has all rows.
     """
 
     indices: Sequence[int]
@@ -375,7 +375,7 @@ class BatchShare:
 
     @classmethod
     def whole(cls, total: int) -> BatchShare:
-        """All rows, where every rank has them."""
+        """Return the share of all rows, for a batch that every rank has."""
         return cls(range(total), total)
 
     @classmethod
@@ -388,11 +388,11 @@ class BatchShare:
         return cls(range(first, first + count), total, replicas)
 
     def sum(self, *values: float) -> list[float]:
-        """Each value's sum over the replicas, in fp64."""
+        """Return each value's sum over the replicas, computed in fp64."""
         return self._reduce(values, ReduceOp.SUM)
 
     def max(self, *values: float) -> list[float]:
-        """Each value's largest over the replicas."""
+        """Return each value's maximum over the replicas."""
         return self._reduce(values, ReduceOp.MAX)
 
     def most_packs(self, batching: Any, packs: int, width: int) -> tuple[int, int]:
@@ -401,17 +401,17 @@ class BatchShare:
         return int(most), int(widest)
 
     def min_max(self, values: Shaped[Tensor, "*any"]) -> tuple[float, float]:
-        """The smallest and the largest of all replicas' values, of which a replica may have none."""
+        """Return the minimum and the maximum of all replicas' values; a replica may have no values."""
         own = (-math.inf, -math.inf) if not values.numel() else (-float(values.amin()), float(values.amax()))
         low, high = self.max(*own)
         return -low, high
 
     def select(self, values: Shaped[Tensor, total * rest]) -> Shaped[Tensor, own * rest]:
-        """The own rows of what every rank knows of all."""
+        """Return the replica's own rows of a tensor of all rows."""
         return values[list(self.indices)]
 
     def gather(self, own: Float[Tensor, " own"]) -> Float[Tensor, " total"]:
-        """A value of each row of the global batch, from each replica those of its own rows; fp64, on the host."""
+        """Gather a value for each row of the global batch; each replica gives its own rows'. fp64, on the host."""
         values = torch.zeros(self.total, dtype=torch.float64)
         values[list(self.indices)] = own.double().cpu()
         return reduced(values, self.replicas)
@@ -422,19 +422,19 @@ class BatchShare:
 
 
 def reduced(values: Tensor, replicas: ParallelDimension, op: Any = ReduceOp.SUM) -> Tensor:
-    """`values` on the host, summed over the replicas (or by `op`)."""
+    """Return `values` on the host, summed over the replicas (or reduced by `op`)."""
     if replicas.size == 1:
         return values
     return all_reduce(values.to(platform.device()), replicas.group, op).cpu()
 
 
 class LocalBatch(BatchedDataDict[DictT]):
-    """The rows of a global batch that this replica has; the same on all of the replica's ranks, and there may be none.
+    """The rows of a global batch on this replica, the same on all of the replica's ranks; there may be none.
 
-    A policy learns from the rows of all replicas together, as if every rank had all of them, and scores each
-    replica's own.
+    A policy learns from the rows of all replicas together, as if every rank had all of them. It scores only each
+    replica's own rows.
 
-    plans: of its microbatches, by how they were cut: scoring and training plan once.
+    plans: microbatch plans by planner, so that scoring and training plan only once.
     """
 
     def __init__(self, entries: Mapping[str, Any], share: BatchShare, plans: dict[Any, Any] | None = None) -> None:
@@ -447,10 +447,10 @@ class LocalBatch(BatchedDataDict[DictT]):
         return type(self)(entries, self.share, self.plans)
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> Any:
-        """Select rows as from any batch; the selection is not a share of the global batch."""
+        """Select rows as from any batch; the result is not a share of the global batch."""
         return BatchedDataDict(self.data).select_indices(indices)
 
 
 def batch_share(data: BatchedDataDict[Any]) -> BatchShare:
-    """Return the share of a global batch that `data` holds: all of it unless it is `LocalBatch`."""
+    """Return the share of a global batch that `data` holds: all of it unless `data` is a `LocalBatch`."""
     return data.share if isinstance(data, LocalBatch) else BatchShare.whole(data.size)

@@ -1,4 +1,4 @@
-"""Bin packing of sequences into microbatches, and of microbatches onto ranks: the same result on every rank.
+"""Bin packing of sequences into microbatches, and of microbatches onto ranks, with the same result on every rank.
 
 A unit has a size (tokens, limited by a bin's capacity) and a cost (work, which ranks should share evenly).
 """
@@ -16,19 +16,19 @@ from mcore_rl.distributed.packs import round_up
 from mcore_rl.errors import ContractError
 
 Bin = list[int]
-"""Indices of the units in it."""
+"""Indices of the units in a bin."""
 
 
 def pack(size: Sequence[int], cost: Sequence[float], capacity: int, count: int, multiple: int = 1) -> list[list[Bin]]:
-    """[rank][bin] → units: as few bins as fit, equally many on each of `count` ranks, ranks of even cost.
+    """Return [rank][bin] → units: the fewest bins that fit, the same number on each of `count` ranks, with even cost.
 
     Each rank's number of bins is a multiple of `multiple`.
 
-    Where that number of bins leaves room, the units are spread over them by cost, so that none is left with the
-    remainder; bins are empty only where there are fewer units than bins.
+    If that number of bins leaves room, the units are spread over them by cost, so that no bin has only the remainder.
+    Bins are empty only if there are fewer units than bins.
 
     Raises:
-        ContractError: a unit that fits no bin.
+        ContractError: a unit does not fit a bin.
     """
     bins = best_fit_decreasing(size, capacity)
     step = count * multiple
@@ -40,10 +40,10 @@ def pack(size: Sequence[int], cost: Sequence[float], capacity: int, count: int, 
 
 
 def best_fit_decreasing(size: Sequence[int], capacity: int) -> list[Bin]:
-    """Bins of at most `capacity`: the largest units first, each into the fullest bin that still has room.
+    """Return bins of at most `capacity`: place the largest units first, each into the fullest bin that has room.
 
     Raises:
-        ContractError: a unit that fits no bin.
+        ContractError: a unit does not fit a bin.
     """
     bins: list[Bin] = []
     free: list[tuple[int, int]] = []  # (room, bin), ascending
@@ -62,10 +62,10 @@ def best_fit_decreasing(size: Sequence[int], capacity: int) -> list[Bin]:
 
 
 def spread_by_cost(size: Sequence[int], cost: Sequence[float], capacity: int, count: int) -> list[Bin] | None:
-    """`count` bins: the costliest units first, each into the cheapest bin that has room; None if they do not fit."""
+    """Return `count` bins: the costliest units first, each into the cheapest with room. None if a unit fits in none."""
     bins: list[Bin] = [[] for _ in range(count)]
     heap = [(0.0, box, capacity) for box in range(count)]
-    too_full: list[tuple[int, float, int]] = []  # (room, load, bin), ascending: back in the heap for smaller units
+    too_full: list[tuple[int, float, int]] = []  # (room, load, bin), ascending; returned to the heap for smaller units
     for unit in sorted(range(len(size)), key=lambda unit: -cost[unit]):
         while too_full and too_full[-1][0] >= size[unit]:
             room, load, box = too_full.pop()
@@ -82,7 +82,7 @@ def spread_by_cost(size: Sequence[int], cost: Sequence[float], capacity: int, co
 
 
 def split_until_divisible(bins: list[Bin], cost: Sequence[float], count: int) -> None:
-    """Split the costliest bins until their number divides by `count`; empty ones are the last resort."""
+    """Split the costliest bins until their number is divisible by `count`; add empty bins only as a last resort."""
     held, number = dict(enumerate(bins)), len(bins)
     heap = [(-sum(cost[u] for u in box), i) for i, box in held.items() if len(box) > 1]
     heapq.heapify(heap)
@@ -105,9 +105,10 @@ def split_until_divisible(bins: list[Bin], cost: Sequence[float], count: int) ->
 def assign(bins: list[Bin], cost: Sequence[float], count: int) -> list[list[Bin]]:
     """Assign the same number of bins to each of `count` ranks with even cost (balanced largest differencing).
 
-    (Karmarkar–Karp with parts of equal cardinality; Tsai, Asymptotic analysis of an algorithm for balanced parallel
-    processor scheduling, 1992.) Each run of `count` bins, from the costliest on, is a partial solution with one bin a
-    rank; the two most uneven ones are joined until one is left, the heaviest of one with the lightest of the other.
+    This is Karmarkar–Karp with parts of equal cardinality (Tsai, Asymptotic analysis of an algorithm for balanced
+    parallel processor scheduling, 1992). Each run of `count` bins, from the costliest on, is a partial solution with
+    one bin per rank. The two most uneven solutions are joined until one is left: the heaviest part of one is combined
+    with the lightest of the other.
     """
     order = sorted(range(len(bins)), key=lambda i: -sum(cost[u] for u in bins[i]))
     loads = [sum(cost[u] for u in box) for box in bins]
@@ -126,13 +127,13 @@ def assign(bins: list[Bin], cost: Sequence[float], count: int) -> list[list[Bin]
 
 
 class SequencePackingArgs(TypedDict):
-    """Sharding into packs.
+    """Arguments for sharding into packs.
 
     max_tokens_per_microbatch: capacity of a pack.
-    input_lengths_key: the entry that holds each row's tokens, [B].
+    input_lengths_key: the entry with each row's number of tokens, [B].
     sequence_length_pad_multiple: each sequence is padded to a multiple of this in its pack.
-    input_key, algorithm: the entry that holds the tokens, and the name of a packing algorithm; taken for the
-        reference's sake, whose algorithms all fill packs of the same capacity. Here there is one (`bin_packing.pack`).
+    input_key, algorithm: the entry with the tokens, and the name of a packing algorithm. They are accepted for
+        compatibility and ignored: `bin_packing.pack` is the only algorithm.
     """
 
     max_tokens_per_microbatch: int
@@ -143,11 +144,11 @@ class SequencePackingArgs(TypedDict):
 
 
 class DynamicBatchingArgs(TypedDict):
-    """Sharding into padded microbatches of rows of like lengths.
+    """Arguments for sharding into padded microbatches of rows with similar lengths.
 
-    max_tokens_per_microbatch: rows times their common width, at most.
-    input_key: the entry that holds the tokens; taken for the reference's sake.
-    input_lengths_key: the entry that holds each row's tokens, [B].
+    max_tokens_per_microbatch: limit of the number of rows times their common width.
+    input_key: the entry with the tokens; accepted for compatibility and ignored.
+    input_lengths_key: the entry with each row's number of tokens, [B].
     sequence_length_round: widths are rounded up to a multiple of this.
     """
 
@@ -161,7 +162,7 @@ class DynamicBatchingArgs(TypedDict):
 class MicrobatchPlan:
     """The microbatches of one shard of one global batch.
 
-    rows: of each microbatch, in the order in which the shard holds them.
+    rows: rows of each microbatch, in the shard's order.
     lengths: padded tokens of each pack, or the width of each padded microbatch.
     """
 
@@ -178,7 +179,7 @@ class MicrobatchPlan:
 
 
 def even_parts(rows: range, count: int) -> list[range]:
-    """Parts of ⌈rows / count⌉ in order; the last ones may be smaller, or empty."""
+    """Return parts of ⌈rows / count⌉ rows in order; the last ones may be smaller, or empty."""
     size = -(-len(rows) // count)
     return [rows[i * size : (i + 1) * size] for i in range(count)]
 
@@ -190,10 +191,10 @@ def plan_microbatches(
     dynamic: DynamicBatchingArgs | None,
     packing: SequencePackingArgs | None,
 ) -> list[MicrobatchPlan]:
-    """Each shard's microbatches of the batch `rows`, by one of the two kinds of arguments.
+    """Return each shard's microbatches of the batch `rows`, by one of the two kinds of arguments.
 
     Raises:
-        ContractError: fewer rows than shards, or a row that fits no microbatch.
+        ContractError: there are fewer rows than shards, or a row does not fit a microbatch.
     """
     if len(rows) < shards:
         raise ContractError(f"{len(rows)} rows leave some of {shards} shards without any")
@@ -216,7 +217,7 @@ def plan_microbatches(
 
 
 def _of_like_lengths(widths: Sequence[int], capacity: int) -> list[Bin]:
-    """Bins of units next to one another in length, whose number times the longest is at most `capacity`."""
+    """Return bins of units with similar lengths; the number of units times the longest is at most `capacity`."""
     bins: list[Bin] = []
     for unit in sorted(range(len(widths)), key=lambda unit: -widths[unit]):
         if widths[unit] > capacity:

@@ -1,7 +1,7 @@
-"""Collectives: those that autograd passes through, those of Python objects, and those between replicas.
+"""Collectives: with gradients, of Python objects, and between replicas.
 
-`torch.distributed` operations are invisible to autograd: a bare one inside a differentiable path gives right values and
-wrong gradients. Each function here is named by its forward and its backward operation.
+`torch.distributed` operations are invisible to autograd: inside a differentiable path they give right values and wrong
+gradients. Each differentiable function here is named by its forward and its backward operation.
 """
 
 from __future__ import annotations
@@ -25,51 +25,51 @@ T = TypeVar("T")
 
 
 def group_size(group: ProcessGroup | None) -> int:
-    """Number of processes in `group`; 1 for None."""
+    """Return the number of processes in `group`; 1 for None."""
     return 1 if group is None else torch.distributed.get_world_size(group)
 
 
 def group_rank(group: ProcessGroup | None) -> int:
-    """Rank of this process in `group`; 0 for None."""
+    """Return the rank of this process in `group`; 0 for None."""
     return 0 if group is None else torch.distributed.get_rank(group)
 
 
 def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
-    """Every rank's `value` (small, picklable), on every rank; of all processes if no group is named."""
+    """Gather every rank's `value` (small, picklable) on every rank of `group`; None means all processes."""
     values: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(values, value, group=group)
     return values
 
 
 def gather_objects_on_rank_zero(value: Any) -> list[Any]:
-    """Every process's `value` (picklable), on the first; [] elsewhere."""
+    """Gather every process's `value` (picklable) on the first process; return [] elsewhere."""
     values: list[Any] = [None] * torch.distributed.get_world_size() if torch.distributed.get_rank() == 0 else []
     torch.distributed.gather_object(value, values or None)
     return values
 
 
 class InternedObjects:
-    """Small objects of every rank, of which only those are sent that nobody has sent before.
+    """All-gathers small objects and sends each distinct object only once.
 
-    Every rank makes one at the same time, and each call is collective over all processes.
+    Every rank creates one at the same time, and each call is collective over all processes.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, Any] = {}
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather a value that is identified by its `repr`; eight bytes a rank if all ranks know all values."""
+        """Gather a value identified by its `repr`; eight bytes per rank if all ranks have seen all values."""
         digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], signed=True)
         own = torch.tensor([digest], device=platform.device())
         digests: list[int] = all_gather(own, torch.distributed.group.WORLD)[:, 0].tolist()
-        # Every rank knows what the others do: it has been in all calls.
+        # All ranks take part in all calls, so they have seen the same values.
         if not all(digest in self._known for digest in digests):
             self._known.update(zip(digests, gather_objects(value), strict=True))
         return [self._known[digest] for digest in digests]
 
 
 def gather_objects_along(value: T, *dimensions: ParallelDimension) -> list[T]:
-    """The `value` (picklable) of every rank along these dimensions of parallelism, on each of them."""
+    """Gather the `value` (picklable) of every rank along these parallel dimensions, on each of these ranks."""
     values = [value]
     for dimension in dimensions:
         if dimension.size > 1:
@@ -78,7 +78,7 @@ def gather_objects_along(value: T, *dimensions: ParallelDimension) -> list[T]:
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's `value` (small, picklable), on every process."""
+    """Broadcast rank 0's `value` (small, picklable) to every process."""
     box = [value]
     torch.distributed.broadcast_object_list(box, src=0)
     return box[0]
@@ -93,11 +93,12 @@ def all_ranks_true(*flags: bool) -> list[bool]:
 def broadcast_result(work: Future[T] | None, seconds: float) -> T:
     """Return the result of `work`, which only rank 0 has, on every process; raise its exception on all of them.
 
-    They meet every `seconds`, well below the timeout of collectives, however long it takes.
+    However long the work takes, the processes communicate every `seconds`, which must be well below the timeout of
+    collectives.
 
     Raises:
-        WorkerError: the exception is of another class than Python's and this package's, or cannot be sent; or the
-            work was cancelled, or its result cannot be sent.
+        WorkerError: the work raised an exception that is not a class of Python or this package or cannot be sent, or
+            it was cancelled, or its result cannot be sent.
     """
     while True:
         if work is not None:
@@ -115,12 +116,12 @@ def broadcast_result(work: Future[T] | None, seconds: float) -> T:
 
 
 def _failure(work: Future[Any] | None, sends_result: bool = False) -> BaseException | None:
-    """Why it has failed, in a form that every process can read; None if it has not.
+    """Return the exception of `work` in a form that every process can read; None if the work has not failed.
 
-    Classes of other modules may not be there on another node: their name and text are sent.
+    Classes of other modules may not exist on another node, so their name and text are sent.
 
     Args:
-        sends_result: whether the result must be one that can be sent.
+        sends_result: whether an unsendable result is a failure too.
     """
     if work is None:
         return None
@@ -140,14 +141,15 @@ def _failure(work: Future[Any] | None, sends_result: bool = False) -> BaseExcept
 
 
 def settle(work: Future[T] | None, seconds: float) -> T | None:
-    """Return the result of this rank's `work` once the work of all ranks is done; None on ranks without work.
+    """Return the result of this rank's `work` after the work of all ranks is done; None on ranks without work.
 
-    They meet every `seconds`; of exceptions the first rank's is raised, on all of them, as in `broadcast_result`.
+    The processes communicate every `seconds`. If there are exceptions, the lowest failing rank's is raised on all
+    ranks, as in `broadcast_result`.
     """
     while True:
         if work is not None:
             wait([work], seconds)
-        is_done = work is None or work.done()  # asked once: it may end between two questions
+        is_done = work is None or work.done()  # called once, because the work may end between two calls
         error = _failure(work) if is_done else None
         done, well = all_ranks_true(is_done, error is None)
         if done:
@@ -158,7 +160,7 @@ def settle(work: Future[T] | None, seconds: float) -> T | None:
 
 
 def all_gather(x: Shaped[Tensor, "*shape"], group: ProcessGroup | None) -> Shaped[Tensor, ranks * shape]:
-    """[n, …] on each of P ranks → [P, n, …] in rank order on all of them. No gradient."""
+    """Gather [n, …] of each of P ranks into [P, n, …] in rank order on all ranks. No gradient."""
     if group_size(group) == 1:
         return x.unsqueeze(0)
     out = x.new_empty((group_size(group), *x.shape))
@@ -167,8 +169,8 @@ def all_gather(x: Shaped[Tensor, "*shape"], group: ProcessGroup | None) -> Shape
 
 
 def gather_rows(x: Shaped[Tensor, "own *rest"], *dimensions: ParallelDimension) -> Shaped[Tensor, "all *rest"]:
-    """The rows of every rank along these dimensions of parallelism, each of which may have another number; in rank
-    order, the last dimension's ranks outermost. Where `x` is. Collective, no gradient."""
+    """Gather the rows of every rank along these parallel dimensions; ranks may have different numbers of rows. The
+    rows are in rank order with the last dimension's ranks outermost, on `x`'s device. Collective, no gradient."""
     rows = x
     for dimension in dimensions:
         if dimension.size > 1:
@@ -185,7 +187,7 @@ def gather_rows(x: Shaped[Tensor, "own *rest"], *dimensions: ParallelDimension) 
 def all_reduce(
     x: Shaped[Tensor, "*shape"], group: ProcessGroup | None, op: Any = torch.distributed.ReduceOp.SUM
 ) -> Shaped[Tensor, "*shape"]:
-    """Sum (or `op`) of `x` over the group, as a new tensor. No gradient."""
+    """Return the sum (or `op`) of `x` over the group, as a new tensor. No gradient."""
     if group_size(group) == 1:
         return x
     out = x.clone(memory_format=torch.contiguous_format)
@@ -243,16 +245,16 @@ class _AllReduceForwardAllReduceBackward(torch.autograd.Function):
 def all_reduce_forward_all_reduce_backward(
     x: Shaped[Tensor, "*shape"], group: ProcessGroup | None
 ) -> Shaped[Tensor, "*shape"]:
-    """Sum over the group; each rank's gradient is the sum of all ranks', each of which uses the sum."""
+    """Sum over the group. Each rank uses the sum, so its gradient is the sum of all ranks' gradients."""
     return x if group_size(group) == 1 else _AllReduceForwardAllReduceBackward.apply(x, group)
 
 
 def copy_forward_all_reduce_backward(
     x: Shaped[Tensor, "*shape"], group: ProcessGroup | None
 ) -> Shaped[Tensor, "*shape"]:
-    """Identity; the gradient is summed over the group.
+    """Return `x`; its gradient is summed over the group.
 
-    For an input that every rank holds whole and multiplies with its own shard of a weight.
+    Use it for an input that is replicated on every rank and multiplied with the rank's own shard of a weight.
     """
     return x if group_size(group) == 1 else _CopyForwardAllReduceBackward.apply(x, group)
 
@@ -260,9 +262,9 @@ def copy_forward_all_reduce_backward(
 def all_gather_forward_reduce_scatter_backward(
     x: Shaped[Tensor, rows * rest], group: ProcessGroup | None
 ) -> Shaped[Tensor, all_rows * rest]:
-    """[n, …] per rank → [P·n, …]; each rank's gradient is the sum of all ranks' for its rows.
+    """Gather [n, …] of each rank into [P·n, …]; each rank's gradient is the sum of all ranks' gradients for its rows.
 
-    For rows that every rank then uses for something of its own (a weight shard, other queries).
+    Use it for rows that every rank then uses differently (with its weight shard, with other queries).
     """
     return x if group_size(group) == 1 else _AllGatherForwardReduceScatterBackward.apply(x, group)
 
@@ -270,16 +272,16 @@ def all_gather_forward_reduce_scatter_backward(
 def all_gather_forward_split_backward(
     x: Shaped[Tensor, rows * rest], group: ProcessGroup | None
 ) -> Shaped[Tensor, all_rows * rest]:
-    """[n, …] per rank → [P·n, …]; each rank's gradient is its own rows' part of the local one.
+    """Gather [n, …] of each rank into [P·n, …]; each rank's gradient is its own rows' part of the local gradient.
 
-    For rows from which every rank then computes the *same* scalar: summing the P equal gradients
-    would count the loss P times.
+    Use it for rows from which every rank then computes the *same* scalar: summing the P equal gradients would count
+    the loss P times.
     """
     return x if group_size(group) == 1 else _AllGatherForwardSplitBackward.apply(x, group)
 
 
 def broadcast_object_in_replica(value: Any, topology: Topology) -> Any:
-    """The `value` (picklable) of a replica's first rank, on all of the replica's ranks. Collective."""
+    """Broadcast the `value` (picklable) of a replica's first rank to all of the replica's ranks. Collective."""
     return _first_to_all(value, topology, _broadcast_object)
 
 
@@ -287,7 +289,7 @@ def broadcast_in_replica(values: Tensor, topology: Topology) -> Tensor:
     """Broadcast a replica's first rank's values to all of the replica's ranks, in place. Collective.
 
     Args:
-        values: of the same shape and precision on all of them; other ranks' are written over.
+        values: same shape and precision on all ranks; overwritten on all but the first.
     """
     if not values.numel():
         return values
@@ -295,10 +297,10 @@ def broadcast_in_replica(values: Tensor, topology: Topology) -> Tensor:
 
 
 def broadcast_lists_in_replica(lists: Sequence[Sequence[int]], count: int, topology: Topology) -> list[list[int]]:
-    """`count` lists of whole numbers, those of a replica's first rank, on all of the replica's ranks. Collective.
+    """Broadcast `count` lists of whole numbers from a replica's first rank to all of the replica's ranks. Collective.
 
     Args:
-        lists: not looked at on other ranks.
+        lists: the lists; ignored on other ranks.
     """
     sizes = torch.zeros(count, dtype=torch.long)
     if topology.leads_replica:
@@ -311,17 +313,17 @@ def broadcast_lists_in_replica(lists: Sequence[Sequence[int]], count: int, topol
 
 
 def gather_from_replicas(value: T, topology: Topology) -> list[T]:
-    """Each replica's `value` (small, picklable), that of its first rank, on every rank. Collective."""
+    """Gather `value` (small, picklable) of each replica's first rank on every rank. Collective."""
     found = gather_objects_along(value, topology.data) if topology.leads_replica else None
     gathered: list[T] = broadcast_object_in_replica(found, topology)
     return gathered
 
 
 def gather_items_on_rank_zero(own: Mapping[int, T], wanted: Sequence[int], topology: Topology) -> list[T]:
-    """The items of these numbers, in this order, on the very first rank; [] on the others. Collective.
+    """Gather the items with these numbers, in this order, on rank 0; return [] on other ranks. Collective.
 
     Args:
-        own: by number, what the first rank of each replica has.
+        own: items by number, on the first rank of each replica.
     """
     if not topology.leads_replica:
         return []
@@ -336,7 +338,7 @@ def gather_items_on_rank_zero(own: Mapping[int, T], wanted: Sequence[int], topol
 
 
 def _first_to_all(value: T, topology: Topology, broadcast: Callable[[T, ParallelDimension], T]) -> T:
-    """`broadcast` from the first rank of a dimension to the others, along each dimension in a replica."""
+    """Call `broadcast` from the first rank of a dimension to the others, along each dimension in a replica."""
     pipeline, context, tensor = topology.pipeline, topology.context, topology.tensor
     if tensor.rank == context.rank == 0:
         value = broadcast(value, pipeline)

@@ -1,7 +1,7 @@
 """Divergences between two models' next-token distributions, over the whole vocabulary, without logits.
 
-Both models' logits are computed from hidden states and LM heads in the same tiles of tokens × vocabulary, reduced to a
-few numbers per token, and computed again in the backward pass.
+Both models' logits are computed from hidden states and LM heads in the same tiles of tokens × vocabulary. Each tile is
+reduced to a few numbers per token, and computed again in the backward pass.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from mcore_rl.errors import ContractError
 
 @dataclass(frozen=True)
 class FinalHiddenStates:
-    """A microbatch's hidden states that predict counted tokens, beside the LM head.
+    """A microbatch's hidden states that predict counted tokens, with the LM head.
 
-    Values [N, S − 1, …] are of the whole rows, the same on every rank, 0 where nothing counts.
+    Returned values [N, S − 1, …] are of whole rows, the same on every rank, and 0 at positions that do not count.
 
-    microbatch: which one this is, for who knows more about it.
+    microbatch: the microbatch object, as a key for callers' data.
     logits: n rows of hidden states of this context-parallel rank; the head's rows of this tensor-parallel rank.
-    inputs: where the input positions of these rows are among those of the flattened rows [N·S].
-    vocab_size: of the vocabulary without its padding.
-    temperature: divides all logits, beside what a loss divides them by.
+    inputs: indices of these rows' input positions in the flattened rows [N·S].
+    vocab_size: size of the vocabulary without its padding.
+    temperature: divides all logits, in addition to a loss's own temperature.
     """
 
     microbatch: Hashable
@@ -54,9 +54,9 @@ class FinalHiddenStates:
     def logprobs_of(
         self, tokens: Int[Tensor, "rows seq k"], temperature: float, with_entropy: bool, normalize: bool = True
     ) -> tuple[Float[Tensor, "rows predicted k"], Float[Tensor, "rows predicted"] | None]:
-        """Log-probabilities of the K tokens that stand at each *input* position, and the distributions' entropies.
+        """Return log-probabilities of the K tokens given for each *input* position, and the distributions' entropies.
 
-        With `normalize=False` the first are logits, divided by the temperature (`linear_logprobs`).
+        With `normalize=False`, return logits divided by the temperature instead (see `linear_logprobs`).
         """
         logprobs, entropy = linear_logprobs(
             self.logits.hidden,
@@ -73,7 +73,7 @@ class FinalHiddenStates:
     def divergences(
         self, teacher: HiddenAndHead, vocab_size: int, temperature: float, js_beta: float | None
     ) -> Divergences:
-        """From a teacher's distributions at the same positions, over the vocabulary's first `vocab_size` tokens."""
+        """Return divergences from a teacher's distributions at these positions, over the first `vocab_size` tokens."""
         forward_kl, reverse_kl, js = linear_divergences(
             self.logits, teacher, self.tensor_parallel_group, vocab_size, temperature * self.temperature, js_beta
         )
@@ -85,7 +85,7 @@ class FinalHiddenStates:
 
 @dataclass(frozen=True)
 class HiddenAndHead:
-    """Logits as the product that they are: hidden [T, H] × weight [Vp, H]ᵀ.
+    """Logits as an unevaluated product: hidden [T, H] × weight [Vp, H]ᵀ.
 
     hidden: the same on all ranks of the vocabulary's group. weight: this rank's rows of the LM head.
     """
@@ -113,19 +113,20 @@ def linear_divergences(
     temperature: float = 1.0,
     js_beta: float | None = None,
 ) -> Divergences:
-    """Divergences between softmax(student / temperature) and softmax(teacher / temperature), a number per token.
+    """Compute divergences between softmax(student / temperature) and softmax(teacher / temperature) for each token.
 
-    Jensen–Shannon as generalised in arXiv:2306.13649, eq. 1. Dense equivalent: `log_softmax` of both products, and the
-    sums over the vocabulary, with fp32 accumulation (fp64 for fp64 hidden states). Forward: an all-gather and an
-    all-reduce of a few numbers per token. Backward: none; only the student has a gradient, that of its hidden states
-    being this shard's part (`gather_hidden_states` sums it). A Megatron `weight.main_grad` is added to directly.
+    Jensen–Shannon divergence is generalised as in arXiv:2306.13649, eq. 1. Dense equivalent: `log_softmax` of both
+    products, and the sums over the vocabulary, with fp32 accumulation (fp64 for fp64 hidden states). Forward: an
+    all-gather and an all-reduce of a few numbers per token. Backward: no communication. Only the student has a
+    gradient; the gradient of its hidden states is this shard's part (`gather_hidden_states` sums it). The weight's
+    gradient is added directly to a Megatron `weight.main_grad`.
 
     Args:
-        vocab_size: tokens that are compared, the first ones of the vocabulary; rows of the heads beyond are left out.
-        js_beta: β, between 0 and 1; without it there is no `js`.
+        vocab_size: number of compared tokens, from the start of the vocabulary; later rows of the heads are ignored.
+        js_beta: β, between 0 and 1; if None, `js` is None.
 
     Raises:
-        ContractError: shapes, a temperature or a β that do not fit.
+        ContractError: shapes do not fit, or the temperature or β is out of range.
     """
     sizes = [(tuple(x.hidden.shape), tuple(x.weight.shape)) for x in (student, teacher)]
     (tokens, width), (rows, columns) = sizes[0]
@@ -188,10 +189,10 @@ class _LinearDivergences(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradient towards z = hidden · weightᵀ / temperature:
+        """Compute the gradient with respect to z = hidden · weightᵀ / temperature:
 
-        q − p of the forward KL, q·(log q/p − KL(q ‖ p)) of the reverse,
-        (1 − β)·q·(log q/m − KL(q ‖ m)) of the mixture's."""
+        q − p for the forward KL, q·(log q/p − KL(q ‖ p)) for the reverse KL,
+        (1 − β)·q·(log q/m − KL(q ‖ m)) for the mixture's."""
         hidden, teacher_hidden, lse, reverse_kl, q_to_m = ctx.saved_tensors
         student = Tiles(hidden, ctx.weight, ctx.columns, ctx.temperature)
         pair = _Pair(student, Tiles(teacher_hidden, ctx.teacher_weight, ctx.columns, ctx.temperature))
@@ -210,14 +211,14 @@ class _LinearDivergences(torch.autograd.Function):
 
 
 class _Pair:
-    """Tiles of the student and of the teacher, over the same tokens and columns."""
+    """Tiles of the student and of the teacher over the same tokens and columns."""
 
     def __init__(self, student: Tiles, teacher: Tiles) -> None:
         self.student, self.teacher, self.dtype = student, teacher, student.dtype
         self.row_tiles, self.column_tiles = student.row_tiles, student.column_tiles
 
     def log_sum_exp(self, group: ProcessGroup | None) -> Tensor:
-        """[2, T] log Σ exp of the student's and the teacher's logits over the whole vocabulary."""
+        """Return [2, T], log Σ exp of the student's and the teacher's logits over the whole vocabulary."""
         both = []
         for tiles in (self.student, self.teacher):
             nothing = torch.empty(tiles.count, 0, dtype=torch.long, device=tiles.device)
@@ -226,12 +227,12 @@ class _Pair:
         return combine_over_vocabulary(lse, lse.new_empty(0, len(lse)), torch.zeros_like(lse), group)[0].view(2, -1)
 
     def logprobs(self, rows: slice, columns: slice, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """log q and log p of a tile; two tensors that the caller may overwrite."""
+        """Return log q and log p of a tile, as two tensors that the caller may overwrite."""
         log_q = self.student.product(rows, columns).sub_(lse[0, rows, None])
         log_p = self.teacher.product(rows, columns).to(self.dtype).sub_(lse[1, rows, None])
         return log_q, log_p
 
 
 def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """log(β·p + (1 − β)·q), also where one of the two is too small for its exponential."""
+    """Return log(β·p + (1 − β)·q), accurate even if exp of one of the two underflows."""
     return torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))

@@ -1,8 +1,8 @@
-"""Log-probabilities, entropy and top-k over a sharded vocabulary: from logits, or from hidden states and the LM head.
+"""Log-probabilities, entropy and top-k over a sharded vocabulary, from logits or from hidden states and LM head.
 
-Everything is computed in fp32 (fp64 for fp64 inputs). From logits, a few tokens at a time are reduced and combined
+Everything is computed in fp32 (fp64 for fp64 inputs). From logits, chunks of a few tokens are reduced and combined
 across the group. From hidden states, the product hidden × weightᵀ is computed in tiles of tokens × vocabulary, reduced
-to a few numbers per token, and computed again in the backward pass: the logits [tokens, vocabulary] never exist.
+to a few numbers per token, and computed again in the backward pass. The logits [tokens, vocabulary] are never stored.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from mcore_rl.distributed.collectives import (
 from mcore_rl.distributed.packs import PackLayout, gather_context_parallel, slice_context_parallel
 from mcore_rl.errors import ContractError
 
-# What is worked on at a time: a CPU's cache, or enough of a GPU's memory to keep it busy.
+# Size of the working chunk: a CPU's cache, or enough of a GPU's memory to keep it busy.
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 
 
-# Nats: exp() of less is 0 in fp32 and fp64 alike.
+# In nats. exp() of smaller values is 0 in fp32 and fp64.
 LOWEST_LOGPROB = -1e4
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 stays fp64; everything else is computed in fp32."""
+    """Return fp64 for fp64, and fp32 for all other types."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def valid_columns(shard_size: int, rank: int, vocab_size: int | None) -> int:
-    """How many columns of rank's shard are real tokens; the padding is at the end of the vocabulary."""
+    """Return the number of columns of rank's shard that are real tokens; the vocabulary is padded at its end."""
     return shard_size if vocab_size is None else max(0, min(shard_size, vocab_size - rank * shard_size))
 
 
@@ -51,12 +51,12 @@ def combine_over_vocabulary(
     mean: Float[Tensor, " tokens"],
     group: ProcessGroup | None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, "k tokens"], Float[Tensor, " tokens"]]:
-    """Statistics of a shard → of the whole vocabulary, by one all-gather.
+    """Combine a shard's statistics into statistics of the whole vocabulary, with one all-gather.
 
     Args:
         lse: log Σ exp x over the shard, [T].
-        sums: quantities that only one rank has and the others hold as 0, [K, T].
-        mean: Σ softmax(x)·x with the softmax over the shard, [T]; 0 for a shard of −inf alone.
+        sums: quantities that are non-zero on only one rank, [K, T].
+        mean: Σ softmax(x)·x with the softmax over the shard, [T]; 0 for a shard that is all −inf.
     """
     if group_size(group) == 1:
         return lse, sums, mean
@@ -67,7 +67,7 @@ def combine_over_vocabulary(
 
 
 class _LogprobsFromLogits(torch.autograd.Function):
-    """(logits [T, Vp], targets [T, K]) → logprobs [T, K], entropy [T] (meaningless unless asked for)."""
+    """Maps logits [T, Vp] and targets [T, K] to logprobs [T, K] and entropy [T] (undefined unless requested)."""
 
     @staticmethod
     def forward(
@@ -108,7 +108,7 @@ class _LogprobsFromLogits(torch.autograd.Function):
         g, h = grads[0], grads[1] if ctx.with_entropy else None
         grad_logits, columns = torch.empty_like(logits), ctx.columns
         grad_logits[:, columns:] = 0
-        # Rows that the loss does not use may hold anything, NaN included: they get a zero, not 0·NaN.
+        # Rows that the loss does not use may hold any value, including NaN. Their gradient is 0, not 0·NaN.
         unused = ~((g != 0).any(dim=1) if h is None else (g != 0).any(dim=1) | (h != 0))
         total = g.sum(dim=1, keepdim=True) if ctx.normalize else g.new_zeros(len(g), 1)
         for rows in slices(logits.shape[0] if columns else 0, ctx.chunk):
@@ -125,7 +125,7 @@ class _LogprobsFromLogits(torch.autograd.Function):
 
 
 def finite_peak(x: Float[Tensor, "tokens columns"]) -> Float[Tensor, " tokens"]:
-    """The largest logit of each row, to be subtracted before exp; 0 where all are −inf (a masked shard)."""
+    """Return the largest logit of each row, to be subtracted before exp; 0 if all are −inf (a masked shard)."""
     peak = x.amax(dim=1)
     return torch.where(peak == -torch.inf, 0, peak)
 
@@ -133,18 +133,18 @@ def finite_peak(x: Float[Tensor, "tokens columns"]) -> Float[Tensor, " tokens"]:
 def weighted_mean(
     z: Float[Tensor, "tokens columns"], x: Float[Tensor, "tokens columns"], total: Float[Tensor, " tokens"]
 ) -> Float[Tensor, " tokens"]:
-    """Σ z·x / total with z = exp(x − peak) and total = Σ z: a logit of −inf adds 0, and so does a shard of them."""
+    """Return Σ z·x / total with z = exp(x − peak) and total = Σ z. Logits of −inf add 0, also if all are −inf."""
     finite = x.clamp(min=torch.finfo(x.dtype).min)
     return torch.linalg.vecdot(z, finite) / total.clamp(min=torch.finfo(x.dtype).tiny)
 
 
 def slices(total: int, step: int) -> Iterator[slice]:
-    """0 … total cut into runs of `step`, the last one shorter."""
+    """Yield slices of 0 … total of length `step`; the last one may be shorter."""
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
 
 
 def _scaled(logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
-    """In the accumulation type, divided by the temperature; `logits` itself where that changes nothing."""
+    """Return logits in the accumulation type, divided by the temperature; `logits` itself if nothing changes."""
     x = logits.to(dtype)
     return x if temperature == 1 else x / temperature
 
@@ -157,14 +157,14 @@ def logprob_gradient(
     h: Float[Tensor, " tokens"] | None,
     out: Float[Tensor, "tokens columns"],
 ) -> Float[Tensor, "tokens columns"]:
-    """Gradient towards logits x of g·(−log Z) + h·entropy: −p·(g + h·(x − E[x])), p = exp(x − lse).
+    """Return the gradient with respect to logits x of g·(−log Z) + h·entropy: −p·(g + h·(x − E[x])), p = exp(x − lse).
 
-    The target's own +g is left to the caller, who knows where it is. `out` may be x.
+    The caller adds the target's own +g. `out` may be x.
     """
     logp = torch.sub(x, lse[:, None], out=out)
     if h is None:
         return logp.exp_().mul_(-g[:, None])
-    # Where a logit is −inf, p is 0 and must not meet an infinite weight.
+    # A logit of −inf has p = 0, which must not be multiplied with an infinite weight.
     weight = logp.clamp(min=LOWEST_LOGPROB).add_((lse - mean)[:, None]).mul_(-h[:, None]).sub_(g[:, None])
     return logp.exp_().mul_(weight)
 
@@ -172,7 +172,7 @@ def logprob_gradient(
 def local_targets(
     targets: Int[Tensor, "tokens *k"], start: int, columns: int
 ) -> tuple[Int[Tensor, "tokens *k"], Bool[Tensor, "tokens *k"]]:
-    """Columns of the shard (clamped into it), and whether the shard owns them."""
+    """Return the targets' columns in the shard (clamped into it), and whether the shard owns them."""
     owned = (targets >= start) & (targets < start + columns)
     return (targets - start).clamp(0, max(columns - 1, 0)), owned
 
@@ -188,27 +188,27 @@ def vocab_parallel_logprobs(
     chunk_size: int | None = None,
     normalize: bool = True,
 ) -> tuple[Float[Tensor, tokens * k], Float[Tensor, " tokens"] | None]:
-    """Log-probabilities of given tokens and, if asked for, the entropy of each distribution, in nats.
+    """Compute log-probabilities of given tokens and, if requested, the entropy of each distribution, in nats.
 
-    Dense equivalent: `log_softmax(logits / temperature)`, gathered at `targets`. One all-gather of
-    K + 2 numbers per token in forward, no communication in backward: every rank of `group` must
-    compute the same loss from the result, and gets the whole gradient of its own shard. Logits may be −inf.
+    Dense equivalent: `log_softmax(logits / temperature)`, gathered at `targets`. Forward: one all-gather of
+    K + 2 numbers per token. Backward: no communication. Every rank of `group` must compute the same loss from the
+    result, and gets the whole gradient of its shard. Logits may be −inf.
 
     Args:
         logits: [T, Vp], this rank's shard of the vocabulary (last dimension split over `group`).
         targets: [T] or [T, K] token ids in the whole vocabulary, the same on all ranks of `group`.
-        rank: which shard this is; the rank in `group` if None.
-        vocab_size: real tokens in the vocabulary; columns beyond are padding and are left out.
+        rank: index of the shard; the rank in `group` if None.
+        vocab_size: number of real tokens in the vocabulary; later columns are padding and ignored.
         temperature: divides the logits.
-        chunk_size: tokens worked on at a time; None for as many as `CHUNK_BYTES` allows.
-        normalize: if False, return the targets' logits divided by the temperature. Tokens that are no target then have
-            a gradient of exactly 0.
+        chunk_size: number of tokens processed together; None for as many as `CHUNK_BYTES` allows.
+        normalize: if False, return the targets' logits divided by the temperature. Other tokens then have a gradient
+            of exactly 0.
 
     Returns:
         logprobs of `targets`' shape and entropy [T] or None, fp32 (fp64 for fp64 logits).
 
     Raises:
-        ContractError: shapes that do not fit, or a rank that is not the group's.
+        ContractError: shapes do not fit, or `rank` is not this process's rank in the group.
     """
     rank = group_rank(group) if rank is None else rank
     _check(logits, targets, group, rank, temperature)
@@ -241,9 +241,9 @@ def vocab_parallel_topk(
     group: ProcessGroup | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
-    """The k largest logits of the whole vocabulary, [T, k], and their token ids; no gradient.
+    """Return the k largest logits of the whole vocabulary, [T, k], and their token ids; no gradient.
 
-    Each rank contributes its own k best: 2·k numbers per token are gathered.
+    Each rank contributes its k largest: 2·k numbers per token are gathered.
 
     Raises:
         ContractError: k is not between 1 and the vocabulary's size.
@@ -254,7 +254,8 @@ def vocab_parallel_topk(
 
 
 def check_topk(k: int, shard_size: int, group: ProcessGroup | None, vocab_size: int | None) -> None:
-    """
+    """Check k against the size of the vocabulary.
+
     Raises:
         ContractError: k is not between 1 and the vocabulary's size.
     """
@@ -266,7 +267,7 @@ def check_topk(k: int, shard_size: int, group: ProcessGroup | None, vocab_size: 
 def shard_topk(
     logits: Float[Tensor, "tokens columns"], k: int
 ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
-    """The k largest of a shard, and their columns; −inf, and column 0, where it has fewer."""
+    """Return the k largest logits of a shard, and their columns, filled up with −inf and column 0."""
     values, columns = logits.to(accumulation_dtype(logits.dtype)).topk(min(k, logits.shape[1]), dim=-1)
     short = k - values.shape[1]
     return F.pad(values, (0, short), value=-torch.inf), F.pad(columns, (0, short))
@@ -279,7 +280,7 @@ def combine_topk(
     shard_size: int,
     group: ProcessGroup | None,
 ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
-    """`shard_topk` of all ranks' shards → of the whole vocabulary, with token ids; two all-gathers."""
+    """Combine `shard_topk` of all ranks into the top k of the whole vocabulary, with token ids; two all-gathers."""
     ids = columns + group_rank(group) * shard_size
     if group_size(group) > 1:
         values = torch.cat(tuple(all_gather(values, group)), dim=-1)
@@ -299,17 +300,17 @@ def next_token_logprobs_from_logits(
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, "rows predicted"], Float[Tensor, "rows predicted"] | None]:
-    """Next-token log-probabilities (and entropies) of a pack, as rows.
+    """Return next-token log-probabilities (and entropies) of a pack, as rows.
 
     Args:
         logits: [T / CP, Vp], this rank's zigzag share of the pack and shard of the vocabulary.
         input_ids: [N, S], whole right-padded rows.
-        layout: where the rows are in the pack (unpacked rows: `PackLayout.rows`).
+        layout: positions of the rows in the pack (for unpacked rows, `PackLayout.rows`).
 
     Returns:
-        logprobs [N, S − 1], entry (b, t) of token `input_ids[b, t + 1]`, and entropies alike or None;
-        0 where a row has no token. The same on every context-parallel rank, and gradients are summed over these
-        ranks (see `gather_context_parallel`: who computes the whole loss on each divides it by their number).
+        logprobs [N, S − 1], entry (b, t) of token `input_ids[b, t + 1]`, and entropies in the same form or None;
+        0 where a row has no token. The result is the same on every context-parallel rank, and gradients are summed
+        over these ranks. If every rank computes the whole loss, divide it by CP (see `gather_context_parallel`).
     """
     targets = slice_context_parallel(
         layout.next_of(layout.pack_rows(input_ids)), layout, group_rank(context_parallel_group)
@@ -327,22 +328,22 @@ def unpack_next_token_values(
     width: int,
     context_parallel_group: ProcessGroup | None,
 ) -> tuple[Float[Tensor, "rows predicted"], Float[Tensor, "rows predicted"] | None]:
-    """Local per-position values [T / CP] → whole rows [N, width − 1], by one all-gather."""
+    """Convert local per-position values [T / CP] to whole rows [N, width − 1], with one all-gather."""
     local = logprobs[:, None] if entropy is None else torch.stack((logprobs, entropy), dim=1)
     packed = gather_context_parallel(local, layout, context_parallel_group)
     rows = [layout.unpack_next_token(values, width) for values in packed.unbind(1)]
     return rows[0], None if entropy is None else rows[1]
 
 
-# (tokens, vocabulary columns) of a tile: what a CPU's cache holds; or what keeps a GPU busy, square because gradients
-# are added to once for each row and each column of tiles.
+# (tokens, vocabulary columns) of a tile. It fits a CPU's cache, or keeps a GPU busy. The GPU's is square because each
+# row and each column of tiles adds once to a gradient.
 TILE_SHAPE = {"cpu": (512, 4096), "cuda": (4096, 4096)}
 
 
 def gather_hidden_states(
     hidden: Float[Tensor, "local_tokens hidden"], group: ProcessGroup | None, sequence_parallel: bool
 ) -> Float[Tensor, "tokens hidden"]:
-    """Hidden states that every tensor-parallel rank may multiply with its shard of the LM head.
+    """Return hidden states that every tensor-parallel rank may multiply with its shard of the LM head.
 
     [T / TP, H] (sequence parallelism: gathered, gradients reduce-scattered) or [T, H] (gradients
     summed over the group) → [T, H].
@@ -362,27 +363,27 @@ def linear_logprobs(
     with_entropy: bool = False,
     normalize: bool = True,
 ) -> tuple[Float[Tensor, tokens * k], Float[Tensor, " tokens"] | None]:
-    """Log-probabilities of `targets` under softmax(hidden · weightᵀ / temperature), in nats.
+    """Compute log-probabilities of `targets` under softmax(hidden · weightᵀ / temperature), in nats.
 
     Dense equivalent: `log_softmax(hidden @ weight.T / temperature)` gathered at `targets`, with
-    fp32 accumulation. Forward: one all-gather of K + 2 numbers per token. Backward: none here; the
-    gradient of `hidden` is this shard's part (`gather_hidden_states` sums it). A Megatron
-    `weight.main_grad` is added to directly, in its own precision.
+    fp32 accumulation. Forward: one all-gather of K + 2 numbers per token. Backward: no communication; the
+    gradient of `hidden` is this shard's part (`gather_hidden_states` sums it). The weight's gradient is added
+    directly to a Megatron `weight.main_grad`, in that tensor's precision.
 
     Args:
         hidden: [T, H], the same on all ranks of `group`; only rows that the loss uses.
         weight: [Vp, H], this rank's rows of the LM head.
         targets: [T] or [T, K] token ids in the whole vocabulary.
-        vocab_size: real tokens in the vocabulary; rows of `weight` beyond are padding, left out.
+        vocab_size: number of real tokens in the vocabulary; later rows of `weight` are padding and ignored.
         with_entropy: also return the entropy [T] of each distribution.
-        normalize: if False, return the targets' logits divided by the temperature. Tokens that are no target then have
-            a gradient of exactly 0.
+        normalize: if False, return the targets' logits divided by the temperature. Other tokens then have a gradient
+            of exactly 0.
 
     Returns:
         logprobs of `targets`' shape and entropy [T] or None, fp32 (fp64 for fp64 hidden states).
 
     Raises:
-        ContractError: shapes that do not fit.
+        ContractError: shapes do not fit.
     """
     fits = hidden.ndim == 2 == weight.ndim and hidden.shape[1] == weight.shape[1]
     if not fits or targets.ndim not in (1, 2) or targets.shape[:1] != hidden.shape[:1]:
@@ -409,16 +410,16 @@ def linear_topk(
     vocab_size: int | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Float[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
-    """The k largest logits of hidden · weightᵀ over the whole vocabulary, and their token ids; no gradient.
+    """Return the k largest logits of hidden · weightᵀ over the whole vocabulary, and their token ids; no gradient.
 
-    Dense equivalent: `(hidden @ weight.T).topk(k)`, the product in the precision of its factors, the results fp32.
-    Two all-gathers of k numbers per token.
+    Dense equivalent: `(hidden @ weight.T).topk(k)`, with the product in the precision of its factors and results in
+    fp32. Two all-gathers of k numbers per token.
 
     Args:
         hidden: [T, H], the same on all ranks of `group`.
         weight: [Vp, H], this rank's rows of the LM head.
-        vocab_size: real tokens in the vocabulary; rows of `weight` beyond are padding, left out.
-        chunk_size: tokens whose logits exist at a time; None for as many as `CHUNK_BYTES` allows.
+        vocab_size: number of real tokens in the vocabulary; later rows of `weight` are padding and ignored.
+        chunk_size: number of tokens whose logits exist at once; None for as many as `CHUNK_BYTES` allows.
 
     Raises:
         ContractError: k is not between 1 and the vocabulary's size.
@@ -474,13 +475,13 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 WIDENING_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()
-"""Whether this torch leaves a product of half-precision factors in fp32, as it was accumulated (since 2.8)."""
+"""Whether this torch can return a product of half-precision factors in fp32 (since 2.8)."""
 
 
 @functools.cache
 def adds_widened(device: torch.device) -> bool:
-    """Whether this torch adds products of half-precision factors to an fp32 sum where it is: asked of the operator,
-    whose first versions wanted a sum in the factors' precision. A simulated device is taken to have a newer one."""
+    """Return whether this torch can add products of half-precision factors to an fp32 sum in place. The operator is
+    tried, because its first versions required a sum in the factors' precision. A simulated device counts as newer."""
     if not WIDENING_PRODUCTS or device.type in ("cpu", "meta"):
         return WIDENING_PRODUCTS and device.type == "meta"
     total, factor = torch.zeros(16, 16, device=device), torch.ones(16, 16, dtype=torch.bfloat16, device=device)
@@ -492,9 +493,9 @@ def adds_widened(device: torch.device) -> bool:
 
 
 class Tiles:
-    """hidden × weightᵀ / temperature, a tile at a time, in the accumulation type.
+    """The product hidden × weightᵀ / temperature, computed in tiles in the accumulation type.
 
-    On a GPU half-precision factors are multiplied as they are, and their products accumulated and left in fp32.
+    On a GPU, half-precision factors are multiplied without conversion; the products are accumulated in fp32.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, columns: int, temperature: float) -> None:
@@ -516,7 +517,7 @@ class Tiles:
         return torch.zeros_like(self._hidden, dtype=self.dtype)
 
     def factor(self, x: Tensor) -> Tensor:
-        """`x` as products take it."""
+        """Return `x` in the dtype of factors."""
         return x.to(self.hidden_dtype if self.is_half else self.dtype)
 
     def hidden(self, rows: slice) -> Tensor:
@@ -530,13 +531,13 @@ class Tiles:
         return x if self.temperature == 1 else x.div_(self.temperature)
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        """a · b, of two factors."""
+        """Return a · b, for two factors."""
         return torch.mm(a, b, out_dtype=self.dtype) if self.is_half else a @ b
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
-        """total += a · b"""
+        """Compute total += a · b."""
         if total.dtype == a.dtype:
-            torch.addmm(total, a, b, out=total)  # torch's counter of operations does not know `addmm_`
+            torch.addmm(total, a, b, out=total)  # torch's counter of operations ignores `addmm_`
         elif adds_widened(total.device):
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         else:
@@ -544,7 +545,7 @@ class Tiles:
 
 
 def shard_statistics(tiles: Tiles, local: Tensor, with_mean: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Over the shard: log Σ exp x [T], the targets' logits (0 if another rank's) [T, K], Σ softmax(x)·x [T]."""
+    """Return over the shard: log Σ exp x [T], targets' logits (0 if on another rank) [T, K], Σ softmax(x)·x [T]."""
     count = local.shape[0]
     lse = torch.full((count,), -torch.inf, dtype=tiles.dtype, device=local.device)
     target_logits, mean = torch.zeros_like(local, dtype=tiles.dtype), torch.zeros_like(lse)
@@ -558,7 +559,7 @@ def shard_statistics(tiles: Tiles, local: Tensor, with_mean: bool) -> tuple[Tens
             block_lse = peak + total.log()
             combined = torch.logaddexp(lse[rows], block_lse)
             if with_mean:
-                whole = torch.where(combined == -torch.inf, 0, combined)  # nothing but −inf so far
+                whole = torch.where(combined == -torch.inf, 0, combined)  # if all logits so far are −inf
                 before, share = torch.exp(lse[rows] - whole), torch.exp(block_lse - whole)
                 mean[rows] = mean[rows] * before + share * weighted_mean(z, x, total)
             lse[rows] = combined
@@ -566,21 +567,21 @@ def shard_statistics(tiles: Tiles, local: Tensor, with_mean: bool) -> tuple[Tens
 
 
 def _at_targets(x: Tensor, columns: Tensor) -> Tensor:
-    """[T, K] x[t, columns[t, k]] where the tile holds that column, else 0."""
+    """Return [T, K], x[t, columns[t, k]] for columns in the tile, else 0."""
     inside = (columns >= 0) & (columns < x.shape[1])
     return torch.where(inside, x.gather(1, columns.clamp(0, x.shape[1] - 1)), 0)
 
 
 def _add_at_targets(x: Tensor, columns: Tensor, values: Tensor) -> None:
-    """x[t, columns[t, k]] += values[t, k] where the tile holds that column."""
+    """Compute x[t, columns[t, k]] += values[t, k] for columns in the tile."""
     inside = (columns >= 0) & (columns < x.shape[1])
     x.scatter_add_(1, columns.clamp(0, x.shape[1] - 1), torch.where(inside, values, 0))
 
 
 class HeadGradients:
-    """Gradients of hidden states and of the LM head, summed up from those of tiles of logits.
+    """Gradients of hidden states and LM head, accumulated from gradients of tiles of logits.
 
-    The LM head's goes to Megatron's `main_grad`, in its own precision, where there is one.
+    The LM head's gradient is added to Megatron's `main_grad`, in that tensor's precision, if it exists.
     """
 
     def __init__(self, tiles: Tiles, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> None:
@@ -591,9 +592,10 @@ class HeadGradients:
         self._own = torch.zeros_like(weight, dtype=tiles.dtype) if own else None
 
     def add(self, rows: slice, columns: slice, grad: Tensor) -> None:
-        """
+        """Add the gradient of a tile.
+
         Args:
-            grad: of this tile of hidden × weightᵀ / temperature; may be overwritten.
+            grad: gradient of this tile of hidden × weightᵀ / temperature; may be overwritten.
         """
         tiles = self.tiles
         grad = tiles.factor(grad if tiles.temperature == 1 else grad.mul_(1 / tiles.temperature))
@@ -611,11 +613,11 @@ class HeadGradients:
         return hidden, None if self._own is None else self._own.to(self.weight.dtype)
 
     def _stand_in(self) -> Tensor:
-        """A gradient of the weight's shape and no memory of its own, for a parameter whose `main_grad` has it already.
+        """Return a gradient without new memory for a parameter whose `main_grad` already holds the gradient.
 
-        Megatron's hook must fire, and then drops what it is given: so it is given the weight's own memory. Where the
-        embedding is the same parameter (`zero_out_wgrad`), it adds what the two give: so these are zeros. As they are
-        where there may be no such hook, and somebody might write to the gradient.
+        Megatron's hook must fire; it discards the gradient, so the weight's own memory serves as one. If the embedding
+        is the same parameter (`zero_out_wgrad`), Megatron adds the gradients of both uses, so this one is zeros. It is
+        zeros also if there is no such hook, because other code could write to the gradient.
         """
         is_hooked = hasattr(self.weight, "grad_added_to_main_grad")
         if is_hooked:

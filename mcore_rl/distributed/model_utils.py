@@ -1,7 +1,7 @@
-"""The reference's names for log-probabilities of sharded logits: thin calls of what this package does.
+"""Functions with the reference library's names for log-probabilities of sharded logits.
 
-Gradients follow `gather_context_parallel`: they are summed over context-parallel ranks, and who computes the whole
-loss on each of these divides it by their number.
+They call this package's own functions. Gradients follow `gather_context_parallel`: they are summed over
+context-parallel ranks. If every rank computes the whole loss, divide it by the number of ranks.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def from_parallel_logits_to_logprobs(
     inference_only: bool = False,
     cp_group: ProcessGroup | None = None,
 ) -> Float[Tensor, "batch predicted"]:
-    """Next-token log-probabilities [B, S − 1] of unpacked rows; entry (b, t) of token `target[b, t + 1]`.
+    """Return next-token log-probabilities [B, S − 1] of unpacked rows; entry (b, t) is of token `target[b, t + 1]`.
 
     Args:
         vocab_parallel_logits: [B, S' / CP, V / TP], zigzag tokens over `cp_group`; S' ≥ S.
         target: the unshifted tokens.
-        vocab_start_index, vocab_end_index: the columns of the vocabulary that this rank holds.
-        inference_only: no gradient.
+        vocab_start_index, vocab_end_index: range of this rank's columns of the vocabulary.
+        inference_only: compute no gradient.
 
     Raises:
-        ContractError: shapes or columns that do not fit the groups.
+        ContractError: shapes or columns do not fit the groups.
     """
     rank = _rank_of_columns(vocab_parallel_logits, vocab_start_index, vocab_end_index)
     rows, width = target.shape
@@ -64,7 +64,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     inference_only: bool = False,
     cp_group: ProcessGroup | None = None,
 ) -> Float[Tensor, "sequences predicted"]:
-    """Next-token log-probabilities [N, unpacked_seqlen − 1] of a pack, 0 where a row has no token.
+    """Return next-token log-probabilities [N, unpacked_seqlen − 1] of a pack, 0 where a row has no token.
 
     Args:
         vocab_parallel_logits: [1, T / CP, V / TP].
@@ -72,7 +72,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         cu_seqlens_padded: cumulative lengths [N + 1] in the pack.
 
     Raises:
-        ContractError: columns that do not fit the group.
+        ContractError: the columns do not fit the group.
     """
     rank = _rank_of_columns(vocab_parallel_logits, vocab_start_index, vocab_end_index)
     layout = PackLayout.from_cu_seqlens(cu_seqlens_padded, None, target.shape[1], group_size(cp_group))
@@ -85,7 +85,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
 def allgather_cp_sharded_tensor(
     tensor: Shaped[Tensor, "*local"], cp_group: ProcessGroup | None, seq_dim: int = 1
 ) -> Shaped[Tensor, "*whole"]:
-    """Zigzag shares of one sequence (dimension `seq_dim`) put together, the same on every rank."""
+    """Join zigzag shares of one sequence (dimension `seq_dim`); the result is the same on every rank."""
     if group_size(cp_group) == 1:
         return tensor
     if tensor.shape[seq_dim] % 2:
@@ -100,7 +100,7 @@ def allgather_cp_sharded_tensor(
 def _get_tokens_on_this_cp_rank(
     input_ids: Shaped[Tensor, "*whole"], cp_rank: int, cp_size: int, seq_dim: int = 1
 ) -> Shaped[Tensor, "*local"]:
-    """Chunks `cp_rank` and 2·CP − 1 − `cp_rank` of a sequence whose length is a multiple of 2·CP."""
+    """Return chunks `cp_rank` and 2·CP − 1 − `cp_rank` of a sequence whose length is a multiple of 2·CP."""
     if cp_size == 1:
         return input_ids
     if input_ids.shape[seq_dim] % (2 * cp_size):
@@ -110,7 +110,7 @@ def _get_tokens_on_this_cp_rank(
 
 
 def _rank_of_columns(logits: Tensor, start: int, end: int) -> int:
-    """Which shard of the vocabulary these columns are."""
+    """Return the index of the vocabulary shard with these columns."""
     size = logits.shape[-1]
     if end - start != size or start % size:
         raise ContractError(f"columns {start} … {end} are not a shard of {size} logits")

@@ -1,6 +1,6 @@
 """Packs of sequences: the position of every token, shared prefixes, zigzag context parallelism, positions with loss.
 
-A pack is one row of T tokens holding N sequences. Each sequence is right-padded to a multiple that the parallel layout
+A pack is one row of T tokens with N sequences. Each sequence is right-padded to a multiple that the parallel layout
 needs. Packing, labels, log-probabilities and losses all index through the layout.
 """
 
@@ -25,13 +25,13 @@ from mcore_rl.distributed.collectives import (
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `n`."""
+    """Return the smallest multiple of `multiple` that is at least `n`."""
     return -(-n // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class PackLayout:
-    """Lengths of a pack and the index tensors that follow from them (all on the CPU, int64).
+    """Lengths of a pack and the index tensors derived from them (all on the CPU, int64).
 
     Args:
         lengths: true lengths of the N sequences, in tokens.
@@ -60,13 +60,13 @@ class PackLayout:
 
     @classmethod
     def pack(cls, lengths: Sequence[int], cp_size: int = 1, multiple: int = 1, total: int | None = None) -> PackLayout:
-        """Sequences behind one another, each padded to `multiple`; the pack to `total` if given."""
+        """Return a layout of consecutive sequences, each padded to `multiple`, the pack to `total` if given."""
         padded = tuple(round_up(n, multiple) for n in lengths)
         return cls(tuple(lengths), padded, sum(padded) if total is None else total, cp_size)
 
     @classmethod
     def rows(cls, lengths: Sequence[int], width: int, cp_size: int = 1) -> PackLayout:
-        """Unpacked rows [N, width], seen as one pack of N·width tokens."""
+        """Return the layout of unpacked rows [N, width], treated as one pack of N·width tokens."""
         return cls(tuple(lengths), (width,) * len(lengths), width * len(lengths), cp_size)
 
     @classmethod
@@ -77,7 +77,7 @@ class PackLayout:
         total: int,
         cp_size: int = 1,
     ) -> PackLayout:
-        """From cumulative lengths [N + 1]; copies them to the host once.
+        """Return the layout with cumulative lengths [N + 1]; copies them to the host once.
 
         `cu_seqlens` may equal `cu_seqlens_padded`, and its last entry may include the pack's tail.
         """
@@ -87,7 +87,7 @@ class PackLayout:
 
     @cached_property
     def segment_lengths(self) -> tuple[int, ...]:
-        """Lengths of all segments: the padded sequences and, if there is one, the tail."""
+        """Lengths of all segments: the padded sequences and the tail, if there is one."""
         tail = self.total - sum(self.padded_lengths)
         if tail < 0:
             raise ValueError(f"{sum(self.padded_lengths)} padded tokens do not fit a pack of {self.total}")
@@ -99,7 +99,7 @@ class PackLayout:
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
-        """True lengths of the rows, whole."""
+        """True lengths of the whole rows."""
         return self.lengths
 
     @cached_property
@@ -114,7 +114,7 @@ class PackLayout:
 
     @cached_property
     def cu_seqlens_padded(self) -> Int[Tensor, " boundaries"]:
-        """Cumulative lengths of all segments, the tail included, int32; the last is T."""
+        """Cumulative lengths of all segments, including the tail, int32; the last is T."""
         return torch.tensor((0, *self.segment_lengths)).cumsum(0).int()
 
     @cached_property
@@ -124,7 +124,7 @@ class PackLayout:
 
     @cached_property
     def offsets(self) -> Int[Tensor, " tokens"]:
-        """Place of each token in its own segment, [T]."""
+        """Offset of each token in its own segment, [T]."""
         return torch.arange(self.total) - _exclusive_cumsum(self.segment_lengths)[self._segment_of]
 
     @property
@@ -133,7 +133,7 @@ class PackLayout:
         return self.offsets
 
     def local_positions(self, cp_rank: int) -> Int[Tensor, " local_tokens"]:
-        """Pack positions that context-parallel rank `cp_rank` holds, in its order, [T / CP]."""
+        """Return the pack positions on context-parallel rank `cp_rank`, in its order, [T / CP]."""
         if self.cp_size == 1:
             return torch.arange(self.total)
         lengths = torch.tensor(self.segment_lengths, dtype=torch.long)[self._segment_of]
@@ -143,26 +143,26 @@ class PackLayout:
 
     @cached_property
     def gather_order(self) -> Int[Tensor, " tokens"]:
-        """Index [T] that puts the ranks' concatenated local tokens back in pack order."""
+        """Index [T] that converts the ranks' concatenated local tokens to pack order."""
         return torch.argsort(torch.cat([self.local_positions(r) for r in range(self.cp_size)]))
 
     @cached_property
     def predictor(self) -> Int[Tensor, " tokens"]:
-        """Pack position whose hidden state predicts the token here; −1 for first tokens and padding, [T]."""
+        """Pack position whose hidden state predicts each token, [T]; −1 for first tokens and padding."""
         return torch.where(self._is_token & (self.offsets > 0), torch.arange(self.total) - 1, -1)
 
     def token_table(self, width: int) -> tuple[Int[Tensor, "rows seq"], Bool[Tensor, "rows seq"]]:
-        """Pack position of token (row, column), 0 where there is none; and where there is one."""
+        """Return the pack position of token (row, column), 0 if it does not exist, and a mask of existing tokens."""
         column = torch.arange(width)
         valid = column[None] < torch.tensor(self.lengths, dtype=torch.long)[:, None]
         return torch.where(valid, self.starts[:, None] + column[None], 0), valid
 
     def visible_keys(self, cp_rank: int) -> tuple[tuple[int, ...], tuple[int, ...], Int[Tensor, " keys"]]:
-        """Return the keys that the queries of context-parallel rank `cp_rank` see, once for all layers.
+        """Return the keys that the queries of context-parallel rank `cp_rank` see, computed once for all layers.
 
         Returns:
-            lengths of its chunks of queries, in its order; of the keys that each may see, whose last ones are as
-            many as the queries and theirs; the pack positions of all these keys, one chunk after the other.
+            Lengths of the rank's chunks of queries, in its order. Lengths of the keys that each chunk may see; the
+            last of these keys are the keys of the queries. The pack positions of all these keys, chunk after chunk.
         """
         made: dict[int, Any] = self.__dict__.setdefault("_visible", {})
         if cp_rank not in made:
@@ -185,11 +185,11 @@ class PackLayout:
         return tuple(queries), tuple(keys), torch.cat(index)
 
     def _tokens_before(self, segment: int) -> Tensor:
-        """Pack positions of the tokens that a segment continues."""
+        """Return the pack positions of the tokens that a segment continues."""
         return torch.zeros(0, dtype=torch.long)
 
     def pack_rows(self, rows: Shaped[Tensor, "rows seq"], fill: float | int = 0) -> Shaped[Tensor, " tokens"]:
-        """[N, S] right-padded rows → [T]; `fill` where the pack holds padding."""
+        """Convert [N, S] right-padded rows to [T]; padding of the pack gets the value `fill`."""
         row, column = self._row_and_column
         columns = column.clamp(max=rows.shape[1] - 1)
         values = rows[platform.sent(row, rows.device), platform.sent(columns, rows.device)]
@@ -201,20 +201,20 @@ class PackLayout:
 
     @cached_property
     def _is_token(self) -> Tensor:
-        """True where the pack holds a real token, [T]."""
+        """Whether each pack position holds a real token, [T]."""
         lengths = torch.tensor((*self.lengths, 0), dtype=torch.long)
         return self.offsets < lengths[self._segment_of]
 
     @cached_property
     def has_target(self) -> Bool[Tensor, " tokens"]:
-        """True at pack positions that predict a real token of their own sequence, [T]."""
+        """Whether each pack position predicts a real token of the same sequence, [T]."""
         lengths = torch.tensor((*self.lengths, 0), dtype=torch.long)
         return self.offsets + 1 < lengths[self._segment_of]
 
     def next_of(self, packed: Shaped[Tensor, " tokens"]) -> Shaped[Tensor, " tokens"]:
-        """`packed` [T] shifted left inside each sequence: entry p belongs to the token that p predicts.
+        """Return `packed` [T] shifted left inside each sequence: entry p is of the token that position p predicts.
 
-        Positions without a target hold the value of position 0; see `has_target`.
+        Positions without a target have the value of position 0; see `has_target`.
         """
         index = torch.where(self.has_target, torch.arange(self.total) + 1, 0)
         return packed[platform.sent(index, packed.device)]
@@ -233,7 +233,7 @@ class PackLayout:
     def unpack_next_token(
         self, packed: Shaped[Tensor, " tokens"], width: int, fill: float | int = 0.0
     ) -> Shaped[Tensor, "rows predicted"]:
-        """Per-position values [T] (entry p scores the token after p) → [N, width − 1] rows."""
+        """Convert per-position values [T] (entry p scores the token after p) to [N, width − 1] rows."""
         index, valid = self.next_token_index(width)
         rows = packed[platform.sent(index, packed.device)]
         return torch.where(platform.sent(valid, packed.device), rows, torch.as_tensor(fill, dtype=packed.dtype))
@@ -246,10 +246,10 @@ def _exclusive_cumsum(lengths: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """How rows share their beginnings.
+    """A tree of the rows' shared prefixes.
 
-    lengths: tokens of each segment, depth first: behind each stand all that continue it, and then others.
-    parents: the segment that each continues, −1 for none.
+    lengths: number of tokens in each segment, depth first: a segment is followed by all its descendants.
+    parents: index of the segment that each segment continues, −1 for none.
     ends: each row's last segment.
     """
 
@@ -259,14 +259,14 @@ class PrefixTree:
 
     @classmethod
     def of_rows(cls, input_ids: Int[Tensor, "rows seq"], lengths: Sequence[int], min_shared: int) -> PrefixTree:
-        """Build the tree of rows [N, S] with these true lengths; beginnings below `min_shared` tokens are repeated."""
+        """Build the tree of rows [N, S] with these true lengths; prefixes below `min_shared` tokens are not shared."""
         tree = _Growing(input_ids, list(lengths), min_shared)
         tree.grow(list(range(len(lengths))), 0, -1)
         return cls(tuple(tree.sizes), tuple(tree.parents), tuple(tree.ends))
 
     @classmethod
     def forest(cls, trees: Sequence[PrefixTree]) -> PrefixTree:
-        """Several trees behind one another, and their rows."""
+        """Return the concatenation of several trees and their rows."""
         lengths: list[int] = []
         parents: list[int] = []
         ends: list[int] = []
@@ -277,19 +277,19 @@ class PrefixTree:
         return cls(tuple(lengths), tuple(parents), tuple(ends))
 
     def padded_size(self, multiple: int) -> int:
-        """Tokens in a pack."""
+        """Return the number of tokens in a pack with segments padded to `multiple`."""
         return sum(round_up(n, multiple) for n in self.lengths)
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """Tokens of each segment's ancestors."""
+        """Number of tokens in each segment's ancestors."""
         counts: list[int] = []
         for parent in self.parents:
             counts.append(counts[parent] + self.lengths[parent] if parent >= 0 else 0)
         return tuple(counts)
 
     def path(self, segment: int) -> list[int]:
-        """Segments from the root to this one."""
+        """Return the segments from the root to this one."""
         chain = [segment]
         while (segment := self.parents[segment]) >= 0:
             chain.append(segment)
@@ -297,7 +297,7 @@ class PrefixTree:
 
 
 class _Growing:
-    """A radix tree of rows, segment by segment."""
+    """A radix tree of rows that grows segment by segment."""
 
     def __init__(self, input_ids: Tensor, lengths: list[int], min_shared: int) -> None:
         self.input_ids, self.row_lengths, self.min_shared = input_ids, lengths, max(min_shared, 1)
@@ -306,7 +306,7 @@ class _Growing:
         self.ends = [-1] * len(lengths)
 
     def grow(self, rows: list[int], depth: int, parent: int) -> None:
-        """Segments for what `rows`, alike up to `depth`, have beyond it."""
+        """Add segments for the tokens after `depth` of `rows`, which are equal up to there."""
         common = self._common(rows, depth)
         ended = [row for row in rows if self.row_lengths[row] == common]
         branches: dict[int, list[int]] = {}
@@ -325,7 +325,7 @@ class _Growing:
             self.grow(group, common, segment)
 
     def _common(self, rows: list[int], depth: int) -> int:
-        """Up to where all are alike."""
+        """Return the length up to which all rows are equal."""
         limit = min(self.row_lengths[row] for row in rows)
         same = (self.input_ids[rows, depth:limit] == self.input_ids[rows[0], depth:limit]).all(0)
         return depth + int(same.long().cumprod(0).sum())
@@ -342,13 +342,13 @@ class _Growing:
 
 @dataclass(frozen=True)
 class PrefixLayout(PackLayout):
-    """A pack whose segments are those of `tree`, in its order; its N rows are the tree's."""
+    """A pack whose segments are the segments of `tree`, in its order; its N rows are the tree's rows."""
 
     tree: PrefixTree = PrefixTree((), (), ())
 
     @classmethod
     def of(cls, tree: PrefixTree, cp_size: int, multiple: int, total: int | None = None) -> PrefixLayout:
-        """Each segment padded to `multiple`; the pack to `total` if given."""
+        """Return the layout with each segment padded to `multiple`, the pack to `total` if given."""
         padded = tuple(round_up(n, multiple) for n in tree.lengths)
         return cls(tree.lengths, padded, sum(padded) if total is None else total, cp_size, tree)
 
@@ -366,7 +366,7 @@ class PrefixLayout(PackLayout):
 
     @cached_property
     def _row_and_column(self) -> tuple[Tensor, Tensor]:
-        """A row that passes through each token, and where; any will do, since they are alike there."""
+        """A row that contains each token, and the column. Any such row will do, since the rows are equal there."""
         row_of = torch.zeros(len(self.segment_lengths), dtype=torch.long)
         for row, end in enumerate(self.tree.ends):
             row_of[self.tree.path(end)] = row
@@ -392,7 +392,7 @@ class PrefixLayout(PackLayout):
         return self._tokens_of(self.tree.path(segment)[:-1] if segment < len(self.lengths) else [])
 
     def _tokens_of(self, segments: Sequence[int]) -> Tensor:
-        """Pack positions of the true tokens of segments, one after the other."""
+        """Return the pack positions of the true tokens of segments, segment after segment."""
         ranges = [torch.arange(self.lengths[s]) + self.starts[s] for s in segments]
         return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.long)
 
@@ -400,7 +400,7 @@ class PrefixLayout(PackLayout):
 def slice_context_parallel(
     packed: Shaped[Tensor, tokens * rest], layout: PackLayout, cp_rank: int
 ) -> Shaped[Tensor, local_tokens * rest]:
-    """[T, …] in pack order → [T / CP, …], this rank's zigzag share."""
+    """Convert [T, …] in pack order to [T / CP, …], this rank's zigzag share."""
     if layout.cp_size == 1:
         return packed
     return packed[platform.sent(layout.local_positions(cp_rank), packed.device)]
@@ -409,12 +409,12 @@ def slice_context_parallel(
 def gather_context_parallel(
     local: Shaped[Tensor, local_tokens * rest], layout: PackLayout, group: ProcessGroup | None
 ) -> Shaped[Tensor, tokens * rest]:
-    """[T / CP, …] zigzag shares → [T, …] in pack order on every rank.
+    """Gather [T / CP, …] zigzag shares into [T, …] in pack order on every rank.
 
-    Forward all-gathers; backward sums the ranks' gradients for the own rows (reduce-scatter), which is the adjoint
-    of what was done: every rank's copy was used. So where all ranks compute the same loss from the gathered rows,
-    and the gradients of parameters are then summed over the ranks, the loss counts CP times: its caller divides it
-    by CP, once. Every public function that takes a `context_parallel_group` follows this.
+    The forward pass all-gathers. The backward pass sums the ranks' gradients for the rank's own rows (reduce-scatter),
+    because every rank used its copy. If all ranks compute the same loss from the gathered rows and gradients of
+    parameters are then summed over the ranks, the loss counts CP times: the caller must divide it by CP, once. Every
+    public function with a `context_parallel_group` follows this rule.
     """
     if group_size(group) == 1:
         return local
@@ -426,15 +426,14 @@ def gather_context_parallel(
 class LossPositions:
     """The positions of one context-parallel rank that the loss counts.
 
-    n ≥ 1, so that collectives match: a rank without such positions keeps a dummy.
+    There are n ≥ 1 positions, so that collectives match: a rank without such positions has a dummy position. All
+    tensors are on the host until `on` moves them.
 
-    All tensors are on the host until `on` sends them.
-
-    layout: of the pack.
-    index, counted: [N, S − 1]; where in the pack the tokens are that rows predict, and which of them count.
-    tokens: [n] pack positions of counted tokens whose predictor this rank holds.
-    predictors: [n] places of these predictors in this rank's hidden states.
-    is_dummy: the one position stands for none.
+    layout: layout of the pack.
+    index, counted: [N, S − 1]; pack positions of the tokens that rows predict, and whether they count.
+    tokens: [n] pack positions of counted tokens whose predictor is on this rank.
+    predictors: [n] indices of these predictors in this rank's hidden states.
+    is_dummy: whether the only position is a dummy.
     """
 
     layout: PackLayout
@@ -449,10 +448,10 @@ class LossPositions:
         """Return the positions that `mask` [N, S − 1] counts."""
         index, there = layout.token_table(mask.shape[1] + 1)
         index, counted = index[:, 1:], there[:, 1:] & (mask > 0)
-        wanted = torch.zeros(layout.total, dtype=torch.bool)  # of the tokens that are predicted
+        wanted = torch.zeros(layout.total, dtype=torch.bool)  # the pack positions of predicted tokens
         wanted[index[counted]] = True
         held = layout.local_positions(cp_rank)
-        place = torch.full((layout.total + 1,), -1)  # of each position on this rank; the last: of no position
+        place = torch.full((layout.total + 1,), -1)  # local index of each pack position; the last entry is for "none"
         place[held] = torch.arange(len(held))
         tokens = (wanted & (place[layout.predictor] >= 0)).nonzero().flatten()
         is_dummy = not len(tokens)
@@ -460,34 +459,34 @@ class LossPositions:
         return cls(layout, index, counted, tokens, place[layout.predictor[tokens]].clamp(min=0), is_dummy)
 
     def on(self, device: torch.device, *others: Tensor) -> tuple[LossPositions, list[Tensor]]:
-        """The same for values that are on `device`; and `others` of the host there, all by one copy."""
+        """Return the positions with tensors on `device`, and `others` moved there too, all with one copy."""
         own = self.index, self.counted, self.tokens, self.predictors
         index, counted, tokens, predictors, *there = platform.sent_together((*own, *others), device)
         return replace(self, index=index, counted=counted, tokens=tokens, predictors=predictors), there
 
     def pick(self, hidden: Float[Tensor, "local_tokens hidden"]) -> Float[Tensor, "n hidden"]:
-        """Hidden states of the predictors; of a dummy zeros, whatever the model made of it, that pass gradients on."""
+        """Return the predictors' hidden states; zeros for a dummy, even if `hidden` has NaN, with gradient."""
         picked = hidden[self.predictors]
         return picked.masked_fill(torch.ones_like(picked, dtype=torch.bool), 0) if self.is_dummy else picked
 
     def targets(self, input_ids: Int[Tensor, "rows seq"]) -> Int[Tensor, " n"]:
-        """The tokens that are predicted; all on the host."""
+        """Return the tokens that are predicted; all tensors are on the host."""
         return self.layout.pack_rows(input_ids)[self.tokens]
 
     def inputs(self) -> Int[Tensor, " n"]:
-        """Places of the predictors in the flattened rows [N·S]; all on the host, which a mask on the device would make
-        wait."""
+        """Return the predictors' indices in the flattened rows [N·S]. All tensors are on the host; a mask on the device
+        would make the host wait."""
         index, there = self.layout.token_table(self.index.shape[1] + 1)
-        place = torch.zeros(self.layout.total, dtype=torch.long)  # of each pack position in the rows
+        place = torch.zeros(self.layout.total, dtype=torch.long)  # index of each pack position in the rows
         place[index[there]] = there.flatten().nonzero().flatten()
         return place[self.layout.predictor[self.tokens].clamp(min=0)]
 
     def spread(
         self, values: Float[Tensor, n * rest], context_parallel_group: ProcessGroup | None
     ) -> Float[Tensor, rows * predicted_and_rest]:
-        """[n, …] → [N, S − 1, …], whole on every context-parallel rank; 0 where nothing counts.
+        """Convert [n, …] to [N, S − 1, …], complete on every context-parallel rank; 0 where no token counts.
 
-        Forward and backward: an all-reduce (see `gather_context_parallel` for what that means for the loss).
+        Forward and backward are an all-reduce (see `gather_context_parallel` for the consequence for the loss).
         """
         values = values * 0 if self.is_dummy else values
         packed = values.new_zeros(self.layout.total, *values.shape[1:])

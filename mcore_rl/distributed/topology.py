@@ -1,4 +1,4 @@
-"""The position of this process in the parallel layout: one frozen object, resolved once."""
+"""The position of this process in the parallel layout, as one frozen object."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class ParallelDimension:
-    """A dimension of parallelism. `group` is None when it was never built (size 1)."""
+    """A dimension of parallelism. `group` is None if it was never built (size 1)."""
 
     rank: int = 0
     size: int = 1
@@ -21,7 +21,7 @@ class ParallelDimension:
         return cls(torch.distributed.get_rank(group), torch.distributed.get_world_size(group), group)
 
     def part_of(self, items: range) -> range:
-        """This rank's of even parts, one a rank, of neighbours; there may be none in it."""
+        """Return this rank's part of consecutive items that are divided evenly; it may be empty."""
         first, end = (len(items) * rank // self.size for rank in (self.rank, self.rank + 1))
         return items[first:end]
 
@@ -36,9 +36,9 @@ class Topology:
     data: ParallelDimension = ParallelDimension()
     sequence_parallel: bool = False
     expert: ParallelDimension = ParallelDimension()
-    """Ranks that share out the experts of a layer; they are taken from data, context and tensor parallelism."""
+    """Ranks over which a layer's experts are distributed; they are taken from data, context and tensor parallelism."""
     expert_tensor: ParallelDimension = ParallelDimension()
-    """Ranks that share out the weights of each expert."""
+    """Ranks over which the weights of each expert are sharded."""
     expert_data: ParallelDimension = ParallelDimension()
     """Ranks that hold the same weights of the same experts."""
 
