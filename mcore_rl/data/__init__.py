@@ -1,1 +1,1 @@
-"""From files to microbatches: records, chat templates, the order of samples, packing."""
+"""Data from files to microbatches: records, chat templates, sample order, packing."""

@@ -1,4 +1,4 @@
-"""Batches: records to padded rows, rows of the global batch to replicas with equal work, rows to microbatches."""
+"""Batches: records to padded rows, global-batch rows to replicas with equal work, rows to microbatches."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mcore_rl.distributed.topology import ParallelDimension
 
 
 def collate(units: Sequence[SequenceGroup], pad_token_id: int) -> BatchedDataDict[Any]:
-    """Right-padded rows, a unit's sequences next to one another.
+    """Return right-padded rows; a unit's sequences are adjacent.
 
-    Returns `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B].
+    The batch has `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B].
     """
     sequences = [sequence for unit in units for sequence in unit]
     rows = padded_rows([sequence.input_ids for sequence in sequences], pad_token_id)
@@ -35,7 +35,7 @@ def collate(units: Sequence[SequenceGroup], pad_token_id: int) -> BatchedDataDic
 
 
 def padded_rows(sequences: Sequence[Sequence[int]], pad_token_id: int = 0) -> dict[str, Tensor]:
-    """`input_ids` [B, S], right-padded, and `input_lengths` [B]; there may be none."""
+    """Return `input_ids` [B, S], right-padded, and `input_lengths` [B]; B may be 0."""
     input_ids = torch.full((len(sequences), max(map(len, sequences), default=1)), pad_token_id, dtype=torch.long)
     for row, sequence in enumerate(sequences):
         input_ids[row, : len(sequence)] = torch.tensor(sequence)
@@ -43,7 +43,7 @@ def padded_rows(sequences: Sequence[Sequence[int]], pad_token_id: int = 0) -> di
 
 
 def global_valid_counts(data: BatchedDataDict[Any]) -> tuple[Tensor, Tensor]:
-    """(global_valid_seqs, global_valid_toks) of a global batch, fp32 scalars; collective, of a replica's own rows."""
+    """Return (global_valid_seqs, global_valid_toks) of a global batch, fp32 scalars. Collective for a `LocalBatch`."""
     sample_mask = data["sample_mask"].double()
     tokens = data["token_mask"][:, 1:].double() * sample_mask[:, None]
     sequences, total = torch.tensor(batch_share(data).sum(float(sample_mask.sum()), float(tokens.sum())))
@@ -52,13 +52,13 @@ def global_valid_counts(data: BatchedDataDict[Any]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """Rows that go through the model together; equal to itself alone.
+    """Rows that go through the model together. A microbatch is equal only to itself.
 
-    rows: indices into the batch that it was cut from: the global one, or a replica's own rows.
-    data: those rows, cut to the longest of them; whole sequences.
-    layout: where they are in the pack.
-    packed: False where all rows are padded to one length.
-    counts: False for a filler that only keeps the data-parallel ranks in step; its samples are masked.
+    rows: indices into the batch that was divided: the global batch, or a replica's own rows.
+    data: these rows, cut to the length of the longest; whole sequences.
+    layout: positions of the rows in the pack.
+    packed: False if all rows are padded to one length.
+    counts: False for a filler that keeps the data-parallel ranks in step; its samples are masked.
     """
 
     rows: list[int]
@@ -70,22 +70,22 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class MicrobatchPlanner:
-    """How global batches are cut.
+    """A plan for dividing global batches into microbatches.
 
     Args:
-        packing: pack sequences, or pad them to one length.
+        packing: pack sequences instead of padding them to one length.
         tokens_per_pack: capacity of a pack in padded tokens.
         micro_batch_size: units per microbatch without packing.
-        rows_per_unit: rows that stay together: 2 for pairs.
+        rows_per_unit: number of rows that stay together: 2 for pairs.
         dp_size, cp_size: sizes of data and context parallelism.
-        multiple: what each sequence is padded to (`ParallelConfig.sequence_multiple`).
-        one_width: pad all microbatches of a step to the same number of tokens (pipeline stages then
-            know what to expect without asking).
-        attention_length: tokens of a sequence at which attention costs as much as all else.
+        multiple: length multiple to which each sequence is padded (`ParallelConfig.sequence_multiple`).
+        one_width: pad all microbatches of a step to the same number of tokens, so that pipeline stages need not
+            exchange shapes.
+        attention_length: sequence length at which attention costs as much as all other operations.
         count_multiple: every rank's number of microbatches is a multiple of this.
-        rows_per_group: so many neighbouring rows may begin alike, and what they have in common stands in a pack once;
-            0: never.
-        min_shared: tokens of a beginning that is worth it, at least.
+        rows_per_group: number of neighbouring rows that may have a common prefix, which a pack then contains once;
+            0: prefixes are never shared.
+        min_shared: minimum number of tokens in a shared prefix.
     """
 
     packing: bool
@@ -102,16 +102,16 @@ class MicrobatchPlanner:
     min_shared: int = 32
 
     def plan(self, lengths: Sequence[int], input_ids: torch.Tensor | None = None) -> list[list[list[int]]]:
-        """[data-parallel rank][microbatch] → rows; an empty microbatch is a filler.
+        """Return [data-parallel rank][microbatch] → rows; an empty microbatch is a filler.
 
-        Every rank gets the same number of microbatches, and ranks get even shares of the work, which grows with a
-        sequence's length and with its square.
+        Every rank gets the same number of microbatches and an even share of the work, which grows with a sequence's
+        length and with its square.
 
         Args:
-            input_ids: [B, S] tokens, for common beginnings (`rows_per_group`).
+            input_ids: [B, S] tokens, for shared prefixes (`rows_per_group`).
 
         Raises:
-            ValueError: rows that do not make whole units, or a unit longer than a pack.
+            ValueError: the rows do not make whole units, or a unit is longer than a pack.
         """
         units = self.unit_sizes(lengths, input_ids, range(len(lengths)))
         shards = self._shards(units)
@@ -120,10 +120,10 @@ class MicrobatchPlanner:
     def _units(
         self, lengths: Sequence[int], input_ids: torch.Tensor | None, indices: Sequence[int] | None = None
     ) -> list[PackUnit]:
-        """Return the rows that stay together: pairs, or (with shared beginnings) as much of a group as fits a pack.
+        """Return units of rows that stay together: pairs, or with shared prefixes as much of a group as fits a pack.
 
         Args:
-            indices: of the rows in the global batch, whose groups they are of.
+            indices: the rows' indices in the global batch, which determine their groups.
         """
         step = self._whole_units(lengths)
         if not self.rows_per_group or input_ids is None:
@@ -134,13 +134,13 @@ class MicrobatchPlanner:
         return [unit for _, rows in groups for unit in self._sharing(list(rows), lengths, input_ids)]
 
     def _whole_units(self, lengths: Sequence[int]) -> int:
-        """Rows of a unit, of which there must be whole ones."""
+        """Return the number of rows per unit; raise ValueError if the rows do not make whole units."""
         if len(lengths) % self.rows_per_unit:
             raise ValueError(f"{len(lengths)} rows do not make whole units of {self.rows_per_unit} rows")
         return self.rows_per_unit
 
     def _work(self, before: int, length: int) -> float:
-        """In tokens, of so many behind others: linear in what goes through the model, and in what each of them sees."""
+        """Return the work in tokens of `length` tokens after `before` others: linear part plus attention."""
         padded = round_up(length, self.multiple)
         return padded + padded * (2 * before + padded) / self.attention_length
 
@@ -149,8 +149,8 @@ class MicrobatchPlanner:
         return PackUnit(rows, PrefixTree(own, (-1,) * len(own), tuple(range(len(own)))))
 
     def _sharing(self, rows: list[int], lengths: Sequence[int], input_ids: torch.Tensor) -> list[PackUnit]:
-        """Return a unit of a group's rows, or of each half where they do not fit a pack together."""
-        # Segments are padded one by one: what is gained by sharing must be more than that.
+        """Return a unit of a group's rows, or units of each half if the rows do not fit a pack together."""
+        # Segments are padded separately, so sharing must save more tokens than the additional padding.
         min_shared = max(self.min_shared, self.multiple + 1)
         tree = PrefixTree.of_rows(input_ids[rows], [lengths[row] for row in rows], min_shared)
         half = len(rows) // 2 // self.rows_per_unit * self.rows_per_unit
@@ -168,7 +168,7 @@ class MicrobatchPlanner:
         return PackUnitSize(unit.rows, tree.padded_size(self.multiple), work)
 
     def _shards(self, units: Sequence[PackUnitSize]) -> list[list[list[int]]]:
-        """[data-parallel rank][microbatch] → units by number."""
+        """Return [data-parallel rank][microbatch] → indices of units."""
         size, cost = [unit.tokens for unit in units], [unit.cost for unit in units]
         if self.packing:
             return pack(size, cost, self.tokens_per_pack, self.dp_size, self.count_multiple)
@@ -180,9 +180,10 @@ class MicrobatchPlanner:
         return [list(range(i, min(i + self.micro_batch_size, count))) for i in range(0, count, self.micro_batch_size)]
 
     def microbatches(self, data: BatchedDataDict[Any], dp_rank: int) -> list[Microbatch]:
-        """This data-parallel rank's microbatches of a global batch with `input_lengths`.
+        """Return this data-parallel rank's microbatches of a global batch with `input_lengths`.
 
-        Of a replica's own rows all; collective then, for every rank to have as many.
+        For a replica's own rows, return microbatches of all of them; the call is then collective, because every rank
+        must have the same number.
         """
         if isinstance(data, LocalBatch):
             return self._own_microbatches(data)
@@ -204,7 +205,7 @@ class MicrobatchPlanner:
         return self._microbatches(blank, boxes, units, width)
 
     def plan_of_replica(self, data: LocalBatch[Any]) -> tuple[list[list[PackUnit]], list[PackUnit], int]:
-        """A replica's packs as it would have them if it were alone, its units, and the width of the widest pack."""
+        """Return a replica's packs, planned for this replica alone, its units, and the width of the widest pack."""
         units = self._units(data["input_lengths"].tolist(), data["input_ids"], data.share.indices)
         (boxes,) = replace(self, dp_size=1)._assign(units)
         return boxes, units, max(map(self._width, boxes), default=0)
@@ -212,7 +213,7 @@ class MicrobatchPlanner:
     def _microbatches(
         self, data: BatchedDataDict[Any], boxes: Sequence[list[PackUnit]], units: Sequence[PackUnit], width: int
     ) -> list[Microbatch]:
-        """Return a microbatch for each box, the smallest one for an empty box; `width` is the widest of all ranks."""
+        """Return a microbatch for each box; an empty box gets the smallest unit. `width` is the widest of all ranks."""
         common = width if self.one_width else None
         filler = [min(units, key=lambda unit: unit.tree.padded_size(self.multiple))]
         return [self._microbatch(data, box, filler, common) for box in boxes]
@@ -222,8 +223,8 @@ class MicrobatchPlanner:
     ) -> Microbatch:
         counts, units = bool(units), units or filler
         rows, tree = _rows(units), PrefixTree.forest([unit.tree for unit in units])
-        # A tree lists its segments in the order in which rows branch, so a pack that shares nothing may still be in
-        # another order than its rows.
+        # A tree lists its segments in the order in which rows branch, so a pack without shared prefixes may still
+        # have another order than its rows.
         shared = any(parent >= 0 for parent in tree.parents) or tree.ends != tuple(range(len(rows)))
         longest = max(tree.before[end] + tree.lengths[end] for end in tree.ends)
         selected = _cut(data.select_indices(rows), longest, data["input_ids"].shape[1])
@@ -242,7 +243,7 @@ class MicrobatchPlanner:
         return Microbatch(rows, selected, layout, self.packing, counts)
 
     def _width(self, units: list[PackUnit]) -> int:
-        """Tokens that a microbatch of these units takes; a filler is no wider than what it stands beside."""
+        """Return the padded tokens of a microbatch of these units; a filler is as wide as the other microbatches."""
         if self.packing:
             return sum(unit.tree.padded_size(self.multiple) for unit in units)
         padded = [round_up(n, self.multiple) for unit in units for n in unit.tree.lengths]
@@ -254,9 +255,9 @@ class MicrobatchPlanner:
         """Return the sizes of the units that some rows of a global batch make.
 
         Args:
-            lengths: [b] of these rows.
-            input_ids: [b, S] their tokens; not read unless beginnings are shared.
-            indices: [b] where they are in the global batch.
+            lengths: [b] lengths of these rows.
+            input_ids: [b, S] their tokens; not read unless prefixes are shared.
+            indices: [b] their indices in the global batch.
         """
         if not self.rows_per_group or input_ids is None:
             return self._sizes_apart(lengths, indices)
@@ -264,7 +265,7 @@ class MicrobatchPlanner:
         return [replace(size, rows=[indices[row] for row in size.rows]) for size in sizes]
 
     def _sizes_apart(self, lengths: Sequence[int], indices: Sequence[int]) -> list[PackUnitSize]:
-        """Compute `unit_sizes` where nothing is shared, without an object for each sequence."""
+        """Return `unit_sizes` without shared prefixes, without creating an object for each sequence."""
         step = self._whole_units(lengths)
         padded = [round_up(length, self.multiple) for length in lengths]
         work = [self._work(0, length) for length in lengths]
@@ -277,17 +278,17 @@ class MicrobatchPlanner:
         ]
 
     def divide(self, units: Sequence[PackUnitSize]) -> list[list[int]]:
-        """[data-parallel rank] → rows of the global batch, in their order; as `plan` shares them out."""
+        """Return for each data-parallel rank its rows of the global batch, in order; the division is that of `plan`."""
         shards = self._shards(units)
         return [sorted(row for box in boxes for unit in box for row in units[unit].rows) for boxes in shards]
 
     def relative_work(self, units: Sequence[PackUnitSize]) -> list[float]:
-        """[data-parallel rank] → its work by the mean of all ranks."""
+        """Return each data-parallel rank's work relative to the mean of all ranks."""
         work = [sum(units[unit].cost for box in boxes for unit in box) for boxes in self._shards(units)]
         return [own * len(work) / sum(work) for own in work]
 
     def pieces(self, data: BatchedDataDict[Any]) -> tuple[list[int], list[int]]:
-        """Tokens of each piece of a batch that goes through the model, and of what it continues."""
+        """Return the tokens of each piece of a batch that the model computes, and of the prefix that it continues."""
         if isinstance(data, LocalBatch) and self in data.plans:
             _, units, _ = data.plans[self]
         else:
@@ -297,7 +298,7 @@ class MicrobatchPlanner:
 
 @dataclass(frozen=True)
 class PackUnit:
-    """Neighbouring rows of a global batch that go into one pack, and what they have in common."""
+    """Neighbouring rows of a global batch that go into one pack, and their shared prefixes."""
 
     rows: list[int]
     tree: PrefixTree
@@ -307,7 +308,7 @@ class PackUnit:
 class PackUnitSize:
     """The size of a unit, without its tokens.
 
-    rows: of the global batch. tokens: of a pack, with their padding. cost: work, in tokens.
+    rows: indices in the global batch. tokens: padded tokens in a pack. cost: work, in tokens.
     """
 
     rows: Sequence[int]
@@ -316,7 +317,7 @@ class PackUnitSize:
 
 
 def _blank(data: BatchedDataDict[Any], rows: int) -> BatchedDataDict[Any]:
-    """Return this number of one-token rows of zeros in the form of `data`, which has no rows."""
+    """Return this number of one-token rows of zeros, in the form of `data`, which has no rows."""
     blank: BatchedDataDict[Any] = BatchedDataDict()
     for name, value in data.items():
         if isinstance(value, torch.Tensor) and value.ndim:
@@ -332,7 +333,7 @@ def _rows(units: Sequence[PackUnit]) -> list[int]:
 
 
 def _cut(data: BatchedDataDict[Any], width: int, full_width: int) -> BatchedDataDict[Any]:
-    """The first `width` columns of every [B, S, …] entry."""
+    """Cut every [B, S, …] entry to its first `width` columns, in place."""
     for key, value in data.items():
         if isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == full_width:
             data[key] = value[:, :width]
@@ -340,10 +341,10 @@ def _cut(data: BatchedDataDict[Any], width: int, full_width: int) -> BatchedData
 
 
 def microbatch_planner(config: TrainingConfig, rows_per_unit: int, dp_size: int) -> MicrobatchPlanner:
-    """How a configuration cuts its batches.
+    """Return the microbatch planner of a configuration.
 
     Raises:
-        UserError: a pack that cannot hold the longest record.
+        UserError: a pack cannot hold the longest record.
     """
     parallel = config.parallel
     return MicrobatchPlanner(
@@ -368,18 +369,18 @@ def divide(
     replicas: ParallelDimension,
     known: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """[replica] → rows of the global batch in their order, even shares of the work. Collective over the replicas.
+    """Return each replica's rows of the global batch in order, with even work. Collective over the replicas.
 
-    Where common beginnings are shared, each replica tells the sizes of what it knows.
+    With shared prefixes, each replica contributes the unit sizes of the rows whose tokens it has.
 
     Args:
-        lengths: of all rows.
-        tokens_of: [b, S] tokens of some rows, right-padded; not called unless beginnings are shared.
-        known: rows that this replica can tell the tokens of, each known by one replica; any, if left out.
+        lengths: lengths of all rows.
+        tokens_of: function that returns [b, S] right-padded tokens of some rows; called only if prefixes are shared.
+        known: rows whose tokens this replica has; each row must be in one replica's list. None: it has all tokens.
     """
     if not batching.rows_per_group:
         return batching.divide(batching.unit_sizes(lengths, torch.empty(0), range(len(lengths))))
-    if known is None and (replicas.size == 1 or platform.simulates()):  # where no other replica would tell anything
+    if known is None and (replicas.size == 1 or platform.simulates()):  # no other replica contributes sizes
         rows = range(len(lengths))
         return batching.divide(batching.unit_sizes(lengths, tokens_of(rows), rows))
     if known is None:
@@ -395,10 +396,10 @@ def assign_records(
     units: TokenStore,
     indices: Sequence[int],
 ) -> tuple[BatchShare, list[int]]:
-    """This replica's share of the rows that some records make; and their records' places in `indices`. Collective.
+    """Return this replica's share of the records' rows, and its records' positions in `indices`. Collective.
 
     Args:
-        divide: as that of a model.
+        divide: a model's `divide` method.
     """
     lengths = [units.lengths_of(index) for index in indices]
     size = len(lengths[0])
@@ -416,7 +417,7 @@ def assign_records(
 
 
 def _all_gather_units(own: Sequence[PackUnitSize], replicas: ParallelDimension) -> list[PackUnitSize]:
-    """Return the units of all replicas; a unit's rows are neighbours."""
+    """Gather the units of all replicas; a unit's rows are neighbours."""
     rows = [[unit.rows[0], len(unit.rows), unit.tokens, unit.cost] for unit in own]
     (most,) = BatchShare((), 0, replicas).max(len(rows))
     padded = torch.zeros(int(most), 4, dtype=torch.float64)

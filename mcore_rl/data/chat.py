@@ -1,4 +1,4 @@
-"""Conversations: checked messages, chat templates, and which tokens of a rendered conversation are the assistant's."""
+"""Conversations: message checks, chat templates, and the mask of the assistant's tokens in a rendered conversation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Messages = list[Message]
 
 
 def check_messages(value: Any, what: str) -> Messages:
-    """Messages of `role` and text `content`; everything else that they have is for the template.
+    """Return messages with `role` and text `content`; their other keys are for the template.
 
-    Parts of text become one text, tool calls' arguments objects, and keys without a value disappear, but for
-    those of arguments, where null is a value.
+    Parts of text are joined to one text, tool calls' arguments become objects, and keys without a value are removed,
+    except in arguments, where null is a value.
 
     Raises:
-        ValueError: `what` is not a list of such messages; says which message and why.
+        ValueError: `what` is not a list of such messages. The error contains the message's number and the reason.
     """
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{what} must be a list of messages, found {_kind(value)}")
@@ -73,7 +73,7 @@ def _check_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where}: a tool call must have a function with a name")
     arguments = function.get("arguments", {})
-    if isinstance(arguments, str):  # as OpenAI writes them; templates write JSON themselves
+    if isinstance(arguments, str):  # OpenAI's format; templates write JSON themselves
         try:
             arguments = parse_json(arguments)
         except ValueError as error:
@@ -90,10 +90,10 @@ def _list(value: Any, where: str) -> list[Any]:
 
 
 def check_tools(value: Any) -> list[Any] | None:
-    """The tools of a record: a list of descriptions, or the same as JSON.
+    """Return the tools of a record, given as a list of descriptions or as JSON.
 
     Raises:
-        ValueError: something else.
+        ValueError: the value is neither.
     """
     if isinstance(value, str):
         try:
@@ -106,12 +106,12 @@ def check_tools(value: Any) -> list[Any] | None:
 
 
 def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Without a null for a description or the like; in the schema of the parameters null is a value."""
+    """Remove null descriptions and similar nulls; in the schema of the parameters, null is a value."""
     return {**tool, "function": _with_values(tool["function"])} if "function" in tool else tool
 
 
 def _with_values(value: Any) -> Any:
-    """An object's keys that have one."""
+    """Return an object without its null values."""
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
@@ -143,7 +143,7 @@ DATE_CODES = (
     "%-S",
     *(f"%{c}" for c in "aAbBcCdDeFGghHIjklmMnpPrRsSTtuUVwWxXyYzZf"),
 )
-"""Codes that a chat template may use in the format of `strftime_now`, including those of the C library."""
+"""Codes that a chat template may use in `strftime_now`, including the codes of the C library."""
 
 LONG = 30
 
@@ -158,21 +158,21 @@ class Span:
 
 
 def set_chat_day(tokenizer: Any, day: date) -> None:
-    """Keep the day that the tokenizer's chat template is told, if it asks for one: with that of each moment, a run
-    that goes on after midnight would have other tokens."""
+    """Set the day that the tokenizer's chat template uses, if it asks for one. Otherwise the tokens of a run would
+    change at midnight."""
     if "strftime_now" in str(tokenizer.chat_template):
         tokenizer.chat_day = day
 
 
 def chat_day(tokenizer: Any) -> date | None:
-    """Return the date that `set_chat_day` has kept."""
+    """Return the date of `set_chat_day`; None if there is none."""
     return getattr(tokenizer, "chat_day", None)
 
 
 def _dated(tokenizer: Any, tools: Any) -> dict[str, str]:
-    """Return the template with a `strftime_now` of its own, which always tells the kept day; nothing without a day.
+    """Return a template whose `strftime_now` always returns the set day; nothing without a day.
 
-    It is a macro, since transformers takes no function from outside. The formats may be computed by the template.
+    It is a macro, since transformers does not accept functions from outside. The template may compute the formats.
     """
     day = chat_day(tokenizer)
     return {} if day is None else {"chat_template": _date_macro(day) + _template(tokenizer, tools)}
@@ -181,21 +181,21 @@ def _dated(tokenizer: Any, tools: Any) -> dict[str, str]:
 @lru_cache
 def _date_macro(day: date) -> str:
     """Return a Jinja macro `strftime_now(format)` that replaces each code by its text for midnight of `day`."""
-    midnight, percent = datetime.combine(day, time()), "\0"  # of "%%"
+    midnight, percent = datetime.combine(day, time()), "\0"  # placeholder of "%%"
     codes = {"%%": percent, **{code: midnight.strftime(code) for code in DATE_CODES}, percent: "%"}
     return (
         "{%- macro strftime_now(format) -%}{%- set said = namespace(text=format) -%}"
         f"{{%- for code, text in {json.dumps(list(codes.items()))} -%}}"
         "{%- set said.text = said.text | replace(code, text) -%}{%- endfor -%}{{ said.text }}{%- endmacro %}"
-        "{{ '' }}"  # keeps a line break that the template begins with
+        "{{ '' }}"  # keeps a line break at the start of the template
     )
 
 
 def render(tokenizer: Any, messages: Messages, tools: Any = None, add_generation_prompt: bool = False) -> str:
-    """The text of a conversation.
+    """Return the text of a conversation.
 
     Raises:
-        ValueError: there is no template, or it fails.
+        ValueError: the tokenizer has no template, or the template fails.
     """
     from jinja2 import TemplateError
 
@@ -219,13 +219,13 @@ def render(tokenizer: Any, messages: Messages, tools: Any = None, add_generation
 def tokenize_conversation(
     tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any = None
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of a conversation up to its last wanted response, and which of them are of wanted ones.
+    """Return the token ids of a conversation up to its last wanted response, and the mask of wanted responses.
 
     Args:
         wanted: indices of the assistant's messages to train on.
 
     Raises:
-        ValueError: the template fails, leaves something out, or cannot be followed; says where.
+        ValueError: the template fails, omits a message, or its output cannot be matched. The error names the place.
     """
     text = render(tokenizer, messages, tools)
     _check_shown(tokenizer, messages, tools, text)
@@ -235,16 +235,16 @@ def tokenize_conversation(
         ids, mask, is_ended = _by_marks(tokenizer, messages, wanted, tools, text)
     length = max((position for position, trained in enumerate(mask) if trained), default=-1) + 1
     ids, mask = ids[:length], mask[:length]
-    if not is_ended and length:  # a template that writes no end token
+    if not is_ended and length:  # the template writes no end token
         ids, mask = [*ids, tokenizer.eos_token_id], [*mask, True]
     return ids, mask
 
 
 def render_prompt(tokenizer: Any, messages: Messages, tools: Any = None) -> str:
-    """The text of a conversation that awaits a response.
+    """Return the text of a conversation that awaits a response.
 
     Raises:
-        ValueError: the template fails, or leaves something out.
+        ValueError: the template fails, or omits a part of the conversation.
     """
     _check_shown(tokenizer, messages, tools, render(tokenizer, messages, tools))
     return render(tokenizer, messages, tools, add_generation_prompt=True)
@@ -257,7 +257,7 @@ def _template(tokenizer: Any, tools: Any) -> str:
 
 
 def _by_markers(tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any) -> tuple[list[int], list[bool]]:
-    """Find responses by the template's own markers, a run of marked tokens for each."""
+    """Find responses by the template's own markers; each run of marked tokens is a response."""
     messages = [_without(message, "weight") for message in messages]
     out = tokenizer.apply_chat_template(
         messages,
@@ -286,7 +286,7 @@ def _by_markers(tokenizer: Any, messages: Messages, wanted: Sequence[int], tools
 def _by_marks(
     tokenizer: Any, messages: Messages, wanted: Sequence[int], tools: Any, text: str
 ) -> tuple[list[int], list[bool], bool]:
-    """Find responses by marks in their place; also return whether the last one has an end token."""
+    """Find responses by replacing them with marks; also return whether the last one has an end token."""
     if not tokenizer.is_fast:
         raise ValueError("the tokenizer does not tell where in a text its tokens are; messages need a fast one")
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -299,7 +299,7 @@ def _by_marks(
             raise ValueError("the chat template mixes the text of two messages of the assistant")
     mask = [False] * len(ids)
     starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
-    for span in spans:  # a token that reaches into a response is of it
+    for span in spans:  # a token that overlaps a response belongs to it
         for position in range(bisect_right(stops, span.start), bisect_left(starts, span.end)):
             mask[position] = True
     return ids, mask, not spans or spans[-1].has_end_token
@@ -320,7 +320,7 @@ class _Marked:
         return f"message {self.index + 1} ({self.messages[self.index]['role']})"
 
     def around(self, index: int) -> tuple[str, str]:
-        """Return the text that the template writes before and behind the content of message `index`."""
+        """Return the text that the template writes before and after the content of message `index`."""
         mark = unused_character(self.text)
         marked = render(self.tokenizer, [*_with(self.messages, index, "content", mark)], self.tools)
         before, found, after = marked.partition(mark)
@@ -329,10 +329,11 @@ class _Marked:
         return before, after
 
     def start(self, before: str) -> int:
-        """Return the position where the response begins, behind its header.
+        """Return the position where the response starts, after its header.
 
-        What the template writes to ask for a response is the header; where it is not there in the whole
-        conversation (a thought that it begins for the model), the part of it that is; else the content begins.
+        The header is the text with which the template requests a response. If the whole conversation does not contain
+        all of it (for example a thought that the template opens for the model), the common part is the header.
+        Otherwise the response starts with its content.
         """
         content = len(before) if self.text.startswith(before) else None
         earlier = self.messages[: self.index]
@@ -349,7 +350,7 @@ class _Marked:
         return content
 
     def limit(self) -> int:
-        """Return the last position at which the next message's content can begin."""
+        """Return the last position at which the next message's content can start."""
         if self.index + 1 == len(self.messages):
             return len(self.text)
         before, _ = self.around(self.index + 1)
@@ -357,7 +358,7 @@ class _Marked:
 
 
 def _span(marked: _Marked, end_tokens: Sequence[tuple[int, int]]) -> Span:
-    """From the header to the first end token behind the content; to the content's end if none is written there."""
+    """Return the span from the header to the first end token after the content, or else to the content's end."""
     before, after = marked.around(marked.index)
     if not marked.text.endswith(after):
         raise ValueError(f"what the chat template writes behind {marked.name} depends on what it says")
@@ -365,7 +366,7 @@ def _span(marked: _Marked, end_tokens: Sequence[tuple[int, int]]) -> Span:
     if start > content_end:
         raise ValueError(f"the chat template rewrites {marked.name}")
     begin, end = next((place for place in end_tokens if place[0] >= content_end), (len(marked.text), None))
-    if begin > content_end and end is not None and end > marked.limit():  # it is of a later turn
+    if begin > content_end and end is not None and end > marked.limit():  # the end token belongs to a later turn
         end = None
     return Span(start, content_end if end is None else end, end is not None)
 
@@ -380,13 +381,13 @@ def _without(message: Message, key: str) -> Message:
 
 
 def unused_character(text: str) -> str:
-    """A character of Unicode's private area that is not in `text`."""
+    """Return a character of Unicode's private area that is not in `text`."""
     return next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in text)
 
 
 def end_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a response: the tokenizer's end token, those of the model's generation_config.json, and what
-    the chat template writes behind a response."""
+    """Return the tokens that end a response: the tokenizer's end token, the end tokens of the model's
+    generation_config.json, and the special tokens that the chat template writes after a response."""
     return _end_token_ids(tokenizer, str(tokenizer.chat_template))
 
 
@@ -396,7 +397,7 @@ def _end_token_ids(tokenizer: Any, template: str) -> frozenset[int]:
     ends = {tokenizer.eos_token_id, *_declared_ends(Path(str(tokenizer.name_or_path)))}
     try:
         text = render(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}])
-    except ValueError:  # a template for other conversations: its messages will tell what is wrong
+    except ValueError:  # the template expects other conversations; rendering real messages reports the error
         return frozenset(ends)
     special = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id, tokenizer.bos_token_id}
     special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
@@ -414,10 +415,10 @@ def _declared_ends(directory: Path) -> list[int]:
 
 
 def _check_shown(tokenizer: Any, messages: Messages, tools: Any, text: str) -> None:
-    """Refuse a template that leaves out, in the conversation's `text`, what a record says.
+    """Raise ValueError if the template omits a part of the record from the conversation's `text`.
 
     Raises:
-        ValueError: naming what is left out.
+        ValueError: the message names the omitted part.
     """
     if tools and render(tokenizer, messages) == text:
         raise ValueError("the chat template does not show the record's tools")
@@ -428,32 +429,31 @@ def _check_shown(tokenizer: Any, messages: Messages, tools: Any, text: str) -> N
             without = _without(message, "tool_calls")
             if render(tokenizer, [*messages[:index], without, *messages[index + 1 :]], tools) == text:
                 raise ValueError(f"the chat template does not show the tool calls of message {index + 1}")
-    # Templates may drop the thoughts of earlier turns; those of the last are what is to be learnt.
+    # Templates may omit the thoughts of earlier turns. The thoughts of the last turn are trained on.
     if messages and not _shows(tokenizer, messages, tools, text, len(messages) - 1, "reasoning_content"):
         raise ValueError(f"the chat template leaves out the reasoning_content of message {len(messages)}")
 
 
 def _shows(tokenizer: Any, messages: Messages, tools: Any, text: str, index: int, key: str) -> bool:
-    """Whether what message `index` says under `key`, if anything, is in the conversation's `text`."""
+    """Return whether the value of message `index` under `key`, if any, is in the conversation's `text`."""
     said = messages[index].get(key, "").strip()
-    if not said or (len(said) > LONG and said in text):  # so long that it is not there by chance
+    if not said or (len(said) > LONG and said in text):  # too long to be there by chance
         return True
     mark = unused_character(text)
     return mark in render(tokenizer, _with(messages, index, key, mark), tools)
 
-
-# ------------------------------------------------------------------ conversations that go on
+    # ------------------------------------------------------------------ conversations of several turns
 
 
 def tokens_between(tokenizer: Any, conversation: Messages, observation: str, response: Sequence[int]) -> list[int]:
-    """Return the text that the template writes from the end of a response to the next request for an answer.
+    """Return the tokens that the template writes from the end of a response to the next request for an answer.
 
     Args:
-        conversation: what the response answered.
-        response: its tokens, which stay as they were sampled; an end token that is missing comes first.
+        conversation: messages that the response answered.
+        response: sampled tokens of the response, which stay unchanged; a missing end token is added first.
 
     Raises:
-        ValueError: a template that fails.
+        ValueError: the template fails.
     """
     mark = unused_character(observation)
     answered = [*conversation, {"role": "assistant", "content": mark}, {"role": "user", "content": observation}]
@@ -466,10 +466,10 @@ def tokens_between(tokenizer: Any, conversation: Messages, observation: str, res
 
 
 def check_keeps_turns(tokenizer: Any) -> None:
-    """Refuse a template under which a conversation of several turns would not stay as it was sampled.
+    """Raise ValueError for a template that would change the sampled text of earlier turns.
 
     Raises:
-        UserError: saying what it does to earlier turns.
+        ValueError: the message describes the change to earlier turns.
     """
     ask, more = {"role": "user", "content": "A question."}, {"role": "user", "content": "And now?"}
     try:

@@ -28,7 +28,7 @@ from mcore_rl.utils.console import PrintLine, silent
 
 @dataclass(frozen=True)
 class Dataset:
-    """Tokenized units, and how many records were left out or shortened for their length."""
+    """Tokenized units, with the numbers of records that were dropped or truncated for their length."""
 
     units: TokenStore
 
@@ -49,7 +49,7 @@ class Dataset:
         return self.units.fingerprint
 
     def describe(self, name: str, limit: int) -> str:
-        """Describe the dataset in one line for the user: its size and what was done to it."""
+        """Describe the dataset in one line for the user: its size, and dropped and truncated records."""
         parts = [f"{name}: {len(self.units):,} records, {self.units.num_tokens:,} tokens"]
         if self.num_dropped:
             parts.append(f"{self.num_dropped:,} dropped (longer than {limit} tokens)")
@@ -58,19 +58,19 @@ class Dataset:
         return ", ".join(parts) + described_shares(self.units)
 
     def order(self, seed: int) -> Order:
-        """In which a run meets the records."""
+        """Return the order in which a run uses the records."""
         return self.units.order(seed)
 
 
 @dataclass(frozen=True)
 class UnpairedDataset(Dataset):
-    """Single responses, each desirable or not."""
+    """Single responses, each desirable or undesirable."""
 
     def is_desirable(self, index: int) -> bool:
         return bool(json.loads(self.units.extra(index)))
 
     def mismatched(self, index: int) -> TokenSequence:
-        """A record's prompt with the response of one half a dataset away: neighbours often share their prompts."""
+        """Return a record's prompt with the response half a dataset away, because neighbours often share prompts."""
         (own,), (other,) = self.units[index], self.units[(index + len(self) // 2) % len(self)]
         end, start = own.token_mask.index(True), other.token_mask.index(True)
         return TokenSequence(
@@ -82,16 +82,16 @@ class UnpairedDataset(Dataset):
 
 
 Source = str | Mapping[str, float]
-"""The origin of records: a source, or several sources and the weights of their samples."""
+"""The origin of records: one source, or several sources with sample weights."""
 
 
 def named(source: Source) -> str:
-    """For messages."""
+    """Return a source's name for messages."""
     return source if isinstance(source, str) else ", ".join(source)
 
 
 def described_shares(store: TokenStore) -> str:
-    """For the line about a dataset; empty where it has one source."""
+    """Return the sources' shares for the description of a dataset; empty for a single source."""
     shares = ", ".join(f"{share:.4g} from {name}" for name, share in store.shares.items())
     return f"; of the samples {shares}" if shares else ""
 
@@ -104,10 +104,10 @@ def load_store(
     say: PrintLine = silent,
     cache: TokenCache | None = None,
 ) -> TokenStore:
-    """A source's records, tokenized: from the cache, or else in memory.
+    """Return a source's tokenized records, from the cache or else in memory.
 
     Raises:
-        UserError: names the file and line of a record that is wrong.
+        UserError: a record is invalid; the message names its file and line.
     """
     if not isinstance(source, str):
         return MixedTokenStore({name: load_store(name, tokenizer, data, what, say, cache) for name in source}, source)
@@ -118,7 +118,7 @@ def load_store(
 
 
 def tokenization_of(data: DataConfig, name: str, *functions: Any, **options: Any) -> TokenizationSpec:
-    """What a configuration asks for, of a kind of records, but for the columns, which each source has its own of."""
+    """Return the tokenization settings of a configuration for a kind of records; each source has its own columns."""
     common = {
         "max_length": data.max_sequence_length,
         "overlong": data.overlong,
@@ -130,14 +130,14 @@ def tokenization_of(data: DataConfig, name: str, *functions: Any, **options: Any
 def load_preference_dataset(
     source: Source, tokenizer: Any, data: DataConfig, say: PrintLine = silent, cache: TokenCache | None = None
 ) -> Dataset:
-    """Pairs from records `prompt, chosen, rejected` (strings or messages; the prompt may be implicit)."""
+    """Load pairs from records `prompt, chosen, rejected` (strings or messages; the prompt may be implicit)."""
     return _load_pairs(source, tokenizer, data, "preference", _tokenize_preference, say, cache)
 
 
 def load_reward_dataset(
     source: Source, tokenizer: Any, data: DataConfig, say: PrintLine = silent, cache: TokenCache | None = None
 ) -> Dataset:
-    """Load pairs as for preference, each conversation rendered whole, as a reward model reads it."""
+    """Load pairs as for preference, with each conversation rendered whole, as a reward model reads it."""
     return _load_pairs(source, tokenizer, data, "reward", _tokenize_reward, say, cache)
 
 
@@ -162,7 +162,7 @@ def _load_pairs(
 def load_sft_dataset(
     source: Source, tokenizer: Any, data: DataConfig, say: PrintLine = silent, cache: TokenCache | None = None
 ) -> Dataset:
-    """Sequences from records `prompt, completion` or `messages`, with `tools` if there are any."""
+    """Load sequences from records `prompt, completion` or `messages`, with `tools` if there are any."""
     what = tokenization_of(data, "sft", _tokenize_sft, 1)
     return _load(source, tokenizer, data, what, say, cache)
 
@@ -170,7 +170,7 @@ def load_sft_dataset(
 def load_unpaired_dataset(
     source: Source, tokenizer: Any, data: DataConfig, say: PrintLine = silent, cache: TokenCache | None = None
 ) -> UnpairedDataset:
-    """Sequences from records as for SFT, with a `label`: true where the response is desirable."""
+    """Load sequences from SFT records with a `label`: true if the response is desirable."""
     what = tokenization_of(data, "unpaired", _tokenize_unpaired, 1, extra_of=_label_of, seen_in=_kind_of)
     dataset = UnpairedDataset(_load(source, tokenizer, data, what, say, cache).units)
     if len(dataset) < 2:
@@ -204,7 +204,7 @@ def _load(
         raise UserError(
             f"{named(source)}: no record is left ({counts['dropped']} longer than data.max_sequence_length)"
         )
-    if not counts["teach_end"] and what.name != "reward":  # a reward model learns no ends
+    if not counts["teach_end"] and what.name != "reward":  # a reward model does not learn end tokens
         say(
             f"{named(source)}: no response is trained to end: the chat template writes no end token inside what it "
             "marks by {% generation %}; close the block behind the end token"
@@ -227,20 +227,20 @@ def _tokenize_reward(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
 
 
 def _pair_of(record: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """The prompt, the chosen and the rejected response."""
+    """Return the prompt, the chosen and the rejected response."""
     require(record, "chosen", "rejected")
     prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
     if prompt is None:
         prompt, chosen, rejected = _split_shared_prompt(chosen, rejected)
     elif isinstance(prompt, list) and all(
         isinstance(response, list) and response[: len(prompt)] == prompt for response in (chosen, rejected)
-    ):  # whole conversations, beside the prompt that they begin with
+    ):  # the responses repeat the prompt
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     return prompt, chosen, rejected
 
 
 def _split_shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """The messages that both responses begin with are the prompt; the last of each is its response in any case."""
+    """Split off the leading messages that both responses share as the prompt; each response keeps its last message."""
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
         raise ValueError("lacks the key prompt (it may be left out of message lists only)")
     shared = 0
@@ -251,7 +251,7 @@ def _split_shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
 
 def _tokenize_sft(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
     if record.get("messages") is not None:
-        if record.get("completion") is not None:  # a prompt alone is no second conversation
+        if record.get("completion") is not None:  # a prompt without completion is allowed
             raise ValueError("has both messages and a completion; leave out the one that is not to be trained on")
         return (tokenize_messages(tokenizer, record["messages"], record.get("tools")),)
     require(record, "prompt", "completion")
@@ -260,7 +260,7 @@ def _tokenize_sft(tokenizer: Any, record: dict[str, Any]) -> SequenceGroup:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, the text or messages they come from, and the record's other fields."""
+    """Token ids, the text or messages that they come from, and the record's other fields."""
 
     input_ids: tuple[int, ...]
     content: str | Messages
@@ -268,12 +268,12 @@ class Prompt:
 
     @property
     def message_log(self) -> list[dict[str, str]]:
-        """The prompt as messages; a plain text becomes a message of the user."""
+        """Return the prompt as messages; a plain text becomes a user message."""
         return [{"role": "user", "content": self.content}] if isinstance(self.content, str) else list(self.content)
 
 
 class StoredPrompts(Sequence[Prompt]):
-    """The prompts of a store, each made when it is asked for."""
+    """The prompts of a store, each created on access."""
 
     def __init__(self, store: TokenStore) -> None:
         self.store = store
@@ -294,7 +294,7 @@ class StoredPrompts(Sequence[Prompt]):
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """Prompts, and how many were left out for their length."""
+    """Prompts, and the number of prompts that were dropped for their length."""
 
     prompts: StoredPrompts
 
@@ -315,7 +315,7 @@ class PromptDataset:
         return text + described_shares(store)
 
     def order(self, seed: int) -> Order:
-        """In which a run meets the prompts."""
+        """Return the order in which a run uses the prompts."""
         return self.prompts.store.order(seed)
 
     @property
@@ -333,15 +333,15 @@ def load_prompt_dataset(
     valued: Sequence[str] = (),
     cache: TokenCache | None = None,
 ) -> PromptDataset:
-    """Prompts from records `prompt` (a string or messages, with `tools` if there are any), with all else they have.
+    """Load prompts from records `prompt` (a string or messages, with `tools` if there are any) with their other keys.
 
-    What JSON has no form for (a table's dates) is text from here on.
+    Values without a JSON form (a table's dates) are converted to text.
 
     Args:
-        valued: other keys that must not be null where a record has them.
+        valued: other keys that must not be null in records that have them.
 
     Raises:
-        UserError: names the file and line of a bad record, or says that no prompt is short enough.
+        UserError: a record is invalid (the message names its file and line), or no prompt is short enough.
     """
     what = tokenization_of(
         data,
@@ -395,7 +395,7 @@ SUPERVISED: dict[str, Callable[..., Any]] = {
 
 
 def dataset_loader(config: TrainingConfig) -> Callable[..., Any]:
-    """Called with a source, a tokenizer, a `DataConfig`, and `say` and `cache`: the algorithm's dataset."""
+    """Return the algorithm's loading function; call it with source, tokenizer, `DataConfig`, `say` and `cache`."""
     if isinstance(config, RLConfig):
         valued = config.environment.valued_columns
         return partial(load_prompt_dataset, max_prompt_length=config.max_prompt_length, valued=valued)

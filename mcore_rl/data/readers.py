@@ -1,4 +1,4 @@
-"""Readers of records: JSON Lines, JSON, Parquet and datasets of the hub."""
+"""Readers of records: JSON Lines, JSON, Parquet and datasets on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, a key stands twice in an object, or a text has half a character, which
-            tokenizers refuse.
+        ValueError: it is not JSON, an object has a key twice, or a text contains an unpaired surrogate, which
+            tokenizers reject.
     """
     value = json.loads(text, object_pairs_hook=_unique)
-    if SURROGATE.search(text):  # two halves of a character become one
+    if SURROGATE.search(text):  # a pair of surrogates becomes one character
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
@@ -56,14 +56,14 @@ FOREIGN_COLUMNS = {
     "question": "write question as prompt, or set data.columns",
     "text": "in a text no prompt can be told from its response; write prompt and completion",
 }
-"""Columns of other formats, and what to do with them."""
+"""Columns of other formats, with instructions for the user."""
 
 
 @dataclass(frozen=True)
 class Records:
-    """Some consecutive records of a source: lines that are not parsed yet, or rows of a table.
+    """Consecutive records of a source: lines that are not parsed yet, or rows of a table.
 
-    place: what tells where a record is ("line", or "record" of a table). numbers: where each is, from 1.
+    place: unit of a record's position ("line", or "record" of a table). numbers: each record's position, from 1.
     """
 
     source: str
@@ -75,10 +75,10 @@ class Records:
         return Records(self.source, self.place, self.numbers[:count], self.raw[:count])
 
     def parsed(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Where each is, and what it says.
+        """Yield each record's position and its parsed object.
 
         Raises:
-            UserError: one is not a JSON object.
+            UserError: a record is not a JSON object.
         """
         for number, item in zip(self.numbers, self.raw, strict=True):
             where = f"{self.source}, {self.place} {number}"
@@ -89,10 +89,10 @@ class Records:
 
 
 def read_records(source: str) -> Iterator[tuple[Records, float]]:
-    """Of a local file, a directory of files, or `NAME` / `NAME:SPLIT` on the hub; with the part of all then read.
+    """Yield records of a local file, a directory, or `NAME` / `NAME:SPLIT` on the hub, with the fraction read so far.
 
     Raises:
-        UserError: naming the file, and the line where it has any.
+        UserError: the message names the file, and the line if there is one.
     """
     check_file(source)
     files = files_of(source)
@@ -110,14 +110,14 @@ def read_records(source: str) -> Iterator[tuple[Records, float]]:
 
 
 def files_of(source: str) -> list[str]:
-    """The data files of a directory, in the order of their names; `source` itself if it is none."""
+    """Return the data files of a directory, sorted by name; `[source]` if it is not a directory."""
     if not Path(source).is_dir():
         return [source]
     return sorted(str(path) for path in Path(source).iterdir() if path.suffix in SUFFIXES and path.is_file())
 
 
 def check_file(source: str) -> None:
-    """Raises UserError if `source` is named like a data file and is none, or is a file or directory of another kind."""
+    """Raise UserError if `source` is a missing data file, or a file or directory of an unsupported kind."""
     path = Path(source)
     if path.is_dir():
         if not (files := files_of(source)):
@@ -146,7 +146,7 @@ def check_file(source: str) -> None:
 
 
 def _is_aside(path: Path) -> bool:
-    """Whether a file among data is known to be none."""
+    """Return whether a file in a data directory is known to be no data file."""
     return path.name.startswith((".", "_")) or path.suffix in (".md", ".lock") or path.stem in ("README", "LICENSE")
 
 
@@ -161,7 +161,7 @@ def _read_lines(source: str) -> Iterator[tuple[Records, float]]:
 
 
 def _read_json(source: str) -> Iterator[tuple[Records, float]]:
-    """A list of objects, or an object a line, which goes by that name as well."""
+    """Yield records of a JSON list of objects, or of a JSON Lines file that is named .json."""
     with open(source, "rb") as file:
         first = next((text for line in file if (text := line.lstrip(b"\xef\xbb\xbf \t\r\n"))), b"")
     if first.startswith(b"{"):
@@ -180,7 +180,7 @@ def _rows(source: str, rows: Iterable[dict[str, Any]], total: int) -> Iterator[t
 
 
 def _batched(items: Iterable[ItemT], count: int) -> Iterator[list[ItemT]]:
-    """itertools.batched is of Python 3.12."""
+    """Yield lists of up to `count` items, as itertools.batched does since Python 3.12."""
     iterator = iter(items)
     while some := list(itertools.islice(iterator, count)):
         yield some
@@ -193,7 +193,7 @@ def _parse(text: bytes, where: str) -> Any:
         raise UserError(f"{where}: is not UTF-8 text") from None
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 and "line" not in where else ""
-        what = error.msg.removesuffix(" at").removesuffix(" starting")  # of an unterminated string
+        what = error.msg.removesuffix(" at").removesuffix(" starting")  # "starting" is for unterminated strings
         raise UserError(f"{where}: not valid JSON: {what} at {line}column {error.colno}") from None
     except RecursionError:
         raise UserError(f"{where}: not valid JSON: nested too deeply") from None
@@ -215,7 +215,7 @@ def _read_parquet(source: str) -> Iterator[tuple[Records, float]]:
 
 
 def _hub_is_reachable() -> bool:
-    """Whether a connection to the hub can be made; taken for granted behind a proxy."""
+    """Return whether the hub can be connected to; assumed to be true behind a proxy."""
     if any(name.lower() in ("https_proxy", "all_proxy") for name in os.environ):
         return True
     url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
@@ -227,7 +227,7 @@ def _hub_is_reachable() -> bool:
 
 
 def load_hub_dataset(source: str) -> Any:
-    """`NAME` or `NAME:SPLIT` on the hub, or in its cache.
+    """Return the dataset `NAME` or `NAME:SPLIT` from the hub or its cache.
 
     Raises:
         UserError: neither has it.
@@ -236,7 +236,7 @@ def load_hub_dataset(source: str) -> Any:
     import huggingface_hub
 
     datasets.disable_progress_bars()
-    if not _hub_is_reachable():  # what is in the cache is found at once, and what is not fails at once
+    if not _hub_is_reachable():  # offline mode finds cached data sets and fails for others without waiting
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     name, _, split = source.partition(":")
     try:
@@ -254,9 +254,9 @@ def _read_hub(source: str) -> Iterator[tuple[Records, float]]:
 
 
 def _clean(record: dict[str, Any]) -> dict[str, Any]:
-    """A columnar file's record without the nulls that it fills in for keys that other records have.
+    """Return a columnar file's record without the nested nulls that the format adds for keys of other records.
 
-    The record's own keys stay, to tell one without a value from one that is not there.
+    The record's top-level keys stay, so that a null value differs from a missing key.
     """
     return {str(key): _without_nulls(value) for key, value in record.items()}
 
@@ -270,7 +270,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def require(record: dict[str, Any], *keys: str) -> None:
-    """Raises ValueError if a record lacks one of the keys, or has it without a value."""
+    """Raise ValueError if a record lacks one of the keys, or has it without a value."""
     if empty := [key for key in keys if key in record and record[key] is None]:
         raise ValueError(f"the key {empty[0]} has no value (null)")
     missing = [key for key in keys if key not in record]

@@ -1,4 +1,4 @@
-"""Which samples a step trains on: a function of the run's position alone, the same on every rank."""
+"""The samples that a step trains on: a function of the run's position only, the same on every rank."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from typing import Protocol
 
 ROUNDS = 8
 PERIOD = 10_000
-"""Samples of a mixture in which each source has exactly its share."""
+"""Number of samples of a mixture after which each source has had exactly its share."""
 
 
 class Order(Protocol):
-    """The order in which a run meets the records of its dataset."""
+    """The order in which a run uses the records of its dataset."""
 
     def indices(self, start: int, count: int) -> list[int]:
-        """Dataset indices of samples start … start + count − 1, across the ends of epochs."""
+        """Return the dataset indices of samples start … start + count − 1, across epochs."""
         ...
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Sample k of a run, shuffled anew each epoch: a function of (seed, epoch, position) alone, in time O(1).
+    """A shuffled order with a new permutation in each epoch: a function of (seed, epoch, position) in time O(1).
 
-    A position is enciphered by a Feistel network over the smallest even number of bits that holds the dataset, again
-    and again until it is of the dataset (Black and Rogaway, Ciphers with arbitrary finite domains, 2002); at most 4
-    times on average.
+    A Feistel network over the smallest even number of bits that holds the dataset enciphers a position, repeatedly
+    until the result is in the dataset (Black and Rogaway, Ciphers with arbitrary finite domains, 2002). This takes at
+    most 4 rounds on average.
     """
 
     num_samples: int
     seed: int
     stream: int = 0
-    """Tells orders of the same size and seed apart: those of a mixture's sources."""
+    """Number that distinguishes orders of the same size and seed: the orders of a mixture's sources."""
 
     def indices(self, start: int, count: int) -> list[int]:
-        """Dataset indices of samples start … start + count − 1, across the ends of epochs."""
+        """Return the dataset indices of samples start … start + count − 1, across epochs."""
         return [self._index(*divmod(k, self.num_samples)) for k in range(start, start + count)]
 
     def _index(self, epoch: int, position: int) -> int:
@@ -62,15 +62,15 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class MixedOrder:
-    """Sample k of a run on several sources, of which each has its share of the samples.
+    """An order of several sources in which each has its share of the samples.
 
-    Which sources a period's samples are of is shuffled anew each period. The n-th sample of a source is the n-th of an
-    order of its own, which is shuffled anew whenever it begins again: so each pass over it ends before the next begins.
-    A period's arrangement is computed once, in a fifth of a second.
+    The sequence of sources is shuffled in each period. The n-th sample of a source is the n-th sample of the source's
+    own order, which is shuffled in each pass, so each pass over a source ends before the next one starts. A period's
+    arrangement is computed once, in 0.2 seconds.
 
     Args:
-        sizes: of the sources, which follow one another in the dataset.
-        quotas: of each in a period's samples; they add up to `PERIOD`.
+        sizes: sizes of the sources, which are concatenated in the dataset.
+        quotas: number of samples of each source in a period; they add up to `PERIOD`.
     """
 
     sizes: Sequence[int]
@@ -103,7 +103,7 @@ def _arrangement(quotas: tuple[int, ...], seed: int, period: int) -> tuple[list[
 
 
 def quotas_of(weights: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion to `weights` that add up to `PERIOD`: the largest remainders are rounded up."""
+    """Return whole numbers in proportion to `weights` that sum to `PERIOD`; the largest remainders are rounded up."""
     total = sum(weights)
     exact = [weight / total * PERIOD for weight in weights]
     quotas = [int(share) for share in exact]

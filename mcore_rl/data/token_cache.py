@@ -1,7 +1,7 @@
-"""Tokenized sources kept on disk: one process of a node makes them, all ranks and later runs read them.
+"""Cache of tokenized sources on disk: one process of a node writes them, all ranks and later runs read them.
 
 A store's name is a digest of everything that its tokens depend on: the source's bytes, the tokenizer's files, the chat
-template, the options, and the code that tokenizes. A store is whole or not there; who wants the space back removes it.
+template, the options, and the code that tokenizes. A store is either complete or absent. It may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from mcore_rl.utils.console import PrintLine
 from mcore_rl.utils.files import digest_of_file
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
-"""Of a model directory: files that are not the tokenizer's. All others may be."""
+"""Suffixes of files in a model directory that do not belong to the tokenizer; all other files may."""
 
 SOURCE_BYTES_TO_REMEMBER = 1 << 20
-"""The digests of smaller files are taken anew each time."""
+"""Minimum size of a file whose digest is remembered. Digests of smaller files are computed each time."""
 
 POLL_SECONDS, LOST_SECONDS = 0.1, 60.0
 
 
 def default_directory() -> Path:
-    """`$MCORE_RL_CACHE`, or mcore_rl in the user's cache."""
+    """Return `$MCORE_RL_CACHE`, or mcore_rl in the user's cache directory."""
     if own := os.environ.get("MCORE_RL_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mcore_rl"
@@ -45,16 +45,16 @@ def default_directory() -> Path:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """Tokenized sources under `directory`, for the tokenizer that `remake` makes."""
+    """Tokenized sources under `directory`, for the tokenizer that `remake` describes."""
 
     directory: Path
     remake: TokenizerSpec
 
     def store(self, source: str, tokenizer: Any, what: TokenizationSpec, say: PrintLine) -> TokenStore:
-        """The tokenized source; made by one process of the node if it is not there.
+        """Return the tokenized source; one process of the node creates it if it does not exist.
 
         Raises:
-            UserError: a record that is wrong, or a directory that cannot be written.
+            UserError: a record is invalid, or the directory cannot be written.
         """
         with self._writing():
             (self.directory / "tokens").mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ class TokenCache:
 
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[None]:
-        """While this process, and no other, holds the lock."""
+        """Hold the lock exclusively inside the context."""
         with self._writing():
             file = open(path, "w")  # noqa: SIM115
         with file:
@@ -92,7 +92,7 @@ class TokenCache:
     def _make(
         self, path: Path, source: str, tokenizer: Any, what: TokenizationSpec, say: PrintLine, before: list[Any]
     ) -> None:
-        for stopped in path.parent.glob("*.partial"):  # whoever made it is gone if its lock is free
+        for stopped in path.parent.glob("*.partial"):  # a free lock means that its process has ended
             if stopped.stem == path.stem or not _is_locked(stopped.with_suffix(".lock")):
                 shutil.rmtree(stopped, ignore_errors=True)
         temporary = path.with_suffix(".partial")
@@ -101,7 +101,7 @@ class TokenCache:
                 temporary.mkdir()
                 chunks = tokenize_source(source, tokenizer, what, say, self.remake, available_workers())
                 collect(chunks, what.sequences_per_unit, temporary)
-                if _states(source) != before:  # the name of what has been made is of what was there before
+                if _states(source) != before:  # the store's name is a digest of the earlier contents
                     raise UserError(f"data: {source} was written to while it was tokenized; start again")
                 temporary.rename(path)
         except BaseException:
@@ -109,7 +109,7 @@ class TokenCache:
             raise
 
     def _wait_for(self, path: Path) -> None:
-        """What another process of this node makes; if it cannot, it says why and ends this one as well."""
+        """Wait for the store of another process of this node; if that process ends without it, end this one as well."""
         lost_since = None
         while not path.is_dir():
             time.sleep(POLL_SECONDS)
@@ -142,7 +142,7 @@ class TokenCache:
     def _source_digest(self, source: str) -> str:
         """Return a digest of a source's bytes.
 
-        A large file is read by one process; its digest holds as long as nobody writes to it.
+        Only one process reads a large file; its digest is valid until the file is changed.
         """
         if Path(source).is_dir():
             return hashlib.sha256("".join(map(self._source_digest, files_of(source))).encode()).hexdigest()
@@ -171,7 +171,7 @@ class TokenCache:
 
 
 def _states(source: str) -> list[Any]:
-    """What changes when somebody writes to a source's files; of a dataset on the hub, which has a version, nothing."""
+    """Return the state of a source's files, which every write changes; [] for a hub dataset, which has a version."""
     found = files_of(source) if Path(source).is_dir() else [source] if Path(source).suffix in SUFFIXES else []
     return [_state_of(file) for file in found if os.path.exists(file)]
 
@@ -182,7 +182,7 @@ def _state_of(file: str | Path) -> list[Any]:
 
 
 def _code_digest() -> str:
-    """Return a digest of this package's code for data, and of the versions of the libraries that it tokenizes with."""
+    """Return a digest of this package's data code, and of the versions of the libraries that tokenize."""
     import tokenizers
     import transformers
 

@@ -1,7 +1,7 @@
 """Token stores: sequences of token ids in memory-mapped files, of one source or mixed from several.
 
-A directory holds `ids.bin` (int32), `mask.bin` (a byte a token: whether it carries loss), `ends.bin` (int64: where each
-sequence ends), and what belongs to a whole sequence as JSON.
+A directory holds `ids.bin` (int32), `mask.bin` (a byte per token: whether it carries loss), `ends.bin` (int64: the end
+of each sequence), and per-record data as JSON.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class TokenSequence:
 
     @property
     def trained_ids(self) -> set[int]:
-        """The tokens that carry loss."""
+        """Tokens that carry loss."""
         return {token for token, trained in zip(self.input_ids, self.token_mask, strict=True) if trained}
 
     @property
     def is_trainable(self) -> bool:
-        """True if some token after the first, which nothing predicts, carries loss."""
+        """Whether a token after the first carries loss. The first token is never predicted."""
         return any(self.token_mask[1:])
 
 
@@ -51,15 +51,15 @@ SequenceGroup = tuple[TokenSequence, ...]
 """Sequences that must stay together: one for SFT, (chosen, rejected) for pairs."""
 
 KINDS = {"ids": np.int32, "mask": np.uint8, "ends": np.int64, "extra": np.uint8, "extra_ends": np.int64}
-"""The arrays by name, and what they hold."""
+"""Names of the arrays, and the types of their elements."""
 
 
 @dataclass
 class TokenizedChunk:
-    """Some consecutive records, tokenized.
+    """Consecutive tokenized records.
 
-    ids, mask: of all their sequences. lengths: of each sequence. extra: a text a record, or none at all.
-    counts: what was met on the way, by name.
+    ids, mask: tokens and masks of all their sequences. lengths: length of each sequence. extra: a text per record, or
+    none for all records. counts: numbers of observed properties, by name.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -78,7 +78,7 @@ class TokenizedChunk:
 
 
 class TokenStore(Sequence[SequenceGroup]):
-    """Units by number. Two are equal if their units are, wherever they lie."""
+    """Units by number. Two stores are equal if their units are equal, regardless of where they are stored."""
 
     def __init__(self, arrays: Mapping[str, Any], meta: dict[str, Any]) -> None:
         self._arrays, self.meta = arrays, meta
@@ -86,10 +86,10 @@ class TokenStore(Sequence[SequenceGroup]):
 
     @classmethod
     def open(cls, directory: Path) -> TokenStore:
-        """What `collect` has left there; tokens are read when they are used.
+        """Open a directory that `collect` has written; tokens are read on access.
 
         Raises:
-            ValueError: it is not whole.
+            ValueError: the directory is incomplete.
         """
         try:
             meta = json.loads((directory / "meta.json").read_bytes())
@@ -101,7 +101,7 @@ class TokenStore(Sequence[SequenceGroup]):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of token ids, masks and texts: of the data, the tokenizer and the chat template together."""
+        """Hash of token ids, masks and texts. It depends on the data, the tokenizer and the chat template."""
         return str(self.meta["fingerprint"])
 
     @property
@@ -114,15 +114,15 @@ class TokenStore(Sequence[SequenceGroup]):
 
     @property
     def shares(self) -> dict[str, float]:
-        """The source of each sample of a mixture."""
+        """Share of each source in the samples of a mixture; {} for a single source."""
         return {}
 
     def order(self, seed: int) -> Order:
-        """In which a run meets the units."""
+        """Return the order in which a run uses the units."""
         return SampleOrder(len(self), seed)
 
     def lengths(self) -> np.ndarray:
-        """Tokens of every sequence, int64 [units × sequences a unit]."""
+        """Return the number of tokens in every sequence, int64 [units × sequences per unit]."""
         return np.diff(self._arrays["ends"], prepend=0)
 
     @property
@@ -130,14 +130,14 @@ class TokenStore(Sequence[SequenceGroup]):
         return self._rows
 
     def lengths_of(self, unit: int) -> list[int]:
-        """Tokens of each sequence of a unit, which are not read."""
+        """Return the number of tokens in each sequence of a unit, without reading the tokens."""
         ends, first = self._arrays["ends"], unit * self._rows
         before = int(ends[first - 1]) if first else 0
         own = ends[first : first + self._rows].tolist()
         return [end - start for start, end in zip([before, *own], own, strict=False)]
 
     def extra(self, index: int) -> bytes:
-        """The text of a record."""
+        """Return the text of a record."""
         ends = self._arrays["extra_ends"]
         return self._arrays["extra"][ends[index - 1] if index else 0 : ends[index]].tobytes()
 
@@ -174,7 +174,7 @@ class TokenStore(Sequence[SequenceGroup]):
 
 
 class _FileArray:
-    """An array in a file, of which slices are read. Mapped, each access would bring in 64 KiB around it."""
+    """An array in a file, read by slices. A memory map would read 64 KiB around each access."""
 
     def __init__(self, path: Path, kind: type, size: int) -> None:
         self._kind, self._size = np.dtype(kind), size
@@ -192,9 +192,9 @@ class _FileArray:
 
 
 def collect(chunks: Iterable[TokenizedChunk], sequences_per_unit: int, directory: Path | None = None) -> TokenStore:
-    """All chunks as one store: in the files of a new `directory`, or in memory without one.
+    """Join all chunks into one store: in the files of a new `directory`, or in memory without one.
 
-    Beside what is in the files a chunk at a time is in memory.
+    With a directory, only one chunk is in memory at once.
     """
     digest, counts = hashlib.sha256(), Counter[str]()
     sizes, ends = Counter[str](), Counter[str]()
@@ -247,14 +247,14 @@ def collect(chunks: Iterable[TokenizedChunk], sequences_per_unit: int, directory
 
 
 class MixedTokenStore(TokenStore):
-    """The units of several stores, one store after the other.
+    """The concatenated units of several stores.
 
     Args:
-        stores: by the names of their sources.
-        weights: of each source's samples, in proportion.
+        stores: stores by the names of their sources.
+        weights: relative sample weight of each source.
 
     Raises:
-        UserError: a source is empty, or its share of the samples rounds to nothing.
+        UserError: a source is empty, or its share of the samples rounds to zero.
     """
 
     def __init__(self, stores: Mapping[str, TokenStore], weights: Mapping[str, float]) -> None:
@@ -303,7 +303,7 @@ class MixedTokenStore(TokenStore):
         return store._sequence(own * self._rows + index % self._rows)
 
     def _place(self, index: int) -> tuple[TokenStore, int]:
-        """The store that has a unit, and the unit's number there."""
+        """Return the store that holds a unit, and the unit's number in it."""
         number = bisect_right(self._ends, index)
         store = self._stores[number]
         return store, index - (self._ends[number] - len(store))

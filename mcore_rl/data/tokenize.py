@@ -1,4 +1,4 @@
-"""Tokenization: from a record's text to token ids and the mask of trained tokens, one record or a whole source."""
+"""Tokenization of one record or a whole source: from text to token ids and the mask of trained tokens."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def load_tokenizer(
     say: PrintLine = silent,
     day: date | None = None,
 ) -> Any:
-    """The tokenizer of a model directory, with `chat_template` in place of its own if one is given.
+    """Return the tokenizer of a model directory, with `chat_template` in place of its own if one is given.
 
-    Where there is no pad token the end token pads: padding is masked, so any would do.
+    A tokenizer without pad token pads with the end token. Padding is masked, so the choice does not matter.
 
     Args:
-        day: what its template is told if it asks for the day; today if left out.
+        day: the date for a template that asks for it; today if None.
 
     Raises:
-        UserError: no tokenizer, no end token, or a template that is none.
+        UserError: there is no tokenizer or no end token, or the template is invalid.
     """
     from jinja2 import Environment, TemplateError
     from transformers import AutoTokenizer
@@ -83,13 +83,13 @@ def _without_markers(template: str) -> str:
 def tokenize_completion(
     tokenizer: Any, prompt: str | Messages, completion: str | Messages, tools: Any = None
 ) -> TokenSequence:
-    """A prompt and its completion, both plain strings or both message lists.
+    """Tokenize a prompt and its completion, both plain strings or both message lists.
 
-    Of plain strings the completion and an end token are trained on; of messages, what the assistant says in
-    the completion.
+    For plain strings, the completion and an end token are trained on. For messages, the assistant's messages in the
+    completion are trained on.
 
     Raises:
-        ValueError: mixed kinds, messages that are none, or a chat template that fails or cannot be followed.
+        ValueError: the kinds are mixed, messages are invalid, or the chat template fails or cannot be matched.
     """
     if isinstance(prompt, str) and isinstance(completion, str):
         context = tokenize_prompt(tokenizer, prompt, tools)
@@ -103,16 +103,16 @@ def tokenize_completion(
 
 
 def tokenize_messages(tokenizer: Any, messages: Messages, tools: Any = None) -> TokenSequence:
-    """A conversation; every message of the assistant is trained on, but for those of weight 0.
+    """Tokenize a conversation; all messages of the assistant are trained on, except messages with weight 0.
 
     Raises:
-        ValueError: as `tokenize_completion`.
+        ValueError: as in `tokenize_completion`.
     """
     return _conversation(tokenizer, check_messages(messages, "messages"), 0, tools)
 
 
 def _conversation(tokenizer: Any, messages: Messages, first: int, tools: Any) -> TokenSequence:
-    """Trained on are the assistant's messages from number `first` on."""
+    """Tokenize a conversation; the assistant's messages from index `first` on are trained on."""
     wanted = [i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant" and m.get("weight", 1)]
     if not wanted:
         if len(messages) > first:
@@ -126,12 +126,12 @@ def _conversation(tokenizer: Any, messages: Messages, first: int, tools: Any) ->
 
 
 def judged_tokens(tokenizer: Any, messages: Messages, tools: Any = None) -> list[int]:
-    """Render a whole conversation for a reward model, which reads its number at the last of these tokens.
+    """Render a whole conversation for a reward model, which computes its reward at the last of these tokens.
 
-    They are those of transformers' `apply_chat_template`: also what the template writes behind the last response.
+    The tokens equal transformers' `apply_chat_template`, including the template's text after the last response.
 
     Raises:
-        ValueError: there is no template, or it fails.
+        ValueError: the tokenizer has no template, or the template fails.
     """
     return list(tokenizer(render(tokenizer, messages, tools), add_special_tokens=False)["input_ids"])
 
@@ -139,10 +139,10 @@ def judged_tokens(tokenizer: Any, messages: Messages, tools: Any = None) -> list
 def tokenize_judged(
     tokenizer: Any, prompt: str | Messages, response: str | Messages, tools: Any = None
 ) -> TokenSequence:
-    """Tokenize a prompt and its response for a reward model: messages by `judged_tokens`.
+    """Tokenize a prompt and its response for a reward model; messages are tokenized by `judged_tokens`.
 
     Raises:
-        ValueError: as `tokenize_completion`.
+        ValueError: as in `tokenize_completion`.
     """
     sequence = tokenize_completion(tokenizer, prompt, response, tools)
     if isinstance(prompt, str) or isinstance(response, str):
@@ -154,10 +154,10 @@ def tokenize_judged(
 
 
 def tokenize_prompt(tokenizer: Any, prompt: str | Messages, tools: Any = None) -> tuple[int, ...]:
-    """A prompt that awaits its response.
+    """Tokenize a prompt that awaits its response.
 
     Raises:
-        ValueError: messages that are none, tools beside a plain text, or a chat template that fails.
+        ValueError: messages are invalid, tools are given with a plain text, or the chat template fails.
     """
     tools = check_tools(tools)
     if isinstance(prompt, str):
@@ -170,7 +170,7 @@ def tokenize_prompt(tokenizer: Any, prompt: str | Messages, tools: Any = None) -
 
 
 def _leading_special_tokens(tokenizer: Any) -> list[int]:
-    """Return the tokens that the tokenizer puts before a text: usually a beginning token or nothing."""
+    """Return the tokens that the tokenizer puts before a text: usually a start token or nothing."""
     marked = list(tokenizer("a")["input_ids"])
     plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     for start in range(len(marked) - len(plain) + 1):
@@ -180,20 +180,20 @@ def _leading_special_tokens(tokenizer: Any) -> list[int]:
 
 
 SOURCE_BYTES_FOR_PROCESSES = 32 << 20
-"""Files from this size on are tokenized by several processes, which take some seconds to start."""
+"""Minimum file size for tokenization by several processes, which take some seconds to start."""
 
 CHUNKS_AHEAD = 4
-"""Read for each process before it has asked for them."""
+"""Number of chunks to read ahead for each process."""
 
 
 @dataclass(frozen=True)
 class TokenizationSpec:
-    """What is done to each record. All functions are a module's own, since other processes are given them."""
+    """Settings for tokenizing records. All functions must be module-level, since other processes receive them."""
 
     name: str
-    """Name of the kind of records, and values of every option of its functions."""
+    """Name of the kind of records, including the values of all options of its functions."""
     unit_of: Callable[[Any, dict[str, Any]], SequenceGroup]
-    """(tokenizer, record) → its sequences; raises ValueError."""
+    """Function (tokenizer, record) → sequences of the record; raises ValueError."""
     sequences_per_unit: int
     max_length: int
     """Limit of a sequence, in tokens."""
@@ -201,19 +201,19 @@ class TokenizationSpec:
     needs_response: bool = True
     """Whether each sequence must have a token that is trained on."""
     extra_of: Callable[[dict[str, Any]], Any] | None = None
-    """record → what is kept beside the tokens, as JSON."""
+    """Function of a record that returns JSON data to store with the tokens."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """The source's own names of what is wanted, by the names of this package."""
+    """Names of the source's columns, by the names that this package uses."""
     max_records: int | None = None
-    """Only the first ones are read."""
+    """Number of first records to read; None for all."""
     seen_in: Callable[[SequenceGroup, dict[str, Any]], Sequence[str]] | None = None
-    """(unit, record) → names of what is counted."""
+    """Function (unit, record) → names of counters to increment."""
 
     def chunk(self, tokenizer: Any, records: Records) -> TokenizedChunk:
-        """Some records.
+        """Tokenize some records.
 
         Raises:
-            UserError: names the place of one that is wrong.
+            UserError: a record is invalid; the message names its place.
         """
         chunk, ends = TokenizedChunk(), end_token_ids(tokenizer)
         for place, record in records.parsed():
@@ -246,7 +246,7 @@ class TokenizationSpec:
         return {**others, **{name: record[column] for name, column in self.columns.items()}}
 
     def _limited(self, unit: SequenceGroup) -> SequenceGroup | None:
-        """A unit whose sequences are not too long; None if it is left out."""
+        """Return a unit that is not too long, truncated if configured; None if it is dropped."""
         if max(map(len, unit)) <= self.max_length:
             return unit
         if self.overlong == "drop":
@@ -257,7 +257,7 @@ class TokenizationSpec:
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """Values from which another process makes the same tokenizer."""
+    """Values from which another process creates the same tokenizer."""
 
     path: Path
     trust_remote_code: bool
@@ -273,14 +273,14 @@ def tokenize_source(
     remake: TokenizerSpec | None = None,
     workers: int = 1,
 ) -> Iterator[TokenizedChunk]:
-    """The records of a source in their order.
+    """Yield the tokenized records of a source, in their order.
 
     Args:
-        remake: for other processes; without it there are none.
-        workers: processes, for sources that are worth it.
+        remake: tokenizer settings for other processes; None for no other processes.
+        workers: number of processes, for sources that are large enough.
 
     Raises:
-        UserError: the first record that is wrong, or a source without any.
+        UserError: a record is invalid (the first one is reported), or the source is empty.
     """
     progress, count = Progress(f"tokenizing {source}", say), 0
     files = [Path(file) for file in files_of(source)]
@@ -299,7 +299,7 @@ def tokenize_source(
 
 
 def _first_records(source: str, limit: int | None) -> Iterator[tuple[Records, float]]:
-    """Return the records that are read of a source, up to `limit`."""
+    """Yield the records of a source, up to `limit`."""
     left = limit
     for records, part in read_records(source):
         yield (records, part) if left is None else (records.first(left), part)
@@ -309,7 +309,7 @@ def _first_records(source: str, limit: int | None) -> Iterator[tuple[Records, fl
 
 
 def available_workers() -> int:
-    """Processors that this process may use, but for one that reads and writes."""
+    """Return the number of processors that this process may use, minus one for reading and writing."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, count - 1)
 
@@ -317,7 +317,7 @@ def available_workers() -> int:
 def _by_processes(
     source: str, what: TokenizationSpec, remake: TokenizerSpec, workers: int
 ) -> Iterator[tuple[TokenizedChunk, float]]:
-    # Spawned, not forked: threads of PyTorch and of the tokenizers library do not survive a fork.
+    # Processes are spawned, because threads of PyTorch and of the tokenizers library do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _remake_tokenizer, (remake,)) as pool:
         ahead: list[tuple[Future[TokenizedChunk], float]] = []
@@ -341,7 +341,7 @@ def _remake_tokenizer(source: TokenizerSpec) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """A parent that is killed cannot end its workers, which would wait for work for ever."""
+    """End this worker when its parent has ended. A killed parent cannot end its workers, which would wait forever."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
