@@ -1,1 +1,1 @@
-"""The losses. Public names are handed on by `mcore_rl.algorithms.loss_functions`; importing this imports nothing."""
+"""The losses. `mcore_rl.algorithms.loss_functions` exports their public names; this package imports nothing."""

@@ -1,4 +1,4 @@
-"""Code that all losses share: the interface, masks, masked means, log-probabilities, metrics; and NLL, the simplest."""
+"""Common code of all losses: interface, masks, masked means, log-probabilities, metrics; and the NLL loss."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class LossType(enum.Enum):
 LossT = TypeVar("LossT")
 
 Reduction = Literal["sum", "mean", "min", "max"]
-"""How a metric of several calls becomes one; mean: weighted by the valid samples of each call."""
+"""How the values of a metric from several calls are combined. The mean is weighted by the calls' valid samples."""
 
 
 @runtime_checkable
 class LossFunction(Protocol):
     """A loss of one microbatch, already divided by the global batch's count.
 
-    The policy counts valid tokens and sequences over the whole global batch (all microbatches, all
-    data-parallel ranks) and hands both to the loss, which divides by the one of its `loss_type`.
-    Losses of the microbatches then simply add up.
+    The policy counts valid tokens and sequences over the whole global batch (all microbatches, all data-parallel
+    ranks) and passes both to the loss, which divides by the count of its `loss_type`. The losses of microbatches can
+    then be summed.
 
-    Four more attributes are read if a loss has them: `prepare`, called with this rank's microbatches before they go
-    through the policy; `metric_reductions`, a dictionary from the names of metrics that do not add up to their
-    `Reduction`; `rows_per_unit`, how many neighbouring rows belong together (2 for pairs; 1 if there is none), which
-    packing never separates; and `reads_values`, true of a loss that a model with a reward head gives its number at
-    every token, [B, S], not only at the last.
+    Four more attributes are read if a loss has them. `prepare` is called with this rank's microbatches before they go
+    through the policy. `metric_reductions` is a dictionary from the names of metrics that are not sums to their
+    `Reduction`. `rows_per_unit` is the number of neighbouring rows that belong together (2 for pairs; default 1),
+    which packing never separates. `reads_values` is true for a loss that reads a reward head's output at every token,
+    [B, S], not only at the last.
     """
 
     loss_type: LossType
@@ -60,15 +60,14 @@ class LossFunction(Protocol):
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Scalar loss and metrics (numbers, or tensors of one element; any names).
+        """Return the scalar loss and metrics (numbers, or tensors of one element, with any names).
 
         Args:
-            next_token_logits: [B, S, V]; entry (b, i) predicts token i + 1 of row b. Losses that can
-                work on shards also take `vocab_parallel_rank`, `vocab_parallel_group` (logits hold
-                this rank's columns) and `context_parallel_group` (logits hold its zigzag tokens). Under
-                context parallelism every rank computes the whole loss; see
-                `context_parallel.gather_context_parallel` for what that means for gradients.
-            data: whole rows: `input_ids`, `token_mask` [B, S], `sample_mask` [B], and the loss's own.
+            next_token_logits: [B, S, V]; entry (b, i) predicts token i + 1 of row b. Losses that can work on shards
+                also take `vocab_parallel_rank`, `vocab_parallel_group` (logits contain this rank's columns) and
+                `context_parallel_group` (logits contain its zigzag tokens). Under context parallelism every rank
+                computes the whole loss; `packs.gather_context_parallel` describes the consequence for gradients.
+            data: whole rows: `input_ids`, `token_mask` [B, S], `sample_mask` [B], and the loss's own entries.
             global_valid_seqs: Σ sample_mask over the global batch.
             global_valid_toks: Σ token_mask[:, 1:] · sample_mask over the global batch.
         """
@@ -81,7 +80,7 @@ EPSILON = 1e-8
 def masked_sum(
     values: Float[Tensor, "*shape"], mask: Float[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "*rest"]:
-    """Σ values · mask over `dim` or everything; what the mask leaves out may be −inf or NaN."""
+    """Return Σ values · mask over `dim` or over everything; masked values may be −inf or NaN."""
     total = torch.where(mask > 0, values * mask, 0)
     return total.sum() if dim is None else total.sum(dim)
 
@@ -92,7 +91,7 @@ def masked_mean(
     dim: int | None = None,
     global_normalization_factor: Tensor | float | int | None = None,
 ) -> Float[Tensor, "*rest"]:
-    """`masked_sum` / (`global_normalization_factor`, or Σ mask, + 1e-8)."""
+    """Return `masked_sum` / (`global_normalization_factor`, or Σ mask, + 1e-8)."""
     if global_normalization_factor is None:
         global_normalization_factor = mask.sum() if dim is None else mask.sum(dim)
     total = masked_sum(values, mask, dim)
@@ -102,17 +101,17 @@ def masked_mean(
 
 
 def sample_mask_of(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, " batch"]:
-    """[B], in the loss's own precision."""
+    """Return the sample mask [B], in the loss's own precision."""
     return data["sample_mask"].to(like)
 
 
 def token_mask_of(data: Mapping[str, Any], like: Tensor) -> Float[Tensor, "batch predicted"]:
-    """[B, S − 1]: the predicted tokens that carry loss, in samples that count."""
+    """Return the mask [B, S − 1] of predicted tokens that carry loss, in samples that count."""
     return data["token_mask"][:, 1:].to(like) * sample_mask_of(data, like)[:, None]
 
 
 def require_keys(data: Mapping[str, Any], keys: Iterable[str], loss: object) -> None:
-    """Raises ContractError that lists every missing key."""
+    """Raise ContractError that lists every missing key."""
     if missing := [key for key in keys if key not in data]:
         raise ContractError(f"{type(loss).__name__}: data lacks {', '.join(missing)}; it has {', '.join(sorted(data))}")
 
@@ -123,7 +122,7 @@ def require_shape(name: str, tensor: Tensor, shape: tuple[int, ...], loss: objec
 
 
 def require_count(name: str, count: Tensor | None, loss: object) -> Tensor:
-    """A normalisation tensor of one element, as a scalar."""
+    """Return a normalisation tensor of one element as a scalar."""
     if count is None or not isinstance(count, Tensor) or count.numel() != 1:
         raise ContractError(f"{type(loss).__name__}: {name} must be a tensor of one element, got {count!r}")
     return count.reshape(())
@@ -132,7 +131,7 @@ def require_count(name: str, count: Tensor | None, loss: object) -> Tensor:
 def locate_nonfinite(
     logprobs: Float[Tensor, "batch predicted"], mask: Float[Tensor, "batch predicted"]
 ) -> tuple[int, int] | None:
-    """Row and token position of the first −inf, inf or NaN that the mask counts. Syncs with the device.
+    """Return row and token position of the first −inf, inf or NaN that the mask counts. Waits for the device.
 
     Args:
         logprobs: next-token log-probabilities [B, S − 1]; column t scores the token at position t + 1.
@@ -142,20 +141,20 @@ def locate_nonfinite(
 
 
 class LogprobLoss(LossFunction):
-    """A loss of next-token log-probabilities. Subclasses write `from_logprobs`.
+    """A loss of next-token log-probabilities. Subclasses implement `from_logprobs`.
 
-    Called with logits, it computes the log-probabilities (over vocabulary and context shards) first.
-    On the CPU a log-probability that counts and is not finite raises, naming row and position; on a GPU
-    that check would wait for the device, and the caller can use `locate_nonfinite`.
+    Called with logits, it first computes the log-probabilities (over vocabulary and context shards). On the CPU, a
+    counted log-probability that is not finite raises an error with row and position. On a GPU that check would wait
+    for the device; the caller can use `locate_nonfinite`.
 
-    A policy, which has log-probabilities, asks `takes_logprobs` and calls `from_logprobs`.
+    A policy has log-probabilities: it checks `takes_logprobs` and calls `from_logprobs`.
     """
 
     needs_entropy = False
     reads_counted_tokens_only = False
-    """Whether `from_logprobs` never reads tokens that the masks leave out; each class declares it for itself.
+    """Whether `from_logprobs` never reads masked tokens; each class declares it for itself.
 
-    A policy then gives it 0 there and saves their part of the LM head.
+    A policy then passes 0 for these tokens and does not compute their part of the LM head.
     """
     required_keys: tuple[str, ...] = ("input_ids", "token_mask", "sample_mask")
 
@@ -175,14 +174,14 @@ class LogprobLoss(LossFunction):
         """Compute the loss from logits [B, S / CP, V / TP], or from `next_token_logprobs` [B, S − 1].
 
         Under context parallelism every rank computes the whole loss, and gradients are summed over the ranks:
-        divide the loss by their number (see `gather_context_parallel`).
+        divide the loss by the number of ranks (see `gather_context_parallel`).
 
         Args:
             options, named_options: further arguments of `from_logprobs`.
 
         Raises:
-            ContractError: keys, shapes or counts that do not fit.
-            ValueError: a log-probability that counts is not finite (CPU only).
+            ContractError: keys, shapes or counts do not fit.
+            ValueError: a counted log-probability is not finite (CPU only).
         """
         if data is None or isinstance(data, Tensor) or (next_token_logits is None) == (next_token_logprobs is None):
             raise ContractError(f"{type(self).__name__}: give data, and next_token_logits or next_token_logprobs")
@@ -205,7 +204,7 @@ class LogprobLoss(LossFunction):
         vocab_parallel_group: ProcessGroup | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities [B, S − 1] (and entropies, if this loss needs them) of unpacked logits."""
+        """Return log-probabilities [B, S − 1] (and entropies, if this loss needs them) of unpacked logits."""
         require_keys(data, self.required_keys, self)
         layout = rows_layout(next_token_logits, data, context_parallel_group)
         logprobs, entropy = next_token_logprobs_from_logits(
@@ -228,14 +227,14 @@ class LogprobLoss(LossFunction):
         global_valid_toks: Tensor | None,
         entropy: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The loss from log-probabilities [B, S − 1]: entry (b, t) of token `input_ids[b, t + 1]`.
+        """Return the loss of log-probabilities [B, S − 1]: entry (b, t) is of token `input_ids[b, t + 1]`.
 
-        `entropy` [B, S − 1] of each distribution is there if `needs_entropy`.
+        `entropy` [B, S − 1] of each distribution is given if `needs_entropy`.
         """
         raise NotImplementedError
 
     def check(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> None:
-        """Raises ContractError for missing keys and masks that do not fit the log-probabilities."""
+        """Raise ContractError for missing keys and for masks that do not fit the log-probabilities."""
         require_keys(data, self.required_keys, self)
         rows, columns = logprobs.shape
         require_shape("token_mask", data["token_mask"], (rows, columns + 1), self)
@@ -253,9 +252,9 @@ class LogprobLoss(LossFunction):
 
 
 def reads_options(options: type[LossOptions]) -> Callable[[type[LossT]], type[LossT]]:
-    """Give a class of losses a read-only attribute for each of its `options`, and for their other names.
+    """Return a class decorator that adds a read-only attribute for each of the `options`, and for their aliases.
 
-    Code that is ported from the reference reads `loss_fn.ratio_clip_min`; here the value is in `loss_fn.options`.
+    Code ported from the reference library reads `loss_fn.ratio_clip_min`; here the value is in `loss_fn.options`.
     """
     names = {**options.aliases, **{field.name: field.name for field in fields(options)}}
 
@@ -268,9 +267,9 @@ def reads_options(options: type[LossOptions]) -> Callable[[type[LossT]], type[Lo
 
 
 def takes_logprobs(loss_fn: Any) -> bool:
-    """Return whether calling `loss_fn` with logits is the same as calling its `from_logprobs`.
+    """Return whether calling `loss_fn` with logits is equivalent to calling its `from_logprobs`.
 
-    It is not for a subclass with its own `__call__` or `next_token_logprobs`: that one is called with logits.
+    A subclass with its own `__call__` or `next_token_logprobs` is not equivalent and must be called with logits.
     """
     kind = type(loss_fn)
     return (
@@ -282,20 +281,20 @@ def takes_logprobs(loss_fn: Any) -> bool:
 
 
 def takes_hidden_states(loss_fn: Any) -> bool:
-    """Return whether the class of `loss_fn` itself declares `takes_hidden_states`; a subclass may need its logits."""
+    """Return whether the class of `loss_fn` itself declares `takes_hidden_states`; a subclass may need logits."""
     return bool(vars(type(loss_fn)).get("takes_hidden_states", False))
 
 
 def reads_counted_tokens_only(loss_fn: Any) -> bool:
-    """Return whether the class of `loss_fn` itself declares it; a subclass may read more than the class it extends."""
+    """Return whether the class of `loss_fn` itself declares it; a subclass may read more than its base class."""
     return bool(vars(type(loss_fn)).get("reads_counted_tokens_only", False))
 
 
 def rows_layout(logits: Tensor, data: Mapping[str, Any], context_parallel_group: ProcessGroup | None) -> PackLayout:
-    """The layout of unpacked logits [B, S' / CP, Vp] beside whole rows `input_ids` [B, S], S ≤ S'.
+    """Return the layout of unpacked logits [B, S' / CP, Vp] for whole rows `input_ids` [B, S], S ≤ S'.
 
     Raises:
-        ContractError: shapes that do not fit each other.
+        ContractError: the shapes do not fit each other.
     """
     rows, width = data["input_ids"].shape
     cp_size = group_size(context_parallel_group)
@@ -309,7 +308,7 @@ def rows_layout(logits: Tensor, data: Mapping[str, Any], context_parallel_group:
 
 
 def reductions_of(loss_fn: Any) -> Mapping[str, Reduction]:
-    """Return how a loss's metrics are reduced that are not sums; all others are summed."""
+    """Return the reductions of a loss's metrics that are not sums; all other metrics are summed."""
     declared: Mapping[str, Reduction] = getattr(loss_fn, "metric_reductions", {})
     if unknown := {name: kind for name, kind in declared.items() if kind not in _REDUCE}:
         raise ContractError(
@@ -337,7 +336,7 @@ def reduce_metrics(
 
 
 def over_steps(steps: Sequence[Mapping[str, float]], reductions: Mapping[str, Reduction]) -> dict[str, float]:
-    """Metrics of several steps as one: the mean over the steps that have it, or what is declared min or max."""
+    """Reduce the metrics of several steps: declared minimum or maximum, else the mean over steps that have it."""
     values: dict[str, list[float]] = {}
     for metrics in steps:
         for name, value in metrics.items():
@@ -354,7 +353,7 @@ def _sum(values: list[Any], samples: list[Any]) -> Any:
 
 
 def _mean(values: list[Any], samples: list[Any]) -> Any:
-    """0 without any sample, whatever the calls made of that."""
+    """Return the weighted mean; 0 without any sample, independent of the values."""
     counted = [(torch.as_tensor(v), torch.as_tensor(n)) for v, n in zip(values, samples, strict=True)]
     total = sum(torch.where(n > 0, v * n, 0) for v, n in counted)
     return total / sum(n for _, n in counted).clamp(min=torch.finfo(torch.float32).tiny)  # type: ignore[union-attr]
@@ -387,7 +386,7 @@ class NLLLoss(LogprobLoss):
         dpo_loss: bool = False,
         dpo_average_log_probs: bool = False,
     ) -> tuple[Float[Tensor, "*batch"], dict[str, Any]]:
-        """The mean over tokens; with `dpo_loss`, per-sequence sums (or means) [B], 0 for masked samples."""
+        """Return the mean over tokens; with `dpo_loss`, per-sequence sums (or means) [B], 0 for masked samples."""
         self.check(next_token_logprobs, data)
         mask = token_mask_of(data, next_token_logprobs)
         if dpo_loss:

@@ -1,4 +1,4 @@
-"""Distillation: forward, reverse or mixed KL, or Jensen–Shannon, from a teacher's top k or whole distribution."""
+"""Distillation: forward, reverse or mixed KL, or Jensen–Shannon, with a teacher's top k or whole distribution."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 else:
     DistillationLossConfig = typed_dict("DistillationLossConfig", DistillationOptions)
 
-# Nats: the log-probability of a token of probability 0, so that divergences stay finite.
+# In nats: the log-probability for tokens of probability 0, so that divergences stay finite.
 LOG_ZERO = -100.0
 
 
 class DistillationLossDataDict(TypedDict):
-    """`teacher_topk_logits`, `teacher_topk_indices` [B, S, k]: the teacher's at each *input* position."""
+    """`teacher_topk_logits`, `teacher_topk_indices` [B, S, k]: the teacher's top k at each *input* position."""
 
     input_ids: Tensor
     token_mask: Tensor
@@ -52,7 +52,7 @@ class DistillationLossDataDict(TypedDict):
 
 @reads_options(DistillationOptions)
 class _Distillation(LossFunction):
-    """The part that both kinds share: the loss from divergences of tokens."""
+    """The common part of both distillation losses: the loss from per-token divergences."""
 
     loss_type = LossType.TOKEN_LEVEL
     required_keys: tuple[str, ...] = ("input_ids", "token_mask", "sample_mask")
@@ -68,7 +68,7 @@ class _Distillation(LossFunction):
     def _loss(
         self, divergences: Divergences, data: BatchedDataDict[Any], global_valid_toks: Tensor | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Means over the counted tokens of divergences [B, S − 1]."""
+        """Return the loss and metrics: means of divergences [B, S − 1] over the counted tokens."""
         mask = token_mask_of(data, divergences.forward_kl)
         tokens = require_count("global_valid_toks", global_valid_toks, self)
         means = {
@@ -92,9 +92,9 @@ class _Distillation(LossFunction):
 class DistillationLossFn(_Distillation):
     """Divergence between teacher and student over the teacher's k tokens, both renormalised over them. Token level.
 
-    Called with logits, whose vocabulary is not gathered; a policy calls `from_hidden_states`, and the logits never
-    exist. See `DistillationOptions`: with `zero_outside_topk` the student keeps its probabilities over the whole
-    vocabulary, and the teacher's outside the k tokens are e⁻¹⁰⁰.
+    It can be called with logits, whose vocabulary is not gathered. A policy calls `from_hidden_states`, without
+    storing logits. With `zero_outside_topk` in `DistillationOptions`, the student keeps its probabilities over the
+    whole vocabulary, and the teacher's probabilities outside the k tokens are e⁻¹⁰⁰.
     """
 
     takes_hidden_states = True
@@ -136,7 +136,7 @@ class DistillationLossFn(_Distillation):
         global_valid_seqs: Tensor | None,
         global_valid_toks: Tensor | None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The same from hidden states and the LM head."""
+        """Return the loss from hidden states and the LM head."""
         self._check(data)
         whole = self.options.zero_outside_topk
         student, entropy = states.logprobs_of(
@@ -160,8 +160,8 @@ class DistillationLossFn(_Distillation):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute the loss from log-probabilities and entropies over the whole vocabulary.
 
-        Without `entropy` they may be logits: both distributions are then renormalized over the k tokens, and the
-        other tokens' logits have a gradient of exactly 0.
+        Without `entropy`, logits may be given instead. Both distributions are then renormalized over the k tokens,
+        and the other tokens' logits have a gradient of exactly 0.
         """
         teacher = data["teacher_topk_logits"][:, :-1].to(student_logprobs) / self.options.loss_temperature
         return self._loss(self._divergences(student_logprobs, entropy, teacher), data, global_valid_toks)
@@ -182,11 +182,11 @@ class DistillationLossFn(_Distillation):
         if beta is not None:
             mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
             to_mixture = (student.exp() * (student - mixture)).sum(-1)
-            if outside is not None:  # there the mixture is (1 − β) · student
+            if outside is not None:  # for these tokens the mixture is (1 − β) · student
                 to_mixture = to_mixture - math.log1p(-beta) * outside
             js = beta * (teacher.exp() * (teacher - mixture)).sum(-1) + (1 - beta) * to_mixture
         if outside is not None and entropy is not None:
-            # Σ p·(log p − LOG_ZERO) over the other tokens, from the sums over all and over the k
+            # Σ p·(log p − LOG_ZERO) over the other tokens, from the sums over all tokens and over the k tokens
             rest = -entropy - (student.exp() * student).sum(-1)
             reverse = reverse + rest - LOG_ZERO * outside
         return Divergences(forward, reverse, js)
@@ -207,8 +207,8 @@ class Teacher(Protocol):
 class WholeVocabularyDistillationLossFn(_Distillation):
     """Divergence between teacher and student over the whole vocabulary, from the hidden states of both. Token level.
 
-    For a policy, which tells of its microbatches before they go through it, and whose layout the teacher must have.
-    Tokens that the smaller of the two vocabularies lacks (rows of the larger LM head) are left out.
+    It requires a policy that calls `prepare` with its microbatches first, and a teacher with the policy's parallel
+    layout. Tokens that the smaller of the two vocabularies lacks (rows of the larger LM head) are ignored.
     """
 
     takes_hidden_states = True
@@ -219,7 +219,7 @@ class WholeVocabularyDistillationLossFn(_Distillation):
         self.of_teacher: Mapping[Hashable, HiddenAndHead] = {}
 
     def prepare(self, microbatches: Sequence[Any]) -> None:
-        """Let the teacher see the microbatches that follow; keeps [counted tokens, its hidden size] of this rank."""
+        """Run the teacher on the coming microbatches; keeps [counted tokens, its hidden size] on this rank."""
         self.of_teacher = self.teacher_model.counted_logits(microbatches)
 
     def __call__(self, *arguments: Any, **named: Any) -> tuple[Tensor, dict[str, Any]]:

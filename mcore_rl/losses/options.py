@@ -1,4 +1,4 @@
-"""Options of the losses. Each is defined once: as a YAML section, a TypedDict, and what the loss reads.
+"""Options of the losses. Each option is defined once for the YAML section, the TypedDict and the loss.
 
 A class of options is a frozen dataclass. The configuration validates it as a section, `typed_dict` gives library users
 its keys, and `from_config` reads a plain dictionary. This module imports neither torch nor pydantic.
@@ -30,14 +30,14 @@ from mcore_rl.errors import ContractError
 
 @dataclass(frozen=True)
 class Bounds:
-    """Marks a number and the range it must be in; a bool is no number."""
+    """Marker of a number with the range of its values; a bool is not accepted as a number."""
 
     ge: float | None = None
     gt: float | None = None
     lt: float | None = None
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with `value`, or None."""
+        """Return an error message if `value` is invalid, or None."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return "must be a number"
         if not math.isfinite(value):
@@ -49,7 +49,7 @@ class Bounds:
         return f"must be less than {self.lt:g}" if self.lt is not None and not value < self.lt else None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        """For the YAML section: pydantic would take true for 1."""
+        """Return the schema of the YAML section, which rejects bools: pydantic would accept true as 1."""
         from pydantic_core import core_schema
 
         def refuse_bool(value: Any) -> Any:
@@ -65,19 +65,19 @@ Positive = Annotated[float, Bounds(gt=0)]
 
 
 def option(default: Any) -> Any:
-    """A key that dictionaries must have (YAML files need not): one that the documented reference requires."""
+    """Return a key that dictionaries must have, because the documented reference requires it; YAML files need not."""
     return dataclasses.field(default=default, metadata={"required": True})
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """Options with their defaults; whatever is wrong raises `ContractError` and names the key."""
+    """Options with their defaults; any invalid value raises `ContractError` with the key's name."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Names that other versions of the reference have for an option."""
+    """Aliases of options in other versions of the reference."""
     ignored: ClassVar[frozenset[str]] = frozenset()
-    """Keys that a wider configuration of the reference's trainer has beside the loss's."""
+    """Keys of the reference trainer's wider configuration that a loss does not use."""
 
     def __post_init__(self) -> None:
         for name, kind in _types(type(self)).items():
@@ -86,7 +86,7 @@ class LossOptions:
         self.check()
 
     def check(self) -> None:
-        """Raises ContractError for options that contradict each other."""
+        """Raise ContractError for options that contradict each other."""
 
     def require(self, holds: bool, message: str) -> None:
         if not holds:
@@ -94,10 +94,10 @@ class LossOptions:
 
     @classmethod
     def translate(cls, cfg: Mapping[str, Any]) -> dict[str, Any]:
-        """A dictionary of another version of the reference, under the names of this one.
+        """Convert a dictionary of another version of the reference to the option names of this version.
 
         Raises:
-            ContractError: two names of one option with different values.
+            ContractError: an option has two names with different values.
         """
         values: dict[str, Any] = {}
         for key, value in cfg.items():
@@ -109,10 +109,10 @@ class LossOptions:
 
     @classmethod
     def from_config(cls, cfg: Mapping[str, Any] | Self, loss: str) -> Self:
-        """From a dictionary, with aliases and the trainer's own keys.
+        """Return options from a dictionary, which may contain aliases and the trainer's own keys.
 
         Raises:
-            ContractError: a key is missing, unknown (the nearest is named), contradictory or of a wrong kind.
+            ContractError: a key is missing, unknown (the message names the nearest), contradictory or of a wrong type.
         """
         if isinstance(cfg, cls):
             return cfg
@@ -139,7 +139,7 @@ def _types(options: type[LossOptions]) -> dict[str, Any]:
 
 
 def _problem(kind: Any, value: Any) -> str | None:
-    """What is wrong with a value of an option of this type."""
+    """Return an error message if a value is invalid for an option of this type, or None."""
     parts = [kind] if _is_leaf(kind) or get_origin(kind) is tuple else list(get_args(kind))
     if value is None and type(None) in parts:
         return None
@@ -170,7 +170,7 @@ def _is_leaf(kind: Any) -> bool:
 
 
 def typed_dict(name: str, options: type[LossOptions]) -> Any:
-    """The `TypedDict` of these options' keys."""
+    """Return the `TypedDict` of these options' keys."""
     keys: dict[str, Any] = {}
     for field in dataclasses.fields(options):
         kind = _types(options)[field.name]
@@ -315,19 +315,19 @@ class ClippedPGOptions(LossOptions):
 
     @property
     def weighs_sequences(self) -> bool:
-        """True where importance weights are one a sequence."""
+        """Whether each sequence has a single importance weight."""
         if self.importance_sampling_level is None:
             return self.sequence_level_importance_ratios
         return self.importance_sampling_level == "sequence"
 
     @property
     def kl_in_loss(self) -> bool:
-        """True where the loss has a KL term."""
+        """Whether the loss has a KL term."""
         return self.reference_policy_kl_penalty > 0 and not self.use_kl_in_reward
 
     @property
     def learns_without_advantages(self) -> bool:
-        """True where there is something to learn though all advantages are 0."""
+        """Whether the loss has gradients even if all advantages are 0."""
         return self.kl_in_loss or self.entropy_bonus > 0 or self.positive_example_nll_weight > 0
 
 

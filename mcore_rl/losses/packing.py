@@ -1,4 +1,4 @@
-"""Any loss over a pack of sequences."""
+"""Wrapper that computes any loss over a pack of sequences."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mcore_rl.losses.common import LossFunction, reduce_metrics, reductions_of, 
 
 
 class SequencePackingLossWrapper:
-    """`loss_fn` on a pack; equal to its sum over the pack's sequences, one unit at a time.
+    """A loss function applied to a pack; equal to the sum of `loss_fn` over the pack's units.
 
-    Losses of log-probabilities get those of the whole pack at once, as rows. Any other loss (also one of those whose
-    `__call__` a subclass has replaced) is called once for each sequence, or pair (`loss_fn.rows_per_unit`), with the
-    cut logits; its metrics are combined as `loss_fn.metric_reductions` says.
+    Losses of log-probabilities receive the whole pack's log-probabilities in one call, as rows. Any other loss (also a
+    subclass that replaces `__call__`) is called once for each sequence, or pair (`loss_fn.rows_per_unit`), with the
+    cut logits. Its metrics are combined by `loss_fn.metric_reductions`.
 
     Under context parallelism every rank computes the loss of the whole pack, and gradients are summed over the
-    ranks: divide the loss by their number (see `gather_context_parallel`).
+    ranks: divide the loss by the number of ranks (see `gather_context_parallel`).
 
     Args:
         loss_fn: the loss of unpacked rows.
@@ -34,7 +34,7 @@ class SequencePackingLossWrapper:
         cu_seqlens_q_padded: cumulative lengths in the pack; `cu_seqlens_q` if None.
 
     Raises:
-        ContractError: the two differ in their number of entries.
+        ContractError: the two have different numbers of entries.
     """
 
     def __init__(self, loss_fn: LossFunction, cu_seqlens_q: Tensor, cu_seqlens_q_padded: Tensor | None = None) -> None:
@@ -57,7 +57,7 @@ class SequencePackingLossWrapper:
         vocab_parallel_group: ProcessGroup | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """From the logits of one pack [1, T / CP, V / TP] and `data` with one row per sequence."""
+        """Return the loss of one pack's logits [1, T / CP, V / TP] and `data` with one row per sequence."""
         layout = self._layout(next_token_logits, data, context_parallel_group)
         counts = global_valid_seqs, global_valid_toks
         loss_fn: Any = self.loss_fn
@@ -89,7 +89,7 @@ class SequencePackingLossWrapper:
         layout = PackLayout.from_cu_seqlens(
             self.cu_seqlens_q, self.cu_seqlens_q_padded, logits.shape[1] * cp_size, cp_size
         )
-        # The last sequence may carry the pack's padding in both forms of the lengths: rows end at S.
+        # The last sequence may include the pack's padding in both forms of the lengths; rows end at S.
         return PackLayout(tuple(min(n, width) for n in layout.lengths), layout.padded_lengths, layout.total, cp_size)
 
     def _one_unit_at_a_time(
@@ -124,7 +124,7 @@ class SequencePackingLossWrapper:
 def accepted_groups(
     loss_fn: Any, rank: int | None, vocab_group: ProcessGroup | None, context_group: ProcessGroup | None
 ) -> dict[str, Any]:
-    """The arguments that name parallel groups, as far as `loss_fn` takes them.
+    """Return the arguments for parallel groups that `loss_fn` takes.
 
     Raises:
         ContractError: it does not take a group over which its logits are split.
@@ -149,7 +149,7 @@ def accepted_groups(
 def _logits_of_row(
     logits: Tensor, layout: PackLayout, row: int, width: int, context_parallel_group: ProcessGroup | None
 ) -> Tensor:
-    """[width / CP, Vp] of one row of the pack [T / CP, Vp], zeros where it is shorter than `width`."""
+    """Return [width / CP, Vp], one row of the pack [T / CP, Vp], with zeros after its end."""
     cp_size, padded = layout.cp_size, layout.padded_lengths[row]
     start = int(layout.starts[row]) // cp_size
     cut = logits[start : start + padded // cp_size]
@@ -157,7 +157,7 @@ def _logits_of_row(
         return cut
     if cp_size == 1:
         return torch.nn.functional.pad(cut, (0, 0, 0, width - padded))
-    # A zigzag of another width has its tokens on other ranks.
+    # A zigzag layout of another width has its tokens on other ranks.
     whole = gather_context_parallel(cut, PackLayout((padded,), (padded,), padded, cp_size), context_parallel_group)
     whole = torch.nn.functional.pad(whole, (0, 0, 0, width - padded))
     return slice_context_parallel(
@@ -166,7 +166,7 @@ def _logits_of_row(
 
 
 def rows_of_width(data: BatchedDataDict[Any], lengths: list[int], width: int) -> BatchedDataDict[Any]:
-    """Rows whose [n, S, …] entries are cut to their lengths and zero-filled to `width`."""
+    """Cut the rows' [n, S, …] entries to their lengths and fill them with zeros to `width`, in place."""
     full_width = data["input_ids"].shape[1]
     for key, value in data.items():
         if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == full_width:

@@ -36,19 +36,19 @@ else:
     ClippedPGLossConfig = typed_dict("ClippedPGLossConfig", ClippedPGOptions)
 
 
-# Nats. exp() of more would, times the 0 that clipping gives as a gradient, be NaN; e²⁰ is outside any clip range.
+# In nats. exp() of a larger value times the clip's zero gradient would be NaN; e²⁰ is outside any clip range.
 LOG_RATIO_LIMIT = 20.0
 
 
 def bounded_ratio(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """exp of a log-ratio, which beyond ±20 nats is held there and has gradient 0."""
+    """Return exp of a log-ratio that is clamped to ±20 nats; the gradient is 0 outside."""
     return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def finite_exp(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """eˣ, held beyond 20 nats with gradient 0; 0 where x is NaN or eˣ is not finite in this precision.
+    """Return eˣ with x clamped to at most 20 nats (gradient 0 above); 0 if x is NaN or eˣ is not finite in this dtype.
 
-    Products of two such weights and a ratio are then finite too.
+    Products of two such weights and a ratio are therefore finite too.
     """
     fits = x <= math.log(torch.finfo(x.dtype).max)
     return torch.where(fits, torch.exp(torch.where(fits, x, 0).clamp(max=LOG_RATIO_LIMIT)), 0)
@@ -60,7 +60,7 @@ def importance_weights(
     mask: Float[Tensor, "batch predicted"],
     sequence_level: bool,
 ) -> Float[Tensor, "batch weights"]:
-    """exp(prev − generation) per token [B, S − 1], or exp of the sum over the sequence [B, 1]."""
+    """Return exp(prev − generation) per token [B, S − 1], or exp of the sum over the sequence [B, 1]."""
     difference = prev_logprobs - generation_logprobs
     return finite_exp(masked_sum(difference, mask, dim=-1)[:, None] if sequence_level else difference)
 
@@ -73,25 +73,25 @@ def truncate_importance_weights(
     lower: float,
     upper: float,
 ) -> tuple[Float[Tensor, "batch weights"], Bool[Tensor, "batch kept"]]:
-    """Bound the weights' variance.
+    """Bound the variance of importance weights.
 
     Args:
         weights: [B, S − 1] or [B, 1].
         difference: prev − generation log-probabilities, [B, S − 1].
         kind: tis: weights outside [lower, upper] become the nearer bound (truncated importance sampling,
-            https://fengyao.notion.site/off-policy-rl); icepop: they become 0 (IcePop, arXiv:2510.18855; masked
-            importance sampling); seq-mask-tis: all weights of sequences whose geometric-mean ratio
-            exp(mean(difference)) is outside become 0.
+            https://fengyao.notion.site/off-policy-rl). icepop: they become 0 (IcePop, arXiv:2510.18855; masked
+            importance sampling). seq-mask-tis: all weights of a sequence become 0 if its geometric-mean ratio
+            exp(mean(difference)) is outside.
 
     Returns:
-        the weights, and where they were inside the bounds: of their shape, or [B, 1] for seq-mask-tis.
+        The weights, and a mask of weights inside the bounds, of their shape, or [B, 1] for seq-mask-tis.
     """
     judged = finite_exp(masked_mean(difference, mask, dim=-1))[:, None] if kind == "seq-mask-tis" else weights
     inside = (judged >= lower) & (judged <= upper)
     return (weights.clamp(lower, upper) if kind == "tis" else torch.where(inside, weights, 0)), inside
 
 
-# Nats: eˣ of more is infinite in fp32.
+# In nats: eˣ of a larger value is infinite in fp32.
 EXP_LIMIT = 80.0
 
 
@@ -102,14 +102,14 @@ def calculate_kl(
     clamp: float | None = 20.0,
     output_clamp: float | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """Per-token estimate in nats (http://joschu.net/blog/kl-approx.html).
+    """Return the per-token KL estimate in nats (http://joschu.net/blog/kl-approx.html).
 
-    With x = reference − current: k1 = −x, k2 = x² / 2, k3 = eˣ − x − 1. Over samples of π, k1 and k3 have the
-    KL as their mean (k3 is never negative); k2 is biased and its gradient is not (see `kl_weights`).
+    With x = reference − current: k1 = −x, k2 = x² / 2, k3 = eˣ − x − 1. Over samples of π, the mean of k1 and of k3 is
+    the KL (k3 is never negative). k2 is biased, but its gradient is not (see `kl_weights`).
 
     Args:
-        clamp: bound on |x|, against overflow: e²⁰ nats are wrong anyway. None for the bare formula, which is
-            what the documented version of the reference has.
+        clamp: bound on |x| against overflow; values of e²⁰ would be meaningless. None for the bare formula, as in the
+            documented version of the reference.
         output_clamp: bound on the estimate's absolute value; None for none.
     """
     x = logprobs_reference - logprobs
@@ -120,7 +120,7 @@ def calculate_kl(
     elif estimator == "k2":
         kl = x.square() / 2
     elif estimator == "k3":
-        # An infinite estimate would, times the 0 that clipping gives as a gradient, be NaN.
+        # An infinite estimate times the clamp's zero gradient would be NaN.
         kl = torch.expm1(x if output_clamp is None else x.clamp(max=EXP_LIMIT)) - x
     else:
         raise ContractError(f"KL estimator must be k1, k2 or k3, got {estimator!r}")
@@ -132,13 +132,13 @@ def kl_weights(
     generation_logprobs: Float[Tensor, "*shape"] | None,
     gradient: Literal["value", "unbiased"],
 ) -> Float[Tensor, "*shape"]:
-    """The factor of a KL estimate: its importance weight, with or without a gradient.
+    """Return the factor of a KL estimate: its importance weight, with or without a gradient.
 
     The weight's value is exp(current − generation) for samples of another policy (`generation_logprobs`), else 1.
 
     value: the weight has no gradient, so that the gradient is that of the estimate's formula. Its mean over samples
         of π is ∇KL(π ‖ π_ref) for k2, ∇KL(π_ref ‖ π) for k3 (the loss of the GRPO paper, arXiv:2402.03300, of TRL
-        and of the reference's documented version), and 0 for k1, which then regularises nothing.
+        and of the reference's documented version), and 0 for k1, which then has no regularising effect.
     unbiased: the weight is exp(current − its own detached value), so that the probability of having been sampled
         is differentiated too. The mean is ∇KL(π ‖ π_ref) for k1 and k3 (arXiv:2506.09477; the reference's present
         version), and ∇E[k2] for k2.
@@ -157,10 +157,10 @@ def soft_overlong_penalty(
     """Return the penalty to add to each reward, [B]: 0 up to max_length − cache_length tokens, −1 at max_length.
 
     Args:
-        response_lengths: tokens of each sample's longest response (each response has the limit for itself).
+        response_lengths: tokens of each sample's longest response (the limit applies to each response separately).
 
     Raises:
-        ContractError: a cache that is not between 1 and max_length.
+        ContractError: `cache_length` is not between 1 and `max_length`.
     """
     if not 0 < cache_length <= max_length:
         raise ContractError(f"cache_length must be between 1 and max_length ({max_length}), got {cache_length}")
@@ -170,9 +170,9 @@ def soft_overlong_penalty(
 class ClippedPGLossDataDict(TypedDict):
     """The entries that `ClippedPGLossFn` reads; all [B, S] aligned with `input_ids`, `sample_mask` [B].
 
-    `reference_policy_logprobs` is needed only with a KL term, `prev_logprobs` only without
-    `force_on_policy_ratio`. With `positive_example_nll_weight` also `rewards` [B] and `num_positive_tokens` [B],
-    the tokens of all samples with a positive reward in the global batch (the same number in each row).
+    `reference_policy_logprobs` is needed only with a KL term, `prev_logprobs` only without `force_on_policy_ratio`.
+    With `positive_example_nll_weight`, also `rewards` [B] and `num_positive_tokens` [B] are needed; the latter is the
+    number of tokens of all samples with a positive reward in the global batch (the same number in each row).
     """
 
     input_ids: Tensor
@@ -185,15 +185,15 @@ class ClippedPGLossDataDict(TypedDict):
 
 
 Mean = Callable[[Tensor], Tensor]
-"""From values [B, S − 1] to a number that adds up over microbatches."""
+"""Function from values [B, S − 1] to a number that can be summed over microbatches."""
 
 
 @reads_options(ClippedPGOptions)
 class ClippedPGLossFn(LogprobLoss):
     """E[max(−A·r, −A·clamp(r, 1 − ε_min, 1 + ε_max))] + β·KL(π ‖ π_ref), r = π / π_prev.
 
-    PPO (arXiv:1707.06347), GRPO (arXiv:2402.03300) and their kin: see `ClippedPGOptions`, whose values are also
-    attributes of the loss. KL and entropy are reduced as the loss is. Log-ratios are held within ±20 nats.
+    This covers PPO (arXiv:1707.06347), GRPO (arXiv:2402.03300) and their variants; see `ClippedPGOptions`, whose values
+    are also attributes of the loss. KL and entropy are reduced like the loss. Log-ratios are clamped to ±20 nats.
     """
 
     reads_counted_tokens_only = True
@@ -278,7 +278,7 @@ class ClippedPGLossFn(LogprobLoss):
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     def _means(self, batch: _Batch, seqs: Tensor | None, toks: Tensor | None) -> tuple[Mean, Mean, Mean]:
-        """How the loss is reduced; a mean over tokens; a mean over samples of [B, 1]."""
+        """Return the loss's reduction, a mean over tokens, and a mean over samples of [B, 1]."""
         tokens = require_count("global_valid_toks", toks, self)
 
         def token_mean(values: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ class ClippedPGLossFn(LogprobLoss):
         return (token_mean if self.options.token_level_loss else mean_of_sequences), token_mean, sample_mean
 
     def _ratios(self, batch: _Batch) -> tuple[Tensor, Tensor]:
-        """The probability ratio and its clipped value, [B, S − 1] each."""
+        """Return the probability ratio and its clipped value, [B, S − 1] each."""
         options = self.options
         if options.disable_ppo_ratio:
             return batch.current, batch.current
@@ -307,7 +307,7 @@ class ClippedPGLossFn(LogprobLoss):
         return ratio, ratio.clamp(1 - options.ratio_clip_min, 1 + options.ratio_clip_max)
 
     def _clipped_loss(self, ratio: Tensor, clipped_ratio: Tensor, batch: _Batch) -> Tensor:
-        """−A·r with its clips, [B, S − 1]."""
+        """Return −A·r with its clips, [B, S − 1]."""
         advantages = batch.advantages
         if self.options.clip_type == "cispo":
             return -advantages * clipped_ratio.detach() * batch.current
@@ -318,7 +318,7 @@ class ClippedPGLossFn(LogprobLoss):
         return torch.where(advantages < 0, bounded, loss)
 
     def _importance_weights(self, batch: _Batch) -> tuple[Tensor, Tensor | None]:
-        """Weights [B, S − 1] or [B, 1], and where they were inside their bounds, if there are bounds."""
+        """Return weights [B, S − 1] or [B, 1], and a mask of weights inside their bounds, if there are bounds."""
         options = self.options
         weights = importance_weights(batch.prev, batch.generation, batch.token_mask, options.weighs_sequences)
         if options.truncated_importance_sampling_ratio is None:
@@ -333,16 +333,16 @@ class ClippedPGLossFn(LogprobLoss):
         )
 
     def _positive_example_nll(self, batch: _Batch, data: BatchedDataDict[Any]) -> Tensor:
-        """Mean −log π over the tokens of all samples of the global batch with a positive reward (eq. 10)."""
+        """Return the mean −log π over the tokens of all samples of the global batch with a positive reward (eq. 10)."""
         positive = (data["rewards"].to(batch.current) > 0).to(batch.current)[:, None] * batch.token_mask
         total = data["num_positive_tokens"].to(batch.current).amax()
         return masked_mean(-batch.current, positive, global_normalization_factor=total)
 
     def _mismatch(self, batch: _Batch) -> dict[str, Tensor]:
-        """How far the sampler's log-probabilities are from the trainer's, [B, S − 1] each, in nats but the first.
+        """Return the mismatch between the sampler's and the trainer's log-probabilities, [B, S − 1] each.
 
-        KL(generation ‖ prev), KL(prev ‖ generation), and the Jensen–Shannon divergence, whose KLs to the mixture
-        are estimated by k3.
+        The first value is a probability ratio. The others are in nats: KL(generation ‖ prev), KL(prev ‖ generation),
+        and the Jensen–Shannon divergence, whose KLs to the mixture are estimated by k3.
         """
         prev, generation, kind = batch.prev.detach(), batch.generation, self.options.kl_estimator
         mixture = torch.logaddexp(prev, generation) - math.log(2)
@@ -359,7 +359,7 @@ class ClippedPGLossFn(LogprobLoss):
 class _Batch:
     """The data of a microbatch at the predicted tokens: [B, S − 1] each, `sample_mask` [B].
 
-    0 where nothing counts, whatever was there: −inf or NaN would come back as NaN gradients.
+    Values of tokens that do not count are set to 0, because −inf or NaN would cause NaN gradients.
     """
 
     current: Tensor
@@ -394,7 +394,7 @@ class _Batch:
 
 
 def _extremes(name: str, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Smallest and largest value that counts; ±inf where none does."""
+    """Return the smallest and the largest counted value; ±inf if no value counts."""
     low, high = (
         F.pad(torch.where(mask > 0, values, bound).flatten(), (0, 1), value=bound) for bound in (math.inf, -math.inf)
     )
@@ -404,7 +404,7 @@ def _extremes(name: str, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
 class ValueLossDataDict(TypedDict):
     """The entries that `ValueLossFn` reads; all [B, S] aligned with `input_ids`, `sample_mask` [B].
 
-    `values` are those before the update, needed only with `value_clip`.
+    `values` are the values before the update, needed only with `value_clip`.
     """
 
     values: Tensor
@@ -416,8 +416,8 @@ class ValueLossDataDict(TypedDict):
 class ValueLossFn(LossFunction):
     """½·E[max((V − R)², (V_clip − R)²)] over tokens, V_clip = V_prev + clamp(V − V_prev, −ε, ε).
 
-    The clip that belongs to PPO's own implementation (arXiv:1707.06347; described in arXiv:2005.12729, section 3):
-    where V has gone further than ε and nearer to R, there is no gradient. Without `value_clip`: ½·E[(V − R)²].
+    The clip is from PPO's original implementation (arXiv:1707.06347; described in arXiv:2005.12729, section 3). There
+    is no gradient if V has moved further than ε and toward R. Without `value_clip`: ½·E[(V − R)²].
 
     Args:
         value_clip: ε, more than 0, or None for no clip.
@@ -425,7 +425,7 @@ class ValueLossFn(LossFunction):
 
     loss_type = LossType.TOKEN_LEVEL
     reads_values = True
-    """It is given the values of tokens, [B, S], by a model with a reward head."""
+    """Whether the loss receives the values of tokens, [B, S], from a model with a reward head."""
 
     def __init__(self, value_clip: float | None = None) -> None:
         if value_clip is not None and not value_clip > 0:
@@ -440,7 +440,7 @@ class ValueLossFn(LossFunction):
         global_valid_seqs: Tensor | None = None,
         global_valid_toks: Tensor | None = None,
     ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
-        """Raises ContractError for missing keys, shapes or counts that do not fit."""
+        """Return the loss and metrics; raise ContractError for missing keys, wrong shapes or wrong counts."""
         require_keys(data, self.required_keys, self)
         for key in self.required_keys:
             shape = tuple(values.shape[:1]) if key == "sample_mask" else tuple(values.shape)
@@ -449,7 +449,7 @@ class ValueLossFn(LossFunction):
         values = values if values.dtype == torch.float64 else values.float()
         mask = token_mask_of(data, values)
 
-        def predicted(x: Tensor) -> Tensor:  # 0 where nothing counts: −inf or NaN would come back as NaN gradients
+        def predicted(x: Tensor) -> Tensor:  # 0 for masked tokens, where −inf or NaN would cause NaN gradients
             return torch.where(mask > 0, x[:, 1:].to(values), 0)
 
         def mean(per_token: Tensor) -> Tensor:

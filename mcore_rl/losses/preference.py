@@ -1,4 +1,4 @@
-"""Preference losses: DPO and its kin on pairs, and KTO (arXiv:2402.01306) without pairs.
+"""Preference losses: DPO and its variants on pairs, and KTO (arXiv:2402.01306) without pairs.
 
 In a batch of pairs, rows 2i are chosen and rows 2i + 1 rejected.
 """
@@ -41,7 +41,7 @@ else:
 
 
 OF_BOTH_REWARDS: frozenset[PreferenceLossType] = frozenset(("apo_zero", "apo_down", "orpo"))
-"""Losses that look at more than the margin between the two."""
+"""Losses that depend on both rewards, not only on their difference."""
 
 
 class PreferenceLossDataDict(TypedDict):
@@ -73,7 +73,7 @@ class PreferenceLoss(LossFunction):
         *,
         logits: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """From rewards [2n] or [2n, 1], chosen and rejected interleaved (`logits` in the reference's present form)."""
+        """Return the loss of rewards [2n] or [2n, 1], chosen and rejected interleaved; `logits` is an alias."""
         rewards = rewards if logits is None else logits
         if rewards is None or data is None:
             raise ContractError(f"{type(self).__name__}: give rewards [2n] and data")
@@ -94,10 +94,10 @@ class PreferenceLoss(LossFunction):
     def split_output_tensor(
         self, tensor: Shaped[Tensor, rows * rest]
     ) -> tuple[Shaped[Tensor, pairs * rest], Shaped[Tensor, pairs * rest]]:
-        """Rows of the chosen, rows of the rejected.
+        """Return the rows of the chosen and the rows of the rejected responses.
 
         Raises:
-            ContractError: an odd number of rows.
+            ContractError: the number of rows is odd.
         """
         if tensor.shape[0] % 2:
             raise ContractError(f"{type(self).__name__}: pairs need an even number of rows, got {tensor.shape[0]}")
@@ -111,7 +111,7 @@ class PreferenceLoss(LossFunction):
         beta: float = 1.0,
         margin: Float[Tensor, " pairs"] | float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Loss, accuracy and the mean rewards of chosen and rejected; `margin` is what chosen must be ahead by."""
+        """Return loss, accuracy and mean rewards of chosen and rejected; `margin` is the required difference."""
         chosen, rejected = self.split_output_tensor(rewards)
         mask, _ = self.split_output_tensor(sample_mask)
         pairs = global_valid_seqs / 2
@@ -143,7 +143,7 @@ class BradleyTerryLoss(PreferenceLoss):
         center_rewards_coefficient: weight of the mean of (r_chosen + r_rejected)², which keeps rewards
             near zero (arXiv:2312.09244).
 
-    `data["margin"]` [2n] (both rows of a pair alike), if there, is subtracted from r_chosen − r_rejected
+    If `data["margin"]` [2n] (equal for both rows of a pair) is given, it is subtracted from r_chosen − r_rejected
     (Llama 2, arXiv:2307.09288, eq. 2).
     """
 
@@ -164,11 +164,11 @@ class BradleyTerryLoss(PreferenceLoss):
 
 @reads_options(DPOOptions)
 class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called with logits, not rewards
-    """Direct preference optimization (arXiv:2305.18290) and its kin, with an optional SFT term on the chosen rows.
+    """Direct preference optimization (arXiv:2305.18290) and variants, with an optional SFT term on the chosen rows.
 
-    w_p · L_pref(r) + w_s · NLL(chosen), with r = Σ (logprob − reference logprob) over a row's tokens, or
-    their mean with `preference_average_log_probs`. Normalised by global_valid_seqs / 2. See `DPOOptions`, whose
-    values are also attributes of the loss. Losses without a reference read no `reference_policy_logprobs`.
+    The loss is w_p · L_pref(r) + w_s · NLL(chosen), with r = Σ (logprob − reference logprob) over a row's tokens, or
+    their mean with `preference_average_log_probs`. It is normalised by global_valid_seqs / 2. The values of
+    `DPOOptions` are also attributes of the loss. Losses without a reference ignore `reference_policy_logprobs`.
     """
 
     reads_counted_tokens_only = True
@@ -179,7 +179,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
     def __init__(self, cfg: DPOLossConfig | DPOOptions) -> None:
         self.options = DPOOptions.from_config(cfg, type(self).__name__)
         self.sft_loss = NLLLoss()
-        # Properties of the options, which every microbatch reads.
+        # These properties are cached, because every microbatch reads them.
         self.kinds, self.averages = self.options.preference_losses, self.options.averages
         self.needs_reference = self.options.needs_reference
         if not self.needs_reference:
@@ -239,7 +239,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute the preference term: its loss, accuracy, and the mean rewards of chosen and rejected.
 
-        For callers that are ported; `from_logprobs` does not go through it.
+        It exists for ported callers; `from_logprobs` does not use it.
         """
         logprobs, _ = self.next_token_logprobs(
             next_token_logits, data, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
@@ -257,7 +257,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         )
 
     def _logprobs_of_sides(self, logprobs: Tensor, data: BatchedDataDict[Any], seqs: Tensor) -> dict[str, Tensor]:
-        """Mean log-probabilities of whole responses, in nats."""
+        """Return the mean log-probabilities of whole responses, in nats."""
         sums = masked_sum(logprobs, token_mask_of(data, logprobs), dim=-1)
         mask = sample_mask_of(data, logprobs)
         means = (masked_mean(side, m, global_normalization_factor=seqs / 2) for side, m in zip(
@@ -271,7 +271,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         margin: Float[Tensor, " pairs"] | float,
         beta: float,
     ) -> Float[Tensor, " pairs"]:
-        """The weighted sum of the preference losses."""
+        """Return the weighted sum of the preference losses."""
         kinds = self.kinds
         parts = [self._per_pair(chosen - rejected - margin, beta)] if kinds.keys() - OF_BOTH_REWARDS else []
         parts += [
@@ -280,7 +280,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
     def _per_pair(self, margin: Float[Tensor, " pairs"], beta: float) -> Float[Tensor, " pairs"]:
-        """The weighted sum of those that look at the margin alone."""
+        """Return the weighted sum of the losses that depend only on the margin."""
         kinds = self.kinds
         parts = [w * self._of_margin(kind, margin, beta) for kind, w in kinds.items() if kind not in OF_BOTH_REWARDS]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
@@ -315,7 +315,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         return right if smoothing == 0 else (1 - smoothing) * right + smoothing * wrong
 
     def _rewards(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> Float[Tensor, " rows"]:
-        """How much likelier each row became than under the reference, or how likely it is without one, in nats."""
+        """Return each row's log-probability relative to the reference, or itself without a reference, in nats."""
         if self.needs_reference:
             reference = data["reference_policy_logprobs"]
             require_shape("reference_policy_logprobs", reference, tuple(data["token_mask"].shape), self)
@@ -326,7 +326,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
 
 
 def _log_odds(logprob: Tensor) -> Tensor:
-    """log(p / (1 − p)) of log p < 0; of 0, as of a response without tokens, that of the largest p below 1."""
+    """Return log(p / (1 − p)) for log p < 0. For log p = 0 (an empty response), use the largest p below 1."""
     logprob = logprob.clamp(max=-torch.finfo(logprob.dtype).eps)
     return logprob - torch.log(-torch.expm1(logprob))
 
@@ -358,9 +358,9 @@ class KTOLossDataDict(TypedDict):
 def kto_reference_point(
     sequence_logprobs: Float[Tensor, " sequences"], reference_sequence_logprobs: Float[Tensor, " sequences"]
 ) -> Float[Tensor, ""]:
-    """z₀ = max(0, mean(log π − log π_ref)) over mismatched prompts and completions; no gradient.
+    """Return z₀ = max(0, mean(log π − log π_ref)) over mismatched prompts and completions; no gradient.
 
-    One number for the whole global batch: hand it whole-batch sums [n], then expand it to every row.
+    The result is one number for the whole global batch: pass sums of the whole batch [n], then expand it to every row.
     """
     return (sequence_logprobs.detach() - reference_sequence_logprobs).mean().clamp(min=0)
 

@@ -1,9 +1,9 @@
-"""The device under Megatron: CUDA with NCCL, the CPU with gloo, or neither: shapes without memory, in a simulation.
+"""The device under Megatron: CUDA with NCCL, the CPU with gloo, or a simulated device with shapes and no memory.
 
-Megatron-Core asks `torch.cuda` for devices, streams and random states, and spells `device="cuda"`
-in a few places. A program calls `initialize_platform()` where it starts, before anything that uses
-Megatron is imported. With a GPU it only selects the device; without one it installs the stand-ins
-of `cuda_stand_ins`, which answer those calls on the CPU. No other file of the package asks `torch.cuda`.
+Megatron-Core uses `torch.cuda` for devices, streams and random states, and writes `device="cuda"` in a few places. A
+program calls `initialize_platform()` at its start, before it imports anything that uses Megatron. With a GPU the call
+only selects the device. Without a GPU it installs the functions of `cuda_stand_ins`, which serve those calls on the
+CPU. No other file of the package uses `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -28,45 +28,45 @@ _simulates = False
 
 
 def has_gpu() -> bool:
-    """True where a CUDA device is used."""
+    """Return whether a CUDA device is used."""
     return torch.cuda.is_available() and not _simulates
 
 
 def simulates() -> bool:
-    """True where tensors have shapes alone, and collectives nobody to talk to."""
+    """Return whether the device is simulated: tensors have only shapes, and collectives do not communicate."""
     return _simulates
 
 
 def device() -> torch.device:
-    """The device that holds model and data."""
+    """Return the device of model and data."""
     if _simulates:
         return torch.device("meta")
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
 
 
 def device_id(of: torch.device | None = None) -> str:
-    """A name that processes on the same device have in common, whatever number each gives it: a GPU's UUID, or "cpu".
+    """Return a name of the device that is the same in all processes: a GPU's UUID, or "cpu".
 
     Args:
-        of: `device()` if left out.
+        of: the device; `device()` if None.
     """
     of = of or device()
     return str(torch.cuda.get_device_properties(of).uuid) if of.type == "cuda" else of.type
 
 
 def device_index(of: torch.device) -> int:
-    """The number that this process gives a GPU; its current one's if it is named without."""
+    """Return this process's index of a GPU; for a device without index, the index of the current GPU."""
     return torch.cuda.current_device() if of.index is None else of.index
 
 
 def describe_gpus() -> list[str]:
-    """A line for each GPU that torch can use, with its name and memory."""
+    """Return a line for each GPU that torch can use, with its name and memory."""
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if has_gpu() else 0))
     return [f"GPU {n}: {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for n, gpu in enumerate(gpus)]
 
 
 def synchronize(of: torch.device | None = None) -> None:
-    """Wait until a GPU (the current one if left out) has done all that it was told; nothing without one."""
+    """Wait for all submitted work of a GPU (the current one if None); without a GPU, do nothing."""
     if has_gpu():
         torch.cuda.synchronize(of)
 
@@ -78,19 +78,19 @@ def synchronize_stream() -> None:
 
 
 class Event(Protocol):
-    """A moment of the device's work."""
+    """A point in the sequence of the device's work."""
 
     def query(self) -> bool:
-        """Whether it has come."""
+        """Return whether the device has reached it."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Wait until the device has reached it."""
         ...
 
 
 def record_event() -> Event:
-    """The moment when all that the current stream was told until now is done; without a GPU it has come."""
+    """Record an event after all work submitted to the current stream; without a GPU it is complete at once."""
     event: Any = torch.cuda.Event() if has_gpu() else cuda_stand_ins.Inert()
     event.record()
     recorded: Event = event
@@ -103,23 +103,23 @@ def random_state() -> torch.Tensor | None:
 
 
 def set_random_state(state: torch.Tensor) -> None:
-    """The inverse of `random_state`."""
+    """Restore the state that `random_state` returned."""
     torch.cuda.set_rng_state(state)
 
 
 def release_cached_memory() -> None:
-    """Give memory that no tensor uses back to the device, for other processes; the allocator keeps it otherwise."""
+    """Return the allocator's unused memory to the device, for other processes."""
     torch.cuda.empty_cache()
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Of the storage behind a tensor, as long as it lives; one that is emptied or simulated has no address to know it
-    by."""
+    """Return an identifier of a tensor's storage, valid during its lifetime. An emptied or simulated storage has no
+    address that could serve as one."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def page_lock(block: torch.Tensor) -> None:
-    """Lock a tensor of the host in memory, where there is a GPU to copy from; if that is refused, copies are slower."""
+    """Page-lock a host tensor if there is a GPU. If that fails, copies are slower."""
     if not (has_gpu() and block.numel()):
         return
     cudart = torch.cuda.cudart()
@@ -127,7 +127,7 @@ def page_lock(block: torch.Tensor) -> None:
     if status != cudart.cudaError.success:
         told = f"{block.nbytes:,} bytes of the host cannot be page-locked ({status}): copies to them are slower"
         warnings.warn(told, stacklevel=2)
-        with contextlib.suppress(RuntimeError):  # which the next launch would raise: the thread's last error is kept
+        with contextlib.suppress(RuntimeError):  # clears the thread's last error, which the next launch would raise
             torch.zeros(1, device=device())
 
 
@@ -138,23 +138,23 @@ def release_page_lock(block: torch.Tensor) -> None:
 
 
 def is_asynchronous() -> bool:
-    """True where the host goes on while the device computes, and waits where it asks for a value."""
+    """Return whether the host continues while the device computes, and waits only when it reads a value."""
     return has_gpu() or _simulates
 
 
 def to_device(values: Any, dtype: torch.dtype = torch.long) -> torch.Tensor:
-    """Numbers of the host (lists of one length, an array, a tensor) on the device; the host does not wait."""
+    """Copy numbers of the host (equally long lists, an array, a tensor) to the device without waiting."""
     return sent(torch.as_tensor(values, dtype=dtype), device())
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on `device`; the host does not wait, as it would for memory that is not page-locked."""
+    """Copy a host tensor to `device` without waiting, by way of page-locked memory."""
     leaves_host = values.device.type == "cpu" and device.type == "cuda"
     return (values.pin_memory() if leaves_host else values).to(device, non_blocking=True)
 
 
 def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Tensors of the host on `device`, as `sent`, by one copy: of small ones the number counts, not the bytes."""
+    """Copy host tensors to `device` as one block: the number of small copies costs more than their bytes."""
     if device.type == "cpu":
         return list(tensors)
     block = torch.empty(bytes_for(tensors), dtype=torch.uint8, device="cpu")
@@ -164,7 +164,7 @@ def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list
 
 
 class HostCopy:
-    """A copy on the host of a tensor that nobody writes to any more, begun without waiting for the device."""
+    """A host copy of a tensor that is no longer written to, started without waiting for the device."""
 
     def __init__(self, of: torch.Tensor) -> None:
         self._event: Event | None = None
@@ -175,28 +175,28 @@ class HostCopy:
             self._host = torch.zeros(of.shape, dtype=of.dtype, device="cpu") if of.is_meta else of
 
     def read(self) -> torch.Tensor:
-        """The values, 0 in a simulation; waits for what was under way when the copy was begun, nothing later."""
+        """Return the values (0 in a simulation); wait only for work that was submitted before the copy."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
 
 
 def backend() -> str:
-    """The torch.distributed backend for `device()`."""
+    """Return the name of the torch.distributed backend for `device()`."""
     if _simulates:
         return "fake"
     return "nccl" if has_gpu() else "gloo"
 
 
 def is_initialized() -> bool:
-    """Whether this process has chosen its device."""
+    """Return whether this process has selected its device."""
     return _installed
 
 
 def initialize_platform(simulate: bool = False) -> None:
-    """Select the GPU of this process, or install the stand-ins: of the CPU, or of a simulated device. Idempotent.
+    """Select the GPU of this process, or install the functions for the CPU or a simulated device. Idempotent.
 
-    To be called where a program starts; `mcore_rl.cli.entry_point.run_script` and the `mcore-rl` command do.
+    Call it at the start of a program; `mcore_rl.cli.entry_point.run_script` and the `mcore-rl` command do.
 
     Raises:
         RuntimeError: `megatron.core` was imported first (it binds some names at import).
@@ -219,16 +219,16 @@ DETERMINISTIC_ENVIRONMENT = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
     "NCCL_ALGO": ("^NVLS", "Ring", "Tree"),
 }
-"""What cuBLAS, Transformer Engine and NCCL must be told to give the same sums each time; the first is set here."""
+"""Settings with which cuBLAS, Transformer Engine and NCCL give reproducible sums. The first value is the default."""
 
 
 def make_deterministic() -> None:
-    """Take deterministic kernels alone from now on; to be called before anything runs on the device.
+    """Use only deterministic kernels from now on. Call it before anything runs on the device.
 
-    An operation that has none raises RuntimeError when it is met, and is named.
+    An operation without a deterministic kernel raises RuntimeError with its name when it is called.
 
     Raises:
-        UserError: the environment asks for the contrary.
+        UserError: an environment variable contradicts the setting.
     """
     for name, right in DETERMINISTIC_ENVIRONMENT.items():
         value = os.environ.setdefault(name, right[0])
@@ -243,7 +243,7 @@ def initialize_process_group(timeout: timedelta) -> None:
     `timeout` bounds every collective: a stuck one raises instead of hanging.
 
     Raises:
-        UserError: not all processes have come within `timeout`, or another program listens on MASTER_PORT.
+        UserError: some processes did not join within `timeout`, or another program listens on MASTER_PORT.
     """
     if torch.distributed.is_initialized():
         return
@@ -274,8 +274,8 @@ def _group_options(timeout: timedelta) -> dict[str, Any]:
     elif not torchrun.is_launched():
         kwargs.update(rank=0, world_size=1, store=torch.distributed.HashStore())
     elif attempt := torchrun.restarts():
-        # torchrun keeps its store when it starts the ranks again: without a prefix of their own they would
-        # find the addresses of those that died.
+        # torchrun keeps its store when it restarts the ranks. Without a separate prefix, the ranks would read the
+        # addresses of the ranks that have ended.
         store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
         store = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
         kwargs.update(rank=rank, world_size=world_size, store=store)
@@ -283,16 +283,16 @@ def _group_options(timeout: timedelta) -> dict[str, Any]:
 
 
 ALIGNMENT = 64
-"""Bytes; where a tensor may begin, whatever its dtype."""
+"""Bytes to which the start of every tensor is aligned, for any dtype."""
 
 
 def bytes_for(tensors: Sequence[Tensor]) -> int:
-    """How large a block must be to hold them."""
+    """Return the size in bytes of a block that holds the tensors."""
     return sum(map(_room, tensors))
 
 
 def views_of(block: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The places of `tensors` in a block (uint8, at least `bytes_for` them), of their shapes and dtypes."""
+    """Return views of a block (uint8, at least `bytes_for` long) with the shapes and dtypes of `tensors`."""
     parts = block[: bytes_for(tensors)].split([_room(tensor) for tensor in tensors])
     return [
         part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)

@@ -1,4 +1,4 @@
-"""The CPU, or a simulated device, in the place of CUDA: what Megatron-Core asks of `torch.cuda`, answered there."""
+"""Replacements for the functions of `torch.cuda` that Megatron-Core uses, for the CPU or a simulated device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.utils._device import _device_constructors
 
 
 class _Generators:
-    """`torch.cuda.default_generators`: every index is the CPU's generator."""
+    """Replacement for `torch.cuda.default_generators`: every index returns the CPU's generator."""
 
     def __getitem__(self, index: object) -> torch.Generator:
         return torch.default_generator
 
 
 class Inert:
-    """A stream or event: CPU work is synchronous, so there is nothing to order or wait for."""
+    """A stream or event without effect: CPU work is synchronous, so there is nothing to order or wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -46,7 +46,7 @@ def _is_cuda(value: object) -> bool:
 
 
 def _on(device: torch.device, factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`factory` with device="cuda" read as `device` and page-locking left out."""
+    """Return `factory` with device="cuda" replaced by `device` and without page-locking."""
 
     @functools.wraps(factory)
     def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -60,7 +60,7 @@ def _on(device: torch.device, factory: Callable[..., torch.Tensor]) -> Callable[
 
 
 def _gather_of_uneven(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo's all-gather refuses parts of unequal sizes."""
+    """Return an all-gather for parts of unequal sizes, which gloo's all-gather rejects."""
 
     @functools.wraps(all_gather)
     def wrapper(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ def _gather_of_uneven(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scatter_of_uneven(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo's reduce-scatter refuses parts of unequal sizes; Megatron asks for sums alone."""
+    """Return a reduce-scatter (sum) for parts of unequal sizes, which gloo rejects; Megatron uses only sums."""
 
     @functools.wraps(reduce_scatter)
     def wrapper(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None) -> None:
@@ -89,7 +89,7 @@ def _scatter_of_uneven(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _all_to_all_of_lists(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
-    """Split sizes are brought to the host where they are on a GPU only, but are wanted as numbers here too."""
+    """Return an all-to-all that accepts tensors as split sizes: Megatron converts them to lists only on a GPU."""
 
     @functools.wraps(all_to_all_single)
     def wrapper(output: torch.Tensor, input: torch.Tensor, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def _all_to_all_of_lists(all_to_all_single: Callable[..., Any]) -> Callable[...,
 
 
 def install(device: torch.device) -> None:
-    """Answer on `device` what Megatron-Core asks of CUDA. One reason beside each group."""
+    """Replace the CUDA functions that Megatron-Core uses by functions on `device`. A comment explains each group."""
     cuda: Any = torch.cuda
 
     # Tensors are created with device=torch.cuda.current_device(), which takes a torch.device as well.
@@ -129,7 +129,7 @@ def install(device: torch.device) -> None:
 
     # The optimizer, gradient clipping, schedules and checkpoints write device="cuda". Wrapping the
     # factories costs a dictionary lookup; a TorchFunctionMode costs about 12 % of a decode step.
-    # `with torch.device("meta")` recognises factories by identity: let it remember the real ones first.
+    # `with torch.device("meta")` recognises factories by identity, so it must cache the original ones first.
     _device_constructors()
     for name in ("tensor", "zeros", "ones", "empty", "full", "empty_like", "zeros_like"):
         setattr(torch, name, _on(device, getattr(torch, name)))
@@ -147,7 +147,7 @@ def install(device: torch.device) -> None:
 
     tensor_class.type = type_name
 
-    # Experts get as many tokens as are routed to them: the dispatcher gathers and scatters parts of unequal sizes.
+    # The number of tokens per expert varies, so the dispatcher gathers and scatters parts of unequal sizes.
     distributed: Any = torch.distributed
     distributed.all_gather = _gather_of_uneven(distributed.all_gather)
     distributed.reduce_scatter = _scatter_of_uneven(distributed.reduce_scatter)

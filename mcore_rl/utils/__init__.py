@@ -1,1 +1,1 @@
-"""Utilities for every room: files, models on disk and on the hub, the console, torchrun's environment."""
+"""Utilities for all packages: files, models on disk and on the hub, the console, torchrun's environment."""

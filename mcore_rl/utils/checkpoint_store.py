@@ -3,8 +3,8 @@
     DIRECTORY/iter_0000010/                          manifest.json lists every file's size and SHA-256
     DIRECTORY/latest_checkpointed_iteration.txt      written last
 
-A checkpoint is written beside its name, flushed to the disk, and renamed when whole; so a directory of
-that name is a whole checkpoint unless the disk damaged it, which the manifest tells.
+A checkpoint is written under a temporary name, flushed to the disk, and renamed when it is complete. A directory with
+a checkpoint's name is therefore complete unless the disk has damaged it, which the manifest reveals.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CheckpointStore:
         return self.directory / f"iter_{step:07d}"
 
     def iterations(self) -> list[Path]:
-        """Committed checkpoints, oldest first."""
+        """Return the committed checkpoints, oldest first."""
         found = [path for path in self.directory.glob("iter_*") if _ITERATION.fullmatch(path.name)]
         return sorted(found, key=step_of)
 
@@ -59,21 +59,21 @@ class CheckpointStore:
             return None
 
     def begin(self, step: int) -> Path:
-        """An empty directory to write iteration `step` into."""
+        """Create an empty directory for writing iteration `step` and return it."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for leftover in self.directory.glob(".iter_*.partial"):
             shutil.rmtree(leftover)
-        # A name of its own: a writer left over from a run that was killed can only write into its own.
+        # The name is unique, so that a leftover writer of a killed run can only write into its own directory.
         return Path(tempfile.mkdtemp(prefix=f".{self.iteration(step).name}.", suffix=".partial", dir=self.directory))
 
     def commit(self, step: int, partial: Path, digests: FileDigests) -> Path:
-        """Give a written directory its name, then let the tracker file point to it."""
+        """Rename a complete directory to its final name, then update the tracker file."""
         write_manifest(partial, digests)
         flush_directory(partial)
         final = self.iteration(step)
-        if final.exists():  # of a run that was taken back to an earlier iteration
+        if final.exists():  # written by a run that was reset to an earlier iteration
             remove_listed(final)
-        if final.exists():  # with files in it that no run wrote
+        if final.exists():  # contains files that no run wrote
             final.rename(unused(final.with_name(f"{final.name}.replaced")))
         os.replace(partial, final)
         self._point_tracker_to(step)
@@ -87,12 +87,12 @@ class CheckpointStore:
         flush(self.directory)
 
     def prune(self, keep_last: int | None, keep_every: int | None, best: int | None = None) -> list[Path]:
-        """Delete what retention does not keep, but never the newest checkpoint that is whole.
+        """Delete old checkpoints, but never the newest complete one.
 
         Args:
-            keep_last: how many of the newest stay; None keeps all.
-            keep_every: iterations that are multiples of this stay too.
-            best: this iteration stays in any case.
+            keep_last: number of newest checkpoints to keep; None keeps all.
+            keep_every: also keep iterations that are multiples of this.
+            best: also keep this iteration.
         """
         iterations = self.iterations()
         if keep_last is None or len(iterations) <= keep_last:
@@ -112,12 +112,12 @@ class CheckpointStore:
             self.directory.rmdir()
 
     def candidates(self) -> tuple[list[Path], list[str]]:
-        """Checkpoints to resume from, the best first, and what was found wrong with others.
+        """Return checkpoints to resume from, the best first, and descriptions of damage to others.
 
-        Only what can be seen without reading every byte; `digest_problems` reads them.
+        Only damage that is visible without reading every byte is found; `digest_problems` reads every byte.
 
         Raises:
-            UserError: there are checkpoints, but every one is damaged.
+            UserError: there are checkpoints, but all are damaged.
         """
         iterations = self.iterations()
         problems = [f"{path}: {problem}" for path in iterations for problem in quick_problems(path)[:1]]
@@ -129,7 +129,7 @@ class CheckpointStore:
         whole = [path for path in reversed(iterations) if not quick_problems(path)]
         if not whole and (iterations or tracked is not None):
             raise UserError(f"no checkpoint in {self.directory} is whole: {'; '.join(problems)}")
-        # What the tracker names comes first: a user may point it back to an earlier iteration.
+        # The tracker's iteration comes first: a user may set it to an earlier iteration.
         whole.sort(key=lambda path: step_of(path) != tracked)
         return whole, [f"damaged checkpoint: {problem}" for problem in problems]
 
@@ -152,7 +152,7 @@ def step_of(iteration: Path) -> int:
 
 
 def quick_problems(iteration: Path, required: frozenset[str] = CHECKPOINT_FILES) -> list[str]:
-    """Return the errors in a directory's list of files and their sizes; `required` must be among them."""
+    """Return the errors in a directory's list of files and their sizes; the list must contain `required`."""
     try:
         manifest = read_manifest(iteration)
     except ValueError as error:
@@ -172,7 +172,7 @@ def quick_problems(iteration: Path, required: frozenset[str] = CHECKPOINT_FILES)
 
 
 def digest_problems(iteration: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Files whose contents are not what was written; part `part` of `parts` of them, for ranks to share."""
+    """Return files whose contents differ from the manifest; only part `part` of `parts`, to divide among ranks."""
     manifest = read_manifest(iteration)
     names = sorted(manifest)[part::parts]
     found = digests_of(iteration, names)

@@ -1,4 +1,4 @@
-"""The console: lines that one rank prints, progress of long work, silence of library messages."""
+"""The console: lines printed by one rank, progress of long work, and silencing of libraries."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from rich.console import Console
 
 
 def quiet_libraries() -> None:
-    """Silence messages of libraries about parts that are not used here."""
+    """Silence messages of libraries about features that are not used here."""
     warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*|transformers\..*")
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine).*")
     for name in ("transformers", "datasets", "megatron", "torch.distributed", "torch.utils", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of every rank at once
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of processes started from here
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # every rank would print them
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for child processes
 
 
 PrintLine = Callable[[str], None]
-"""Prints a line for the user, once however many ranks there are."""
+"""Function that prints a line for the user, once for all ranks."""
 
 SECONDS_BETWEEN_LINES = 10.0
 
 
 def silent(message: str) -> None:
-    """Says nothing."""
+    """Print nothing."""
 
 
 class Progress:
-    """Says how far something is every 10 seconds; nothing if it is done before."""
+    """A printer of progress every 10 seconds; it prints nothing for shorter work."""
 
     def __init__(self, what: str, say: PrintLine) -> None:
         self._what, self._say = what, say
         self._started = self._told = time.monotonic()
 
     def reached(self, part: float, count: int) -> None:
-        """`part` of all records is done, `count` of them."""
+        """Report that `count` records, the fraction `part` of all, are done."""
         now = time.monotonic()
         if now - self._told > SECONDS_BETWEEN_LINES and part > 0:
             self._told = now
@@ -52,5 +52,5 @@ console = Console(soft_wrap=True, highlight=False)
 
 
 def rank_zero_printer(is_writer: bool) -> PrintLine:
-    """`PrintLine` of this rank."""
+    """Return the `PrintLine` of this rank."""
     return (lambda message: console.print(message, markup=False)) if is_writer else silent

@@ -1,4 +1,4 @@
-"""Files and directories: digests, manifests, replacement as a whole, flushing to disk."""
+"""Files and directories: digests, manifests, atomic replacement, flushing to disk."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ WEIGHTS = (".safetensors", ".distcp")
 
 
 FileDigests = dict[str, tuple[int, str]]
-"""File name → (size in bytes, SHA-256)."""
+"""Map from file name to (size in bytes, SHA-256)."""
 
 
 def digests_of(directory: Path, names: Iterable[str]) -> FileDigests:
-    """Sizes and digests of files as they are on disk."""
+    """Return the sizes and digests of files on disk."""
     paths = {name: directory / name for name in names}
     return {name: (path.stat().st_size, digest_of_file(path)) for name, path in paths.items()}
 
 
 def digest_of_file(path: Path) -> str:
-    """SHA-256."""
+    """Return the SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_manifest(directory: Path, digests: FileDigests) -> None:
-    """List a directory's files in it, and let others read it, which mkdtemp's mode does not."""
+    """Write a directory's manifest, and make the directory readable for others, which mkdtemp does not."""
     (directory / MANIFEST_FILE).write_text(json.dumps(digests, indent=1, sort_keys=True))
     directory.chmod(0o777 & ~_umask())
 
 
 def read_manifest(iteration: Path) -> FileDigests:
-    """Raises ValueError if there is none that can be read."""
+    """Return a directory's manifest; raise ValueError if it is missing or unreadable."""
     try:
         manifest = json.loads((iteration / MANIFEST_FILE).read_text())
         return {str(name): (int(size), str(digest)) for name, (size, digest) in manifest.items()}
@@ -50,9 +50,9 @@ def read_manifest(iteration: Path) -> FileDigests:
 
 
 def unlisted_files(directory: Path) -> list[str]:
-    """What is in a directory beside what its manifest lists, or is not as listed; [] if it does not exist.
+    """Return the files of a directory that its manifest does not list or that have changed; [] if it does not exist.
 
-    Of weights only the size is compared: nobody edits them by hand, and their digests take minutes.
+    For weights only the size is compared, because they are not edited by hand and their digests take minutes.
     """
     if not (directory.exists() or directory.is_symlink()):
         return []
@@ -74,7 +74,7 @@ def is_as_listed(path: Path, size: int, digest: str) -> bool:
 
 
 def remove_listed(directory: Path) -> None:
-    """Remove the files that a directory's manifest lists, and the directory if nothing else is in it."""
+    """Remove the files that a directory's manifest lists, and the directory if it is then empty."""
     try:
         listed = read_manifest(directory)
     except ValueError:
@@ -87,10 +87,10 @@ def remove_listed(directory: Path) -> None:
 
 
 def replace_listed(new: Path, destination: Path) -> None:
-    """Give the directory `new` the name of one that a manifest lists (or that is not there), which then goes.
+    """Rename the directory `new` to `destination`, which is replaced if a manifest lists all its files.
 
     Raises:
-        UserError: `destination` holds what no manifest lists.
+        UserError: `destination` holds files that no manifest lists.
     """
     if foreign := unlisted_files(destination):
         raise UserError(f"{destination} holds {', '.join(foreign[:3])}, which is not ours to remove; see {new}")
@@ -102,13 +102,13 @@ def replace_listed(new: Path, destination: Path) -> None:
 
 
 def unused(path: Path) -> Path:
-    """`path`, or that name with the first number that is free."""
+    """Return `path`, or that name with the first free number."""
     numbered = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
     return next(name for name in itertools.chain([path], numbered) if not name.exists())
 
 
 def flush_directory(directory: Path) -> None:
-    """Wait until a directory and its files are on the disk."""
+    """Wait until a directory and its files are written to the disk."""
     for entry in [*directory.iterdir(), directory]:
         flush(entry)
 

@@ -1,4 +1,4 @@
-"""Model directories, on disk and on the hub: their files, architecture, and digests of their weights."""
+"""Model directories on disk and on the hub: their files, architecture, and digests of their weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mcore_rl.errors import UserError
 
 _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 WEIGHTS = ["*.safetensors"]
-"""Patterns of weights that are trained here; other formats are not downloaded."""
+"""Patterns of supported weight files; other formats are not downloaded."""
 PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
 """Patterns of the other files."""
 CODE = ["*.py"]
@@ -22,26 +22,26 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WHOLE_FILE_BYTES, WHOLE_TENSOR_BYTES = 64 << 20, 1 << 20
 BLOCKS, BLOCK_BYTES = 16, 16 << 10
 PUSH = "checkpoint.push_to_hub"
-"""The key that errors name."""
+"""Configuration key that errors name."""
 
 
 def is_hub_name(path: Path) -> bool:
-    """Whether a path that leads nowhere reads as OWNER/NAME or OWNER/NAME@REVISION."""
+    """Return whether a path does not exist and has the form OWNER/NAME or OWNER/NAME@REVISION."""
     return not path.exists() and _NAME.fullmatch(str(path)) is not None
 
 
 def download(name: str, key: str, with_code: bool = False, with_weights: bool = True) -> Path:
-    """The directory of a model in the hub's cache, with all that is needed downloaded; $HF_HUB_OFFLINE=1 never does.
+    """Return the directory of a model in the hub's cache after downloading it; $HF_HUB_OFFLINE=1 disables downloads.
 
-    Every process may ask at the same time: one of a node downloads, the others wait for it.
+    Every process may call this at the same time: one per node downloads, the others wait for it.
 
     Args:
-        key: names it in errors.
-        with_code: the model's own code as well.
-        with_weights: not its configuration and tokenizer alone.
+        key: configuration key for errors.
+        with_code: also download the model's own code.
+        with_weights: download weights too, not only configuration and tokenizer.
 
     Raises:
-        UserError: it is not there, not to be had, or not to be reached.
+        UserError: the model does not exist, access is denied, or the hub cannot be reached.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -63,7 +63,7 @@ def download(name: str, key: str, with_code: bool = False, with_weights: bool = 
 
 
 def is_repository_name(name: str) -> bool:
-    """Whether the hub would take OWNER/NAME for a new repository."""
+    """Return whether the hub would accept OWNER/NAME for a new repository."""
     return re.fullmatch(r"\b[\w.-]+\b/\b[\w.-]{1,96}\b", name) is not None and not re.search(r"--|\.\.", name)
 
 
@@ -89,24 +89,24 @@ def check_repository(name: str) -> None:
             if owner not in owners:
                 told = f"the token is of {owners[0]}, who is not {owner} and not a member of it"
                 raise PermissionError(told) from None
-    except Exception as error:  # as below
+    except Exception as error:  # see `make_repository`
         raise _not_writable(name, error) from None
 
 
 def make_repository(name: str) -> None:
-    """Create the model's repository on the hub (private) if it is not there, and check that `push` may write to it.
+    """Create the model's (private) repository on the hub if it does not exist, and check that `push` may write to it.
 
     Raises:
-        UserError: the hub cannot be reached, or does not let one write there.
+        UserError: the hub cannot be reached, or denies write access.
     """
     from huggingface_hub import HfApi
 
     api = HfApi()
     try:
-        api.create_repo(name, private=True, exist_ok=True)  # of another's that one may read it says nothing
+        api.create_repo(name, private=True, exist_ok=True)  # also succeeds for another user's readable repository
         if "write" in inspect.signature(api.auth_check).parameters:  # in newer versions of the client
             api.auth_check(name, write=True)
-    except Exception as error:  # the client's HTTP library, and so what it raises, changes with its versions
+    except Exception as error:  # the client's HTTP library and its exceptions change with its versions
         raise _not_writable(name, error) from None
 
 
@@ -116,16 +116,16 @@ def _not_writable(name: str, error: Exception) -> UserError:
 
 
 def push(directory: Path, name: str) -> str:
-    """Upload an exported model; returns its address.
+    """Upload an exported model; return its address.
 
     Raises:
-        UserError: it did not arrive; the directory is as it was.
+        UserError: the upload failed; the directory is unchanged.
     """
     from huggingface_hub import HfApi
 
     try:
         HfApi().upload_folder(repo_id=name, folder_path=directory, commit_message="Trained with mcore_rl")
-    except Exception as error:  # as above
+    except Exception as error:  # see `make_repository`
         remedy = f"it is whole in {directory}; `hf upload {name} {directory}` sends it"
         raise UserError(f"{PUSH}: the model did not get to {name} ({_reason(error)}); {remedy}") from None
     return f"{HfApi().endpoint}/{name}"
@@ -135,7 +135,7 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# Keys of config.json about a model's origin and use, not about what it computes.
+# Keys of config.json about a model's origin and use that do not affect its computation.
 NOT_ARCHITECTURE = {
     "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "auto_map",
     "pad_token_id", "bos_token_id", "eos_token_id", "problem_type", "id2label", "label2id", "return_dict",
@@ -150,19 +150,19 @@ def architecture_of(hf_config: Any) -> dict[str, Any]:
 
 
 def architecture_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, earlier value, value now) of what differs, the model's type first."""
+    """Return (key, earlier value, value now) of each difference, the model's type first."""
     keys = sorted(set(earlier) & set(now), key=lambda key: (key != "model_type", key))
     return [(key, earlier[key], now[key]) for key in keys if earlier[key] != now[key]]
 
 
 def digest_of_weights(path: Path) -> str:
-    """Hash of the safetensors files of a model's or an adapter's directory, whatever they are called.
+    """Return a hash of the safetensors files of a model's or an adapter's directory, independent of their names.
 
-    Reading all of a large model takes minutes. So of files of more than 64 MiB the header is read, tensors of up
-    to 1 MiB whole, and of each larger one 16 evenly spaced blocks of 16 KiB, its first and last among them. What
-    changes nothing in these is not seen, such as a few rows in the middle of an embedding.
+    Reading all of a large model takes minutes. For a file of more than 64 MiB, only the header, tensors of up to 1 MiB
+    and 16 evenly spaced blocks of 16 KiB of each larger tensor (including its first and last block) are read. A change
+    outside of these is not detected, for example a few rows in the middle of an embedding.
     """
-    files = [*path.glob("*.safetensors"), *path.glob("adapter_config.json")]  # which says an adapter's scale
+    files = [*path.glob("*.safetensors"), *path.glob("adapter_config.json")]  # the latter has an adapter's scale
     digests = [_digest_of_file(file) for file in files]
     return hashlib.sha256(b"".join(sorted(digests))).hexdigest()
 
@@ -182,14 +182,14 @@ def _digest_of_file(file: Path) -> bytes:
 
 
 def _blocks(begin: int, size: int) -> list[tuple[int, int]]:
-    """(offset, size) of what is read of a tensor."""
+    """Return (offset, size) of each block of a tensor to read."""
     if size <= WHOLE_TENSOR_BYTES:
         return [(begin, size)]
     return [(begin + index * (size - BLOCK_BYTES) // (BLOCKS - 1), BLOCK_BYTES) for index in range(BLOCKS)]
 
 
 def check_model_directory(path: Path, key: str = "model.path") -> None:
-    """Raises UserError if a path is no Hugging Face model directory, saying what it is instead."""
+    """Raise UserError if a path is not a Hugging Face model directory; the message names its actual kind."""
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         instead = "give its base model, and it as model.lora.path" if key == "model.path" else "merge it into its base"
         raise UserError(f"{key}: {path} is an adapter (LoRA), not a model; {instead}")
@@ -203,7 +203,7 @@ def check_model_directory(path: Path, key: str = "model.path") -> None:
         raise UserError(f"{key}: {path / 'config.json'} names no model_type")
 
 
-# What belongs to a model beside its weights and config.json, by file name pattern.
+# File name patterns of a model's files other than weights and config.json.
 COMPANION_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -216,10 +216,10 @@ COMPANION_PATTERNS = (
 
 
 def missing_files(path: Path) -> list[str]:
-    """Return the missing files of a model directory's weights; all may be missing, or a download may have ended early.
+    """Return the missing weight files of a model directory, for example after an interrupted download.
 
     Raises:
-        UserError: an index that cannot be read.
+        UserError: the index cannot be read.
     """
     index = path / INDEX_FILE
     files = sorted(set(read_index(index).values())) if index.is_file() else [SINGLE_FILE]
@@ -227,7 +227,7 @@ def missing_files(path: Path) -> list[str]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor."""
+    """Return the file of each tensor."""
     try:
         return dict(json.loads(path.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError):
@@ -235,6 +235,6 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def companions(path: Path) -> Iterator[Path]:
-    """The tokenizer, chat template and generation files of a model directory."""
+    """Yield the tokenizer, chat template and generation files of a model directory."""
     for pattern in COMPANION_PATTERNS:
         yield from sorted(file for file in path.glob(pattern) if file.is_file())

@@ -1,13 +1,13 @@
-"""The process that writes a rank's part of each checkpoint, beside training.
+"""The process that writes a rank's part of each checkpoint while training continues.
 
 It is a fresh Python process, not a fork: it has no device, no communicator, and none of the trainer's threads. It
-starts early and serves one save after the other. The trainer hands over a job and a block of shared memory with the
+starts early and serves one save after the other. The trainer sends a job and a block of shared memory with the
 tensors, as file descriptors over a socket, so it never waits for the process. The process answers each job with one
 report.
 
-Each process leaves a report beside its shard. The first rank's process waits for the reports of all ranks and then
-commits the checkpoint, so a checkpoint is complete as soon as its shards are, whatever the training processes do. The
-process ends when its trainer does.
+Each process writes a report next to its shard. The first rank's process waits for the reports of all ranks and then
+commits the checkpoint. A checkpoint is therefore complete as soon as its shards are, independent of the training
+processes. The process ends when its trainer ends.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 REPORT_POLL_SECONDS = 1.0
-"""How often, at the least, the first rank's process looks for the reports of the others."""
+"""Maximum interval at which the first rank's process looks for the reports of the others."""
 FILES_BESIDE = ("common.pt", "config.yaml", "metadata.json", ".metadata")
-"""The files of a checkpoint beside its shards."""
+"""Files of a checkpoint other than its shards."""
 DEATH_SIGNAL_OPTION = 1
-"""PR_SET_PDEATHSIG of Linux's prctl: which signal a process gets when its parent dies."""
+"""PR_SET_PDEATHSIG of Linux's prctl: sets the signal that a process gets when its parent ends."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 MESSAGE_BYTES = 1 << 15
 READY = b"ready"
-"""The first message of the process."""
+"""First message of the process."""
 
 
 @dataclass(frozen=True)
 class StagedTensor:
-    """A tensor of a job: its plan by torch, and its place in the block of shared memory."""
+    """A tensor of a job: torch's plan for it, and its place in the block of shared memory."""
 
     item: Any
     offset: int
@@ -70,10 +70,10 @@ class Written:
 
 @dataclass(frozen=True)
 class Commit:
-    """The end of a save, on the first rank: the index, the manifest, the directory's name, and retention.
+    """The end of a save, on the first rank: index, manifest, final directory name, and retention.
 
     metadata: torch's plan of the checkpoint.
-    best: the iteration of the best validation, which retention keeps.
+    best: iteration of the best validation, which retention keeps.
     """
 
     store: CheckpointStore
@@ -99,9 +99,9 @@ class Commit:
 class ShardJob:
     """A rank's part of a save.
 
-    prefix: torch's, of the names of the rank's files.
-    objects: plans and bytes of what is not a tensor.
-    commit: on the first rank.
+    prefix: torch's prefix of the names of the rank's files.
+    objects: plans and bytes of objects that are not tensors.
+    commit: action after all ranks have written; only on the first rank.
     """
 
     directory: Path
@@ -113,7 +113,7 @@ class ShardJob:
     commit: Commit | None
 
     def run(self, block: memoryview) -> None:
-        """Write and flush the shard, read it back for its digest, report; the first rank then commits."""
+        """Write and flush the shard, compute its digest by reading it, and report; the first rank then commits."""
         results = self._write(block)
         written = Written(results, digests_of(self.directory, sorted({r.storage_data.relative_path for r in results})))
         temporary = self.directory / f"rank_{self.rank:05d}.partial"
@@ -138,7 +138,7 @@ class ShardJob:
 
 @dataclass(frozen=True)
 class _Resolved:
-    """The part of torch's planner that its writer asks: values by their indices."""
+    """The part of torch's planner that its writer uses: it returns values by their indices."""
 
     values: dict[Any, Any]
 
@@ -162,9 +162,9 @@ def report_file(directory: Path, rank: int) -> Path:
 
 
 def _everyone_written(directory: Path, ranks: int) -> list[Written]:
-    """Wait for the reports of all ranks, and take them away."""
+    """Wait for the reports of all ranks, delete the report files, and return the reports."""
     files, seconds = {report_file(directory, rank) for rank in range(ranks)}, POLL_SECONDS / 4
-    while not files <= set(directory.iterdir()):  # listed: a network file system remembers what was not there
+    while not files <= set(directory.iterdir()):  # a listing, because network file systems cache missing files
         time.sleep(seconds)
         seconds = min(seconds * 1.5, REPORT_POLL_SECONDS)
     written = [pickle.loads(file.read_bytes()) for file in sorted(files)]
@@ -178,31 +178,31 @@ def _everyone_written(directory: Path, ranks: int) -> list[Written]:
 
 @dataclass(frozen=True)
 class Report:
-    """The end of a job: what went wrong, or None."""
+    """The end of a job: an error message, or None."""
 
     error: str | None = None
 
 
 class ShardProcess:
-    """A writing process, as its trainer sees it. It is started again where it is gone when the next job comes."""
+    """The trainer's handle of a writing process. If the process has ended, the next job starts another one."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self.is_ready = False
-        """Whether the process has done its imports, as far as `poll` has heard."""
+        """Whether the process has reported the end of its imports to `poll`."""
         atexit.register(self.kill)
 
     @property
     def pid(self) -> int | None:
-        """The process's number; None before it is started, and after it was killed."""
+        """Process id; None before the process is started and after it was killed."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process unless it lives; its imports go on meanwhile.
+        """Start the process unless it runs; do not wait for its imports.
 
         Raises:
-            OSError: there is no memory or no process number for it.
+            OSError: there is no memory or no process id for it.
         """
         if self._process is not None and self._process.poll() is None:
             return
@@ -224,7 +224,7 @@ class ShardProcess:
         self._socket = own
 
     def submit(self, job: ShardJob, block: int) -> None:
-        """Hand over a job; its report is there when `poll` returns it. One job at a time.
+        """Submit a job; `poll` returns its report. Only one job may run at once.
 
         Args:
             block: file descriptor of the shared memory that holds the job's tensors.
@@ -255,7 +255,7 @@ class ShardProcess:
         return Report(f"the process that wrote died (exit status {self._process.returncode})")
 
     def kill(self) -> None:
-        """End the process, with what it writes."""
+        """End the process, even while it writes."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -268,7 +268,7 @@ _spare: ShardProcess | None = None
 
 
 def start_early() -> None:
-    """Start a writing process for the first who asks, so that its imports are done when the first save begins."""
+    """Start a writing process for the first caller of `take`, so that its imports are done before the first save."""
     global _spare
     if _spare is None:
         _spare = ShardProcess()
@@ -276,16 +276,16 @@ def start_early() -> None:
 
 
 def take() -> ShardProcess:
-    """Return the process that was started early, or one that starts with its first job."""
+    """Return the process that was started early, or a new one that starts with its first job."""
     global _spare
     taken, _spare = _spare, None
     return taken or ShardProcess()
 
 
 def shared_file() -> Any:
-    """Return a file in memory (a temporary one where there is no memfd) that another process can map.
+    """Return a file in memory (a temporary file without memfd support) that another process can map.
 
-    Not a file in /dev/shm, which containers keep small.
+    It is not in /dev/shm, which is small in containers.
     """
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("mcore_rl"), "w+b")
@@ -296,14 +296,14 @@ def shared_file() -> Any:
 
 
 def main() -> None:
-    """Write what comes, until the trainer ends."""
+    """Write the submitted jobs until the trainer ends."""
     parent, descriptor = map(int, sys.argv[1:3])
     _live_and_die_with(parent)
     import torch
     import torch.distributed.checkpoint
 
     torch.set_num_threads(1)
-    os.nice(5)  # leaves the trainer the processor
+    os.nice(5)  # gives the trainer priority
     with socket.socket(fileno=descriptor) as trainer:
         trainer.send(READY)
         while True:
@@ -314,7 +314,7 @@ def main() -> None:
 
 
 def _outcome(job: int, block: int) -> str | None:
-    """Do a job; return what went wrong."""
+    """Run a job; return an error message, or None."""
     try:
         with open(job, "rb") as file, open(block, "rb") as shared:
             file.seek(0)
@@ -327,7 +327,7 @@ def _outcome(job: int, block: int) -> str | None:
 
 
 def _live_and_die_with(parent: int) -> None:
-    """Let signals to stop be the parent's to answer, and end when it ends."""
+    """Ignore stop signals, which the parent handles, and end when the parent ends."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

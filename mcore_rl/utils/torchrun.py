@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def is_launched() -> bool:
-    """Whether something has made this process one rank of several (torchrun, a Ray actor, a test)."""
+    """Return whether this process was launched as one rank of several (by torchrun, a Ray actor, a test)."""
     return "RANK" in os.environ
 
 
@@ -21,7 +21,7 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """This process's number on its node."""
+    """Return the rank of this process on its node."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -30,29 +30,29 @@ def world_size() -> int:
 
 
 def set_world_size(size: int) -> None:
-    """Be the first of so many processes, for a run that is only described."""
+    """Set the number of processes for a run that is only described."""
     os.environ["WORLD_SIZE"] = str(size)
 
 
 def node() -> int:
-    """Which of torchrun's nodes this is."""
+    """Return the index of this node among torchrun's nodes."""
     return int(os.environ.get("GROUP_RANK", 0))
 
 
 def restarts() -> int:
-    """How often torchrun has started the ranks again."""
+    """Return how often torchrun has restarted the ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def has_rendezvous_id() -> bool:
-    """Whether --rdzv-id names the launch, equally on all nodes."""
+    """Return whether --rdzv-id names the launch, with the same name on all nodes."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none"
 
 
 def launch_id() -> str:
-    """Equal on every attempt of one torchrun, and on no other's; "" without torchrun.
+    """Return an id that is the same for every attempt of one torchrun and unique to it; "" without torchrun.
 
-    Where no --rdzv-id names it, this node's directory of logs does, which torchrun makes anew for each launch.
+    Without --rdzv-id, it is the name of this node's log directory, which torchrun creates for each launch.
     """
     if not is_under_torchrun() or has_rendezvous_id():
         return os.environ.get("TORCHELASTIC_RUN_ID", "")
