@@ -1,8 +1,8 @@
-"""The sequences that a replica has going: one that ends leaves at once, and the next of the queue takes its place.
+"""Continuous batching of a replica's sequences: a sequence that ends is replaced at once by the next of the queue.
 
-What is drawn stays on the device, where the next step takes it from. All lengths are known to the host anyhow; it asks
-only for what may end a response. Where the device works on its own it reads that of a step when the next one is under
-way, so that the device never waits for the host; what an ended sequence has drawn meanwhile is cut.
+Sampled tokens stay on the device, where the next step reads them. The host always knows all lengths; it reads only the
+data that can end a response. On an asynchronous device it reads a step's data while the next step runs, so that the
+device never waits for the host. Tokens that an ended sequence has sampled meanwhile are discarded.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from mcore_rl.models.generation.interfaces import Response
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, sample, uniforms
 
 LOOK_AHEAD = BLOCK_SIZE // 2
-"""Steps for which sequences are given blocks together: the device needs a new table of them only now and then."""
+"""Number of steps for which blocks are allocated at once, so that the device rarely needs a new block table."""
 
 
 @dataclass(eq=False)
 class SamplingBatch:
-    """The tokens that were drawn for the same n sequences, step by step.
+    """The tokens sampled for the same n sequences, step by step.
 
-    tokens, logprobs: [n] of each step. experts: [n, layers, topk] int16 of the tokens that were fed to the model for
-        it, if they are recorded.
+    tokens, logprobs: [n] for each step. experts: [n, layers, topk] int16 of the tokens that were inputs of the step,
+        if experts are recorded.
     """
 
     tokens: list[Tensor] = field(default_factory=list)
@@ -40,28 +40,28 @@ class SamplingBatch:
 
 @dataclass(eq=False)
 class RunningSequence:
-    """A sequence on its way."""
+    """A sequence that is being generated."""
 
     row: int
-    """In the batch of prompts."""
+    """Row in the batch of prompts."""
     sample_id: int
     prompt: tuple[int, ...]
     limit: int
-    """Tokens of the response at most."""
+    """Maximum number of tokens in the response."""
     drawn: int = 0
-    """Tokens of the response so far, with those behind its end that the host does not know of yet."""
+    """Tokens of the response so far, including tokens after its end that the host has not detected yet."""
     ended_at: int | None = None
-    """Tokens of the response up to its stop token or string, once that is known."""
+    """Tokens of the response up to its stop token or string; None until the host has detected it."""
     blocks: list[int] = field(default_factory=list)
     """Blocks of the cache."""
     prompt_state: Tensor = field(init=False)
-    """[hidden] of the prompt's last token, on the last stage."""
+    """[hidden] state of the prompt's last token, on the last stage."""
     prompt_experts: list[Tensor] = field(default_factory=list)
-    """[tokens, layers, topk] int16 of the prompt's tokens, if they are recorded."""
+    """[tokens, layers, topk] int16 of the prompt's tokens, if experts are recorded."""
     places: list[tuple[SamplingBatch, int]] = field(default_factory=list)
-    """The response: draws and its column in each, in their order."""
+    """Places of the response's tokens: sampling batches with the sequence's column in each, in order."""
     tail: list[int] = field(default_factory=list)
-    """The response's last tokens, as far as stop strings ask for them."""
+    """Last tokens of the response, as many as stop strings need."""
 
     def __len__(self) -> int:
         return len(self.prompt) + self.drawn
@@ -75,7 +75,7 @@ class RunningSequence:
         return self.ended_at is not None or self.drawn >= self.limit
 
     def experts(self) -> Tensor:
-        """[tokens that were fed to the model, layers, topk] int16."""
+        """Return [tokens that were inputs of the model, layers, topk] int16."""
         of_response = [step[column] for draws, column in self.places for step in draws.experts]
         recorded = torch.cat([*self.prompt_experts, *([torch.stack(of_response)] if of_response else [])])
         return recorded[: len(self.prompt) + self.response_length - 1].cpu()
@@ -86,11 +86,11 @@ class StopStrings:
 
     def __init__(self, texts: Sequence[str], tokenizer: Any) -> None:
         self.texts, self.tokenizer = texts, tokenizer
-        # A token holds a byte at least: so many of the last ones show any stop string that has just come.
+        # A token has at least one byte, so this many last tokens contain any stop string that was just completed.
         self.window = max((len(text.encode()) for text in texts), default=0) + 1
 
     def end(self, s: RunningSequence, token: int) -> bool:
-        """Whether the next token of the response completes one."""
+        """Return whether the next token of the response completes a stop string."""
         s.tail = [*s.tail, token][-self.window :]
         text = self.tokenizer.decode(s.tail)
         return any(stop in text for stop in self.texts)
@@ -98,9 +98,9 @@ class StopStrings:
 
 @dataclass
 class _Look:
-    """What the host asks of a draw: who has drawn a stop token [n] and, for stop strings, all tokens [n].
+    """Data of a step that the host reads: who sampled a stop token [n], and for stop strings all tokens [n].
 
-    drawn: tokens of each sequence's response with this one.
+    drawn: number of tokens in each sequence's response, including this step's.
     """
 
     sequences: Sequence[RunningSequence]
@@ -110,12 +110,13 @@ class _Look:
 
 
 class ContinuousBatch:
-    """
+    """Generation of a replica's sequences with continuous batching.
+
     Args:
-        sequences: in the order in which they begin.
-        rows: sequences at a time.
-        prefill_tokens: prompt tokens that go through the model at a time.
-        lag: draws that come before the host reads what may have ended a response; the results are the same.
+        sequences: sequences in the order in which they start.
+        rows: maximum number of concurrent sequences.
+        prefill_tokens: maximum number of prompt tokens in a forward pass.
+        lag: number of steps after which the host reads whether a response has ended. It does not affect results.
     """
 
     def __init__(
@@ -132,15 +133,15 @@ class ContinuousBatch:
         self.rows, self.prefill_tokens, self.lag = rows, prefill_tokens, lag
         self.all, self.queue, self.going = list(sequences), deque(sequences), list[RunningSequence]()
         self.cache = KeyValueCache(decoder)
-        # Of each going sequence: its last token, that one's position, and what its random numbers are made of.
+        # For each running sequence: its last token, the token's position, and the state of its random numbers.
         self.state = torch.zeros(3, 0, dtype=torch.long, device=platform.device())
         self.stop_token_ids = platform.to_device(params.stop_token_ids)
         self.history, self.looks = list[SamplingBatch](), deque[_Look]()
         self.steps_ahead = 0
-        """For which the cache is arranged, unless the sequences change."""
+        """Number of steps for which the cache is arranged, if the sequences do not change."""
 
     def run(self) -> list[Response]:
-        """All sequences to their ends; the responses, for which the host waits once."""
+        """Generate all sequences and return the responses; the host waits for them once."""
         while self.queue or self.going:
             self._admit()
             if self.going:
@@ -153,7 +154,7 @@ class ContinuousBatch:
     # ------------------------------------------------------------ steps
 
     def _step(self) -> None:
-        """Draw a further token for each sequence."""
+        """Sample a further token for each sequence."""
         if not self.steps_ahead:
             self._make_room()
         self.steps_ahead -= 1
@@ -166,7 +167,7 @@ class ContinuousBatch:
         self.state = torch.stack((tokens, positions + 1, states))
 
     def _make_room(self) -> None:
-        """Blocks for some steps to come; all but the last token of a response are fed to the model."""
+        """Allocate blocks for the next steps; all response tokens except the last are inputs of the model."""
         for s in self.going:
             needed = min(len(s) + LOOK_AHEAD, len(s.prompt) + s.limit - 1)
             s.blocks += self.cache.blocks.take(max(0, blocks_for(needed) - len(s.blocks)))
@@ -181,7 +182,7 @@ class ContinuousBatch:
         states: Int64[Tensor, " n"],
         draws: SamplingBatch,
     ) -> Int64[Tensor, " n"]:
-        """A token each, for these positions, from the states of the tokens before them."""
+        """Sample a token for each of these positions, from the states of the preceding tokens."""
         tokens, logprobs = self._sampled(x, positions, states)
         draws.tokens.append(tokens)
         draws.logprobs.append(logprobs)
@@ -196,7 +197,7 @@ class ContinuousBatch:
         return tokens
 
     def _sampled(self, x: Tensor, positions: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [n] and their log-probabilities [n] fp32, on every stage."""
+        """Return tokens [n] and their log-probabilities [n] fp32, on every stage."""
         topology, params = self.decoder.topology, self.params
         if topology.is_last_stage:
             uniform = None if params.greedy else uniforms(states, positions)
@@ -210,7 +211,7 @@ class ContinuousBatch:
         return drawn[0].long(), drawn[1].float()
 
     def _look(self, lag: int) -> None:
-        """Note who has ended, as of all draws but the last `lag`; every rank of a replica as of the same ones."""
+        """Mark sequences that ended before the last `lag` steps; they are the same on every rank of a replica."""
         while len(self.looks) > lag:
             look = self.looks.popleft()
             stopped = look.stopped.read().tolist()
@@ -219,10 +220,10 @@ class ContinuousBatch:
                 if s.ended_at is None and (stop or (look.tokens is not None and self.stop_strings.end(s, token))):
                     s.ended_at = drawn
 
-    # ------------------------------------------------------------ sequences come and go
+    # ------------------------------------------------------------ admission and removal of sequences
 
     def _admit(self) -> None:
-        """Queued sequences into free rows, each with its first token."""
+        """Move queued sequences into free rows, each with its first token."""
         while self.queue and len(self.going) < self.rows:
             new = self._begin()
             numbers = platform.to_device([[len(s.prompt) for s in new], [s.sample_id for s in new]])
@@ -233,7 +234,7 @@ class ContinuousBatch:
             self._arrange([*self.going, *new], torch.cat((self.state, state), dim=1))
 
     def _begin(self) -> list[RunningSequence]:
-        """The next ones of the queue, their prompts in the cache; of equal prompts one goes through the model."""
+        """Return the next sequences of the queue with their prompts cached; equal prompts are computed only once."""
         new, fresh, others = list[RunningSequence](), list[RunningSequence](), list[tuple[RunningSequence, ...]]()
         having, tokens = {s.prompt: s for s in self.going}, 0
         while self.queue and len(self.going) + len(new) < self.rows:
@@ -276,7 +277,7 @@ class ContinuousBatch:
             self.cache.copy([source for source, _ in copied], [own for _, own in copied])
 
     def _arrange(self, sequences: Sequence[RunningSequence], state: Tensor) -> None:
-        """Go on with those that are not over, the longest first; the others give their blocks back."""
+        """Continue the unfinished sequences, longest first; release the blocks of the others."""
         for s in sequences:
             if s.is_over:
                 self.cache.blocks.give_back(s.blocks)
@@ -291,7 +292,7 @@ class ContinuousBatch:
         self._new_draws(self.going)
 
     def _new_draws(self, sequences: Sequence[RunningSequence]) -> SamplingBatch:
-        """Return the positions of the next tokens of these sequences."""
+        """Create a sampling batch for these sequences and register their places in it."""
         draws = SamplingBatch()
         self.history.append(draws)
         for column, s in enumerate(sequences):

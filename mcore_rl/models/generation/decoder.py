@@ -1,7 +1,7 @@
-"""The decoder: the modules that train, with a core attention that reads a cache of keys and values.
+"""The decoder: the training model's modules, with a core attention that reads a key-value cache.
 
-The cache is kept in blocks that sequences take as they grow (arXiv:2309.06180). The host knows which block holds what,
-as it knows all lengths, so nothing here waits for the device.
+The cache consists of blocks that sequences allocate as they grow (arXiv:2309.06180). The host keeps the block tables
+and all lengths, so nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from mcore_rl.models.megatron.layers import GenerationFastPath, linear
 from mcore_rl.models.megatron.moe import routers_of
 
 BLOCK_SIZE = 64
-"""Tokens of a block."""
+"""Number of tokens in a block."""
 GROWTH = 4
-"""The cache grows by a 4th of itself at least, as each growth copies what is there."""
+"""The cache grows by at least 1/GROWTH of its size, because each growth copies its contents."""
 
 
 def blocks_for(num_tokens: int) -> int:
-    """How many blocks hold so many tokens."""
+    """Return the number of blocks for this number of tokens."""
     return -(-num_tokens // BLOCK_SIZE)
 
 
 class Blocks:
-    """Numbers of blocks: which are free, and how many sequences have each of the others."""
+    """Allocation of block numbers: the free blocks, and the number of sequences that use each other block."""
 
     def __init__(self) -> None:
         self.users: list[int] = []
@@ -56,7 +56,7 @@ class Blocks:
         return taken
 
     def share(self, blocks: Sequence[int]) -> list[int]:
-        """The same, which one more sequence has now."""
+        """Add a user to these blocks and return them."""
         for block in blocks:
             self.users[block] += 1
         return list(blocks)
@@ -71,9 +71,9 @@ class Blocks:
 
 @dataclass
 class _Part:
-    """Sequences whose keys and values are gathered at a time.
+    """Sequences whose keys and values are gathered together.
 
-    rows: which of all they are; longest: tokens of the first; table: [rows, blocks] of that many tokens each.
+    rows: their range among all sequences. longest: length of the first, in tokens. table: [rows, blocks] for it.
     """
 
     rows: slice
@@ -84,9 +84,9 @@ class _Part:
 class KeyValueCache:
     """The cache of this rank's layers.
 
-    storage: of each layer [blocks, BLOCK_SIZE, 2, groups, head_dim], keys and values.
+    storage: for each layer [blocks, BLOCK_SIZE, 2, groups, head_dim], keys and values.
 
-    A sequence has a list of blocks, whose order is that of its tokens. It takes them of `blocks`, and gives them back.
+    A sequence has a list of blocks in the order of its tokens. It takes them from `blocks`, and gives them back.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -99,7 +99,7 @@ class KeyValueCache:
         self.lengths: list[int] = []
 
     def prefill(self, prompts: Sequence[Sequence[int]], held: Sequence[Sequence[int]]) -> Float[Tensor, "n hidden"]:
-        """Run whole prompts, packed, each into the blocks that it has; final states of their last tokens."""
+        """Run whole prompts, packed, each into its blocks; return the final states of their last tokens."""
         self._fit()
         lengths = tuple(map(len, prompts))
         layout = PackLayout.pack(lengths)
@@ -118,25 +118,25 @@ class KeyValueCache:
         return self.decoder.forward(tokens, positions, attend)[last]
 
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy blocks to others."""
+        """Copy blocks to other blocks."""
         self._fit()
         blocks = platform.to_device([sources, destinations])
         for storage in self.storage:
             storage[blocks[1]] = storage[blocks[0]]
 
     def arrange(self, held: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
-        """Take these sequences' blocks for the steps to come, and their lengths, the longest first, for the next one.
+        """Set the sequences' blocks for the coming steps, and their lengths for the next step, longest first.
 
-        Until the next call all grow by one token a step, for which they must have room.
+        Until the next call all sequences grow by one token per step, for which their blocks must have room.
         """
         self._fit()
         width = max(map(len, held))
-        # Behind a sequence's own stands block 0: something finite, which nobody sees.
+        # Rows are padded with block 0, whose values are finite and masked.
         table = torch.tensor([[*blocks, *[0] * (width - len(blocks))] for blocks in held])
         self.table, self.lengths = platform.to_device(table), list(lengths)
 
     def step(self, tokens: Int64[Tensor, " n"], positions: Int64[Tensor, " n"]) -> Float[Tensor, "n hidden"]:
-        """Attend from the last token of each arranged sequence; final states."""
+        """Run the last token of each arranged sequence; return the final states."""
         parts = self._parts()
         slots = self.table.gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0] * BLOCK_SIZE + positions % BLOCK_SIZE
         behind = positions[:, None] - torch.arange(self.lengths[0], device=positions.device)
@@ -152,11 +152,11 @@ class KeyValueCache:
         return x
 
     def _attend(self, layer: int, part: _Part, query: Tensor, seen: Tensor) -> Tensor:
-        """[n, heads, d] queries of all → [count, heads · d] of a part."""
+        """Compute attention of one part: all sequences' queries [n, heads, d] → [count, heads · d]."""
         gathered, table = self.gathered[: part.table.numel()], part.table
         torch.index_select(self.storage[layer], 0, table.flatten(), out=gathered)
         keys, values = gathered.unflatten(0, table.shape).flatten(1, 2)[:, : part.longest].transpose(1, 3).unbind(2)
-        # The query heads of a group go for positions: all of them see the same keys.
+        # The query heads of a group take the place of positions, because all of them see the same keys.
         attended = F.scaled_dot_product_attention(
             query[part.rows].unflatten(1, (self.decoder.groups, -1)),
             keys,
@@ -167,8 +167,8 @@ class KeyValueCache:
         return attended.flatten(1)
 
     def _parts(self) -> list[_Part]:
-        """All sequences, few enough at a time that a layer's keys and values of them are not much to gather: padded to
-        the longest, they take more than the cache itself where lengths are skewed."""
+        """Divide the sequences into parts whose keys and values for a layer are small to gather. Padded to the longest
+        sequence, skewed lengths would otherwise need more memory than the cache."""
         parts: list[_Part] = []
         first, limit = 0, CHUNK_BYTES[platform.device().type] // self.token_bytes
         while first < len(self.lengths):
@@ -181,20 +181,20 @@ class KeyValueCache:
         return parts
 
     def _write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Keys and values [T, groups, d] into places [T] among the tokens of all blocks."""
+        """Write keys and values [T, groups, d] to places [T] among the tokens of all blocks."""
         self.storage[layer].flatten(0, 1).index_copy_(0, slots, torch.stack((key, value), dim=1))
 
     def _fit(self) -> None:
-        """As much storage as there are blocks. A layer at a time, so that what is copied is never there twice."""
+        """Grow the storage to the number of blocks. Layers grow one after the other to limit the memory of copies."""
         if self.storage and (more := len(self.blocks.users) - len(self.storage[0])):
             for layer, old in enumerate(self.storage):
-                # Zeros: what lies behind a sequence's end is weighted by 0, which a NaN would survive.
+                # Zeros are needed because values after a sequence's end have weight 0, and 0 · NaN is NaN.
                 self.storage[layer] = old.new_zeros(len(old) + more, *old.shape[1:])
                 self.storage[layer][: len(old)] = old
 
 
 def _each_token(blocks: Sequence[int], length: int) -> list[int]:
-    """The block of each of a sequence's first tokens."""
+    """Return the block of each of a sequence's first `length` tokens."""
     return [block for block in blocks for _ in range(BLOCK_SIZE)][:length]
 
 
@@ -204,32 +204,32 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class CachedAttention(torch.nn.Module):
-    """In place of a layer's core attention while sequences are generated."""
+    """Replacement of a layer's core attention during generation."""
 
     def __init__(self, decoder: Decoder, layer: int) -> None:
         super().__init__()
-        self.decoder, self.layer = [decoder], layer  # in a list: not a part of this module
+        self.decoder, self.layer = [decoder], layer  # the list keeps the decoder from becoming a submodule
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[T, heads, d] queries and [T, groups, d] keys and values → [T, heads · d]."""
+        """Map queries [T, heads, d] and keys and values [T, groups, d] to [T, heads · d]."""
         return self.decoder[0].attend(self.layer, query, key, value)
 
 
 class Decoder:
-    """This rank's chunks of the model, run on a few tokens at a time.
+    """This rank's chunks of the model, run on a few tokens per step.
 
-    Replicas that share out experts must run the model equally often: one that has no sequences left runs it on
-    nothing as long as others go on (`run_idle`).
+    Replicas that share experts must run the model equally often. A replica without sequences therefore runs it on no
+    tokens while others continue (`run_idle`).
     """
 
     attend: Attend
     routed: Tensor
-    """Experts of the last pass's tokens, [T, layers with experts on this rank, topk], if they are to be recorded."""
+    """Experts of the last pass's tokens, [T, layers with experts on this rank, topk], if experts are recorded."""
 
     def __init__(self, model: ModelShard, record_experts: bool = False) -> None:
         self.model, self.topology, family = model, model.topology, model.family
         tp = self.topology.tensor.size
-        # Where there are fewer key-value heads than ranks, several share one of them and split its queries.
+        # Several ranks share a key-value head, and divide its queries, if there are fewer heads than ranks.
         self.groups, self.head_dim = max(1, family.num_query_groups // tp), family.head_dim
         self.windows = [family.window(index) for index in model.layer_numbers()]
         self.scale = family.softmax_scale
@@ -241,7 +241,7 @@ class Decoder:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """The modules as generation wants them; inside, `forward` may be called."""
+        """Set up the modules for generation inside the context, where `forward` may be called."""
         attentions = [layer.self_attention for layer in self.layers]
         originals = [attention.core_attention for attention in attentions]
         faster = [
@@ -265,24 +265,24 @@ class Decoder:
                 attention.core_attention = original
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """All stages' layers on tokens [T]; final states [T, hidden] on the last stage, nothing of use on others."""
+        """Run all stages' layers on tokens [T]; return final states [T, hidden], valid only on the last stage."""
         if self.in_lockstep:
             self._running(1.0)
         return self._run(tokens, positions, attend)
 
     def run_idle(self) -> None:
-        """Run on nothing for as long as another replica runs."""
+        """Run the model on no tokens for as long as another replica runs it."""
         nothing = torch.zeros(0, dtype=torch.long, device=platform.device())
         while self.in_lockstep and bool(self._running(0.0) > 0):
             self._run(nothing, nothing, lambda layer, query, key, value: query.flatten(1))
 
     def _running(self, this_one: float) -> Tensor:
-        """[1] how many replicas run the model now; who runs it himself need not read it."""
+        """Return [1], the number of replicas that run the model now; a running replica need not read it."""
         runs = torch.full((1,), this_one, device=platform.device())
         return all_reduce(all_reduce(runs, self.topology.context.group), self.topology.data.group)
 
     def _run(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Tokens are padded to what sequence parallelism can share out, and to one at least."""
+        """Run the layers on tokens, padded to a multiple that sequence parallelism can shard and to at least one."""
         count, multiple = len(tokens), self.token_multiple
         padding = max(-(-count // multiple), 1) * multiple - count
         tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
@@ -325,7 +325,7 @@ class Decoder:
         torch.distributed.send(x.contiguous(), group=pipeline.group, group_dst=(pipeline.rank + 1) % pipeline.size)
 
     def logits(self, x: Tensor) -> Tensor:
-        """[n, hidden] final states → [n, Vp] fp32; −inf in the vocabulary's padding."""
+        """Map final states [n, hidden] to logits [n, Vp] in fp32; −inf in the vocabulary's padding."""
         logits = linear(x, self.model.chunks[-1].lm_head_weight()).float()
         logits[:, valid_columns(logits.shape[1], self.topology.tensor.rank, self.model.vocab_size) :] = -torch.inf
         return logits

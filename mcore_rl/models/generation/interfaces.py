@@ -20,12 +20,12 @@ from mcore_rl.errors import TrainingError, UserError
 
 
 class GenerationDatumSpec(TypedDict):
-    """Prompts.
+    """Prompts for generation.
 
     input_ids: [B, S] right-padded.
     input_lengths: [B].
-    sample_ids: [B] integers that tell samples apart: with the seed they fix the random numbers of each,
-        whatever the layout and whatever else is in the batch. The row numbers, if left out.
+    sample_ids: [B] integers that identify samples. With the seed they determine the random numbers of each sample,
+        independent of the parallel layout and of the other samples in the batch. Default: the row numbers.
     """
 
     input_ids: torch.Tensor
@@ -37,13 +37,13 @@ class GenerationOutputSpec(TypedDict):
     """Prompts with their responses.
 
     output_ids: [B, S'] prompt and response, right-padded; a stop token is part of the response.
-    logprobs: [B, S'] of the response's tokens in the distribution that they were drawn from (temperature, top-k, top-p
-        and min-p; a greedy token's in the model's own), aligned with `output_ids`; 0 elsewhere.
-    generation_lengths: [B] tokens of each response, at least 1.
-    unpadded_sequence_lengths: [B] tokens of prompt and response.
-    truncated: [B] True where the limit of new tokens ended the response.
-    routed_experts: [B, S', layers with experts, topk] int16, the experts of each token that was fed to the model, −1
-        elsewhere, such as at the last token of a response; if they are recorded.
+    logprobs: [B, S'] log-probabilities of the response's tokens in the sampling distribution (temperature, top-k, top-p
+        and min-p; for greedy tokens, the model's own distribution), aligned with `output_ids`; 0 elsewhere.
+    generation_lengths: [B] number of tokens in each response, at least 1.
+    unpadded_sequence_lengths: [B] number of tokens in prompt and response.
+    truncated: [B] True if the limit of new tokens ended the response.
+    routed_experts: [B, S', layers with experts, topk] int16, the experts of each token that was an input of the model,
+        −1 elsewhere, such as at the last token of a response; present if experts are recorded.
     """
 
     output_ids: torch.Tensor
@@ -55,11 +55,11 @@ class GenerationOutputSpec(TypedDict):
 
 
 class GenerationInterface(ABC):
-    """Something that continues prompts; every call is made on all ranks, with the same arguments.
+    """A generator of responses to prompts. Every call is made on all ranks, with the same arguments.
 
-    What is continued is the same rows on all ranks, or `LocalBatch`: then each replica has its own continued.
+    The prompts are the same rows on all ranks, or a `LocalBatch`, with which each replica generates for its own rows.
 
-    max_sequence_length: tokens of prompt and response together.
+    max_sequence_length: limit of prompt and response together, in tokens.
     """
 
     max_sequence_length: int
@@ -68,22 +68,22 @@ class GenerationInterface(ABC):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """A response to each row."""
+        """Return a response to each row."""
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Make ready for `generate` with the policy's weights as they are now; True if all went well.
+        """Prepare `generate` with the policy's current weights; return True on success.
 
         Args:
-            weight_version: a number of these weights, for a backend that keeps weights of its own.
+            weight_version: a number of these weights, for a backend with its own copy of the weights.
         """
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Release what only generation needs; True if all went well."""
+        """Release the memory that only generation needs; return True on success."""
 
     def close(self) -> None:
-        """End what was started for generation; nothing can be generated afterwards."""
+        """End everything that was started for generation; generation is impossible afterwards."""
         return None
 
 
@@ -95,11 +95,11 @@ class RequestError(TrainingError):
 class Response:
     """The continuation of one prompt.
 
-    logprobs: of its tokens.
-    ended: by a stop token or string, not by the limit of new tokens.
-    weight_versions: (version, tokens) of its tokens in their order.
-    routed_experts: [tokens of prompt and response, layers with experts, topk] int16, −1 where a token was not fed to
-        the model, such as the last; if they are recorded.
+    logprobs: log-probabilities of its tokens.
+    ended: whether a stop token or string ended it, not the limit of new tokens.
+    weight_versions: (version, number of tokens) of its tokens in order.
+    routed_experts: [tokens of prompt and response, layers with experts, topk] int16, −1 for tokens that were not inputs
+        of the model, such as the last; present if experts are recorded.
     """
 
     token_ids: list[int]
@@ -116,26 +116,26 @@ class StreamingGeneration(GenerationInterface):
     def submit(
         self, prompt: tuple[int, ...], sample_id: int, group: tuple[int, ...], greedy: bool = False
     ) -> Future[Response]:
-        """Continue one prompt, beside; not collective. Weights may change meanwhile, from one token to the next.
+        """Continue one prompt in the background; not collective. Weights may change between tokens.
 
         Args:
-            sample_id: tells samples apart, as in `generate`; of those that wait the lowest is served first.
-            group: what the prompt begins with, in common with others.
+            sample_id: identifies the sample, as in `generate`; the waiting request with the lowest id is served first.
+            group: the prompt's leading tokens that it shares with other prompts.
         """
 
 
 def prompts_to_answer(
     prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]
 ) -> BatchedDataDict[GenerationDatumSpec]:
-    """A `GenerationDatumSpec` of these prompts' tokens."""
+    """Return a `GenerationDatumSpec` of these prompts' tokens."""
     return BatchedDataDict(**padded_rows(prompts), sample_ids=torch.tensor(sample_ids, dtype=torch.long))
 
 
 def prompts_of(data: BatchedDataDict[Any], max_sequence_length: int) -> list[tuple[int, tuple[int, ...]]]:
-    """(sample id, tokens) of each row of a `GenerationDatumSpec`.
+    """Return (sample id, tokens) of each row of a `GenerationDatumSpec`.
 
     Raises:
-        UserError: a prompt that is empty, or leaves no room for a response.
+        UserError: a prompt is empty, or leaves no room for a response.
     """
     lengths = data["input_lengths"].tolist()
     sample_ids = data["sample_ids"].tolist() if "sample_ids" in data else range(len(lengths))
@@ -152,7 +152,7 @@ def prompts_of(data: BatchedDataDict[Any], max_sequence_length: int) -> list[tup
 def output_of(
     prompts: Sequence[Sequence[int]], responses: Sequence[Response], pad_token_id: int
 ) -> BatchedDataDict[GenerationOutputSpec]:
-    """Prompts and their responses, right-padded; with experts where all responses have them."""
+    """Return prompts with their responses, right-padded; with experts if all responses have them."""
     lengths = [len(prompt) + len(response.token_ids) for prompt, response in zip(prompts, responses, strict=True)]
     output_ids = torch.full((len(prompts), max(lengths, default=1)), pad_token_id)
     logprobs = torch.zeros(len(prompts), max(lengths, default=1))
@@ -174,8 +174,8 @@ def output_of(
 
 @dataclass(frozen=True)
 class ResponseTensors:
-    """sizes: (tokens, whether it ended) of each response. tokens: (id, log-probability) of each token, one response
-    after the other. Versions and experts are left out."""
+    """Responses as tensors. sizes: (tokens, whether it ended) of each response. tokens: (id, log-probability) of each
+    token, response after response. Versions and experts are not included."""
 
     sizes: Float64[Tensor, "responses 2"]
     tokens: Float64[Tensor, "tokens 2"]
@@ -187,7 +187,7 @@ class ResponseTensors:
         return cls(*(torch.tensor(rows, dtype=torch.float64).view(-1, 2) for rows in (sizes, pairs)))
 
     def responses(self) -> list[Response]:
-        """The inverse of `of`."""
+        """Convert back to responses; the inverse of `of`."""
         lengths = self.sizes[:, 0].long().tolist()
         ids, logprobs = self.tokens[:, 0].long().split(lengths), self.tokens[:, 1].split(lengths)
         ended = self.sizes[:, 1].bool().tolist()
@@ -195,7 +195,7 @@ class ResponseTensors:
 
 
 def gather_responses(own: Sequence[Response], *dimensions: ParallelDimension) -> list[Response]:
-    """Gather every rank's values along these dimensions, in rank order, the last one outermost. Collective."""
+    """Gather every rank's responses along these dimensions, in rank order, last dimension outermost. Collective."""
     tensors = ResponseTensors.of(own)
     gathered = ResponseTensors(gather_rows(tensors.sizes, *dimensions), gather_rows(tensors.tokens, *dimensions))
     return gathered.responses()
@@ -207,11 +207,11 @@ def share_responses(
     topology: Topology,
     experts: tuple[int, int] | None = None,
 ) -> list[Response]:
-    """The responses to `prompts` that the first rank of a replica has, on all of its ranks. Collective.
+    """Broadcast the responses to `prompts` from a replica's first rank to all of its ranks. Collective.
 
     Args:
-        led: not looked at on other ranks.
-        experts: (layers, topk) of those that come with the responses; None without any.
+        led: the responses; ignored on other ranks.
+        experts: (layers, topk) of experts in the responses; None without experts.
     """
     sizes, tokens = torch.zeros(len(prompts), 2, dtype=torch.float64), torch.zeros(0, 2, dtype=torch.float64)
     if topology.leads_replica:

@@ -1,8 +1,8 @@
 """Generation by the training model itself, in the training processes.
 
-Data- and context-parallel ranks are replicas that share the prompts out; the tensor- and pipeline-parallel
-ranks of a replica run the same steps. A replica keeps up to `max_batch_size` sequences going (`ContinuousBatch`).
-A prompt that is being answered already (the others of its group) does not go through the model again.
+Data- and context-parallel ranks are replicas that divide the prompts. The tensor- and pipeline-parallel ranks of a
+replica run the same steps. A replica runs up to `max_batch_size` sequences at once (`ContinuousBatch`). A prompt that
+is already being answered (the others of its group) is not computed again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mcore_rl.models.megatron.families.mixtures import Mixture
 
 
 class TrainedHere(Protocol):
-    """The methods of a policy that gives up memory while its model generates."""
+    """The methods of a policy that releases memory while its model generates."""
 
     def offload_before_refit(self) -> int: ...
 
@@ -46,20 +46,20 @@ class TrainedHere(Protocol):
 
 
 class MegatronGeneration(GenerationInterface):
-    """Continues prompts with the weights of a model that may go on being trained.
+    """Generation with the weights of a model in training.
 
     Args:
-        params: how tokens are drawn.
-        max_sequence_length: of prompt and response together.
+        params: sampling parameters.
+        max_sequence_length: limit of prompt and response together, in tokens.
         tokenizer: decodes the ends of responses, for stop strings.
-        max_batch_size: sequences that a replica runs at a time.
-        prefill_tokens: prompt tokens that go through the model at a time.
-        record_experts: give the experts of every token back.
+        max_batch_size: maximum number of concurrent sequences of a replica.
+        prefill_tokens: maximum number of prompt tokens in a forward pass.
+        record_experts: return the experts of every token.
 
-    lag: of `ContinuousBatch`. makes_room: the policy that gives up its gradients and its optimizer's state meanwhile.
+    lag: see `ContinuousBatch`. makes_room: the policy that releases its gradients and optimizer state meanwhile.
 
     Raises:
-        UserError: experts are to be recorded of a model that has none.
+        UserError: `record_experts` is set and the model has no experts.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class MegatronGeneration(GenerationInterface):
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """End generation; with `makes_room` the policy gets all its memory back."""
+        """End generation; with `makes_room` the policy's memory is restored."""
         if self.makes_room is not None:
             self.makes_room.prepare_for_training()
         return True
@@ -102,14 +102,14 @@ class MegatronGeneration(GenerationInterface):
         greedy: bool = False,
         max_new_tokens: Sequence[int] | None = None,
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """A response to each row; collective, also for a replica that has none of its own.
+        """Return a response to each row. Collective, also for a replica without rows.
 
         Args:
-            greedy: take the likeliest token whatever the temperature.
-            max_new_tokens: a limit of each row's own; that of the sampling parameters if left out.
+            greedy: take the most likely token, independent of the temperature.
+            max_new_tokens: a limit for each row; by default the limit of the sampling parameters.
 
         Raises:
-            UserError: a prompt that is empty, or leaves no room for a response.
+            UserError: a prompt is empty, or leaves no room for a response.
         """
         self.model.finish_param_gather()
         params = replace(self.params, temperature=0.0) if greedy else self.params
@@ -119,7 +119,7 @@ class MegatronGeneration(GenerationInterface):
             [self.topology.context] if isinstance(data, LocalBatch) else [self.topology.data, self.topology.context]
         )
         places = range(len(asked))
-        for dimension in sharing:  # neighbours: equal prompts, which go through the model once
+        for dimension in sharing:  # ranks get neighbouring rows, because equal prompts are computed once per rank
             places = dimension.part_of(places)
         mine = []
         for row in places:
@@ -144,8 +144,8 @@ class MegatronGeneration(GenerationInterface):
         prompts: list[tuple[int, ...]],
         sharing: Sequence[ParallelDimension],
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """The sequences of all ranks that share them out."""
-        # Parts are of neighbours, so that the ranks' order is that of the rows.
+        """Gather the sequences of all ranks that divide them."""
+        # Parts consist of neighbouring rows, so rank order is row order.
         gathered = gather_responses(responses, *reversed(sharing))
         collected = output_of(prompts, gathered, self.tokenizer.pad_token_id)
         if self.record_experts:
@@ -155,9 +155,9 @@ class MegatronGeneration(GenerationInterface):
     def _collect_experts(
         self, mine: list[RunningSequence], collected: BatchedDataDict[Any], sharing: Sequence[ParallelDimension]
     ) -> Tensor:
-        """As `_collect`, of every stage; [B, S', layers with experts, topk] int16.
+        """Gather experts of every stage as in `_collect`; return [B, S', layers with experts, topk] int16.
 
-        Known are those of all tokens but a response's last, which was not fed to the model.
+        Each token has experts except a response's last token, which was not an input of the model.
         """
         assert isinstance(self.family, Mixture)
         experts, layers = self.family.experts, [router.index for router in self.decoder.routers]
@@ -179,7 +179,7 @@ class MegatronGeneration(GenerationInterface):
 
 
 def sampling_params_of(config: RLConfig, tokenizer: Any) -> SamplingParams:
-    """How the configuration has tokens drawn."""
+    """Return the sampling parameters of the configuration."""
     options = config.rollouts
     return SamplingParams(
         max_new_tokens=options.max_new_tokens,
@@ -194,7 +194,7 @@ def sampling_params_of(config: RLConfig, tokenizer: Any) -> SamplingParams:
 
 
 def megatron_generation_of(config: RLConfig, policy: Any, tokenizer: Any) -> MegatronGeneration:
-    """Generation by the model of `policy`, a `MegatronPolicy`, as the configuration says."""
+    """Return generation with the model of `policy`, a `MegatronPolicy`, by the configuration's options."""
     generation = MegatronGeneration(
         policy.model,
         sampling_params_of(config, tokenizer),

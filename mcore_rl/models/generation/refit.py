@@ -1,9 +1,9 @@
-"""The policy's weights for an inference engine, as Hugging Face tensors, bucket by bucket.
+"""Transfer of the policy's weights to an inference engine, as Hugging Face tensors in buckets.
 
-By collective: the policy's first rank and the engine's processes share a group of their own. Each bucket is
-a header (number of tensors, bytes), the tensors' numbers in the refit info, and their bytes one after the
-other. By IPC: each bucket is one block of shared memory on every GPU of the policy, or of the host where there is
-none. Peak extra memory is a bucket and the largest tensor.
+By collective: the policy's first rank and the engine's processes share a process group. Each bucket consists of a
+header (number of tensors, bytes), the tensors' numbers in the refit info, and their concatenated bytes. By IPC: each
+bucket is one block of shared memory on every GPU of the policy, or on the host without a GPU. The peak of additional
+memory is a bucket and the largest tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from mcore_rl import platform
 
 RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Name → shape and precision; a tensor's number is its place in it."""
+"""Map from name to shape and precision; a tensor's number is its index in the map."""
 
 HEADER_NUMBERS = 2
 
@@ -33,15 +33,15 @@ def encode_refit_info(info: RefitInfo) -> dict[str, Any]:
 
 
 def decode_refit_info(encoded: Mapping[str, Any]) -> RefitInfo:
-    """The inverse of `encode_refit_info`."""
+    """Convert back from the values of `encode_refit_info`."""
     return {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in encoded.items()}
 
 
 class RefitStore:
-    """Where the processes of a group find each other. The first rank listens, on `ip` alone.
+    """The store through which the processes of a group connect. The first rank listens, only on `ip`.
 
     Args:
-        port: that the first rank listens on; 0 for any that is free.
+        port: port on which the first rank listens; 0 for any free port.
     """
 
     def __init__(self, ip: str, port: int, rank: int, timeout: float) -> None:
@@ -57,22 +57,22 @@ class RefitStore:
 
 
 def local_address(ip: str) -> str:
-    """The address of this machine by which it is reached from `ip`; nothing is sent."""
+    """Return the address of this machine that connects to `ip`; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((ip, 9))
         return str(probe.getsockname()[0])
 
 
 class RefitGroup:
-    """A process group beside the default one: the policy's first rank is rank 0, the engine's processes follow.
+    """A process group of the policy's first rank, which is rank 0, and the engine's processes.
 
-    Collective over all of them.
+    It is independent of the default group. Its methods are collective over all of its processes.
 
     Args:
-        on_host: send tensors in the host's memory, by gloo. NCCL takes no two processes on one GPU.
+        on_host: send tensors in the host's memory, with gloo. NCCL does not support two processes on one GPU.
 
     Raises:
-        RuntimeError: not all processes came within the store's time, which every broadcast has too.
+        RuntimeError: some processes did not join within the store's timeout, which also limits every broadcast.
     """
 
     def __init__(self, store: RefitStore, world_size: int, on_host: bool = False) -> None:
@@ -82,7 +82,7 @@ class RefitGroup:
             options._timeout = store.limit
             self.group = torch.distributed.ProcessGroupNCCL(store.store, store.rank, world_size, options)
         else:
-            # Without a device gloo takes the address of the host's name, which others often cannot reach.
+            # Without a device gloo uses the address of the host's name, which other machines often cannot reach.
             gloo: Any = torch.distributed.ProcessGroupGloo
             options = gloo._Options()
             options._timeout = store.limit
@@ -91,23 +91,23 @@ class RefitGroup:
 
     @classmethod
     def join(cls, ip: str, port: int, rank: int, world_size: int, timeout: float = 600) -> RefitGroup:
-        """Meet the other ranks at the first one's address; `timeout` in seconds."""
+        """Join the group at the first rank's address; `timeout` is in seconds."""
         return cls(RefitStore(ip, port, rank, timeout), world_size)
 
     def begin_broadcast(self, tensor: Tensor) -> Any:
-        """Start a `broadcast`; the result's `wait()` ends it."""
+        """Start a `broadcast`; `wait()` of the result completes it."""
         return self.group.broadcast(tensor, 0)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """From rank 0, in place."""
+        """Broadcast from rank 0, in place."""
         self.begin_broadcast(tensor).wait()
         return tensor
 
 
 class RefitGroups:
-    """Several engines' groups, by name, sent to at the same time. One that fails is left out from then on.
+    """Groups of several engines, by name, with concurrent broadcasts. A group that fails is left out afterwards.
 
-    Other threads may take groups out meanwhile.
+    Other threads may remove groups at the same time.
     """
 
     def __init__(self, groups: Mapping[str, RefitGroup]) -> None:
@@ -115,12 +115,12 @@ class RefitGroups:
         self._lock = Lock()
 
     def leave_out(self, name: str) -> None:
-        """Send nothing more to this one, if it is there."""
+        """Stop sending to a group, if it exists."""
         with self._lock:
             self.groups.pop(name, None)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """From this process, rank 0 of all of them."""
+        """Broadcast from this process, which is rank 0 of all groups."""
         with self._lock:
             groups = list(self.groups.items())
         begun = [(name, self._try(name, group.begin_broadcast, tensor)) for name, group in groups]
@@ -142,11 +142,11 @@ class RefitGroups:
 Broadcasts = RefitGroup | RefitGroups
 
 Places = dict[str, tuple[int, tuple[int, ...], torch.dtype]]
-"""Name → first byte, shape and precision of each tensor in a buffer."""
+"""Map from name to first byte, shape and precision of each tensor in a buffer."""
 
 
 def lay_out(info: Iterable[tuple[str, tuple[tuple[int, ...], torch.dtype]]]) -> tuple[Places, int]:
-    """Tensors one after the other: their places, and the bytes they take."""
+    """Return the places of concatenated tensors, and their total bytes."""
     places, size = {}, 0
     for name, (shape, dtype) in info:
         places[name] = (size, shape, dtype)
@@ -161,12 +161,12 @@ def _put(buffer: Tensor, start: int, tensor: Tensor) -> None:
 def _cut(buffer: Tensor, places: Places) -> Iterator[tuple[str, Tensor]]:
     for name, (start, shape, dtype) in places.items():
         size = torch.Size(shape).numel() * dtype.itemsize
-        # A copy begins at an address that every precision can be read from.
+        # The copy has an aligned address, from which every precision can be read.
         yield name, buffer[start : start + size].clone().view(dtype).view(shape)
 
 
 class Bucket:
-    """Tensors' bytes, one after the other in a buffer of `budget` bytes."""
+    """The concatenated bytes of tensors in a buffer of `budget` bytes."""
 
     def __init__(self, budget: int) -> None:
         self.budget, self.filled = budget, 0
@@ -177,7 +177,7 @@ class Bucket:
         return self.filled + tensor.nbytes <= self.budget
 
     def add(self, number: int, tensor: Tensor) -> None:
-        """A copy of the tensor, for which there must be room."""
+        """Copy a tensor into the bucket, which must have room for it."""
         if not self.buffer.numel():
             self.buffer = torch.empty(self.budget, dtype=torch.uint8, device=tensor.device)
         _put(self.buffer, self.filled, tensor)
@@ -185,7 +185,7 @@ class Bucket:
         self.filled += tensor.nbytes
 
     def send(self, group: Broadcasts) -> None:
-        """Broadcast what is in it, if anything; it is empty afterwards."""
+        """Broadcast the contents, if there are any, and empty the bucket."""
         if self.numbers:
             _send(self.numbers, self.buffer[: self.filled], group)
         self.numbers, self.filled = [], 0
@@ -198,7 +198,7 @@ def _send(numbers: list[int], payload: Tensor, group: Broadcasts) -> None:
 
 
 def send_weights(tensors: Iterable[tuple[str, Tensor]], info: RefitInfo, group: Broadcasts | None, budget: int) -> None:
-    """Broadcast every tensor; where `group` is None, only take part in producing them."""
+    """Broadcast every tensor; if `group` is None, only take part in producing them."""
     bucket, numbers = Bucket(budget), {name: number for number, name in enumerate(info)}
     for name, tensor in tensors:
         if group is None:
@@ -207,14 +207,14 @@ def send_weights(tensors: Iterable[tuple[str, Tensor]], info: RefitInfo, group: 
             bucket.send(group)
         if bucket.has_room(tensor):
             bucket.add(numbers[name], tensor)
-        else:  # larger than a bucket: it goes as it is
+        else:  # larger than a bucket: it is sent alone
             _send([numbers[name]], tensor.contiguous().view(-1).view(torch.uint8), group)
     if group is not None:
         bucket.send(group)
 
 
 def plan_buckets(info: RefitInfo, budget: int) -> list[list[str]]:
-    """Names of the tensors of each bucket of at most `budget` bytes."""
+    """Return the names of the tensors in each bucket of at most `budget` bytes."""
     buckets: list[list[str]] = []
     room = 0
     for name, (shape, dtype) in info.items():
@@ -228,7 +228,7 @@ def plan_buckets(info: RefitInfo, budget: int) -> list[list[str]]:
 
 
 class SharedBucket:
-    """Named tensors in one block of shared memory, each written when it is there.
+    """Named tensors in one block of shared memory, written one after the other.
 
     Raises:
         ValueError: `info` is empty.
@@ -253,12 +253,12 @@ class SharedBucket:
         _put(self._buffer, self.places[name][0], tensor)
 
     def handle(self) -> dict[str, Any]:
-        """Return the handles for `RefitReceiver.update_weights_from_ipc_handles`, once all tensors are written."""
+        """Return the handles for `RefitReceiver.update_weights_from_ipc_handles`, after all tensors are written."""
         platform.synchronize()
         return {**self._where, "tensors": self.places}
 
     def release(self) -> None:
-        """The memory; whoever still reads it on this host keeps it until then."""
+        """Release the memory; a reader on this host keeps its mapping until it closes it."""
         del self._buffer
         if self._memory is not None:
             self._memory.close()
@@ -266,16 +266,16 @@ class SharedBucket:
 
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
-"""Takes (Hugging Face name, tensor) pairs; the tensors are gone afterwards."""
+"""Function of (Hugging Face name, tensor) pairs; the tensors are invalid after the call."""
 
 
 class RefitReceiver:
-    """The engine's side, in one of its processes.
+    """The receiver of weights in one of the engine's processes.
 
     Args:
         load_weights: sets the engine's weights, such as vLLM's `model.load_weights`.
-        info: what the policy's `prepare_refit_info` gave.
-        device: that the weights come to; the process's current GPU, or the CPU, if left out.
+        info: result of the policy's `prepare_refit_info`.
+        device: destination of the weights; by default the process's current GPU, or the CPU.
     """
 
     def __init__(self, load_weights: LoadWeights, info: RefitInfo, device: torch.device | str | None = None) -> None:
@@ -284,12 +284,12 @@ class RefitReceiver:
         self.group: RefitGroup | None = None
 
     def init_collective(self, ip: str, port: int, rank: int, world_size: int, timeout: float = 600) -> None:
-        """Join the policy's group; ranks begin at 1, the policy is 0."""
+        """Join the policy's group; the engine's ranks start at 1, the policy has rank 0."""
         on_host = self.device.type == "cpu"
         self.group = RefitGroup(RefitStore(ip, port, rank, timeout), world_size, on_host)
 
     def update_weights_from_collective(self) -> None:
-        """Receive all weights; runs beside the policy's `broadcast_weights_for_collective`.
+        """Receive all weights while the policy runs `broadcast_weights_for_collective`.
 
         Raises:
             RuntimeError: `init_collective` was not called.
@@ -306,13 +306,13 @@ class RefitReceiver:
             received += count
 
     def update_weights_from_ipc_handles(self, handles: Mapping[str, Any]) -> None:
-        """Take one bucket from the shared memory of this process's device.
+        """Load one bucket from the shared memory of this process's device.
 
         Args:
-            handles: what the policy's first rank got from `get_weights_ipc_handles`.
+            handles: result of `get_weights_ipc_handles` on the policy's first rank.
 
         Raises:
-            ValueError: there is none on this device.
+            ValueError: there is no handle for this device.
         """
         own = platform.device_id(self.device)
         if own not in handles:
@@ -326,14 +326,14 @@ class RefitReceiver:
             platform.synchronize(self.device)
             return
         memory = shared_memory.SharedMemory(handle["shared_memory"])
-        # Attaching registers the block here too; it is its maker's to remove.
+        # Attaching also registers the block here, but only its creator may remove it.
         resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]
         self.load_weights(_cut(torch.frombuffer(memory.buf, dtype=torch.uint8), handle["tensors"]))
         memory.close()
 
 
 def _open_on(device: torch.device, rebuild: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
-    """Another process's block; its number of the device may be another."""
+    """Open another process's block of GPU memory on this process's index of the device."""
     call = inspect.signature(rebuild).bind(*arguments)
     call.arguments["storage_device"] = platform.device_index(device)
     return rebuild(*call.args, **call.kwargs)

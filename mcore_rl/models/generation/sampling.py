@@ -1,8 +1,8 @@
-"""The next token from vocabulary shards: the vocabulary is never gathered.
+"""Sampling of the next token from vocabulary shards, without gathering the vocabulary.
 
-Every filter (top-k, top-p, min-p) is one threshold per row, found with a few numbers a rank. A token is
-drawn by its place in the cumulative distribution over token ids, from one uniform number per row that is a
-function of seed, sample and position alone; so a sample is the same under every layout.
+Every filter (top-k, top-p, min-p) is one threshold per row, computed with a few numbers per rank. A token is sampled by
+its place in the cumulative distribution over token ids, with one uniform number per row. That number depends only on
+seed, sample and position, so a sample is the same under every parallel layout.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mcore_rl.distributed.logprobs import local_targets, vocab_parallel_topk
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn.
+    """Sampling parameters.
 
     temperature: divides the logits; 0 is greedy.
-    top_k: the k likeliest tokens; None for all.
-    top_p: the fewest likeliest tokens whose probabilities make up this much.
-    min_p: tokens at least this likely relative to the likeliest.
-    max_new_tokens: length of a response at most, its stop token included.
+    top_k: sample only the k most likely tokens; None for all.
+    top_p: sample only the smallest set of most likely tokens with at least this probability.
+    min_p: sample only tokens at least this likely relative to the most likely token.
+    max_new_tokens: maximum length of a response, including its stop token.
     stop_token_ids: tokens that end a response, and are part of it.
     stop_strings: texts that end a response, and are part of it.
-    seed: of the random numbers.
+    seed: seed of the random numbers.
     """
 
     max_new_tokens: int
@@ -48,28 +48,28 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether some tokens are never drawn."""
+        """Whether some tokens are never sampled."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     @property
     def logprob_temperature(self) -> float:
-        """The temperature under which log-probabilities are given."""
+        """Temperature of the distribution in which log-probabilities are returned."""
         return 1.0 if self.greedy else self.temperature
 
 
 def sample(
     logits: Tensor, uniform: Tensor | None, params: SamplingParams, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row. The host waits for nothing.
+    """Sample one token per row, without a wait of the host.
 
     Args:
         logits: [n, Vp] fp32, this rank's columns; −inf in the vocabulary's padding.
-        uniform: [n] float64 in [0, 1); not needed where the choice is greedy.
-        group: the tensor-parallel group, whose ranks hold the vocabulary's columns in their order.
+        uniform: [n] float64 in [0, 1); not needed for greedy sampling.
+        group: the tensor-parallel group, whose ranks hold the vocabulary's columns in order.
 
     Returns:
-        token ids [n] and their log-probabilities [n] fp32 in the distribution that they are drawn from (temperature
-        and filters; the likeliest token's in the model's own), the same on all ranks.
+        token ids [n] and their log-probabilities [n] fp32 in the sampling distribution (temperature and filters; for
+        greedy sampling, the model's own distribution), the same on all ranks.
     """
     logprobs = _log_softmax(logits / params.logprob_temperature, group)
     if params.greedy:
@@ -90,18 +90,18 @@ def random_states(seed: int, samples: Int64[Tensor, " n"]) -> Int64[Tensor, " n"
 
 
 def uniforms(states: Int64[Tensor, " n"], positions: Int64[Tensor, " n"]) -> Float64[Tensor, " n"]:
-    """In [0, 1): a hash of (seed, sample, position), by SplitMix64 (doi:10.1145/2714064.2660195), on any device.
+    """Return hashes of (seed, sample, position) in [0, 1), by SplitMix64 (doi:10.1145/2714064.2660195), on any device.
 
-    Products and sums of int64 wrap as those of the algorithm's uint64 do; what differs is shifts to the right.
+    Products and sums of int64 wrap like the algorithm's uint64; only right shifts differ.
 
     Args:
-        states: of `random_states`.
+        states: result of `random_states`.
     """
     return _shifted(_mix(states + positions * _GOLDEN), 11).double() * 2.0**-53
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of `value` modulo 2^64."""
+    """Return the int64 with the bits of `value` modulo 2^64."""
     return (value + 2**63) % 2**64 - 2**63
 
 
@@ -116,7 +116,7 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _shifted(state: Tensor, bits: int) -> Tensor:
-    """To the right, zeros coming in: torch's own shift of int64 repeats the sign."""
+    """Shift right and fill with zeros: torch's own right shift of int64 repeats the sign."""
     return (state >> bits) & (2 ** (64 - bits) - 1)
 
 
@@ -127,7 +127,7 @@ def _log_softmax(logits: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _argmax(logprobs: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The likeliest token; of equally likely ones the first."""
+    """Return the most likely token, the first if several are equally likely."""
     value, index = logprobs.max(-1)
     values, indices = all_gather(value, group), all_gather(index, group)
     owner = values.argmax(0)
@@ -135,7 +135,7 @@ def _argmax(logprobs: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _filtered(logprobs: Tensor, params: SamplingParams, group: ProcessGroup | None) -> Tensor:
-    """−inf for what the filters leave out, in the order in which transformers applies them."""
+    """Set tokens that the filters exclude to −inf, in the order in which transformers applies the filters."""
     if params.top_k is not None:
         best, _ = vocab_parallel_topk(logprobs, params.top_k, group)
         logprobs = _at_least(logprobs, best[:, -1])
@@ -152,18 +152,18 @@ def _at_least(logprobs: Tensor, threshold: Tensor) -> Tensor:
 
 
 MASS = 2.0**62
-"""Probabilities are added up as whole numbers of 1/MASS: the same sum in any order, so on any layout and device."""
+"""Probabilities are summed as whole multiples of 1/MASS: the sum is the same in any order, layout and device."""
 DIGIT_BITS = 8
 
 
 def _nucleus_threshold(
     logprobs: Float[Tensor, "n columns"], top_p: float, group: ProcessGroup | None
 ) -> Float[Tensor, " n"]:
-    """The highest log-probability such that tokens at least as likely make up `top_p` of the mass.
+    """Return the highest log-probability such that tokens at least as likely have `top_p` of the mass.
 
-    Exact, without a sort: the threshold's bits, in an order in which float32 values order as integers do, are found
-    eight at a time, from the mass that the tokens with each value of these bits have. Four all-reduces of [n, 256];
-    the host waits for nothing.
+    The result is exact and needs no sort. The threshold's bits are mapped so that float32 values have integer order,
+    and determined in groups of eight bits, from the mass of the tokens with each value of these bits. This takes four
+    all-reduces of [n, 256]; the host does not wait.
     """
     keys, masses = _ordered_bits(logprobs) + 2**31, (logprobs.double().exp() * MASS).long()
     found = above = wanted = torch.zeros_like(keys[:, 0])
@@ -172,7 +172,7 @@ def _nucleus_threshold(
         candidates = torch.where(keys >> (shift + DIGIT_BITS) == found[:, None], masses, 0)
         histogram = masses.new_zeros(len(keys), 2**DIGIT_BITS).scatter_add_(1, digits, candidates)
         histogram = all_reduce(histogram, group)
-        at_least = above[:, None] + histogram.flip(1).cumsum(1).flip(1)  # with this digit, or a higher one
+        at_least = above[:, None] + histogram.flip(1).cumsum(1).flip(1)  # mass with this digit or a higher one
         if shift == 32 - DIGIT_BITS:
             total = at_least[:, 0]
             wanted = torch.minimum((total.double() * top_p).long(), total)
@@ -183,7 +183,7 @@ def _nucleus_threshold(
 
 
 def _ordered_bits(x: Tensor) -> Tensor:
-    """int64 that order as the float32 values do."""
+    """Return int64 values that have the order of the float32 values."""
     bits = x.contiguous().view(torch.int32).long()
     return torch.where(bits >= 0, bits, -(2**31) - bits)
 
@@ -194,7 +194,7 @@ def _from_ordered_bits(keys: Tensor) -> Tensor:
 
 
 def _draw(logprobs: Tensor, uniform: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The token at which the cumulative distribution, over token ids, passes `uniform` of its mass."""
+    """Return the token at which the cumulative distribution over token ids exceeds `uniform` of its mass."""
     cumulative = logprobs.double().exp().cumsum(-1)
     masses = all_gather(cumulative[:, -1].contiguous(), group)  # [TP, n]
     ends = masses.cumsum(0)
@@ -203,6 +203,6 @@ def _draw(logprobs: Tensor, uniform: Tensor, group: ProcessGroup | None) -> Tens
     rank = group_rank(group)
     before = ends[rank] - masses[rank]
     index = torch.searchsorted(cumulative, (target - before)[:, None], right=True)[:, 0]
-    last = (logprobs > -torch.inf).long().cumsum(-1).argmax(-1)  # rounding must not lead past the last token
+    last = (logprobs > -torch.inf).long().cumsum(-1).argmax(-1)  # rounding must not select a token after the last one
     tokens = torch.minimum(index, last) + rank * logprobs.shape[1]
     return all_reduce(torch.where(owner == rank, tokens, 0), group)

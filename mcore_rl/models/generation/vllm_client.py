@@ -1,4 +1,4 @@
-"""The HTTP client of vLLM's servers: tokens in and out, weights, routed experts."""
+"""The HTTP client of vLLM's servers: prompts, responses, weights, routed experts."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ DTYPES = ("uint8", "uint16", "int32")
 def decode_routed_experts(
     encoded: str | None, num_tokens: int, experts: Experts
 ) -> Int16[Tensor, "tokens layers topk"]:
-    """Experts of the tokens of a prompt and its response; −1 at the last one, which was never fed to the model.
+    """Return experts of the tokens of a prompt and its response; −1 at the last token, which is not a model input.
 
     Args:
         encoded: base64 of the bytes of a .npy file: [num_tokens − 1, layers of the model, topk]. Dense layers have
-            rows too, which mean nothing and are left out here.
-        num_tokens: of prompt and response.
+            meaningless rows, which are removed here.
+        num_tokens: number of tokens in prompt and response.
 
     Raises:
-        ValueError: what is told instead, and what is expected.
+        ValueError: the value is invalid; the message contains the found and the expected value.
     """
     if encoded is None:
         raise ValueError("no routed_experts (it must run with --enable-return-routed-experts)")
@@ -52,7 +52,7 @@ def decode_routed_experts(
     if chosen.size and not 0 <= chosen.min() <= chosen.max() < experts.count:
         raise ValueError(f"routed_experts from {chosen.min()} to {chosen.max()}; there are {experts.count} experts")
     ordered = np.sort(chosen, axis=-1)
-    if (ordered[..., 1:] == ordered[..., :-1]).any():  # rows that nothing was written to are such
+    if (ordered[..., 1:] == ordered[..., :-1]).any():  # true of rows that were never written
         raise ValueError("routed_experts that name an expert twice for a token")
     return torch.from_numpy(np.pad(chosen, ((0, 1), (0, 0), (0, 0)), constant_values=-1)).short()
 
@@ -69,14 +69,14 @@ T = TypeVar("T")
 CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 30.0
 ATTEMPTS = 3
-"""A request failed although its server is well; its sample has failed."""
+"""Number of attempts for a request that fails on a healthy server, before its sample fails."""
 BUSY_SECONDS = 0.5
-"""Before a server that has no room is asked again."""
+"""Seconds before a request to a busy server is repeated."""
 BUSY = (408, 429, 503)
 
 
 class ServerError(RuntimeError):
-    """A server is gone, took too long, or has failed; another one may do what it was asked."""
+    """A server has ended, timed out or failed; another server may process the request."""
 
 
 class BusyError(ServerError):
@@ -84,7 +84,7 @@ class BusyError(ServerError):
 
 
 class WrongServerError(ServerError):
-    """A server answers by other weights than it was given, or lacks what this run needs of it."""
+    """A server uses other weights than it was sent, or lacks a feature that this run needs."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class Request:
     """A request for a response.
 
     token_ids: the prompt.
-    max_tokens: of the response.
-    seed: of its random numbers.
-    priority: the lowest is served first.
-    group: what the prompt begins with, in common with others.
+    max_tokens: limit of the response.
+    seed: seed of its random numbers.
+    priority: requests with the lowest number are served first.
+    group: the prompt's leading tokens that it shares with other prompts.
     """
 
     token_ids: tuple[int, ...]
@@ -107,7 +107,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """spans: (version, tokens) of the response's tokens in their order, versions as the servers were told them."""
+    """A response. spans: (version, number of tokens) of its tokens in order; versions are those sent to the servers."""
 
     response: Response
     spans: list[tuple[str, int]]
@@ -123,18 +123,18 @@ class _Task:
 
 
 class VLLMServer:
-    """A server.
+    """A client of one vLLM server.
 
     Args:
-        connections: requests at a time.
-        experts: of the model, if it is to tell which of them tokens go to.
+        connections: maximum number of concurrent requests.
+        experts: the model's experts, if responses must contain routed experts.
     """
 
     def __init__(self, url: str, connections: int, experts: Experts | None = None) -> None:
         self.url, self.connections, self.experts = url, connections, experts
         self._session = requests.Session()
-        self._session.trust_env = False  # a proxy is for other hosts
-        # A kept connection may be closed by the server just as it is used again, which would look like its death.
+        self._session.trust_env = False  # proxies are for other hosts
+        # The server may close a kept connection just as it is used again, which would look like a failed server.
         self._session.headers["Connection"] = "close"
 
     def get(self, path: str, seconds: float) -> Any:
@@ -144,11 +144,11 @@ class VLLMServer:
         return self._ask("POST", path, body, seconds)
 
     def _ask(self, method: str, path: str, body: Any, seconds: float) -> Any:
-        """The answer's JSON, None for an empty one.
+        """Return the answer's JSON, None for an empty answer.
 
         Raises:
-            ServerError: no answer within `seconds`, or one that tells of a failure.
-            RequestError: it says that the request is wrong.
+            ServerError: there is no answer within `seconds`, or the answer reports a failure.
+            RequestError: the server rejects the request as invalid.
         """
         try:
             limits = (min(CONNECT_SECONDS, seconds), seconds)
@@ -165,7 +165,7 @@ class VLLMServer:
         return content
 
     def is_well(self) -> bool:
-        """Whether it says so."""
+        """Return whether the server reports that it is healthy."""
         try:
             self.get("/health", HEALTH_SECONDS)
         except (ServerError, TrainingError):
@@ -173,10 +173,10 @@ class VLLMServer:
         return True
 
     def generate(self, request: Request, params: SamplingParams, seconds: float) -> Answer:
-        """A response, and what weights it is by.
+        """Return a response with the versions of the weights that generated it.
 
         Raises:
-            ServerError: as `post`; or somebody has ended the request, or the experts are not told as they should be.
+            ServerError: as in `post`; or the request was aborted, or the routed experts are missing or invalid.
         """
         body = {"token_ids": request.token_ids, "sampling_params": sampling_params(request, params)}
         (choice,) = self.post("/inference/v1/generate", body, seconds)["choices"]
@@ -205,7 +205,7 @@ def sampling_params(request: Request, params: SamplingParams) -> dict[str, Any]:
         "min_p": params.min_p,
         "seed": request.seed,
         "logprobs": 0,
-        "ignore_eos": True,  # what ends a response is said here, and nowhere else
+        "ignore_eos": True,  # only the parameters below end a response
         "stop_token_ids": list(params.stop_token_ids),
         "detokenize": bool(params.stop_strings),
     }
@@ -215,16 +215,16 @@ def sampling_params(request: Request, params: SamplingParams) -> dict[str, Any]:
 
 
 class ServerPool:
-    """Servers that share the work. One that is not well is dropped, and what it was asked is asked of another.
+    """Servers that share the requests. An unhealthy server is dropped, and its requests go to other servers.
 
-    A request that fails though its server is well is asked again, `ATTEMPTS` times in all.
+    A request that fails on a healthy server is repeated, up to `ATTEMPTS` times in all.
 
-    A server takes the next request when it has room, of the lowest priority. Those of a group, which begin alike, go to
-    one server, where they share what is computed of their beginning.
+    A server takes the waiting request with the lowest priority number when it has room. Requests of a group, which
+    share a prefix, go to one server, which computes the prefix once.
 
     Args:
-        drop: called with the URL of a server that is given up, and why.
-        seconds: that a response may take.
+        drop: called with the URL of a dropped server and the reason.
+        seconds: time limit of a response.
     """
 
     def __init__(self, servers: Iterable[VLLMServer], drop: Callable[[str, str], None], seconds: float) -> None:
@@ -237,16 +237,16 @@ class ServerPool:
         self._versions: dict[str, int] = {}
         self._announced = self._settled = -1
         for server in self.servers.values():
-            for _ in range(server.connections):  # daemons: what a server still thinks about holds no process back
+            for _ in range(server.connections):  # daemons, so that pending requests do not keep the process alive
                 Thread(target=self._serve, args=(server,), name="vllm", daemon=True).start()
         self._control = ThreadPoolExecutor(max(1, len(self.servers)), "vllm-control")
 
     # ------------------------------------------------------------ responses
 
     def submit(self, request: Request, params: SamplingParams) -> Future[Response]:
-        """A response by the weights that the servers have; by several, where these change meanwhile.
+        """Start a request; if the servers' weights change meanwhile, the response has tokens of several versions.
 
-        The future raises RequestError if the request is wrong or fails each time, TrainingError if no server is left.
+        The future raises RequestError if the request is invalid or fails each time, TrainingError if no server is left.
         """
         task = _Task(request, params, Future())
         with self._changed:
@@ -258,12 +258,12 @@ class ServerPool:
         return task.future
 
     def announce(self, name: str, number: int) -> None:
-        """The servers get weights of this name and number from now on, until `settle`."""
+        """Declare that the servers get weights of this name and number, until `settle`."""
         with self._changed:
             self._versions[name] = self._announced = number
 
     def settle(self, servers: Collection[str]) -> None:
-        """These servers have the weights that were announced last; others are not asked any more."""
+        """Declare that these servers have the weights that were announced last; drop all other servers."""
         with self._changed:
             self._settled = self._announced
             self._homes.clear()
@@ -271,20 +271,20 @@ class ServerPool:
             self.drop(url, f"{url}: the first rank has dropped it")
 
     def _serve(self, server: VLLMServer) -> None:
-        """Serve requests over a connection."""
+        """Process requests on one connection of a server."""
         while (task := self._next_for(server.url)) is not None:
             oldest = self._settled
             try:
                 response = self._checked(server, server.generate(task.request, task.params, self._seconds), oldest)
             except ServerError as error:
                 self._take_back(server, task, error)
-            except Exception as error:  # the request's own
+            except Exception as error:  # an error of this request
                 _resolve(task.future, error)
             else:
                 _resolve(task.future, response)
 
     def _take_back(self, server: VLLMServer, task: _Task, error: ServerError) -> None:
-        """Have a failed request asked again, unless that was tried often enough; drop a server that is not well."""
+        """Repeat a failed request unless it was repeated often enough; drop an unhealthy server."""
         is_lost = isinstance(error, WrongServerError) or not server.is_well()
         if not is_lost and isinstance(error, BusyError):
             now = time.monotonic()
@@ -306,7 +306,7 @@ class ServerPool:
             self.drop(server.url, str(error))
 
     def _next_for(self, url: str) -> _Task | None:
-        """Return the next request for this server; None when it gets no more."""
+        """Return the next request for this server; None if the server gets no more requests."""
         with self._changed:
             while url in self.servers and not self._is_closed:
                 self._waiting = [task for task in self._waiting if not task.future.cancelled()]
@@ -318,7 +318,7 @@ class ServerPool:
         return None
 
     def _checked(self, server: VLLMServer, answer: Answer, oldest: int) -> Response:
-        """Raises WrongServerError for weights older than those at its beginning, or not of this run."""
+        """Raise WrongServerError for weights that are older than those at the request's start, or not of this run."""
         numbers = [self._versions.get(name, -1) for name, _ in answer.spans]
         if not numbers or min(numbers) < oldest:
             has = "/".join(sorted({name for name, _ in answer.spans}))
@@ -330,14 +330,14 @@ class ServerPool:
     # ------------------------------------------------------------ servers
 
     def drop(self, url: str, reason: str) -> None:
-        """Ask this server nothing from now on."""
+        """Drop a server: send it no more requests."""
         with self._changed:
             dropped = self.servers.pop(url, None) is not None
             self._homes = {group: home for group, home in self._homes.items() if home != url}
             if dropped:
                 self.last_failure = reason
             self._changed.notify_all()
-        if dropped:  # without the lock: to learn why a process has ended takes a while
+        if dropped:  # without the lock, because finding the reason why a process has ended takes time
             self._drop(url, reason)
         if not self.servers:
             self._fail_waiting()
@@ -349,7 +349,7 @@ class ServerPool:
             _resolve(task.future, self._none_left())
 
     def close(self) -> None:
-        """Ask nothing more; what is being asked is not waited for."""
+        """Send no more requests; do not wait for pending ones."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -359,7 +359,7 @@ class ServerPool:
         return TrainingError(f"no vLLM server is left; the last one's failure: {self.last_failure}")
 
     def each(self, call: Callable[[VLLMServer], T]) -> dict[str, T]:
-        """What `call` gives for each server at the same time, by URL; those that fail are dropped.
+        """Return the results of `call` for all servers concurrently, by URL; servers that fail are dropped.
 
         Raises:
             TrainingError: no server is left.
@@ -367,11 +367,11 @@ class ServerPool:
         return self.gather(self.begin_each(call))
 
     def begin_each(self, call: Callable[[VLLMServer], T]) -> dict[str, Future[T]]:
-        """Start `each`; `gather` ends it."""
+        """Start `each`; `gather` completes it."""
         return {url: self._control.submit(call, server) for url, server in list(self.servers.items())}
 
     def gather(self, begun: dict[str, Future[T]]) -> dict[str, T]:
-        """The results of what has begun, by URL."""
+        """Return the results of `begin_each`, by URL."""
         results = {}
         for url, future in begun.items():
             try:
@@ -384,7 +384,7 @@ class ServerPool:
 
 
 def _resolve(future: Future[T], result: T | Exception) -> None:
-    """Tell whoever waits; nobody may, any more."""
+    """Set a future's result or exception, unless it was cancelled."""
     if future.set_running_or_notify_cancel():
         if isinstance(result, Exception):
             future.set_exception(result)
@@ -393,14 +393,14 @@ def _resolve(future: Future[T], result: T | Exception) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """In a few words: what requests says holds the whole story of urllib3."""
+    """Return a short reason: messages of requests contain all of urllib3's details."""
     if isinstance(error, requests.Timeout):
         return "took too long"
     return "does not answer" if isinstance(error, requests.ConnectionError) else f"{type(error).__name__}"
 
 
 def _told(content: Any) -> str:
-    """The message in an answer that tells of a failure."""
+    """Return the message in an answer that reports a failure."""
     for key in ("error", "message", "detail"):
         if isinstance(content, dict) and key in content:
             return _told(content[key])

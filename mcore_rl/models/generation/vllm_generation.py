@@ -1,7 +1,7 @@
-"""Generation by vLLM's servers, which are sent the policy's weights before they answer.
+"""Generation by vLLM's servers, which receive the policy's weights before they answer.
 
-The first rank of each data-parallel replica asks the servers, beside; the very first one also sends them the weights,
-which all ranks gather. A server that fails is dropped, and the run goes on with those that are left.
+The first rank of each data-parallel replica sends requests in the background. Rank 0 also sends the servers the
+weights, which all ranks gather. A server that fails is dropped, and the run continues with the others.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ T = TypeVar("T")
 
 BUCKET_BYTES = 512 * 1024**2
 CONTROL_SECONDS = 60.0
-"""For an answer that takes no time."""
+"""Time limit in seconds of requests that take almost no time."""
 POLL_SECONDS = 0.5
 
 
 class Sender(Protocol):
-    """The methods of a policy that the servers' weights come from."""
+    """The methods of a policy that sends its weights to the servers."""
 
     model: ModelShard
     topology: Topology
@@ -80,14 +80,14 @@ class Sender(Protocol):
 
 
 class VLLMGeneration(StreamingGeneration):
-    """Continues prompts by servers that are started here, or that the configuration names.
+    """Generation by servers that this object starts, or that the configuration names.
 
-    Every call but `submit` and `close` is collective.
+    All methods except `submit` and `close` are collective.
 
     Args:
-        policy: whose weights they get.
-        params: how tokens are drawn.
-        say: tells the user of a server that is dropped.
+        policy: the policy whose weights the servers get.
+        params: sampling parameters.
+        say: prints messages about dropped servers for the user.
     """
 
     def __init__(
@@ -102,23 +102,23 @@ class VLLMGeneration(StreamingGeneration):
         self._pool: ServerPool | None = None
         self._groups = RefitGroups({})
         self._is_connected, self._sleeps = False, config.generation.offload
-        # Other ranks wait for as long in a collective, which must not end before.
+        # Other ranks wait equally long in a collective, whose time limit must be longer.
         self._refit_seconds = config.parallel.timeout_seconds / 2
 
     @property
     def servers(self) -> list[str]:
-        """URLs of those that are left; known on the first rank."""
+        """URLs of the remaining servers; only on the first rank."""
         return list(self._pool.servers) if self._pool else []
 
     # ------------------------------------------------------------ generation
 
     def prepare_for_generation(self, *args: Any, weight_version: int | None = None, **kwargs: Any) -> bool:
-        """Send the policy's weights, unless the servers have those of this version; start or find the servers first.
+        """Send the policy's weights unless the servers have this version; start or connect the servers first.
 
-        With `generation.offload` the servers are woken, and the policy has no device memory left afterwards.
+        With `generation.offload` the servers are woken, and afterwards the policy uses no device memory.
 
         Raises:
-            UserError: a server does not start, does not answer, or is not one for this run.
+            UserError: a server does not start, does not answer, or does not suit this run.
             TrainingError: no server is left.
         """
         if self._sleeps:
@@ -131,7 +131,7 @@ class VLLMGeneration(StreamingGeneration):
             self._on_first_rank(self._wake)
         if weight_version != self.weight_version:
             if self._sleeps:
-                self.policy.prepare_for_lp_inference()  # the weights alone
+                self.policy.prepare_for_lp_inference()  # restores only the weights
             self._refit(weight_version)
         if self._sleeps:
             self.policy.offload_after_refit()
@@ -140,9 +140,9 @@ class VLLMGeneration(StreamingGeneration):
     def submit(
         self, prompt: tuple[int, ...], sample_id: int, group: tuple[int, ...], greedy: bool = False
     ) -> Future[Response]:
-        """One response; its random numbers are of seed, sample id and prompt length.
+        """Request one response; its random numbers depend on seed, sample id and prompt length.
 
-        The future raises TrainingError if no server is left, RequestError if this response is not to be had.
+        The future raises TrainingError if no server is left, RequestError if this request fails.
         """
         assert self._pool is not None, "on the first rank of a replica, when weights have been sent"
         params = replace(self.params, temperature=0.0) if greedy else self.params
@@ -154,10 +154,10 @@ class VLLMGeneration(StreamingGeneration):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """A response to each row, as of `submit`.
+        """Return a response to each row, generated as in `submit`.
 
         Raises:
-            UserError: a prompt that is empty, or leaves no room for a response.
+            UserError: a prompt is empty, or leaves no room for a response.
             TrainingError: no server is left.
         """
         if not self._is_connected:
@@ -180,7 +180,7 @@ class VLLMGeneration(StreamingGeneration):
         return output_of([prompt for _, prompt in rows], responses, self.tokenizer.pad_token_id)
 
     def _result(self, asked: Future[Response], prompt: Sequence[int]) -> Response:
-        """A response; an empty one where a request has failed."""
+        """Return the response of a request; an empty one if the request has failed."""
         try:
             return asked.result()
         except RequestError as error:
@@ -191,7 +191,7 @@ class VLLMGeneration(StreamingGeneration):
             return Response([], [], ended=False, routed_experts=routed)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """With `generation.offload` the servers fall asleep, and the policy has all its memory again.
+        """End generation. With `generation.offload`, put the servers to sleep and restore the policy's memory.
 
         Raises:
             TrainingError: no server is left.
@@ -202,7 +202,7 @@ class VLLMGeneration(StreamingGeneration):
         return True
 
     def close(self) -> None:
-        """End the servers that were started here; what they are being asked is not waited for."""
+        """End the servers that this object started; do not wait for pending requests."""
         self._beside.shutdown(wait=False, cancel_futures=True)
         if self._pool is not None:
             self._pool.close()
@@ -219,8 +219,8 @@ class VLLMGeneration(StreamingGeneration):
     # ------------------------------------------------------------ servers
 
     def _connect(self) -> None:
-        """Start or find the servers; the first rank of each replica asks them from now on."""
-        # Versions of other runs, and of a server started anew, are not ours.
+        """Start the servers or connect to them; the first rank of each replica then sends them requests."""
+        # The launch id distinguishes versions of other runs, and of a restarted server.
         self._launch, urls = self._on_first_rank(lambda: (secrets.token_hex(4), self._find()))
         if self.policy.topology.leads_replica:
             connections = math.ceil(self.config.rollouts.generation_batch_size / self.policy.topology.data.size)
@@ -231,7 +231,7 @@ class VLLMGeneration(StreamingGeneration):
         self._is_connected = True
 
     def _experts(self) -> Experts | None:
-        """Of the model, if the servers are to tell which of them tokens go to."""
+        """Return the model's experts if the servers must report routed experts; otherwise None."""
         family = self.policy.model.family
         if not self.config.model.moe_router_replay:
             return None
@@ -239,7 +239,7 @@ class VLLMGeneration(StreamingGeneration):
         return family.experts
 
     def _find(self) -> list[str]:
-        """URLs of servers that are ready for this run."""
+        """Return the URLs of servers that are ready for this run."""
         vllm = self.config.generation.vllm
         if not vllm.urls:
             self._service = VLLMServerProcesses(self.config, self.config.output_dir / SERVER_LOGS)
@@ -255,7 +255,7 @@ class VLLMGeneration(StreamingGeneration):
         assert self._pool is not None
         joined = self._pool.each(self._join)
         self._groups = RefitGroups(joined)
-        for url in set(joined) - set(self._pool.servers):  # dropped meanwhile
+        for url in set(joined) - set(self._pool.servers):  # the server was dropped meanwhile
             self._groups.leave_out(url)
 
     def _drop(self, url: str, reason: str) -> None:
@@ -266,7 +266,7 @@ class VLLMGeneration(StreamingGeneration):
         self.say(f"a vLLM server is dropped: {reason}{f'; {died}' if died else ''}")
 
     def _join(self, server: VLLMServer) -> RefitGroup:
-        """A group of this process and the server's."""
+        """Create a group of this process and the server's processes."""
         size = 1 + server.get("/get_world_size", CONTROL_SECONDS)["world_size"]
         ip = local_address(urlsplit(server.url).hostname or "")
         store = RefitStore(ip, 0, 0, self._refit_seconds)
@@ -287,14 +287,14 @@ class VLLMGeneration(StreamingGeneration):
     # ------------------------------------------------------------ sleep
 
     def _make_room(self) -> None:
-        """vLLM takes what it wants of the device as it wakes; of what is free as it starts."""
+        """Release device memory for vLLM: at its start it takes a share of the free memory, later the same amount."""
         if self._is_connected:
             self.policy.offload_before_refit()
         else:
             self.policy.offload_after_refit()
 
     def _wake(self) -> None:
-        """Also servers that another run has left asleep; it does nothing to those that are awake."""
+        """Wake all servers, including servers that another run has left asleep. Awake servers are not affected."""
         assert self._pool is not None
         self._pool.each(lambda server: server.post("/wake_up", {}, self._refit_seconds))
 
@@ -305,12 +305,12 @@ class VLLMGeneration(StreamingGeneration):
     # ------------------------------------------------------------ weights
 
     def _refit(self, version: int) -> None:
-        """Pause, send, resume. What a server has computed of prompts goes with the old weights; what it is answering
-        goes on with the new ones."""
+        """Pause the servers, send weights, and resume. A server discards its cached prefixes, which depend on the old
+        weights, and continues pending responses with the new weights."""
         self.weight_version = version
         if self._pool is not None:
             self._pool.announce(self._version(), version)
-        torch.distributed.barrier()  # a response with the new weights is for no rank one of unknown weights
+        torch.distributed.barrier()  # all ranks must know the version before the first response with it arrives
         self._on_first_rank(self._begin_update)
         self.policy.model.finish_param_gather()
         tensors: Iterator[tuple[str, torch.Tensor]]
@@ -349,14 +349,14 @@ class VLLMGeneration(StreamingGeneration):
 
 
 def _drop_in_silence(url: str, reason: str) -> None:
-    """The first rank tells of what becomes of servers."""
+    """Drop a server without a message, which the first rank prints."""
 
 
 def wait_until_ready(server: VLLMServer, service: VLLMServerProcesses | None, deadline: float) -> None:
-    """Until a server answers; `service` if it has started it.
+    """Wait until a server answers; `service` is given if it has started the server.
 
     Raises:
-        UserError: it has ended, or does not answer until `deadline` (of `time.monotonic`).
+        UserError: the server has ended, or does not answer until `deadline` (of `time.monotonic`).
     """
     while True:
         try:
@@ -372,7 +372,7 @@ def wait_until_ready(server: VLLMServer, service: VLLMServerProcesses | None, de
 
 
 def check_server(server: VLLMServer, config: RLConfig) -> None:
-    """Raises UserError if a server cannot be the one for this run."""
+    """Raise UserError if a server does not suit this run."""
     (model, *_) = server.get("/v1/models", CONTROL_SECONDS)["data"]
     wanted = config.data.max_sequence_length
     if model["max_model_len"] < wanted:
@@ -388,7 +388,7 @@ def check_server(server: VLLMServer, config: RLConfig) -> None:
 
 
 def _can_sleep(server: VLLMServer) -> bool:
-    """As far as it tells."""
+    """Return whether the server supports sleep; True if it does not report it."""
     try:
         told = server.get("/server_info?config_format=json", CONTROL_SECONDS)
         return bool(told["vllm_config"]["model_config"]["enable_sleep_mode"])

@@ -1,8 +1,8 @@
-"""What runs inside vLLM, in its environment, which has of this package's dependencies torch alone.
+"""The plugin that runs inside vLLM's environment, where torch is the only dependency of this package.
 
-vLLM finds `register` by the entry point `vllm.general_plugins`, in each of its processes. The engine takes the
-trainer's weights by a collective, through vLLM's own weight-transfer interface and its layerwise reload, which gives
-the parameters back the loaders that they lose once a model is there.
+vLLM finds `register` by the entry point `vllm.general_plugins`, in each of its processes. The engine receives the
+trainer's weights by a collective, through vLLM's own weight-transfer interface and its layerwise reload. The reload
+restores the parameters' loaders, which vLLM removes after a model is loaded.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ BACKEND = "mcore_rl"
 
 @dataclass
 class RefitInitInfo(WeightTransferInitInfo):
-    """Where the trainer waits, and what it will send.
+    """The trainer's address, and the tensors that it will send.
 
-    first_rank: of this server's processes in the trainer's group.
-    tensors: `encode_refit_info` of them.
-    timeout: seconds for the group to be made, and for each of its collectives.
-    on_host: the weights come to the host's memory first: the trainer may be on the same GPU.
+    first_rank: rank of this server's first process in the trainer's group.
+    tensors: `encode_refit_info` of the tensors.
+    timeout: time limit in seconds for the group to be created, and for each of its collectives.
+    on_host: receive weights in the host's memory first, because the trainer may be on the same GPU.
     """
 
     ip: str
@@ -46,11 +46,11 @@ class RefitInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class RefitUpdateInfo(WeightTransferUpdateInfo):
-    """Nothing: the collective tells what comes."""
+    """Empty: the collective itself describes the tensors."""
 
 
 class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
-    """A worker process's end of the collective."""
+    """A worker process's receiver of the collective."""
 
     init_info_cls, update_info_cls = RefitInitInfo, RefitUpdateInfo
     receiver: RefitReceiver | None = None
@@ -58,7 +58,7 @@ class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
     def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
         info, parallel = init_info, self.parallel_config
         rank = info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        # A later update may be for another model, such as a draft: it is asked for when the tensors are there.
+        # A later update may be for another model, such as a draft, so the model is read when tensors arrive.
         self.receiver = RefitReceiver(
             lambda tensors: self.model.load_weights(tensors),
             decode_refit_info(info.tensors),
@@ -68,8 +68,8 @@ class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
 
     def start_weight_update(self) -> None:
         for module in self.model.modules():
-            # On the CPU experts are packed for their kernel only where there is no kernel yet: without this the
-            # update succeeds, and the old experts go on answering.
+            # On the CPU, experts are packed for their kernel only if there is no kernel yet. Without this, the update
+            # would succeed but the old experts would stay in use.
             method: Any = getattr(module, "quant_method", None)
             if self.device.type == "cpu" and getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
@@ -86,8 +86,8 @@ class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
         with torch.device(self.device):
             finalize_layerwise_reload(self.model, self.model_config)
         for module in self.model.modules():
-            # On the CPU a head that is tied to the embedding multiplies with a packed copy of the weights, which a
-            # reload of the embedding leaves as it was.
+            # On the CPU, a head that is tied to the embedding uses a packed copy of the weights, which a reload of the
+            # embedding does not update.
             if self.device.type == "cpu" and isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
 
@@ -96,6 +96,6 @@ class RefitEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
 
 
 def register() -> None:
-    """Make `--weight-transfer-config '{"backend": "mcore_rl"}'` known. vLLM calls plugins more than once."""
+    """Register `--weight-transfer-config '{"backend": "mcore_rl"}'`. vLLM calls plugins more than once."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, RefitEngine)

@@ -1,4 +1,4 @@
-"""vLLM's servers as processes of this machine."""
+"""vLLM servers as processes of this machine."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mcore_rl.models.generation.vllm_server_reaper import end_groups
 MODEL_NAME = "policy"
 
 ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # without it there is no route by which weights come
+    "VLLM_SERVER_DEV_MODE": "1",  # enables the routes for weight transfer
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-# What torchrun and a virtual environment say is not meant for the servers.
+# Variables of torchrun and of a virtual environment that the servers must not inherit.
 STRANGE = ("TORCHELASTIC", "PYTHONPATH", "VIRTUAL_ENV", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_", "MASTER_")
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def server_command(config: RLConfig, port: int) -> list[str]:
-    """The command line of one server."""
+    """Return the command line of one server."""
     vllm, longest = config.generation.vllm, config.data.max_sequence_length
     command = [
         str(vllm.python.absolute()), "-m", "vllm.entrypoints.openai.api_server",
@@ -37,8 +37,8 @@ def server_command(config: RLConfig, port: int) -> list[str]:
         "--dtype", config.model.dtype, "--max-model-len", str(longest),
         "--tensor-parallel-size", str(vllm.tensor_parallel_size),
         "--max-num-seqs", str(config.rollouts.generation_batch_size), "--seed", str(config.seed),
-        "--generation-config", "vllm",  # the model directory's would change the sampling in silence
-        "--logprobs-mode", "processed_logprobs",  # of the distribution that is sampled from
+        "--generation-config", "vllm",  # the model directory's config would silently change the sampling
+        "--logprobs-mode", "processed_logprobs",  # log-probabilities in the sampling distribution
         "--disable-uvicorn-access-log", "--enable-scale-out",
         "--weight-transfer-config", json.dumps({"backend": "mcore_rl"}),
     ]  # fmt: skip
@@ -46,10 +46,10 @@ def server_command(config: RLConfig, port: int) -> list[str]:
         command.append("--trust-remote-code")
     if config.model.moe_router_replay:
         command.append("--enable-return-routed-experts")
-    if config.generation.offload and platform.has_gpu():  # on the CPU vLLM refuses it; calls free nothing there
+    if config.generation.offload and platform.has_gpu():  # vLLM rejects it on the CPU, where sleep calls free nothing
         command.append("--enable-sleep-mode")
     if not platform.has_gpu():
-        # A prompt in chunks takes back random numbers, which the CPU's generators cannot: seeded requests would end
+        # A chunked prompt rewinds random numbers, which the CPU's generators cannot do: seeded requests would crash
         # the server.
         batch = max(longest, 4096)
         command += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(batch)]
@@ -57,10 +57,10 @@ def server_command(config: RLConfig, port: int) -> list[str]:
 
 
 class VLLMServerProcesses:
-    """The servers that a configuration describes. They end with this object, and with this process however it ends.
+    """The servers of a configuration. They end with this object, and with this process even if it is killed.
 
     Args:
-        logs: a directory for what the servers print.
+        logs: directory for the servers' output.
 
     Raises:
         UserError: a port is taken.
@@ -101,7 +101,7 @@ class VLLMServerProcesses:
         return f"it ended with status {process.returncode}: {_last_error(printed)} ({self._logs[url]})"
 
     def end(self, *urls: str) -> None:
-        """End these servers, if they are there, once: their numbers may be others' afterwards."""
+        """End these servers, if they exist, once: their process ids may be reused afterwards."""
         ending = [self._processes.pop(url) for url in urls if url in self._processes]
         processes = {process.pid: process for process in ending}
         end_groups(processes, has_ended=lambda pid: processes[pid].poll() is not None)
@@ -110,7 +110,7 @@ class VLLMServerProcesses:
             self._tell_keeper(-process.pid)
 
     def close(self) -> None:
-        """End all."""
+        """End all servers."""
         self.end(*self.urls)
         assert self._keeper.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -128,7 +128,7 @@ class VLLMServerProcesses:
 
     def _tell_keeper(self, group: int) -> None:
         assert self._keeper.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # somebody has ended it
+        with contextlib.suppress(BrokenPipeError):  # the keeper was ended from outside
             self._keeper.stdin.write(f"{group}\n")
             self._keeper.stdin.flush()
 
@@ -137,7 +137,7 @@ class VLLMServerProcesses:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(STRANGE)}
         environment |= ENVIRONMENT
         if config.model.moe_router_replay:
-            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older one does not tell experts
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older model runner does not report experts
         if not platform.has_gpu():
             environment = {**CPU_ENVIRONMENT, **environment}
         vllm = config.generation.vllm
@@ -149,7 +149,7 @@ class VLLMServerProcesses:
 
 
 def _check_port(host: str, port: int) -> None:
-    """Raises UserError if nothing can listen there; what does already would be taken for the new server."""
+    """Raise UserError if the port is taken: the program on it would be mistaken for the new server."""
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
@@ -157,7 +157,7 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _last_error(printed: str) -> str:
-    """The line that says most of why a process ended."""
+    """Return the output line that best explains why a process ended."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     errors = [line for line in lines if "Error: " in line and "WARNING" not in line]
     return (errors[:1] or lines[-1:] or ["it printed nothing"])[0][-300:]

@@ -1,7 +1,7 @@
 """Ends vLLM's servers if their trainer dies: `python -m mcore_rl.models.generation.vllm_server_reaper`.
 
-It reads the numbers of process groups, one a line, "-" before those that are to be forgotten. When its input ends,
-which it does however the process at the other end dies, it ends the groups that are left.
+It reads process group ids, one per line, with a "-" before ids to be removed. Its input ends when the process at the
+other end ends for any reason; it then ends the remaining groups.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 
 GRACE_SECONDS = 5.0
-"""Between asking a process group to end and killing it."""
+"""Seconds between SIGTERM to a process group's leader and killing the group."""
 
 
 def _has_ended(process: int) -> bool:
@@ -26,10 +26,11 @@ def _has_ended(process: int) -> bool:
 
 
 def end_groups(leaders: Iterable[int], has_ended: Callable[[int], bool] = _has_ended) -> None:
-    """End process groups: ask their leaders, which then remove shared memory, and after a while kill what is left.
+    """End process groups: send SIGTERM to their leaders, which then remove shared memory, and later kill the rest.
 
     Args:
-        has_ended: whether a leader is gone; its parent must ask otherwise, for whom it is there until waited for.
+        has_ended: returns whether a leader has ended. A leader's parent must pass its own function, because for it an
+            ended process exists until it is waited for.
     """
     leaders = list(leaders)
     for leader in leaders:
@@ -44,7 +45,7 @@ def end_groups(leaders: Iterable[int], has_ended: Callable[[int], bool] = _has_e
 
 
 def main() -> None:
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # whoever sends it also ends the other process
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # these are also sent to the trainer
         signal.signal(ignored, signal.SIG_IGN)
     groups: set[int] = set()
     for line in sys.stdin:
