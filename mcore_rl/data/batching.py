@@ -243,7 +243,7 @@ class MicrobatchPlanner:
         return Microbatch(rows, selected, layout, self.packing, counts)
 
     def _width(self, units: list[PackUnit]) -> int:
-        """Return the padded tokens of a microbatch of these units; a filler is as wide as the other microbatches."""
+        """Return the padded tokens of a microbatch of these units; 0 for a filler, which has no units of its own."""
         if self.packing:
             return sum(unit.tree.padded_size(self.multiple) for unit in units)
         padded = [round_up(n, self.multiple) for unit in units for n in unit.tree.lengths]

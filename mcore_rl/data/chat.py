@@ -387,7 +387,7 @@ def unused_character(text: str) -> str:
 
 def end_token_ids(tokenizer: Any) -> frozenset[int]:
     """Return the tokens that end a response: the tokenizer's end token, the end tokens of the model's
-    generation_config.json, and the special tokens that the chat template writes after a response."""
+    generation_config.json, and the first special token that the chat template writes after a response."""
     return _end_token_ids(tokenizer, str(tokenizer.chat_template))
 
 

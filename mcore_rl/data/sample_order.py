@@ -30,7 +30,7 @@ class SampleOrder:
 
     A Feistel network over the smallest even number of bits that holds the dataset enciphers a position, repeatedly
     until the result is in the dataset (Black and Rogaway, Ciphers with arbitrary finite domains, 2002). This takes at
-    most 4 rounds on average.
+    most 4 encipherments on average.
     """
 
     num_samples: int

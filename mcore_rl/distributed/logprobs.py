@@ -335,8 +335,8 @@ def unpack_next_token_values(
     return rows[0], None if entropy is None else rows[1]
 
 
-# (tokens, vocabulary columns) of a tile. It fits a CPU's cache, or keeps a GPU busy. The GPU's is square because each
-# row and each column of tiles adds once to a gradient.
+# (tokens, vocabulary columns) of a tile that fits a CPU's cache, or keeps a GPU busy. The GPU's tile is square, because
+# each row and each column of tiles adds to a gradient once.
 TILE_SHAPE = {"cpu": (512, 4096), "cuda": (4096, 4096)}
 
 

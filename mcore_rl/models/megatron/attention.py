@@ -2,8 +2,8 @@
 
 A pack [T / CP, heads, head_dim] attends causally inside each of its segments. Under context parallelism each rank
 gathers the keys and values of its pack and attends with its own queries. The keys of a gathered pack are ordered by
-context-parallel rank: rank p has two zigzag chunks of each segment. `AttentionTiles` cuts the pack into ranges of
-queries with the ranges of keys that they see. The kernels below compute one tile, or the whole pack.
+context-parallel rank: rank p has two zigzag chunks of each segment. `tiles_of` cuts the pack into ranges of queries
+with the ranges of keys that they see. The kernels below compute one tile, or the whole pack.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Tile:
-    """A range of queries with the ranges of keys that all of them see, or with fewer keys:
-
+    """A range of queries and the ranges of keys that they see: all keys unless `causal` or `window` is set.
     causal: there are as many keys as queries; query i sees only the first i + 1 keys.
     window: the last query sees the last `window` keys; each earlier query sees a window shifted back by one key.
     is_first: every query is in exactly one such tile, which precedes the query's other tiles.
@@ -92,7 +91,7 @@ def tiles_of(layout: PackLayout, cp_rank: int, window: int | None) -> tuple[Tile
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Chunk `number` of one segment, or of `count` equally long segments from `segment` on without continuations.
+    """Chunk `number` of one segment, or of `count` equally long segments from `segment` on that continue no other.
     queries: position of its rows among the rank's own rows.
     """
 

@@ -33,8 +33,8 @@ _IN_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 # gloo stores gathered tensors twice, NCCL does not: on the CPU larger tensors are gathered in pieces.
 GLOO_BYTES = 4 * 1024**2
-# Ranks without a part in an export wait for the others after every 64 parameters. If they waited only at the end, the
-# export of a large model would exceed the time limit of a collective.
+# Number of exported parameters after which ranks without a part in the export wait for the others. If they waited only
+# at the end, the export of a large model would exceed the time limit of a collective.
 PARAMETERS_BETWEEN_MEETINGS = 64
 
 

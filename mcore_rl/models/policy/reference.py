@@ -39,7 +39,7 @@ class Reference(Protocol):
     """The reference model that the policy is compared with."""
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Put the reference's weights in the model inside the context; the policy's return even after an error."""
+        """Make the model compute the reference inside the context, and the policy after it, even after an error."""
         ...
 
     def describe(self) -> str:

@@ -179,7 +179,7 @@ class ScoringModel:
     def divide(
         self, lengths: Sequence[int], tokens_of: Callable[[Sequence[int]], Tensor], known: Sequence[int] | None = None
     ) -> list[list[int]]:
-        """Return each replica's rows of a global batch with these sequence lengths; see `division.divide`."""
+        """Return each replica's rows of a global batch with these sequence lengths; see `batching.divide`."""
         return divide(self.batching, lengths, tokens_of, self.topology.data, known)
 
     def division_of(self, data: BatchedDataDict[Any]) -> list[list[int]]:

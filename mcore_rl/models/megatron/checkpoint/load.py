@@ -100,10 +100,10 @@ def read_index(iteration: Path) -> Metadata:
 
 
 def check_trusted(iteration: Path) -> Metadata:
-    """Return the index of a checkpoint that neither runs code when loaded nor reads outside its directory.
+    """Return a checkpoint's index after checking that loading neither runs code nor reads outside the directory.
 
     Raises:
-        UserError: the checkpoint does. The message contains the file and the name in it.
+        UserError: the checkpoint names code to run or a file elsewhere. The message contains the file and the name.
     """
     index = read_index(iteration)
     for storage in index.storage_data.values():
