@@ -268,7 +268,7 @@ class Prompt:
 
     @property
     def message_log(self) -> list[dict[str, str]]:
-        """Return the prompt as messages; a plain text becomes a user message."""
+        """The prompt as messages; a plain text becomes a user message."""
         return [{"role": "user", "content": self.content}] if isinstance(self.content, str) else list(self.content)
 
 

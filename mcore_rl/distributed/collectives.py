@@ -49,7 +49,7 @@ def gather_objects_on_rank_zero(value: Any) -> list[Any]:
 
 
 class InternedObjects:
-    """All-gathers small objects and sends each distinct object only once.
+    """An all-gather of small objects that sends each distinct object only once.
 
     Every rank creates one at the same time, and each call is collective over all processes.
     """

@@ -67,7 +67,7 @@ def combine_over_vocabulary(
 
 
 class _LogprobsFromLogits(torch.autograd.Function):
-    """Maps logits [T, Vp] and targets [T, K] to logprobs [T, K] and entropy [T] (undefined unless requested)."""
+    """Autograd function of logits [T, Vp] and targets [T, K] → logprobs [T, K], entropy [T] (undefined by default)."""
 
     @staticmethod
     def forward(

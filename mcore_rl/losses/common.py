@@ -320,7 +320,7 @@ def reductions_of(loss_fn: Any) -> Mapping[str, Reduction]:
 def reduce_metrics(
     parts: Sequence[Mapping[str, Any]], samples: Sequence[Any], reductions: Mapping[str, Reduction]
 ) -> dict[str, Any]:
-    """Reduce the metrics of several calls to one dictionary.
+    """Return the metrics of several calls, reduced to one dictionary.
 
     Args:
         samples: valid samples of each call, the weights of means.

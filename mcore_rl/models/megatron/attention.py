@@ -468,7 +468,7 @@ def _keys(x: Tensor, tile: Tile, query: Tensor) -> Tensor:
 
 
 def _shares_heads(dtype: torch.dtype) -> bool:
-    """Whether the kernel accepts fewer key heads than query heads and sums their gradients exactly. It does since
+    """Return whether the kernel accepts fewer key than query heads and sums their gradients exactly. It does since
     torch 2.10, except in half precision, where it rounds after adding each query head."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return version >= (2, 10) and dtype.itemsize >= 4

@@ -101,7 +101,7 @@ def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
 
 
 class LogprobHead:
-    """Computes next-token log-probabilities of a microbatch from its hidden states, without storing logits."""
+    """A head for the next-token log-probabilities of a microbatch; it does not store logits."""
 
     def __init__(self, model: ModelShard, temperature: float = 1.0, with_entropy: bool = False) -> None:
         self.model, self.temperature, self.with_entropy = model, temperature, with_entropy
@@ -144,8 +144,8 @@ def final_hidden_states(
 
 
 class TopKHead:
-    """Computes the k largest logits of each position of a microbatch and their token ids, for a few positions at
-    once."""
+    """A head for the k largest logits of each position of a microbatch and their token ids, computed for a few
+    positions at once."""
 
     def __init__(self, model: ModelShard, k: int) -> None:
         self.model, self.k = model, k
@@ -165,7 +165,7 @@ class TopKHead:
 
 
 class RewardOfSequences:
-    """Computes the reward head's output at each sequence's last token."""
+    """A head for rewards: the reward head's output at each sequence's last token."""
 
     def __init__(self, model: ModelShard) -> None:
         self.model = model
@@ -186,7 +186,7 @@ class RewardOfSequences:
 
 
 class ValuesOfTokens(RewardOfSequences):
-    """Computes the value of the state in which each token is chosen: the reward head's output at the previous token."""
+    """A head for the value of the state before each token: the reward head's output at the previous token."""
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
         """Return [n, S] values in fp32, complete on every rank; column 0 and positions after a row's end are 0."""

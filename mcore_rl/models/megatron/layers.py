@@ -147,8 +147,8 @@ class RMSNorm(GenerationFastPath, torch.nn.Module):
 
 
 class _Normed(torch.autograd.Function):
-    """Computes weight · x / rms(x) and saves only x for the backward pass, where autograd would save x and results in
-    fp32. A weight in fp32 multiplies before rounding to x's precision, any other weight after it."""
+    """The function weight · x / rms(x). It saves only x for the backward pass, where autograd would save x and results
+    in fp32. A weight in fp32 multiplies before rounding to x's precision, any other weight after it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -235,7 +235,7 @@ class NormedRowLinear(RowLinear):
 
 
 class GatedActivation:
-    """Maps […, 2 · width] to […, width]: activation(first half) · second half.
+    """The gated activation of an MLP, […, 2 · width] → […, width]: activation(first half) · second half.
 
     Only the input is saved for backward. Autograd would also save the activated half and a copy of the other: 2/5 of
     an MLP's activations. The class is no torch module: Megatron asks all modules of an MLP for checkpoint state.

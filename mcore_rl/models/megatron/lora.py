@@ -302,7 +302,7 @@ class LoRA:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return PEFT's configuration of the adapters."""
+        """PEFT's configuration of the adapters."""
         modules = sorted(name for name in self.target_modules if not is_expert_target(name))
         settings = {"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout, "target_modules": modules}
         if experts := sorted(name for name in self.target_modules if is_expert_target(name)):

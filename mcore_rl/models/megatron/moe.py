@@ -248,7 +248,7 @@ def _normalised(scores: Tensor) -> Tensor:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Maps rows [T, in], sorted by expert, to [T, out] with each expert's weight [out, in].
+    """The linear layers of all experts: rows [T, in], sorted by expert → [T, out], with each weight [out, in].
 
     ends: [experts] int32, the end of each expert's rows; an expert may have none. The weights are stacked only during
     the product, and again in the backward pass. Saving the stacked copy would double their memory for as long as
