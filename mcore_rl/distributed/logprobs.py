@@ -67,7 +67,7 @@ def combine_over_vocabulary(
 
 
 class _LogprobsFromLogits(torch.autograd.Function):
-    """Autograd function of logits [T, Vp] and targets [T, K] → logprobs [T, K], entropy [T] (undefined by default)."""
+    """Autograd function of logits [T, Vp] and targets [T, K] → logprobs [T, K], entropy [T] (only if with_entropy)."""
 
     @staticmethod
     def forward(
