@@ -133,7 +133,7 @@ class VLLMServer:
     def __init__(self, url: str, connections: int, experts: Experts | None = None) -> None:
         self.url, self.connections, self.experts = url, connections, experts
         self._session = requests.Session()
-        self._session.trust_env = False  # proxies are for other hosts
+        self._session.trust_env = False  # proxies must not be used
         # The server may close a kept connection just as it is used again, which would look like a failed server.
         self._session.headers["Connection"] = "close"
 

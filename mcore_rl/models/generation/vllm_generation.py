@@ -310,7 +310,7 @@ class VLLMGeneration(StreamingGeneration):
         self.weight_version = version
         if self._pool is not None:
             self._pool.announce(self._version(), version)
-        torch.distributed.barrier()  # all ranks must know the version before the first response with it arrives
+        torch.distributed.barrier()  # all ranks must have the version before the first response with it arrives
         self._on_first_rank(self._begin_update)
         self.policy.model.finish_param_gather()
         tensors: Iterator[tuple[str, torch.Tensor]]
