@@ -221,12 +221,12 @@ def simulate_rank(
     """
     with simulated_process(config, rank, world_size, tiles_of) as seen:
         from mcore_rl.models.policy import megatron_policy
-        from mcore_rl.models.policy.microbatch_results import MicrobatchResult
 
-        # What all ranks would have told of the step's loss, in as many microbatches as need not be known.
-        told = MicrobatchResult(1.0, len(sequences.lengths), float(len(sequences.lengths)), {})
+        # The results of all ranks; their division into microbatches does not matter here.
+        result = megatron_policy.MicrobatchResult(1.0, len(sequences.lengths), float(len(sequences.lengths)), {})
+        results = megatron_policy.MicrobatchResults((result,))
         devices = ("meta", "cpu") if tiles_of == "cpu" else ("meta",)
-        with replaced(megatron_policy, "collect_results", lambda *_: [told]):
+        with replaced(megatron_policy, "all_gather_results", lambda *_: results):
             return measure_step(config, sequences, seen.traffic, seen.reads, seen.attention, devices)
 
 

@@ -26,7 +26,6 @@ from mcore_rl.cli.entry_point import run_script
 from mcore_rl.config import SFTConfig
 from mcore_rl.utils.shard_process import ShardProcess
 
-step, write = SupervisedTrainer.train_step, OneFileWriter.write
 step, submit = SupervisedTrainer.train_step, ShardProcess.submit
 
 def step_or_break(self, number):

@@ -232,15 +232,15 @@ from mcore_rl.config import SFTConfig
 from mcore_rl.cli.entry_point import run_script
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
-train = MegatronPolicy.train
+forward_backward = MegatronPolicy.forward_backward
 
 def train_or_sleep(self, *args, **kwargs):
     if torch.distributed.get_rank() == 1 and self.scheduler.num_steps == 2:
         time.sleep(50)
-    return train(self, *args, **kwargs)
+    return forward_backward(self, *args, **kwargs)
 
 if __name__ == "__main__":
-    MegatronPolicy.train = train_or_sleep
+    MegatronPolicy.forward_backward = train_or_sleep
     run_script("sft", SFTConfig, train_sft, "")
 """
 

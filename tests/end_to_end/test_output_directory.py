@@ -337,7 +337,7 @@ def train_with_signals(path, overrides, signals):
     """A run that receives signals while it trains its second step."""
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
-    plain = MegatronPolicy.train
+    plain = MegatronPolicy.forward_backward
 
     def interrupted(self, *args, **kwargs):
         if self.scheduler.num_steps == 1:
@@ -345,7 +345,7 @@ def train_with_signals(path, overrides, signals):
                 os.kill(os.getpid(), number)
         return plain(self, *args, **kwargs)
 
-    MegatronPolicy.train = interrupted
+    MegatronPolicy.forward_backward = interrupted
     return train("sft", path, overrides)
 
 

@@ -144,16 +144,16 @@ from mcore_rl.config import SFTConfig
 from mcore_rl.cli.entry_point import run_script
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
-train = MegatronPolicy.train
+forward_backward = MegatronPolicy.forward_backward
 
 def train_poisoned(self, *args, **kwargs):
     if self.scheduler.num_steps == 2:
         with torch.no_grad():
             next(p for p in self.parameters() if p.ndim == 1)[0] = float("nan")
-    return train(self, *args, **kwargs)
+    return forward_backward(self, *args, **kwargs)
 
 if __name__ == "__main__":
-    MegatronPolicy.train = train_poisoned
+    MegatronPolicy.forward_backward = train_poisoned
     run_script("sft", SFTConfig, train_sft, "")
 """
 

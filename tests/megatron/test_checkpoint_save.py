@@ -233,8 +233,8 @@ def test_resume_after_sigterm_ends_bit_equal(files, whole_run):
 def test_second_signal_ends_process_at_once(files):
     code = (
         "import os, signal\n"
-        "from mcore_rl.run.loop import Interruption\n"
-        "Interruption()\n"
+        "from mcore_rl.run.loop import StopSignals\n"
+        "StopSignals()\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
         "print('going on', flush=True)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"

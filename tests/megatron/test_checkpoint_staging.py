@@ -107,9 +107,9 @@ def process_that_writes(config, directory):
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
     policy.save_checkpoint(directory, 1, {})
-    process = policy._staging.process
+    process = policy.checkpoint._staging.process
     first = process.pid
-    process.submit(ModulesJob(str(directory / "modules")), policy._staging.descriptor)
+    process.submit(ModulesJob(str(directory / "modules")), policy.checkpoint._staging.descriptor)
     while (report := process.poll()) is None:
         time.sleep(0.05)
     assert report.error is None, report.error

@@ -29,13 +29,13 @@ def copies_of(config, step):
     with simulated_process(config, 0, 8) as seen:
         from mcore_rl.algorithms.build_loss import build_loss
         from mcore_rl.models.policy import megatron_policy, scoring
-        from mcore_rl.models.policy.microbatch_results import MicrobatchResult
         from mcore_rl.simulation.counters import replaced
 
         policy = megatron_policy.MegatronPolicy(config, 2, rows_per_unit=config.rows_per_unit)
         sequences = Sequences(2 * LENGTHS, 2 * SEQUENCES.responses)
         data = policy.own_rows(invented_batch(config, sequences))
-        told, counts = MicrobatchResult(1.0, len(sequences.lengths), float(len(sequences.lengths)), {}), []
+        result = megatron_policy.MicrobatchResult(1.0, len(sequences.lengths), float(len(sequences.lengths)), {})
+        results, counts = megatron_policy.MicrobatchResults((result,)), []
         plain = scoring.run_microbatches
 
         def run(model, wrapped, microbatches, head, train):
@@ -43,7 +43,7 @@ def copies_of(config, step):
             return plain(model, wrapped, microbatches, head, train)
 
         with (
-            replaced(megatron_policy, "collect_results", lambda *_: [told]),
+            replaced(megatron_policy, "all_gather_results", lambda *_: results),
             replaced(scoring, "run_microbatches", run),
             Transfers() as transfers,
         ):

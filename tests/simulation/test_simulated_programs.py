@@ -2,6 +2,7 @@
 
 import json
 import os
+from importlib import import_module
 
 import pytest
 from ports import free_port
@@ -66,7 +67,7 @@ def real_step(algorithm, config) -> tuple[dict[str, int], Sequences]:
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.simulation.counters import ProductCounter
 
-    run, train = scoring.run_microbatches, MegatronPolicy.train
+    run, plain = scoring.run_microbatches, MegatronPolicy.forward_backward
     inside, trained = ["besides"], []
 
     def counted(model, wrapped, microbatches, head, train):
@@ -80,12 +81,12 @@ def real_step(algorithm, config) -> tuple[dict[str, int], Sequences]:
         trained.append(
             Sequences(tuple(data["input_lengths"].tolist()), tuple(data["token_mask"].int().sum(1).tolist()))
         )
-        return train(self, data, *arguments, **options)
+        return plain(self, data, *arguments, **options)
 
-    scoring.run_microbatches, MegatronPolicy.train = counted, noted
-    program = PROGRAMS[algorithm]
+    scoring.run_microbatches, MegatronPolicy.forward_backward = counted, noted
+    train_program = getattr(import_module(f"mcore_rl.algorithms.{algorithm}"), f"train_{algorithm}")
     with ProductCounter(lambda: inside[-1]) as products:
-        program.train(config, *[None] * len(program.file_options))
+        train_program(config)
     return {name: count for name, count in products.counts.items() if name != "besides"}, trained[-1]
 
 

@@ -20,7 +20,7 @@ from mcore_rl.data.batching import MicrobatchPlanner
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
-from mcore_rl.simulation import rank
+from mcore_rl.simulation import counters
 from mcore_rl.simulation.counters import HostReads, LiveBytes, bytes_of
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.search import describe
@@ -200,19 +200,19 @@ def test_kinds_of_hardware(text, wanted, said, tmp_path):
 
 def test_where_the_host_waits(monkeypatch):
     """By the package's files, whatever the directories above are called."""
-    root, reads = rank.PACKAGE, HostReads("training")
+    root, reads = counters.PACKAGE, HostReads("training")
     files = [
         root / "algorithms" / "grpo.py",
         root / "simulation" / "watch.py",
         root.parent / "megatron" / "optimizer.py",
     ]
     stack = [SimpleNamespace(filename=str(file), lineno=7) for file in files]
-    monkeypatch.setattr(rank.traceback, "extract_stack", lambda: stack)
+    monkeypatch.setattr(counters.traceback, "extract_stack", lambda: stack)
     reads.note()
     assert reads.places == {("training", "grpo.py:7"): 1}
     for above in ("/home/mcore_rl/simulation/mcore_rl", "/x"):
-        monkeypatch.setattr(rank, "PACKAGE", Path(above))
-        monkeypatch.setattr(rank, "SIMULATION", Path(above) / "simulation")
+        monkeypatch.setattr(counters, "PACKAGE", Path(above))
+        monkeypatch.setattr(counters, "SIMULATION", Path(above) / "simulation")
         stack[:] = [
             SimpleNamespace(filename=f"{above}/{name}", lineno=7) for name in ("simulation/a.py", "models/b.py")
         ]
