@@ -1,6 +1,7 @@
 """Several sources to train on, each with its share; several sets to validate on, each with its metrics."""
 
 import contextlib
+import importlib
 import io
 import json
 from collections import Counter
@@ -185,13 +186,12 @@ def run(tmp_path_factory):
 
 
 def train(config):
-    from mcore_rl.cli.train import PROGRAMS
     from mcore_rl.run import metrics
 
+    program = importlib.import_module(f"mcore_rl.algorithms.{config.algorithm}")
     with contextlib.redirect_stdout(io.StringIO()) as said:
         metrics.console.file = said
-        files = {"record": None, "replay": None} if isinstance(config, GRPOConfig) else {}
-        PROGRAMS[config.algorithm].train(config, **files)
+        getattr(program, f"train_{config.algorithm}")(config)
     return said.getvalue()
 
 

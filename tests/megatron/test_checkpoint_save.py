@@ -233,6 +233,8 @@ def test_resume_after_sigterm_ends_bit_equal(files, whole_run):
 def test_second_signal_ends_process_at_once(files):
     code = (
         "import os, signal\n"
+        "from mcore_rl.platform import initialize_platform\n"
+        "initialize_platform()\n"
         "from mcore_rl.run.loop import StopSignals\n"
         "StopSignals()\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
