@@ -79,7 +79,7 @@ class DPOObjective(Objective):
         if stored and started_from is not None:
             raise UserError(
                 f"dpo.reference={self.config.dpo.reference}: the stored reference log-probabilities are of "
-                f"model.path, but {started_from} begins with other weights, or holds a reference that has moved; set "
+                f"model.path, but {started_from} starts from other weights, or has a reference that was updated; set "
                 f"dpo.reference=swap, and delete {_directory(self.config)}"
             )
 

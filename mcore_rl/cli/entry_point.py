@@ -136,7 +136,7 @@ def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.
     if path is not None:
         return build_config(config_type, laid_over(read_overridable(path), values), words, path), path
     if not {"model.path", "data.train"} <= {*given, *(word.partition("=")[0] for word in words)}:
-        raise UserError("give a configuration file, or --model and --data (--help says more)")
+        raise UserError("give a configuration file, or --model and --data (see --help)")
     if "output_dir" not in given:  # where a run of nothing but a model and data goes; an override may say otherwise
         named = given.get("model.path") or next(w for w in reversed(words) if w.startswith("model.path="))[11:]
         model = Path(named).resolve().name if Path(named).exists() else Path(named).name

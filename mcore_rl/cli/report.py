@@ -31,7 +31,7 @@ def write_report(paths: Sequence[Path], output: Path) -> Path:
 
     runs = read_runs(list(paths))
     if output.is_symlink() or (output.exists() and not is_report(output)):
-        raise UserError(f"{output}: exists already and is no report; name another file (--output FILE)")
+        raise UserError(f"{output}: exists and was not written by mcore-rl report; choose another file (--output FILE)")
     for run in runs:
         if run.directory.writes(output) and output.resolve() != (run.path / REPORT).resolve():
             raise UserError(f"--output {output}: is what the run in {run.path} writes itself; name another file")

@@ -157,7 +157,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 line = key.start_mark.line + 1
                 if key.value in lines:
                     raise yaml.YAMLError(
-                        f"the key {key.value} stands in line {lines[key.value]} and again in line {line}"
+                        f"the key {key.value} is given in line {lines[key.value]} and again in line {line}"
                     )
                 lines[key.value] = line
         return super().construct_mapping(node, deep)

@@ -67,7 +67,7 @@ class PipelineConfig(Section):
             )
         if layout and (self._ends or self._accounts):
             raise ValueError(
-                "pipeline_model_parallel_layout: says what every stage has; leave "
+                "pipeline_model_parallel_layout: sets the layers of every stage; leave "
                 "num_layers_in_first/last_pipeline_stage and account_for_embedding/loss_in_pipeline_split out"
             )
         if layout and (stages := len(layers_of_layout(layout))) != size * chunks:
@@ -182,7 +182,9 @@ def layers_of_layout(layout: str) -> list[int]:
     chunks = _without_repetitions(layout.replace(",", "")).split("|")
     whole = "".join(chunks)
     if whole != EMBEDDING + LAYER * (len(whole) - 2) + LOSS:
-        raise ValueError(f"pipeline_model_parallel_layout: {layout!r} must begin with its one E and end with its one L")
+        raise ValueError(
+            f"pipeline_model_parallel_layout: {layout!r} must have one E, at its start, and one L, at its end"
+        )
     if "" in chunks:
         raise ValueError(
             f"pipeline_model_parallel_layout: stage {chunks.index('') + 1} of the {len(chunks)} of {layout!r} is empty"

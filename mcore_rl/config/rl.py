@@ -48,18 +48,18 @@ class JudgeOptions(Section):
         for key, owners in (("function", ("function", "trl")), ("url", ("http",))):
             value = getattr(self, key)
             if value is not None and name not in owners:
-                raise ValueError(f"{key}: goes with name={' and '.join(owners)} alone, not with {name}")
+                raise ValueError(f"{key}: requires name={' or '.join(owners)}, not {name}")
             if value is None and name in owners and key == "url":
                 raise ValueError(f"{key}: name={name} needs one")
         if name in ("function", "trl") and not re.fullmatch(r"[\w.]+:\w+", self.function or ""):
             raise ValueError(f"function: name the function, as module:function (got {self.function!r})")
         if name != "http" and self.headers:
-            raise ValueError(f"headers: goes with name=http alone, not with {name}")
+            raise ValueError(f"headers: requires name=http, not {name}")
         if name != "http" and self.retries != 2:
-            raise ValueError(f"retries: goes with name=http alone, not with {name}")
+            raise ValueError(f"retries: requires name=http, not {name}")
         if self.pattern is not None:
             if name not in ("exact_match", "try_again"):
-                raise ValueError(f"pattern: goes with name=exact_match and try_again alone, not with {name}")
+                raise ValueError(f"pattern: requires name=exact_match or try_again, not {name}")
             try:
                 re.compile(self.pattern)
             except re.error as error:
@@ -135,13 +135,13 @@ class EnvironmentConfig(JudgeOptions):
     def _consistent(self) -> EnvironmentConfig:
         name, is_model = self.name, self.name == "reward_model"
         if is_model != (self.path is not None):
-            raise ValueError(f"path: goes with name=reward_model, which needs it (name={name}, path={self.path})")
+            raise ValueError(f"path: requires name=reward_model, which needs it (name={name}, path={self.path})")
         if not is_model and (self.max_sequence_length is not None or self.format != "chat"):
             raise ValueError(f"max_sequence_length, format: go with name=reward_model alone, not with {name}")
         if is_model and self.batch_size > 1:
             raise ValueError("batch_size: a reward model judges in packs (batch.tokens_per_pack); leave it out")
         if (name == "weighted") != bool(self.rewards):
-            raise ValueError("rewards: goes with name=weighted, which needs at least one")
+            raise ValueError("rewards: requires name=weighted, which needs at least one")
         if self.max_turns > 1 and not (self.may_observe or any(reward.may_observe for reward in self.rewards.values())):
             raise ValueError(f"max_turns: {name} ends every conversation after one response")
         return self
@@ -184,9 +184,9 @@ class VLLMConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> VLLMConfig:
         if len(set(self.urls)) < len(self.urls):
-            raise ValueError("urls: a server stands there twice")
+            raise ValueError("urls: a server is listed twice")
         if self.port + self.num_servers > 2**16:
-            raise ValueError(f"port: there are no {self.num_servers} ports from {self.port} on")
+            raise ValueError(f"port: there are not {self.num_servers} ports from {self.port} on")
         needed = self.num_servers * self.tensor_parallel_size
         if self.devices and (len(self.devices) != needed or len(set(self.devices)) != needed):
             raise ValueError(f"devices: name {needed} different GPUs (num_servers x tensor_parallel_size)")
@@ -209,7 +209,7 @@ class GenerationConfig(Section):
     @model_validator(mode="after")
     def _used(self) -> GenerationConfig:
         if self.backend != "vllm" and self.vllm != VLLMConfig():
-            raise ValueError(f"vllm: goes with backend=vllm alone, not with {self.backend}")
+            raise ValueError(f"vllm: requires backend=vllm, not {self.backend}")
         return self
 
 
@@ -310,7 +310,9 @@ class RLConfig(TrainingConfig):
     @model_validator(mode="after")
     def _has_a_reference(self) -> Self:
         if self.reference_sync is not None and self.loss.reference_policy_kl_penalty == 0:
-            raise ValueError("reference_sync: there is no reference with loss.reference_policy_kl_penalty=0")
+            raise ValueError(
+                "reference_sync: needs a reference, which loss.reference_policy_kl_penalty=0 does not have"
+            )
         return self
 
     @model_validator(mode="before")
@@ -424,7 +426,7 @@ class RLConfig(TrainingConfig):
             raise ValueError(f"{name}: samples are of older weights; leave out loss.force_on_policy_ratio")
         if self.generation.max_token_mult_prob_error is not None:
             raise ValueError(
-                f"{name}: samples are of older weights, which is no mismatch; leave out "
+                f"{name}: samples are generated with older weights, so their log-probabilities differ; leave out "
                 "generation.max_token_mult_prob_error"
             )
 

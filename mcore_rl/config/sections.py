@@ -162,7 +162,9 @@ class DataConfig(Section):
         sources = {*self.train_sources, *self.validation_sets.values()}
         for key, names in self.columns.items():
             if not isinstance(names, str) and key not in sources:
-                raise ValueError(f"columns: {key} is no source of train or validation ({', '.join(sorted(sources))})")
+                raise ValueError(
+                    f"columns: {key} is not a source of train or validation ({', '.join(sorted(sources))})"
+                )
         for source in sources:
             wanted: dict[str, str] = {}
             for name, column in self.columns_of(source).items():
@@ -250,13 +252,15 @@ class CheckpointConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> CheckpointConfig:
         if self.overwrite and self.resume != "none":
-            raise ValueError("overwrite: removes an earlier run; it goes with resume=none alone")
+            raise ValueError("overwrite: removes an earlier run, so it requires resume=none")
         if self.keep_every is not None and self.keep_last is None:
             raise ValueError("keep_every: without keep_last all checkpoints stay; give both, or leave it out")
         if self.best_metric is None and (self.best_mode is not None or self.export_best):
             raise ValueError("best_mode, export_best: need best_metric")
         if self.best_metric is not None and self.best_is_highest is None:
-            raise ValueError(f"best_mode: say whether the least (min) or the greatest (max) {self.best_metric} is best")
+            raise ValueError(
+                f"best_mode: choose whether the lowest (min) or the highest (max) {self.best_metric} is best"
+            )
         if self.export_best and not self.export_hf:
             raise ValueError("export_best: nothing is exported with export_hf=false")
         if self.push_to_hub is not None and not is_repository_name(self.push_to_hub):
@@ -302,7 +306,7 @@ class BatchConfig(Section):
         if not self.share_prefixes and self.min_shared_tokens != type(self).model_fields["min_shared_tokens"].default:
             raise ValueError("min_shared_tokens: nothing is shared with share_prefixes=false; leave it out")
         if self.packing and self.micro_batch_size != 1:
-            raise ValueError("micro_batch_size: packs are filled to tokens_per_pack; it goes with packing=false alone")
+            raise ValueError("micro_batch_size: packs are filled to tokens_per_pack, so it requires packing=false")
         if not self.packing and self.tokens_per_pack is not None:
             raise ValueError("tokens_per_pack: nothing is packed with packing=false; leave it out")
         return self
@@ -354,7 +358,7 @@ class OptimizerConfig(Section):
             raise ValueError("warmup_ratio: give it or warmup_steps, not both")
         for name in ("decay_ratio", "decay_shape"):
             if self.schedule != "wsd" and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name}: goes with schedule=wsd alone, not with {self.schedule}")
+                raise ValueError(f"{name}: requires schedule=wsd, not {self.schedule}")
         return self
 
 
@@ -411,7 +415,7 @@ class LoggingConfig(Section):
         if self.wandb_tags and self.wandb is None:
             raise ValueError("wandb_tags: need wandb, the project")
         if self.run_name is not None and self.wandb is None and self.mlflow is None:
-            raise ValueError("run_name: is for wandb and mlflow, of which none is given")
+            raise ValueError("run_name: requires wandb or mlflow")
         return self
 
 
@@ -478,14 +482,17 @@ class TrainingConfig(Section):
     def _mixes_weights(self) -> TrainingConfig:
         sync = self.reference_sync_of
         if sync is not None and sync.alpha != 1 and self.model.lora is not None:
-            raise ValueError("reference_sync.alpha: with model.lora it must be 1: mixed adapters are no mixed weights")
+            raise ValueError(
+                "reference_sync.alpha: must be 1 with model.lora: averaging the A and B matrices does not average the "
+                "weights A·B"
+            )
         return self
 
     @model_validator(mode="after")
     def _replays(self) -> TrainingConfig:
         if self.model.moe_router_replay and not self.samples:
             raise ValueError(
-                "model.moe_router_replay: goes with GRPO and PPO alone, whose samples tell where tokens went"
+                "model.moe_router_replay: requires GRPO or PPO, whose samples record the experts of each token"
             )
         return self
 

@@ -288,7 +288,9 @@ def _by_marks(
 ) -> tuple[list[int], list[bool], bool]:
     """Find responses by replacing them with marks; also return whether the last one has an end token."""
     if not tokenizer.is_fast:
-        raise ValueError("the tokenizer does not tell where in a text its tokens are; messages need a fast one")
+        raise ValueError(
+            "the tokenizer does not return the positions of its tokens in a text; messages need a fast tokenizer"
+        )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     ends = end_token_ids(tokenizer)

@@ -54,7 +54,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        raise UserError(f"model.path: there is no tokenizer in {path} (none of {', '.join(TOKENIZER_FILES)})")
+        raise UserError(f"model.path: no tokenizer found in {path} (none of {', '.join(TOKENIZER_FILES)})")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises bare Exception for a broken tokenizer.json

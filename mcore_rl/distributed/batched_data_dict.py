@@ -110,7 +110,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
             count, start = -(-self.size // batch_size), batch_idx * batch_size
             end = start + batch_size
         else:
-            raise ContractError("get_batch: this shard was not packed: say its batch_size")
+            raise ContractError("get_batch: this shard was not packed: give its batch_size")
         if not 0 <= batch_idx < count:
             raise ContractError(f"get_batch: there is no batch {batch_idx} of {count}")
         batch = self.slice(start, end)

@@ -256,8 +256,8 @@ def initialize_process_group(timeout: timedelta) -> None:
             ) from None
         size = torchrun.world_size()
         raise UserError(
-            f"parallel.timeout_seconds={timeout.total_seconds():.0f}: not all {size} processes have come within this "
-            "time; what another node has printed says why"
+            f"parallel.timeout_seconds={timeout.total_seconds():.0f}: not all {size} processes have joined within this "
+            "time; see the output of the other nodes"
         ) from None
 
 

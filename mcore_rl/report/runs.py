@@ -126,7 +126,7 @@ def read_runs(paths: list[Path]) -> list[Run]:
 def _read(path: Path, label: str) -> Run:
     run = Run(path, label)
     if not path.is_dir():
-        raise UserError(f"{path}: is no directory of a run")
+        raise UserError(f"{path}: is not the output directory of a run")
     if not ((path / "metrics.jsonl").exists() or run.directory.identity):
         raise UserError(f"{path}: has no metrics.jsonl; give the output_dir of a run")
     for entry in _entries(run, "metrics.jsonl"):

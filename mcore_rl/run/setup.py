@@ -90,7 +90,7 @@ def check_weights(config: TrainingConfig, found: Mapping[str, Any], needed: bool
                 source = SafetensorsDirectory(path)
                 check_hf_tensors(found[key], source)
                 if key == JUDGE and REWARD_HEAD not in source.names():
-                    raise UserError(f"{POLICY}: {path} is no reward model: it has no {REWARD_HEAD}")
+                    raise UserError(f"{POLICY}: {path} is not a reward model: it has no {REWARD_HEAD}")
 
 
 def check_positions(hf_config: Any, max_sequence_length: int) -> None:

@@ -102,7 +102,7 @@ def _apart(function: Callable[..., T], *arguments: Any) -> T:
             return process.submit(function, *arguments).result()
         except BrokenProcessPool:
             raise UserError(
-                "the process that simulates it was killed, perhaps for want of memory: try fewer workers"
+                "the process that simulates it was killed, perhaps because memory ran out: try fewer workers"
             ) from None
 
 

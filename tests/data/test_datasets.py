@@ -167,7 +167,7 @@ def test_columns_of_each_source(tmp_path):
     [
         (
             {"columns": {"b.jsonl": {"prompt": "q"}}},
-            r"columns: b.jsonl is no source of train or validation \(a.jsonl\)",
+            r"columns: b.jsonl is not a source of train or validation \(a.jsonl\)",
         ),
         ({"columns": {"prompt": "q", "completion": "q"}}, "columns: q cannot be both prompt and completion"),
         ({"columns": {"a.jsonl": {"prompt": "q"}, "completion": "c"}}, "columns.*completion"),

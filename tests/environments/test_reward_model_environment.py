@@ -79,7 +79,7 @@ def test_a_run_is_judged_by_a_reward_model(judge, model_of, tmp_path):
     assert [entry["reward"] for entry in entries] == pytest.approx(expected, rel=1e-3, abs=1e-3)
     assert len(metrics_of(tmp_path / "out")) == 3
     for change, message in (
-        (f"environment.path={model_of('llama')}", "is no reward model: it has no score.weight"),
+        (f"environment.path={model_of('llama')}", "is not a reward model: it has no score.weight"),
         ("environment.path=nowhere", "environment.path: nowhere must be a Hugging Face model directory"),
         ("environment.max_sequence_length=4096", "environment.max_sequence_length=4096: the model has 1024 positions"),
     ):

@@ -91,7 +91,7 @@ def test_none_left_is_told_in_one_line():
 
 def test_a_wrong_request_is_nobody_elses():
     with pool_of(lambda n: (400, {})) as (pool, _, dropped):
-        with pytest.raises(TrainingError, match="refuses what it is asked: told so"):
+        with pytest.raises(TrainingError, match="refuses the request: told so"):
             ask_all(pool)
         assert dropped == {}
 

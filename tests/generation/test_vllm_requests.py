@@ -44,7 +44,7 @@ def test_one_bad_request_drops_no_server(status, times):
         futures = {request.seed: pool.submit(request, PARAMS) for request in REQUESTS}
         for seed, future in futures.items():
             if seed == BAD:
-                told = "refuses what it is asked: told so" if times == 1 else r"\(3 attempts\)"
+                told = "refuses the request: told so" if times == 1 else r"\(3 attempts\)"
                 with pytest.raises(RequestError, match=told):
                     future.result(60)
             else:

@@ -168,7 +168,7 @@ def test_a_reference_that_has_moved_is_not_computed_again(model_of, tmp_path):
     without = {**values, "reference_sync": None, "trainer": {"max_epochs": 2}}
     auto = build_config(DPOConfig, without, [], "")
     assert not precomputes_reference(auto, SimpleNamespace(train=range(1))), "what has moved is in the checkpoint alone"
-    with pytest.raises(WorkerError, match=r"dpo\.reference=precompute: .*iter_0000001 begins with other weights"):
+    with pytest.raises(WorkerError, match=r"dpo\.reference=precompute: .*iter_0000001 starts from other weights"):
         run_processes(train, build_config(DPOConfig, without, ["dpo.reference=precompute"], ""), world_size=1)
 
 
@@ -225,7 +225,7 @@ def test_a_run_begun_from_other_weights_keeps_its_reference(model_of, tmp_path):
         (DPOConfig, ["reference_sync.interval=4", "dpo.reference=precompute"], "reference_sync: moves the policy's"),
         (DPOConfig, ["reference_sync.interval=4", "dpo.preference_loss=simpo"], "reference_sync: moves the policy's"),
         (DPOConfig, ["reference_sync.interval=4", "model.lora.rank=2"], r"reference_sync\.alpha: with model\.lora it"),
-        (GRPOConfig, ["reference_sync.interval=4"], "reference_sync: there is no reference with loss.reference_policy"),
+        (GRPOConfig, ["reference_sync.interval=4"], "reference_sync: needs a reference, which loss.reference_policy"),
     ],
 )
 def test_what_is_refused(kind, overrides, message):

@@ -29,7 +29,7 @@ def beside(config, teacher_path):
     teacher = ScoringModel(config.model_copy(update={"model": ModelConfig(path=teacher_path)}))
     before = teacher.get_logprobs(make_data())["logprobs"]
     freed = teacher.offload()
-    with pytest.raises(RuntimeError, match="what it needs is offloaded"):
+    with pytest.raises(RuntimeError, match="weights or optimizer state are offloaded"):
         teacher.get_logprobs(make_data())
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
     alone.shutdown()

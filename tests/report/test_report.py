@@ -169,10 +169,13 @@ def test_the_command(tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "metrics.jsonl").write_text("[1]\n")
     for arguments, message in [
-        ((tmp_path / "nowhere",), f"{tmp_path}/nowhere: is no directory of a run"),
+        ((tmp_path / "nowhere",), f"{tmp_path}/nowhere: is not the output directory of a run"),
         ((tmp_path,), f"{tmp_path}: has no metrics.jsonl; give the output_dir of a run"),
         ((tmp_path / "broken",), "broken/metrics.jsonl: cannot be read (a line of it is not an object with its step)"),
-        ((run, "--output", tmp_path / "mine.html"), "mine.html: exists already and is no report; name another file"),
+        (
+            (run, "--output", tmp_path / "mine.html"),
+            "mine.html: exists and was not written by mcore-rl report; name another file",
+        ),
         ((run, "--output", tmp_path / "no" / "where.html"), "where.html: cannot be written (No such file"),
         ((run, "--output", run / "hf" / "a.html"), "is what the run in"),
     ]:

@@ -159,7 +159,7 @@ class VLLMServer:
         if answer.status_code in BUSY:
             raise BusyError(f"{self.url}{path}: status {answer.status_code}: {_told(content)}")
         if 400 <= answer.status_code < 500:
-            raise RequestError(f"{self.url}{path} refuses what it is asked: {_told(content)}")
+            raise RequestError(f"{self.url}{path} refuses the request: {_told(content)}")
         if answer.status_code != 200:
             raise ServerError(f"{self.url}{path}: status {answer.status_code}: {_told(content)}")
         return content

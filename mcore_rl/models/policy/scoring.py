@@ -129,7 +129,7 @@ class ScoringModel:
     def require(self, purpose: str, *offloads: Offload) -> None:
         """Raise RuntimeError if any of `offloads` is away."""
         if any(offload.is_away for offload in offloads):
-            raise RuntimeError(f"{purpose}: what it needs is offloaded; call prepare_for_training first")
+            raise RuntimeError(f"{purpose}: weights or optimizer state are offloaded; call prepare_for_training first")
 
     def shutdown(self) -> bool:
         """Release the process groups; they are destroyed with the last model that uses them."""
