@@ -174,7 +174,7 @@ def test_the_command(tmp_path):
         ((tmp_path / "broken",), "broken/metrics.jsonl: cannot be read (a line of it is not an object with its step)"),
         (
             (run, "--output", tmp_path / "mine.html"),
-            "mine.html: exists and was not written by mcore-rl report; name another file",
+            "mine.html: exists and was not written by mcore-rl report; choose another file",
         ),
         ((run, "--output", tmp_path / "no" / "where.html"), "where.html: cannot be written (No such file"),
         ((run, "--output", run / "hf" / "a.html"), "is what the run in"),
