@@ -189,7 +189,7 @@ TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedPGOptions(LossOptions):
-    """What `ClippedPGLossFn` does. Keys of the reference's other versions: see `aliases` and `translate`."""
+    """Options of `ClippedPGLossFn`; for keys of other NeMo RL versions see `aliases` and `translate`."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "reference_policy_kl_type": "kl_estimator",
@@ -198,52 +198,59 @@ class ClippedPGOptions(LossOptions):
     }
 
     reference_policy_kl_penalty: NonNegative = option(0.0)
-    """β, the weight of KL(π ‖ π_ref)."""
+    """Weight β of KL(π ‖ π_ref)."""
     ratio_clip_min: NonNegative = option(0.2)
-    """The ratio is clipped below at 1 − this."""
+    """Clip the ratio from below at 1 minus this value."""
     ratio_clip_max: NonNegative = option(0.2)
-    """The ratio is clipped above at 1 + this (DAPO's clip-higher, arXiv:2503.14476, if more than the other)."""
+    """Clip the ratio from above at 1 plus this value. A value above ratio_clip_min is DAPO's clip-higher
+    (arXiv:2503.14476)."""
     ratio_clip_c: Annotated[float, Bounds(gt=1)] | None = option(None)
-    """Dual clip: an upper bound on −A·ratio where A < 0 (arXiv:1912.09729); more than 1, or null for none."""
+    """Dual clip (arXiv:1912.09729): clip the ratio from above at this value if the advantage is negative. It must be more
+    than 1; null disables it."""
     use_on_policy_kl_approximation: bool = option(False)
-    """Weight the KL estimate by exp(current − generation): samples of an old policy, estimate for this one."""
+    """Weight the KL estimate by exp(current − generation). It then estimates the KL of the current policy from samples of
+    an older one."""
     use_importance_sampling_correction: bool = option(False)
-    """Multiply by exp(prev − generation): the sampler's numbers differ from the trainer's."""
+    """Weight the loss by exp(prev − generation), to correct for differences between the log-probabilities of the sampler
+    and of the trainer."""
     token_level_loss: bool = option(True)
-    """Mean over all tokens (DAPO) rather than over sequences of their means (GRPO, arXiv:2402.03300)."""
+    """true: mean over all tokens (DAPO). false: mean over sequences of their means (GRPO, arXiv:2402.03300)."""
     disable_ppo_ratio: bool = False
-    """REINFORCE, RLOO (arXiv:2402.14740): the log-probability itself in place of the ratio, no clip."""
+    """Use the log-probability in place of the ratio, without a clip: REINFORCE, RLOO (arXiv:2402.14740)."""
     force_on_policy_ratio: bool | None = None
-    """prev = current, so that the ratio is 1: right for the only update on samples of these very weights.
-    null: no; in GRPO: where that holds, which is said when the run begins."""
+    """Set prev to current, so that the ratio is 1. This is exact for a single update on samples of the current weights.
+    null: false; in GRPO, true if it is exact, which the run prints at its start."""
     sequence_level_importance_ratios: bool = False
-    """GSPO (arXiv:2507.18071): one ratio a sequence, exp(mean(current − prev))."""
+    """GSPO (arXiv:2507.18071): one ratio per sequence, exp(mean(current − prev))."""
     clip_type: Literal["ppo", "cispo"] = "ppo"
-    """cispo: the clipped ratio, detached, weighs the log-probability (arXiv:2506.13585)."""
+    """ppo: minimum of the ratio and the clipped ratio, each times the advantage. cispo: the log-probability, weighted by
+    the detached clipped ratio (arXiv:2506.13585)."""
     dr_grpo_max_tokens: Annotated[int, Bounds(ge=1)] | None = None
-    """Dr.GRPO (arXiv:2503.20783): a sequence's sum over this constant, not its mean."""
+    """Dr.GRPO (arXiv:2503.20783): divide the sum over a sequence by this constant instead of its number of tokens."""
     kl_estimator: KLEstimator = "k3"
-    """See `calculate_kl`."""
+    """Estimator of the KL: k1, k2 or k3; see `calculate_kl`."""
     kl_clamp: NonNegative | None = 20.0
-    """Bound on |reference − current| in nats before the estimate; null for none, as the documented reference has it."""
+    """Bound on |reference − current| in nats before the estimate; null for no bound, as in NeMo RL 0.3."""
     kl_output_clamp: NonNegative | None = None
-    """Bound on the absolute value of the estimate; null for none."""
+    """Bound on the absolute value of the estimate; null for no bound."""
     kl_gradient: Literal["value", "unbiased"] = "value"
-    """unbiased: also the gradient of the probability of what was sampled; see `kl_weights`."""
+    """value: gradient of the estimate. unbiased: also the gradient of the probability of the sampled tokens; see
+    `kl_weights`."""
     use_kl_in_reward: bool = False
-    """The KL term is part of the advantages (REINFORCE++, PPO), not of the loss."""
+    """Put the KL term into the advantages (REINFORCE++, PPO) instead of the loss."""
     importance_sampling_level: Literal["token", "sequence"] | None = None
-    """One importance weight a token or one a sequence; null for that of the ratios."""
+    """Importance weights: one per token, or one per sequence; null for the level of the ratios."""
     truncated_importance_sampling_type: TruncationType | None = None
-    """What becomes of importance weights out of bounds; see `truncate_importance_weights`. null: tis."""
+    """Treatment of importance weights out of bounds; see `truncate_importance_weights`. null: tis."""
     truncated_importance_sampling_ratio: Positive | None = None
-    """Upper bound of the importance weights; null leaves them as they are."""
+    """Upper bound of the importance weights; null for no bound."""
     truncated_importance_sampling_ratio_min: NonNegative | None = None
-    """Lower bound; null for none."""
+    """Lower bound of the importance weights; null for no bound."""
     entropy_bonus: NonNegative = 0.0
-    """This times the mean entropy is subtracted from the loss."""
+    """Weight of the mean entropy, which is subtracted from the loss."""
     positive_example_nll_weight: NonNegative = 0.0
-    """This times the negative log-likelihood of samples with a positive reward is added (VAPO, arXiv:2504.05118)."""
+    """Weight of the negative log-likelihood of samples with a positive reward, which is added to the loss (VAPO,
+    arXiv:2504.05118)."""
 
     @classmethod
     def translate(cls, cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,7 +348,7 @@ WITHOUT_REFERENCE: frozenset[PreferenceLossType] = frozenset(("simpo", "orpo"))
 
 @dataclass(frozen=True, kw_only=True)
 class DPOOptions(LossOptions):
-    """What `DPOLossFn` does."""
+    """Options of `DPOLossFn`."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
@@ -351,33 +358,33 @@ class DPOOptions(LossOptions):
     )  # fmt: skip
 
     reference_policy_kl_penalty: NonNegative = option(0.1)
-    """β."""
+    """Factor β of the rewards."""
     preference_loss_weight: NonNegative = option(1.0)
     """Weight of the preference loss."""
     sft_loss_weight: NonNegative = option(0.0)
     """Weight of the negative log-likelihood of the chosen responses."""
     preference_average_log_probs: bool = option(False)
-    """Rewards are means over a response's tokens, not sums."""
+    """Compute rewards as means over the tokens of a response instead of sums."""
     sft_average_log_probs: bool = option(False)
-    """The likelihood too is a mean over each response's tokens."""
+    """Compute the likelihood as a mean over the tokens of each response instead of a sum."""
     preference_loss: PreferenceLossType | tuple[PreferenceLossType, ...] = "sigmoid"
-    """One, or a list of several, whose weighted sum is the preference loss (as in arXiv:2411.10442). Of Δr, what the
-    chosen reward is ahead by, or of both rewards (c, r):
+    """One loss, or a list of losses whose weighted sum is the preference loss (as in arXiv:2411.10442). The losses are
+    functions of the rewards c (chosen) and r (rejected), and of their difference Δr = c − r:
 
     sigmoid: L(Δr) = −log σ(β·Δr). ipo: (Δr − 1 / 2β)² (arXiv:2310.12036, eq. 17).
     hinge: max(0, 1 − β·Δr) (SLiC-HF, arXiv:2305.10425).
-    robust: ((1 − ε)·L(Δr) − ε·L(−Δr)) / (1 − 2ε), unbiased where a share ε of the pairs is the wrong way round
-    (arXiv:2403.00409).
+    robust: ((1 − ε)·L(Δr) − ε·L(−Δr)) / (1 − 2ε), unbiased if a fraction ε of the pairs has chosen and rejected
+    exchanged (arXiv:2403.00409).
     apo_zero: 1 − σ(β·c) + σ(β·r); apo_down: σ(β·c) + 1 − σ(β·Δr) (arXiv:2408.06266, eq. 7 and 8).
-    simpo: −log σ(β·Δr − γ) (arXiv:2405.14734), and orpo: −β·log σ(log odds(c) − log odds(r)) (arXiv:2403.07691), whose
-    rewards are mean log-probabilities of the policy alone: there is no reference."""
+    simpo: −log σ(β·Δr − γ) (arXiv:2405.14734). orpo: −β·log σ(log odds(c) − log odds(r)) (arXiv:2403.07691). Rewards of
+    simpo and orpo are mean log-probabilities of the policy; these losses have no reference."""
     preference_loss_weights: tuple[NonNegative, ...] | None = None
-    """Of several preference losses: each one's weight; 1 each if not given."""
+    """Weights of the losses in a list preference_loss; null: 1 each."""
     label_smoothing: Annotated[float, Bounds(ge=0, lt=0.5)] = 0.0
-    """ε: of robust; of sigmoid and simpo the conservative loss (1 − ε)·L(Δr) + ε·L(−Δr)
+    """Value ε of robust. sigmoid and simpo use it in the conservative loss (1 − ε)·L(Δr) + ε·L(−Δr)
     (cDPO, https://ericmitchell.ai/cdpo.pdf)."""
     simpo_gamma: NonNegative = 0.5
-    """γ of simpo."""
+    """Margin γ of simpo."""
 
     @property
     def needs_reference(self) -> bool:
@@ -450,32 +457,32 @@ class DPOOptions(LossOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class KTOOptions(LossOptions):
-    """What `KTOLossFn` does."""
+    """Options of `KTOLossFn`."""
 
     reference_policy_kl_penalty: NonNegative = option(0.1)
-    """β."""
+    """Factor β of the rewards."""
     desirable_weight: NonNegative = option(1.0)
-    """λ_D."""
+    """Weight λ_D of desirable responses."""
     undesirable_weight: NonNegative = option(1.0)
-    """λ_U."""
+    """Weight λ_U of undesirable responses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationOptions(LossOptions):
-    """What `DistillationLossFn` and `WholeVocabularyDistillationLossFn` do."""
+    """Options of `DistillationLossFn` and `WholeVocabularyDistillationLossFn`."""
 
     kl_type: Literal["forward", "reverse", "mixed", "js"] = option("forward")
-    """forward: KL(teacher ‖ student); reverse: KL(student ‖ teacher); mixed: both, weighted; js: generalised
-    Jensen–Shannon, β·KL(teacher ‖ m) + (1 − β)·KL(student ‖ m) with m = β·teacher + (1 − β)·student
+    """forward: KL(teacher ‖ student). reverse: KL(student ‖ teacher). mixed: the weighted sum of both. js: the generalised
+    Jensen–Shannon divergence, β·KL(teacher ‖ m) + (1 − β)·KL(student ‖ m) with m = β·teacher + (1 − β)·student
     (arXiv:2306.13649, eq. 1)."""
     mixed_kl_weight: Annotated[float, Bounds(ge=0)] = option(0.5)
-    """Share of the forward KL where kl_type is mixed."""
+    """Weight of the forward KL for kl_type=mixed; the reverse KL has 1 minus this weight."""
     js_beta: Annotated[float, Bounds(gt=0, lt=1)] = 0.5
-    """β where kl_type is js."""
+    """Value β for kl_type=js."""
     loss_temperature: Positive = 1.0
-    """The logits of both are divided by it before they are compared."""
+    """Temperature by which the logits of teacher and student are divided before they are compared."""
     zero_outside_topk: bool = False
-    """The student is not renormalised over the teacher's k tokens; outside them the teacher's probability is 0."""
+    """Do not renormalise the student over the teacher's k tokens; outside them the teacher's probability is 0."""
 
     def check(self) -> None:
         self.require(self.mixed_kl_weight <= 1, f"mixed_kl_weight must be between 0 and 1, got {self.mixed_kl_weight}")
