@@ -205,14 +205,14 @@ class ClippedPGOptions(LossOptions):
     """Clip the ratio from above at 1 plus this value. A value above ratio_clip_min is DAPO's clip-higher
     (arXiv:2503.14476)."""
     ratio_clip_c: Annotated[float, Bounds(gt=1)] | None = option(None)
-    """Dual clip (arXiv:1912.09729): clip the ratio from above at this value if the advantage is negative. It must be more
-    than 1; null disables it."""
+    """Dual clip (arXiv:1912.09729): clip the ratio from above at this value if the advantage is negative. It must be
+    more than 1; null disables it."""
     use_on_policy_kl_approximation: bool = option(False)
-    """Weight the KL estimate by exp(current − generation). It then estimates the KL of the current policy from samples of
-    an older one."""
+    """Weight the KL estimate by exp(current − generation). It then estimates the KL of the current policy from samples
+    of an older one."""
     use_importance_sampling_correction: bool = option(False)
-    """Weight the loss by exp(prev − generation), to correct for differences between the log-probabilities of the sampler
-    and of the trainer."""
+    """Weight the loss by exp(prev − generation), to correct for differences between the log-probabilities of the
+    sampler and of the trainer."""
     token_level_loss: bool = option(True)
     """true: mean over all tokens (DAPO). false: mean over sequences of their means (GRPO, arXiv:2402.03300)."""
     disable_ppo_ratio: bool = False
@@ -223,8 +223,8 @@ class ClippedPGOptions(LossOptions):
     sequence_level_importance_ratios: bool = False
     """GSPO (arXiv:2507.18071): one ratio per sequence, exp(mean(current − prev))."""
     clip_type: Literal["ppo", "cispo"] = "ppo"
-    """ppo: minimum of the ratio and the clipped ratio, each times the advantage. cispo: the log-probability, weighted by
-    the detached clipped ratio (arXiv:2506.13585)."""
+    """ppo: minimum of the ratio and the clipped ratio, each times the advantage. cispo: the log-probability, weighted
+    by the detached clipped ratio (arXiv:2506.13585)."""
     dr_grpo_max_tokens: Annotated[int, Bounds(ge=1)] | None = None
     """Dr.GRPO (arXiv:2503.20783): divide the sum over a sequence by this constant instead of its number of tokens."""
     kl_estimator: KLEstimator = "k3"
@@ -472,9 +472,9 @@ class DistillationOptions(LossOptions):
     """Options of `DistillationLossFn` and `WholeVocabularyDistillationLossFn`."""
 
     kl_type: Literal["forward", "reverse", "mixed", "js"] = option("forward")
-    """forward: KL(teacher ‖ student). reverse: KL(student ‖ teacher). mixed: the weighted sum of both. js: the generalised
-    Jensen–Shannon divergence, β·KL(teacher ‖ m) + (1 − β)·KL(student ‖ m) with m = β·teacher + (1 − β)·student
-    (arXiv:2306.13649, eq. 1)."""
+    """forward: KL(teacher ‖ student). reverse: KL(student ‖ teacher). mixed: the weighted sum of both. js: the
+    generalised Jensen–Shannon divergence, β·KL(teacher ‖ m) + (1 − β)·KL(student ‖ m) with
+    m = β·teacher + (1 − β)·student (arXiv:2306.13649, eq. 1)."""
     mixed_kl_weight: Annotated[float, Bounds(ge=0)] = option(0.5)
     """Weight of the forward KL for kl_type=mixed; the reverse KL has 1 minus this weight."""
     js_beta: Annotated[float, Bounds(gt=0, lt=1)] = 0.5
