@@ -88,7 +88,11 @@ def test_layouts_are_read_as_megatron_does(head, groups, tail):
         ("Et|(tt)L", {}, r"cannot be read from '\(tt\)L' on"),
         ("Et||tL", {"pipeline_model_parallel_size": 3}, "stage 2 of the 3 of 'Et||tL' is empty"),
         ("EttL", {"pipeline_model_parallel_size": 1}, "needs pipeline_model_parallel_size > 1"),
-        ("Et|tL", {"num_layers_in_last_pipeline_stage": 1}, "sets the layers of every stage; leave num_layers_in_first/la"),
+        (
+            "Et|tL",
+            {"num_layers_in_last_pipeline_stage": 1},
+            "sets the layers of every stage; leave num_layers_in_first/la",
+        ),
         ("Et|tL", {"account_for_loss_in_pipeline_split": True}, "sets the layers of every stage"),
         (None, {"account_for_loss_in_pipeline_split": True, "num_layers_in_last_pipeline_stage": 1}, "out evenly"),
         ("", {}, "must not be empty"),
