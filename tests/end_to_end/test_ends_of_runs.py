@@ -225,6 +225,7 @@ def set_experiment(name):
 """
 
 
+@pytest.mark.long
 def test_failing_trackers_are_reported_once(files, tmp_path, monkeypatch):
     """The run goes on; started again, it is the same run on Weights & Biases."""
     (tmp_path / "wandb.py").write_text(WANDB)

@@ -59,6 +59,7 @@ def sleep():
     time.sleep(60)
 
 
+@pytest.mark.long
 def test_a_function_runs_on_the_cpu_in_a_process_of_its_own():
     assert run_on("cpu", device_seen) == "cpu"
     with pytest.raises(AssertionError, match="ValueError: so it is"):

@@ -525,6 +525,7 @@ def load_each_others(whole, config, directory):
     return told
 
 
+@pytest.mark.long
 def test_adapters_and_whole_models_are_told_apart(model_of, tmp_path):
     whole, config = make_config(model_of("llama")), lora_config(model_of("llama"), rank=2)
     of_whole, of_adapters = run_processes(load_each_others, whole, config, tmp_path, world_size=1)[0]

@@ -85,6 +85,7 @@ def life(config, data):
     return sizes, losses
 
 
+@pytest.mark.long
 def test_state_is_away_but_in_the_step(model_of, tmp_path):
     config = changed(ParallelLayout(dp=2).apply(make_config(model_of("llama"))), dtype="bfloat16")
     runs = {}

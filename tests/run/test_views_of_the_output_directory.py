@@ -34,6 +34,7 @@ def train(path, hides, *overrides):
     return said
 
 
+@pytest.mark.long
 def test_the_first_rank_decides_on_the_reference(tmp_path):
     """A run that goes on has scores of its reference on disk, which rank 1 does not see."""
     make_model("llama", tmp_path / "model", initializer_range=0.05)

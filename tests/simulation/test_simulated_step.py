@@ -198,7 +198,7 @@ def test_grouped_products_are_as_many_as_single_ones(tmp_path):
 
 ALGORITHMS = [
     pytest.param(SFTConfig, {}, id="sft", marks=pytest.mark.long),
-    pytest.param(DPOConfig, {"dpo": {"reference": "swap"}}, id="dpo"),
+    pytest.param(DPOConfig, {"dpo": {"reference": "swap"}}, id="dpo", marks=pytest.mark.long),
     pytest.param(
         GRPOConfig,
         {
