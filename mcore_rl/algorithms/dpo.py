@@ -39,6 +39,8 @@ def train_dpo(config: DPOConfig) -> Path | None:
     policy = MegatronPolicy(config, steps, rows_per_unit=2, keep_reference=keeps)
     reference = build_reference(config, inputs, policy, stored)
     exported = SupervisedTrainer(config, inputs, policy, DPOObjective(config, policy, reference)).run()
+    if isinstance(reference, SecondModel):
+        reference.model.shutdown()
     policy.shutdown()
     return exported
 
