@@ -97,6 +97,34 @@ def fails_to_start(config, directory):
 
 def test_a_process_that_cannot_be_started_is_a_failed_save_on_all_ranks(model_of, tmp_path):
     run_processes(fails_to_start, ParallelLayout(tp=2).apply(make_config(model_of("llama"))), tmp_path, world_size=2)
+    assert not list(tmp_path.iterdir()), "what was written of it is left behind"
+
+
+def fails_to_begin(config, directory):
+    """On the last rank, once; returns the names of the checkpoints on disk after another save."""
+    from mcore_rl.models.megatron.checkpoint.save import SaveError
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+
+    def no_memory(self, tensors):
+        raise OSError(12, "Cannot allocate memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if policy.rank == 1:
+            patch.setattr(HostStaging, "copy", no_memory)
+        with pytest.raises(SaveError, match=r"rank 1: OSError: .*Cannot allocate memory"):
+            policy.save_checkpoint(directory, 1, {}, wait=False)
+    policy.save_checkpoint(directory, 2, {})
+    policy.shutdown()
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_save_after_one_that_could_not_begin_on_a_rank_succeeds(model_of, tmp_path):
+    config = ParallelLayout(tp=2).apply(make_config(model_of("llama")))
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"timeout_seconds": 20.0})})
+    for names in run_processes(fails_to_begin, config, tmp_path, world_size=2):
+        assert names == ["iter_0000002", "latest_checkpointed_iteration.txt"]
 
 
 def process_that_writes(config, directory):

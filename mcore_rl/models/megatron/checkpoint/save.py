@@ -374,7 +374,11 @@ class PendingSave:
         commit = None
         if torch.distributed.get_rank() == 0:
             commit = Commit(store, step, self.partial, planned.metadata, asked.keep_last, asked.keep_every, best)
-        self._writer = on_every_rank(lambda: ShardWriter(planned, asked.timeout_seconds, staging, commit))
+        try:
+            self._writer = on_every_rank(lambda: ShardWriter(planned, asked.timeout_seconds, staging, commit))
+        except SaveError:
+            staging.process.kill()  # where it could begin, it would answer the next save with this one's report
+            raise
 
     @property
     def final(self) -> Path:
@@ -388,12 +392,20 @@ class PendingSave:
             well, done = all_ranks_true(report is None or report.error is None, report is not None)
             if not well:
                 self._writer.abandon()
-                raise_on_all_ranks(None if report is None else report.error)
+                self._discard(None if report is None else report.error)
             if done:
                 return True
             if not wait:
                 return False
             time.sleep(POLL_SECONDS)
+
+    def _discard(self, error: str | None) -> None:
+        """Raise SaveError on every rank, after no process writes any more and the shards are removed."""
+        try:
+            raise_on_all_ranks(error)
+        finally:
+            if torch.distributed.get_rank() == 0:
+                shutil.rmtree(self.partial, ignore_errors=True)
 
     def finish_alone(self, seconds: float) -> bool:
         """Wait at most `seconds` for the commit and return True; otherwise discard the checkpoint. Not collective."""
