@@ -79,15 +79,22 @@ class Watchdog:
     def _answer(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):
             try:
-                if self.rank == 0 and self._request.exists():
-                    self._request.unlink(missing_ok=True)
+                if self.rank == 0 and self._takes_request():
                     self._store.add(self._key, 1)
                 asked = self._store.add(self._key, 0)
-            except (RuntimeError, OSError):  # the store is gone with rank 0, and the run with it
+            except RuntimeError:  # the store is gone with rank 0, and the run with it
                 return
             if asked != self._answered:
                 self._answered = asked
                 self._write()
+
+    def _takes_request(self) -> bool:
+        """Return whether the user's file is there, and remove it. A file system that fails for a moment has none."""
+        with contextlib.suppress(OSError):
+            if self._request.exists():
+                self._request.unlink(missing_ok=True)
+                return True
+        return False
 
     def _write(self) -> None:
         """Write the phase and the stacks of all threads in place of earlier ones."""

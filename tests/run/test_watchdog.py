@@ -70,3 +70,22 @@ def test_a_process_that_is_alone_answers_too(tmp_path):
     finally:
         watchdog.stop()
     assert not Path(tmp_path / "stacks").exists()
+
+
+def test_watchdog_answers_after_file_system_failed(tmp_path, monkeypatch):
+    exists, failures = Path.exists, []
+
+    def fails_once(self):
+        if self.name == "requested" and not failures:
+            failures.append(self)
+            raise OSError(116, "Stale file handle")
+        return exists(self)
+
+    monkeypatch.setattr(Path, "exists", fails_once)
+    watchdog.start(tmp_path / "stacks", 0)
+    try:
+        wait_for(lambda: failures)
+        (tmp_path / "stacks" / "requested").touch()
+        wait_for((tmp_path / "stacks" / "rank_00000.txt").read_text)
+    finally:
+        watchdog.stop()
