@@ -18,7 +18,7 @@ from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.rollouts.recordings import REPLAYED_OPTIONS, hash_of_weights, recorded_by, recorded_step
 from mcore_rl.rollouts.samples import Rollout, RolloutBatch, RolloutSummary, are_judged, has_signal
 from mcore_rl.rollouts.worker import PendingRollouts, PromptRequests, RolloutWorker
-from mcore_rl.run.metrics import JsonLinesLog
+from mcore_rl.run.metrics import JsonLinesLog, OptionalLog
 from mcore_rl.run.setup import RunInputs
 from mcore_rl.utils.console import PrintLine
 
@@ -53,7 +53,7 @@ class RolloutCollector:
         self.recording, self.recorded, self.steps = recording, recorded, steps
         self._ahead: dict[int, PendingRollouts] = {}
         """The prompts that are being answered, by the position of the first."""
-        self.samples = JsonLinesLog(config.output_dir / "samples.jsonl")
+        self.samples = OptionalLog(config.output_dir / "samples.jsonl", say)
 
     def collect(self, step: int, position: int) -> tuple[RolloutBatch, int]:
         """The step's groups, those without signal replaced if so configured; and how many prompts that took.

@@ -46,6 +46,23 @@ class JsonLinesLog:
             file.truncate(0 if step <= 1 else sum(len(line) for line in earlier))
 
 
+class OptionalLog:
+    """A `JsonLinesLog` that a full disk does not end the run for: its steps are missing, and the first is reported."""
+
+    def __init__(self, path: Path, say: PrintLine) -> None:
+        self._log, self._say, self._fails = JsonLinesLog(path), say, False
+
+    def append(self, step: int, *entries: dict[str, Any]) -> None:
+        path = self._log.path
+        try:
+            self._log.append(step, *entries)
+        except OSError as error:
+            self._log = JsonLinesLog(path)  # what it has written of the line is taken away with the next
+            if not self._fails:
+                self._say(f"warning: {path} cannot be written ({error.strerror}); steps are missing in it")
+            self._fails = True
+
+
 def read_step_log(path: Path) -> list[dict[str, Any]]:
     """Return the entries of a log, without a last line that was cut short.
 
@@ -204,23 +221,14 @@ class MetricsReporter:
         self._tokens, self._seconds = 0, 0.0
         self._bar: Progress | None = None
         if is_writer:
-            self.log = JsonLinesLog(config.output_dir / "metrics.jsonl")
+            self.log = OptionalLog(config.output_dir / "metrics.jsonl", rank_zero_printer(is_writer))
             self.trackers = Trackers(config, rank_zero_printer(is_writer))
-            self._log_fails = False
 
     def record(self, step: int, metrics: dict[str, Any]) -> None:
         """Write the step's metrics to metrics.jsonl and to the trackers."""
         if not self.enabled:
             return
-        try:
-            self.log.append(step, metrics)
-        except OSError as error:
-            self.log = JsonLinesLog(self.log.path)  # what it has written of the line is taken away with the next
-            if not self._log_fails:
-                rank_zero_printer(True)(
-                    f"warning: {self.log.path} cannot be written ({error.strerror}); steps are missing in it"
-                )
-            self._log_fails = True
+        self.log.append(step, metrics)
         self.trackers.log(metrics, step)
         self._tokens += metrics.get("num_tokens", 0)
         self._seconds += metrics.get("step_seconds", 0.0)

@@ -262,3 +262,17 @@ def test_full_disk_loses_metrics_and_not_the_run(tmp_path, monkeypatch, capsys):
         reporter.record(step, {"loss": 1.0})
     assert [entry["step"] for entry in read_step_log(tmp_path / "metrics.jsonl")] == [1, 4, 5]
     assert capsys.readouterr().out.count("metrics.jsonl cannot be written (No space left on device)") == 1
+
+
+def test_samples_that_cannot_be_written_are_reported_once(files):
+    """The run goes on without them."""
+    out, samples = files / "no_samples", files / "no_samples" / "samples.jsonl"
+    overrides = [f"output_dir={out}", f"model.path={files / 'model'}", f"data.train={files / 'prompts.jsonl'}"]
+    overrides += ["data.max_sequence_length=32", "checkpoint.export_hf=false", "environment.name=exact_match"]
+    overrides += ["grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", "grpo.max_new_tokens=4"]
+    run("train_grpo.py", *overrides, "trainer.max_steps=1")
+    samples.unlink()
+    samples.mkdir()
+    ended = run("train_grpo.py", *overrides, "trainer.max_steps=3")
+    assert ended.stdout_text.count(f"warning: {samples} cannot be written (Is a directory)") == 1, ended.stdout_text
+    assert saved(out)[-1] == "iter_0000003"
