@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -290,7 +291,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
                 places = range(first, min(first + size, len(prompts)))
                 sums.add(self.worker.run([(i, prompts[i]) for i in places], places, greedy=True).outcomes)
         self.worker.finish()
-        return sums.metrics()
+        return sums.metrics(if_none_judged=math.nan)  # which is never the best validation
 
     @property
     def updates_per_step(self) -> int:

@@ -185,14 +185,18 @@ class RolloutStatistics:
             turns=sum(o.turns for o in outcomes),
         )
 
-    def metrics(self) -> dict[str, float]:
-        """Accuracy is the share of judged samples with a positive reward.
+    def metrics(self, if_none_judged: float = 0.0) -> dict[str, float]:
+        """Return the metrics. Accuracy is the share of judged samples with a positive reward.
 
-        Rewards are of the samples that could be judged, and 0 if none could. The mean of each of several rewards is
-        over the judged samples that it applies to.
+        Rewards are those of the judged samples. The mean of each of several rewards is over the judged samples that
+        it applies to.
+
+        Args:
+            if_none_judged: reward and accuracy if no sample could be judged.
         """
         totals, count, judged = self._totals, self._totals["samples"], max(self._totals["judged"], 1)
         failed, mean = count - totals["judged"], self._rewards / judged
+        unknown = dict.fromkeys(("reward_mean", "reward_std", "accuracy"), if_none_judged)
         return {
             **{
                 f"reward_{name}_mean": _nearest(total / number) for name, (total, number) in sorted(self._named.items())
@@ -207,6 +211,7 @@ class RolloutStatistics:
             "failed_fraction": failed / count,
             "num_failed": float(failed),
             "num_samples": float(count),
+            **({} if totals["judged"] else unknown),
         }
 
 

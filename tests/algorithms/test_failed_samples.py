@@ -1,6 +1,7 @@
 """Samples that could not be judged: nothing of them is trained on, and nothing compared with them."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from small_models import make_model
 
 from mcore_rl.algorithms.advantages import advantages_of, group_advantages
 from mcore_rl.config import GRPOAlgorithmConfig
-from mcore_rl.rollouts.samples import has_signal
+from mcore_rl.rollouts.collector import RolloutStatistics
+from mcore_rl.rollouts.samples import RolloutSummary, has_signal
+from mcore_rl.run.checkpoints import BestValidation
 
 JUDGES = """\
 def sometimes(log, record):
@@ -133,3 +136,16 @@ def test_whitening_is_over_the_judged_alone(minus_baseline):
     assert torch.equal(ours, other)
     spread = ours[mask * JUDGED.view(-1, 1) > 0]
     assert spread.mean().abs() < 1e-9 and spread.std(correction=0) == pytest.approx(1, abs=1e-3)
+
+
+def test_a_validation_without_a_judged_sample_is_never_the_best():
+    """With rewards below 0, a mean of 0 would be."""
+    best = BestValidation("reward_mean", highest=True, data="", patience=None)
+    for step, (error, bettered) in enumerate([(None, True), ("down", False), (None, True)], start=1):
+        sums = RolloutStatistics()
+        reward = -1.0 / step
+        sums.add([RolloutSummary(n, n, reward, {}, error, False, 1, 9, 5, 5, []) for n in range(4)])
+        metrics = sums.metrics(if_none_judged=math.nan)
+        named = {f"validation_{name}": value for name, value in metrics.items()}
+        assert best.is_bettered(step, named) == bettered
+    assert (best.step, best.value) == (3, pytest.approx(-1 / 3))
