@@ -258,7 +258,10 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         try:
             return part(step)
         except FloatingPointError as error:
-            self.checkpoints.poll(step, wait=True)
+            try:
+                self.checkpoints.poll(step, wait=True)
+            except TrainingError as failed_save:  # the run ends because of the number, which would come again
+                self.say(str(failed_save))
             newest = self.checkpoints.newest() or "none"
             where = "validation: " if part == self.validate else ""
             message = f"step {step}: {where}{error}; the last checkpoint is {newest}"
