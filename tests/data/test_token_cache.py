@@ -213,7 +213,7 @@ TOKENIZE_FOR_EVER = """
 import sys, time
 from pathlib import Path
 from mcore_rl.config import DataConfig
-from mcore_rl.data import records, token_cache, tokenization
+from mcore_rl.data import datasets, token_cache, tokenize
 from mcore_rl.data.tokenize import load_tokenizer
 from mcore_rl.data.tokenize import TokenizerSpec
 
@@ -223,10 +223,10 @@ def slow(*arguments):
 if __name__ == "__main__":
     files = Path(sys.argv[1])
     tokenize.SOURCE_BYTES_FOR_PROCESSES, token_cache.available_workers = 0, lambda: 2
-    records._tokenize_sft = slow
+    datasets._tokenize_sft = slow
     cache = token_cache.TokenCache(files / "cache", TokenizerSpec(files / "model", False, None))
     settings = DataConfig(train="x", max_sequence_length=40)
-    records.load_sft_dataset(str(files / "data.jsonl"), load_tokenizer(files / "model"), settings, print, cache)
+    datasets.load_sft_dataset(str(files / "data.jsonl"), load_tokenizer(files / "model"), settings, print, cache)
 """
 
 
