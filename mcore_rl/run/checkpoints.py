@@ -23,11 +23,12 @@ from mcore_rl.utils.model_directory import architecture_changes
 @dataclass
 class BestValidation:
     """
-    metric: of the validations, without their prefix `validation_`.
-    data: fingerprint of what is validated on.
-    patience: so many validations on end that are no better are enough; None: never.
-    step: of the best so far; 0 before the first, and as long as none is better than that before training.
-    waited: validations since then.
+    metric: name of the validation metric, without its prefix `validation_`.
+    data: fingerprint of the validation data.
+    patience: number of consecutive validations without an improvement after which the run ends; None: no limit.
+    step: step of the best validation so far; 0 before the first validation, and while the validation before training is
+        the best.
+    waited: number of validations since the best one.
     """
 
     metric: str
@@ -45,7 +46,7 @@ class BestValidation:
         """Return the tracking that the configuration asks for, continued from a checkpoint's state; None without
         best_metric.
 
-        What was measured otherwise is no measure for what comes, and forgotten.
+        The best validation of the checkpoint is forgotten if the metric, its direction or the validation data differ.
         """
         asked = config.checkpoint
         if asked.best_metric is None:
@@ -62,7 +63,7 @@ class BestValidation:
         """Record a validation's metrics; returns whether it is the best so far. A NaN never is.
 
         Raises:
-            UserError: the metric is not among them.
+            UserError: the validations do not have the metric.
         """
         if f"validation_{self.metric}" not in metrics:
             known = sorted(name.removeprefix("validation_") for name in metrics if name.startswith("validation_"))
@@ -108,10 +109,10 @@ LOST_PEER_SECONDS = 2.0
 
 
 def check_identity(identity: RunIdentity, candidates: list[Path]) -> list[str]:
-    """Refuse to resume another run's checkpoint; returns what has changed since the best one, for the user.
+    """Refuse to resume another run's checkpoint; returns the configuration changes since the best candidate.
 
     Raises:
-        UserError: naming the key that makes it another run.
+        UserError: the checkpoint belongs to another run; the message names the key that differs.
     """
     for iteration in candidates:
         if earlier := identity_of(iteration):
@@ -128,8 +129,8 @@ class RunCheckpoints:
     """Saves and restores the checkpoints of a run. Every method is collective, except `finish_alone`.
 
     Args:
-        candidates: what to resume from, the best first, and what is to be told (`preflight.find_checkpoints`).
-        identity: of the run (JSON), kept with each checkpoint.
+        candidates: checkpoints to resume from, best first, and notes for the user (`preflight.find_checkpoints`).
+        identity: identity of the run (JSON), which each checkpoint stores.
     """
 
     def __init__(
@@ -149,11 +150,11 @@ class RunCheckpoints:
         """Restore the best intact checkpoint; returns the loop's state, with `step` 0 for a new run.
 
         Raises:
-            UserError: none is sound, or the best does not fit this run.
+            UserError: all checkpoints are damaged, or the best one does not fit this run.
         """
         for note in self.notes:
             self.say(note)
-        self.resume_from = broadcast_object(self.resume_from)  # what goes on after a restart, only its node may know
+        self.resume_from = broadcast_object(self.resume_from)  # other nodes may not see them after a restart
         for iteration in self.resume_from:
             if problems := self.policy.checkpoint.verify(iteration):
                 self.say(f"damaged checkpoint: {iteration}: {'; '.join(problems)}")
@@ -175,7 +176,8 @@ class RunCheckpoints:
     def save(self, step: int, state: dict[str, Any], wait: bool, passing: bool = False) -> None:
         """Start to write iteration `step`; wait for it if `wait` is set or saving is not asynchronous.
 
-        A `passing` one, which the clock asked for, goes when a later one is there: it is no interval's.
+        A `passing` checkpoint was requested by the clock, not by an interval. It is removed once a later one is
+        committed.
         """
         wait = wait or not self.config.checkpoint.asynchronous
         self.poll(step, wait=True)
@@ -192,7 +194,7 @@ class RunCheckpoints:
     def finish_alone(self, error: BaseException) -> None:
         """Finish or discard the pending checkpoint when `error` ends this rank's run; not collective.
 
-        Where another rank was lost before, what it has not written by now will not be written.
+        If another rank was lost, the wait is short: a lost rank does not finish its files.
         """
         limit = LOST_PEER_SECONDS if is_lost_peer(error) else self.config.checkpoint.timeout_seconds
         if path := self.policy.checkpoint.finish_alone(limit):

@@ -1,10 +1,10 @@
 """The directory of a run: its owner, its lock, and which of its files a run may replace.
 
-OUTPUT/run.json      marks the directory as a run's, and says which; without it nothing that is there is touched
-OUTPUT/run.lock      exists while a run goes on, with the pid and host of its first process
-OUTPUT/not_finite.json   why the run ended, if a loss was NaN or infinite: torchrun need not start it again
+OUTPUT/run.json      identifies the run that owns the directory; without this file, existing files are not touched
+OUTPUT/run.lock      exists while a run is active; holds the pid and host of its first process
+OUTPUT/not_finite.json   why the run ended, if a loss was NaN or infinite: a restart by torchrun then ends at once
 OUTPUT/wandb.id      the run's id on Weights & Biases
-OUTPUT/…             what the run writes (`WRITTEN`)
+OUTPUT/…             the files that the run writes (`WRITTEN`)
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ LOGS = (*STEP_LOGS, JUDGE_LOG)
 WRITTEN = ("config.yaml", *STEP_LOGS, "checkpoints", "hf", "adapter", "critic", "stacks", "tensorboard")
 """Files that a run replaces or removes. judge.log and vllm/ only grow; precomputed references are named by content."""
 REPORT, REPORT_MARK = "report.html", '<meta name="generator" content="mcore_rl report">'
-"""Written by `mcore-rl report`, with this mark in it; another file of that name is not touched."""
+"""Name of the report that `mcore-rl report` writes, and the mark in it. A file of that name without the mark is
+kept."""
 OWN = (*WRITTEN, JUDGE_LOG, SERVER_LOGS, REPORT, MARKER, LOCK, NOT_FINITE, WANDB_ID)
 
 
@@ -73,10 +74,10 @@ class RunDirectory:
 
         Args:
             export: whether the run will write models or adapters.
-            overwrite: whether the user wants an earlier run's files gone.
+            overwrite: whether the files of an earlier run are to be removed.
 
         Raises:
-            UserError: naming what is in the way.
+            UserError: the directory cannot be used; the message names the file or directory that prevents it.
         """
         existing = next(p for p in (self.path, *self.path.absolute().parents) if p.exists() or p.is_symlink())
         if not existing.is_dir():
@@ -118,7 +119,7 @@ class RunDirectory:
     def wait_for_lock(self, lock: str, seconds: float) -> bool:
         """Return whether the lock of another process (its `own_lock`) appears in this directory within `seconds`.
 
-        Not for the process that holds it: closing the file, however it was opened, would give up a record lock.
+        The process that holds the lock must not call this: closing any descriptor of the file releases a record lock.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -133,10 +134,10 @@ class RunDirectory:
         """Create the directory and lock it until `release` or the end of this process.
 
         Returns:
-            a line about a lock that nobody holds any more, if there was one.
+            a line about a lock that a killed run has left, if there was one; otherwise None.
 
         Raises:
-            UserError: another run holds it, or the directory cannot be made.
+            UserError: another run holds the lock, or the directory cannot be created.
         """
         missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
         try:
@@ -151,7 +152,7 @@ class RunDirectory:
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             holder = _holder(os.read(descriptor, 4096))
-            # A record lock: unlike flock's it is not handed on to the processes that write checkpoints.
+            # A record lock. Unlike a lock by flock, the processes that write checkpoints do not inherit it.
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 held = False
@@ -162,7 +163,7 @@ class RunDirectory:
                 raise UserError(f"output_dir: {self.path} is being written by another run ({_name(holder)})")
             if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
                 break
-            os.close(descriptor)  # its holder has just removed it
+            os.close(descriptor)  # the holder has just removed the file
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, own_lock().encode(), 0)
         self._lock = descriptor
@@ -184,7 +185,7 @@ class RunDirectory:
     def clear(self) -> None:
         """Remove what an earlier run wrote, and nothing else. Precomputed references stay; their names identify
         them."""
-        if not self.identity:  # a judge.log may be the user's
+        if not self.identity:  # judge.log may be a file of the user
             return
         for iteration in self.checkpoints.iterations():
             remove_listed(iteration)

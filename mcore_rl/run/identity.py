@@ -1,7 +1,7 @@
-"""The identity of a run: algorithm, model, data, seed. Every checkpoint has it.
+"""The identity of a run: algorithm, model, data, seed. Every checkpoint stores it.
 
-A checkpoint is resumed only by the same run. Everything else of its configuration (learning rate, steps,
-layout, …) may change on the way, and is told.
+Only the same run may resume a checkpoint. The other values of the configuration (learning rate, steps, layout, …)
+may change; such changes are printed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ IDENTIFYING_KEYS = (
     "environment.function",
     "seed",
 )
-"""Keys of a configuration whose change makes another run."""
+"""Keys of the configuration that identify a run: with another value, it is another run."""
 ADAPTER_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
-"""Identifying keys of adapters; a run without adapters has none of them."""
+"""Identifying keys of adapters; a run without adapters does not have them."""
 NO_ADAPTER = "no adapter"
 SECOND_MODEL_KEYS = ("model.lora.path", REFERENCE, TEACHER, JUDGE, CRITIC)
 """Keys of the models, besides the trained one, that a run reads weights from."""
@@ -53,15 +53,15 @@ NOT_GIVEN = "(not given)"
 @dataclass(frozen=True)
 class RunIdentity:
     """
-    architecture: of the model's config.json.
-    base_weights: digest of the model's weights that training begins from (and a reference keeps).
-    data: fingerprint of the tokenized training data, hence of tokenizer and chat template; "" before it is read,
-        which is compared with nothing.
+    architecture: the architecture in the model's config.json.
+    base_weights: digest of the model's initial weights, which a reference model keeps.
+    data: fingerprint of the tokenized training data, which depends on tokenizer and chat template; "" before the data
+        is read: the data is then not compared.
     config: every value of the configuration.
-    launch: `launch_id` of what wrote this; "" where nothing restarts it.
-    other_weights: digests of what else the run reads weights from (adapter, reference, teacher, reward model, critic),
+    launch: `launch_id` of the launch that wrote this; "" without a launcher that restarts processes.
+    other_weights: digests of the other weights that the run reads (adapter, reference, teacher, reward model, critic),
         by key.
-    chat_day: the day that the chat template was told, in ISO 8601; "" if it asks for none.
+    chat_day: the date that the chat template renders, in ISO 8601; "" if the template does not use the date.
     """
 
     algorithm: str
@@ -95,11 +95,11 @@ class RunIdentity:
 
     @classmethod
     def from_json(cls, text: str) -> RunIdentity:
-        """Read an identity; raises ValueError or TypeError if the text is none."""
+        """Read an identity; raises ValueError or TypeError if the text is not an identity."""
         return cls(**json.loads(text))
 
     def require_same(self, earlier: RunIdentity, where: Path) -> None:
-        """Refuse to go on from a checkpoint of another run.
+        """Refuse to resume a checkpoint of another run.
 
         Raises:
             UserError: naming the key that differs.
@@ -127,20 +127,20 @@ class RunIdentity:
                 yield key, str(before.get(key, NO_ADAPTER)), str(now.get(key, NO_ADAPTER))
         for key, was, value in architecture_changes(earlier.architecture, self.architecture):
             yield "model.path", f"{key} {was}", str(value)
-        if earlier.base_weights.partition(" ")[0] != self.base_weights:  # once an adapter's digest followed
+        if earlier.base_weights.partition(" ")[0] != self.base_weights:  # earlier versions appended an adapter's digest
             yield "model.path: other weights", "", ""
         for key in SECOND_MODEL_KEYS:
             path, digest = now.get(key), self.other_weights.get(key, "")
             if (before.get(key) is None) != (path is None):
                 yield key, str(before.get(key)), str(path)
-            elif earlier.other_weights.get(key, digest) != digest:  # an earlier version kept none
+            elif earlier.other_weights.get(key, digest) != digest:  # earlier versions stored no digest
                 yield f"{key}: other weights in {path}", "", ""
         if self.data and earlier.data != self.data:
             yield f"data.train: {self.config['data']['train']} is other data", "", ""
 
     def differences(self, first: RunIdentity) -> list[str]:
-        """Return what this process was given otherwise than rank 0, likely causes first: a line each, which starts with
-        the key."""
+        """Return the differences between the inputs of this process and of rank 0, likely causes first. Each is a line
+        that starts with the key."""
         day = [f"the date {first.chat_day} → {self.chat_day}"] if first.chat_day != self.chat_day else []
         firsts, own = flattened(first.config), flattened(self.config)
         values = {key: (firsts.get(key, NOT_GIVEN), own.get(key, NOT_GIVEN)) for key in {**firsts, **own}}

@@ -38,11 +38,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class StopSignals:
     """Turns Ctrl-C, SIGTERM and SIGUSR1 (Slurm's notice of pre-emption) into a request to stop after the step.
 
-    A second signal ends the process at once. torchrun hands a first Ctrl-C on to the ranks and waits for them; a
-    second one ends torchrun alone, so the ranks then end with it.
+    A second signal ends the process at once. torchrun forwards the first Ctrl-C to the ranks and waits for them. A
+    second Ctrl-C reaches torchrun only; the ranks end when torchrun has ended.
 
     Args:
-        save_seconds: how often, by the clock of rank 0, `save_is_due`; None for never.
+        save_seconds: interval in seconds, by the clock of rank 0, after which `save_is_due` is True; None for never.
     """
 
     def __init__(self, save_seconds: float | None = None) -> None:
@@ -69,8 +69,8 @@ class StopSignals:
         os._exit(128 + self._received)
 
     def requested(self) -> str | None:
-        """Return the signal's name if any rank has received one. The answer is the same on every rank, as `save_is_due`
-        is."""
+        """Return the name of the signal if any rank has received one. The result is the same on every rank, and so is
+        `save_is_due`."""
         seconds = time.monotonic() - self._saved
         due = self._clock_is_mine and self.save_seconds is not None and seconds >= self.save_seconds
         both = torch.tensor([self._received, int(due)], device=platform.device())
@@ -79,7 +79,7 @@ class StopSignals:
         return signal.Signals(received).name if received else None
 
     def saved(self) -> None:
-        """Start the next interval of saving by the clock."""
+        """Start the next interval of time-based checkpoints."""
         self._saved = time.monotonic()
 
 
@@ -103,7 +103,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
 
     @property
     def updates_per_step(self) -> int:
-        """Number of optimizer steps of a step."""
+        """Number of optimizer steps in each step of the run."""
         return 1
 
     @property
@@ -116,7 +116,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         """Train one step; returns metrics, among them `tokens_per_second` and `tflops_per_second`.
 
         Raises:
-            FloatingPointError: training cannot go on; weights are as before.
+            FloatingPointError: the loss or gradient norm is not finite; the weights are unchanged.
         """
 
     def validate(self, step: int) -> dict[str, float]:
@@ -148,7 +148,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         rank_zero_printer(self.policy.is_writer)(message)
 
     def run(self) -> Path | None:
-        """Run all steps, then export the model; returns the exported directory, None without one."""
+        """Run all steps, then export the model; returns the exported directory, or None if no model is exported."""
         minutes = self.config.checkpoint.save_minutes
         self.checkpoints = RunCheckpoints(
             self.config, self.policy, self.say, self.inputs.checkpoints, self.inputs.identity
@@ -168,7 +168,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             raise
 
     def _resume(self) -> int:
-        """Restore the checkpoint to resume, claim the output directory; returns the steps that are done."""
+        """Restore the checkpoint to resume and claim the output directory; returns the number of completed steps."""
         state = self.checkpoints.resume()
         self._begin()
         done: int = state["step"]
@@ -176,7 +176,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         validated_on = " ".join(f"{name}:{data.fingerprint}" for name, data in self.inputs.validation.items())
         self.best = BestValidation.of(self.config, state, validated_on, self.say)
         if self.best is not None and self.best.step and not self.checkpoints.has(self.best.step):
-            self.best.forget()  # it is of another run, whose checkpoint this one started from
+            self.best.forget()  # the best one is of the run that this one started from
         self.reporter = MetricsReporter(self.config, self.policy.is_writer, done + 1, self.total_steps)
         self.print_run_description(done, self.total_steps)
         return done
@@ -192,7 +192,8 @@ class TrainingLoop(ABC, Generic[DatasetT]):
                 self.best.is_bettered(0, metrics)
 
     def _run_step(self, step: int) -> str | None:
-        """Train, validate, report and save as far as they are due; returns the signal that stops the run, if any."""
+        """Train one step; validate, report and save if due. Return the name of the signal that stops the run, if
+        any."""
         metrics = self._or_stop(self.train_step, step, trained=step - 1)
         self._move_reference(step)
         validates = self._validates_after(step)
@@ -214,7 +215,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         return signal
 
     def _is_bettered(self, step: int, metrics: dict[str, Any]) -> bool:
-        """Return whether this validation is the best. If its metric does not exist, the run is saved and ends."""
+        """Return whether this validation is the best so far. If the metric does not exist, save the run and end it."""
         try:
             return self.best is not None and self.best.is_bettered(step, metrics)
         except UserError:
@@ -222,7 +223,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             raise
 
     def _state(self, consumed_samples: int | None = None) -> dict[str, Any]:
-        """Return the loop's state in a checkpoint."""
+        """Return the state of the loop for a checkpoint."""
         consumed = self.consumed_samples if consumed_samples is None else consumed_samples
         return {"consumed_samples": consumed, **({"best": self.best.state()} if self.best else {})}
 
@@ -246,13 +247,13 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         return exported
 
     def _or_stop(self, part: Callable[[int], dict[str, Any]], step: int, trained: int) -> dict[str, Any]:
-        """Return the metrics of a part of a step. An error that training cannot survive ends the run.
+        """Run a part of a step and return its metrics; end the run on an error that training cannot survive.
 
-        The pending checkpoint is finished before. If judges or servers are gone and the part made no update, the
-        weights are sound and are saved as well.
+        The pending checkpoint is finished first. After a TrainingError (judges or servers are gone) in a part that
+        made no update, the weights are valid, and they are saved as well.
 
         Args:
-            trained: the step whose weights the part begins with.
+            trained: the last completed step, whose weights the part starts with.
         """
         updates, consumed = self.policy.updates_made, self.consumed_samples
         try:
@@ -318,7 +319,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             raise UserError(problem)
 
     def print_run_description(self, done: int, steps: int) -> None:
-        """Print what is trained on what."""
+        """Print a description of the run: model, data and layout."""
         policy = self.policy
         self.say(f"model: {policy.describe()}, {policy.describe_layout()}")
         if lora := policy.model.lora:

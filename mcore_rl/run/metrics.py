@@ -24,8 +24,8 @@ from mcore_rl.utils.console import PrintLine, console, rank_zero_printer
 class JsonLinesLog:
     """A log of JSON lines with ascending steps, to which a run appends.
 
-    A run may have been killed in the middle of a line, further than its last checkpoint: the first `append`
-    removes what is there of its step and later ones; all that is there if it is a run's first step (0 or 1).
+    A run may have been killed in the middle of a line, or after its last checkpoint. The first `append` therefore
+    removes the entries of its step and of later steps; at the first step of a run (0 or 1), it removes all entries.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +64,7 @@ class OptionalLog:
 
 
 def read_step_log(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a log, without a last line that was cut short.
+    """Return the entries of a log, without an incomplete last line.
 
     Raises:
         OSError: the file cannot be read.
@@ -197,7 +197,7 @@ class Trackers:
     def _left_out_if_it_fails(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever it is, it is no reason to lose what is trained
+        except Exception as error:  # a failure of a tracker must not end the training
             self._started.pop(name, None)
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self._say(f"warning: {name} fails and is left out from now on ({reason}); metrics.jsonl goes on")
@@ -211,7 +211,7 @@ class MetricsReporter:
     """Reports metrics on rank 0; does nothing on other ranks.
 
     Args:
-        first_step: the first that is done now, of `total`.
+        first_step: the first step of this launch, of `total` steps.
     """
 
     def __init__(self, config: TrainingConfig, is_writer: bool, first_step: int, total: int) -> None:

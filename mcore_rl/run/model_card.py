@@ -1,4 +1,4 @@
-"""The model card of a model that goes to the hub: what it was trained from, how, and to what metrics."""
+"""The model card of an exported model: base model, data, settings and metrics."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mcore_rl.run.identity import flattened
 from mcore_rl.run.metrics import read_step_log
 
 CACHED = re.compile(r"^models--([^-].*?)--(.+)$")
-"""A folder of the hub's cache, which has the name of its model."""
+"""Pattern of the folders in the Hugging Face cache, whose names contain the model's name."""
 CONSOLE_METRICS = ("optimizer.lr", "batch.global_batch_size", "data.max_sequence_length", "model.dtype", "seed")
-"""Settings that every algorithm has."""
+"""Settings in the card that every algorithm has."""
 NOT_SHOWN = ("seconds", "per_second", "step", "utilization")
-"""Endings of metrics that say nothing about the model."""
+"""Suffixes of metrics that are not shown because they do not describe the model."""
 
 
 def model_card(config: TrainingConfig) -> str:

@@ -1,4 +1,4 @@
-"""Checks that take a second: layout, paths and directories. They run before PyTorch and Megatron are imported."""
+"""Fast checks of layout, paths and directories. They run before PyTorch and Megatron are imported."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mcore_rl.utils.torchrun import has_rendezvous_id, launch_id, node, rank, re
 
 
 def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path | None]) -> None:
-    """Check everything that needs no tensor; nothing is written.
+    """Check everything that needs no tensors, without writing any file.
 
     Args:
-        world_size: processes of the run.
-        files: options that name files, by option.
+        world_size: number of processes of the run.
+        files: paths of the options that name files, by option.
 
     Raises:
-        UserError: naming the key or option, what was found, what would be right.
-        NotFiniteError: torchrun has started the run again after an end that it would come to again.
+        UserError: a check fails; the message names the key or option, the value found, and a valid value.
+        NotFiniteError: torchrun has restarted a run that ended because a loss was not finite, and would end so again.
     """
     if is_restart(config.output_dir) and (ended := RunDirectory(config.output_dir).not_finite(launch_id())):
         raise NotFiniteError(f"{ended}; a restart would come to the same, so there is none")
@@ -35,15 +35,15 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
     if isinstance(config, RLConfig) and not (files.get("replay") and config.data.validation is None):
         check_vllm(config)
     check_output(config)
-    if rank() == 0 or config.checkpoint.resume not in ("auto", "none"):  # others may see other files in output_dir
+    if rank() == 0 or config.checkpoint.resume not in ("auto", "none"):  # other ranks may see other files in output_dir
         find_checkpoints(config)
 
 
 def check_layout(config: TrainingConfig, world_size: int) -> None:
-    """Check what needs no data: models exist, processes and packs can be divided, steps train something.
+    """Check the settings that need no data: models exist, processes and packs can be divided, steps train something.
 
     Raises:
-        UserError: naming the key, what was found, what would be right.
+        UserError: a check fails; the message names the key, the value found, and a valid value.
     """
     if config.model.head == "reward" and not isinstance(config, RMConfig):
         raise UserError("model.head: head=reward is trained by train_rm.py alone")
@@ -57,13 +57,13 @@ def check_layout(config: TrainingConfig, world_size: int) -> None:
 
 
 def check_sources(config: TrainingConfig) -> None:
-    """Raise UserError if a file of records is missing or is not one."""
+    """Raise UserError if a data file is missing or is not a file of records."""
     for source in (*config.data.train_sources, *config.data.validation_sets.values()):
         check_file(source)
 
 
 def check_vllm(config: RLConfig) -> None:
-    """Raise UserError if servers must be started and cannot run here, or cannot return routed experts."""
+    """Raise UserError if vLLM servers are to be started and cannot run here, or cannot return routed experts."""
     generation = config.generation
     if generation.backend != "vllm" or generation.vllm.urls:
         return
@@ -73,7 +73,7 @@ def check_vllm(config: RLConfig) -> None:
             "generation.vllm.urls of servers that run already"
         )
     if config.model.moe_router_replay:
-        from mcore_rl import platform  # with PyTorch
+        from mcore_rl import platform  # imports PyTorch
 
         if not platform.has_gpu():
             raise UserError(
@@ -105,7 +105,7 @@ def is_restart(output_dir: Path) -> bool:
     if restarts() == 0:
         return False
     if not has_rendezvous_id() and node() > 0:
-        return True  # another node's torchrun began it; there the first rank decides
+        return True  # another node's torchrun started the run; its first rank decides
     identity = RunDirectory(output_dir).identity
     return identity is not None and identity.launch == launch_id()
 
@@ -114,7 +114,7 @@ def check_output(config: TrainingConfig) -> None:
     """Refuse to overwrite files in `output_dir`, or files that the run reads.
 
     Raises:
-        UserError: naming the key, and what is in the way.
+        UserError: the run would overwrite files; the message names the key and the files.
     """
     directory, checkpoint = RunDirectory(config.output_dir), config.checkpoint
     afresh = checkpoint.resume == "none" and not is_restart(config.output_dir)
@@ -136,7 +136,7 @@ def check_output(config: TrainingConfig) -> None:
 def _is_written(key: str, path: Path, directory: RunDirectory, exports: bool) -> bool:
     """Return whether a run writes to one of its inputs, or to a file that a link in it points to."""
     if path.resolve() == directory.path.resolve():
-        return key.startswith("data.")  # logs have the suffix of records; nothing is called like a model's files
+        return key.startswith("data.")  # logs have the suffix of data files; no output is named like a model's files
     return any(directory.writes(part, exports) for part in (path, *path.glob("*")))
 
 
@@ -144,7 +144,7 @@ def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
     """Return the checkpoints that `checkpoint.resume` allows, best first, and notes about the others.
 
     Raises:
-        UserError: nothing there, or everything damaged.
+        UserError: the path has no checkpoint, or all its checkpoints are damaged.
     """
     wanted = config.checkpoint.resume
     if wanted == "none" and not is_restart(config.output_dir):
@@ -156,7 +156,7 @@ def find_checkpoints(config: TrainingConfig) -> tuple[list[Path], list[str]]:
     if not path.is_dir():
         raise UserError(f"checkpoint.resume: {path} is not a directory (nor auto, nor none)")
     is_own = own.directory.resolve() in (path.resolve(), path.resolve().parent)
-    if own.iterations() and not is_own:  # it began there and has gone further since
+    if own.iterations() and not is_own:  # the run started from that path, and has written checkpoints since
         found, notes = own.candidates()
         return found, [*notes, f"checkpoint.resume: {path} is not read: the run has checkpoints of its own"]
     if path.name.startswith("iter_"):

@@ -51,10 +51,10 @@ POLICY = "model.path"
 
 
 def check_models(config: TrainingConfig) -> dict[str, Any]:
-    """The transformers configurations of the policy and of the models beside it, by the keys that name them.
+    """Return the transformers configurations of the policy and of the other models, by their configuration keys.
 
     Raises:
-        UserError: one of them cannot be used so, or not beside the policy.
+        UserError: a model cannot be used in its role, or not together with the policy.
     """
     found = {POLICY: _checked(config)}
     for key, other in second_model_configs(config).items():
@@ -74,14 +74,14 @@ def _checked(config: TrainingConfig) -> Any:
 
 
 def check_weights(config: TrainingConfig, found: Mapping[str, Any], needed: bool = True) -> None:
-    """Compare names and shapes of the models' weights with their configurations.
+    """Compare the names and shapes of each model's weights with its configuration.
 
     Args:
         found: what `check_models` returns.
-        needed: whether a model must have its weights there; weights that are there, all of them, are looked at anyway.
+        needed: whether the weights must be on disk. A complete set of weights is checked in either case.
 
     Raises:
-        UserError: they are others, or not those of a reward model where one judges.
+        UserError: names or shapes differ, or the judge's weights are not those of a reward model.
     """
     for key, one in {POLICY: config, **second_model_configs(config)}.items():
         path = one.model.path
@@ -94,10 +94,10 @@ def check_weights(config: TrainingConfig, found: Mapping[str, Any], needed: bool
 
 
 def check_positions(hf_config: Any, max_sequence_length: int) -> None:
-    """Refuse sequences longer than those that the model tells positions of.
+    """Refuse a maximum sequence length that exceeds the number of positions of the model.
 
     Raises:
-        UserError: naming the key.
+        UserError: the sequences are too long; the message names the key.
     """
     own = getattr(hf_config, "max_position_embeddings", None) or math.inf
     rope = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
@@ -121,13 +121,13 @@ def _check_teacher(config: DistillationConfig, found: Mapping[str, Any]) -> None
 
 
 def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer: Any) -> None:
-    """Compare the policy's tokenizer with its model, and with those of the models beside it.
+    """Compare the policy's tokenizer with its model, and with the tokenizers of the other models.
 
     Args:
-        found: what `check_models` returns.
+        found: the result of `check_models`.
 
     Raises:
-        UserError: an id beyond a model's embeddings, or a model that has other tokens than the policy.
+        UserError: a token id exceeds a model's embeddings, or a model's vocabulary differs from the policy's.
     """
     size = found[POLICY].vocab_size
     if len(tokenizer) > size:
@@ -167,7 +167,7 @@ def _check_vocabulary(model: str, own: dict[str, int], policy: dict[str, int]) -
 
 @contextmanager
 def _named_by(key: str, path: Path) -> Iterator[None]:
-    """What is wrong with a model beside the policy is told of it, not of the policy."""
+    """Rewrite a UserError about a model so that the message names this model's key, not the policy's."""
     try:
         yield
     except UserError as error:
@@ -176,12 +176,13 @@ def _named_by(key: str, path: Path) -> Iterator[None]:
         told = str(error).replace("; set model.head=reward", ", where a language model is needed")
         if key == JUDGE:
             told = told.replace("data.max_sequence_length", "environment.max_sequence_length")
-        # A limit or a layout is told by the key that sets it, which another model may keep to.
+        # An error about a limit or a layout names the key that sets it, which may apply to several models. The model's
+        # key is then appended.
         raise UserError(told.replace(POLICY, key) if POLICY in told else f"{told}; the model is {key}={path}") from None
 
 
 SHARED_FILE_SECONDS = 60.0
-"""Network file systems let a node know of a new file as late as this (NFS: acdirmax)."""
+"""Maximum delay in seconds until a node sees a new file on a network file system (NFS: acdirmax)."""
 VALIDATION = "data.validation"
 OTHER_CODE = ": other code of "
 PACKAGE = Path(__file__).parents[1]
@@ -189,13 +190,13 @@ PACKAGE = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class ProcessInputs:
-    """The inputs of a process.
+    """The inputs of a process, for comparison with those of process 0.
 
-    read: fingerprints by keys, of datasets, validation sets in their order, chat template and options; and where a
-        process is its node's first, `files_of` it.
-    identity: of the run, as JSON, of such a one.
-    software: of such a one too.
-    sees_output: whether such a one finds the first process's output directory.
+    read: fingerprints by key: datasets, validation sets in their order, chat template and options. On the first
+        process of a node, also the result of `files_of`.
+    identity: identity of the run as JSON; only on the first process of a node.
+    software: versions of the software; only on the first process of a node.
+    sees_output: whether the first process of a node finds the output directory of process 0.
     """
 
     host: str
@@ -206,13 +207,13 @@ class ProcessInputs:
 
 
 def check_processes_agree(config: TrainingConfig, inputs: RunInputs[Any], options: Mapping[str, str]) -> None:
-    """Compare what every process was given with what the first one was, which has claimed `output_dir`. Collective.
+    """Compare the inputs of every process with those of process 0, which has claimed `output_dir`. Collective.
 
     Args:
-        options: of the command line, and what they come to.
+        options: options of the command line, with the values that result from them.
 
     Raises:
-        UserError: on every process, naming what is different and where.
+        UserError: the inputs of a process differ. Raised on every process; the message names the input and the process.
     """
     template = _digest(str(inputs.tokenizer.chat_template))
     sets = {f"{VALIDATION} {name}".strip(): dataset.fingerprint for name, dataset in inputs.validation.items()}
@@ -230,8 +231,8 @@ def check_processes_agree(config: TrainingConfig, inputs: RunInputs[Any], option
 
 
 def files_of(config: TrainingConfig, resume_from: Sequence[Path]) -> dict[str, str]:
-    """Digests of what is read beside weights and data, by what names it: models' configurations and tokenizers, the
-    checkpoints that may be resumed, modules of functions that judge."""
+    """Return digests of the inputs other than weights and data, by key: models' configurations and tokenizers, the
+    checkpoints that may be resumed, and modules of judge functions."""
     manifests = [path / MANIFEST_FILE for path in resume_from]
     found = {"checkpoint.resume": _digest(str([digest_of_file(file) for file in manifests if file.is_file()]))}
     for key, path in model_directories(config).items():
@@ -249,10 +250,10 @@ def files_of(config: TrainingConfig, resume_from: Sequence[Path]) -> dict[str, s
 
 
 def _file_of_module(name: str) -> Path | None:
-    """Return the file of a module's code; None where this node lacks the module, or it is no file."""
+    """Return the source file of a module; None if this node does not have the module, or it is not a file."""
     try:
         module = find_spec(name)
-    except Exception:  # the package that it is in is not there, or cannot be imported
+    except Exception:  # its parent package is missing, or cannot be imported
         return None
     origin = None if module is None or module.origin is None else Path(module.origin)
     return origin if origin is not None and origin.is_file() else None
@@ -263,7 +264,8 @@ def _digest(text: str) -> str:
 
 
 def software() -> dict[str, str]:
-    """Versions of what computes; of this package, whose version a `git pull` leaves as it is, a digest of its files."""
+    """Return the versions of the software. For this package, return a digest of its files, because its version number
+    does not change with every commit."""
     files = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".yaml"))
     digest = _digest(str([(str(path.relative_to(PACKAGE)), digest_of_file(path)) for path in files]))
     versions = {name: str(import_module(name).__version__) for name in ("torch", "megatron.core", "transformers")}
@@ -289,15 +291,15 @@ def disagreement(everyone: Sequence[ProcessInputs]) -> str:
 
 
 def _differences(given: ProcessInputs, first: ProcessInputs) -> list[str]:
-    """The likely causes before what follows from them."""
+    """Return the differences between the inputs of two processes: likely causes first, then their consequences."""
     differences = []
     if given.identity:
         theirs, own = first.software, given.software
         differences += [f"{name} {theirs[name]} → {own[name]}" for name in theirs if own[name] != theirs[name]]
-    if given.identity and not differences:  # otherwise it may not even have the same keys
+    if given.identity and not differences:  # other software may have other configuration keys
         differences += RunIdentity.from_json(given.identity).differences(RunIdentity.from_json(first.identity))
     differences += [key for key in first.read if given.read.get(key, first.read[key]) != first.read[key]]
-    if given.identity:  # other processes than the first of a node read less
+    if given.identity:  # only the first process of a node has these entries
         lacking = sorted(key for key in first.read.keys() ^ given.read.keys() if OTHER_CODE in key)
         differences += [f"{key} (which is on one of them alone)" for key in lacking]
     sets, firsts = ([key for key in one.read if key.startswith(VALIDATION)] for one in (given, first))
@@ -332,7 +334,7 @@ class RunInputs(Generic[DatasetT]):
     validation: dict[str, DatasetT]
     """Validation sets by name; a single set has no name."""
     checkpoints: tuple[list[Path], list[str]] = ([], [])
-    """To resume from, the best first, and what is to be told about them."""
+    """Checkpoints to resume from, best first, and notes for the user."""
     identity: str = ""
     """Identity of the run (JSON), on the first process of each node."""
     cache: Path | None = None
@@ -340,19 +342,19 @@ class RunInputs(Generic[DatasetT]):
 
 
 def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_weights: bool = True) -> RunInputs[Any]:
-    """Check everything a user can get wrong, and read the data; the same on every rank.
+    """Check the user's inputs and read the data; every rank returns the same.
 
     The token cache is written once everything that does not depend on the data's tokens has been checked.
 
     Args:
-        world_size: processes of the run; what torchrun says if left out.
-        needs_weights: whether models must have their weights there.
+        world_size: number of processes of the run; by default, the number that torchrun reports.
+        needs_weights: whether the models' weights must be on disk.
 
     Returns:
         The inputs, with the algorithm's datasets.
 
     Raises:
-        UserError: naming the key or the file and line.
+        UserError: an input is invalid; the message names the key, or the file and line.
     """
     check_layout(config, world_size or torchrun.world_size())
     hf_configs = check_models(config)
@@ -376,10 +378,10 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
 
 
 def _check_before_reading(config: TrainingConfig, hf_config: Any, tokenizer: Any) -> None:
-    """Check on the first rank what `check_output_dir` would refuse whatever the data is; nothing is written.
+    """Run the checks of `check_output_dir` that do not depend on the data, on rank 0, without writing any file.
 
     Raises:
-        UserError: a checkpoint of another run, an adapter of another model, or a hub that refuses.
+        UserError: a checkpoint belongs to another run, an adapter to another model, or the hub refuses access.
     """
     if torchrun.rank() > 0:
         return
@@ -394,12 +396,12 @@ def _check_before_reading(config: TrainingConfig, hf_config: Any, tokenizer: Any
 
 
 def _entries(directory: Path) -> set[Path]:
-    """Return all files and directories below a directory, with itself; an empty set if it does not exist."""
+    """Return a directory and all files and directories below it; an empty set if it does not exist."""
     return {directory, *directory.rglob("*")} if directory.exists() else set()
 
 
 def tokenizer_and_cache(config: TrainingConfig, say: PrintLine = silent) -> tuple[Any, TokenCache]:
-    """The tokenizer, and where what it has tokenized is kept. A run that goes on has the day on which it began."""
+    """Return the tokenizer and its token cache. A resumed run keeps the date that the chat template rendered first."""
     path, trusted, template = config.model.path, config.model.trust_remote_code, config.data.read_chat_template()
     tokenizer = load_tokenizer(path, trusted, template, say)
     if chat_day(tokenizer) is not None and (earlier := _earlier_identity(config)) and earlier.chat_day:
@@ -421,14 +423,14 @@ def claim_output_dir(
     """Claim the output directory for this run, and return `inputs` with the checkpoints to resume from. Collective.
 
     Rank 0 checks the directory and locks it; nothing else is written before the first step. Then all processes compare
-    what they were given, before they make models and scores together.
+    their inputs, before they build models.
 
     Args:
-        options: of the command line, which are compared as well.
+        options: options of the command line, which are compared as well.
 
     Raises:
-        UserError: the run would destroy or continue something that is not its own, or a process was given something
-            else than rank 0.
+        UserError: the run would destroy or continue another run's files, or the inputs of a process differ from
+            those of rank 0.
     """
     if config.dry_run:
         raise ContractError("dry_run: a dry run ends before the output directory is claimed; use mcore_rl.cli.dry_run")
@@ -444,10 +446,10 @@ def claim_output_dir(
 def check_output_dir(config: TrainingConfig, inputs: RunInputs[DatasetT]) -> RunInputs[DatasetT]:
     """Return `inputs` with the checkpoints to resume from and the run's identity; nothing is written.
 
-    Only rank 0 looks at the directory, because other ranks may see other files.
+    Only rank 0 reads the directory, because other ranks may see other files.
 
     Raises:
-        UserError: the run would destroy or continue something that is not its own.
+        UserError: the run would destroy or continue another run's files.
     """
     if torchrun.rank() > 0:
         identity = _identity(config, inputs).to_json() if torchrun.local_rank() == 0 else ""
@@ -469,7 +471,7 @@ def _identity(config: TrainingConfig, inputs: RunInputs[Any]) -> RunIdentity:
 def warn_about_unreached_intervals(
     config: TrainingConfig, steps: int, say: PrintLine, updates_per_step: int = 1
 ) -> None:
-    """Lines about what a run of so many steps does not get to."""
+    """Print a line for each interval that is longer than the run of `steps` steps, and for an unused validation set."""
     intervals = {
         "checkpoint.save_interval": config.checkpoint.save_interval,
         "trainer.validation_interval": config.trainer.validation_interval,
@@ -484,7 +486,7 @@ def warn_about_unreached_intervals(
 
 
 def warn_about_optimizer(key: str, optimizer: OptimizerConfig, updates: int, say: PrintLine) -> None:
-    """Lines about what an optimizer of so many updates does not do."""
+    """Print a line for each setting of an optimizer that has no effect, or is shortened, with `updates` updates."""
     if optimizer.warmup_steps >= updates:
         shortened = optimizer.steps_of_warmup(updates)
         say(f"{key}.warmup_steps={optimizer.warmup_steps} is shortened to {shortened}: there are {updates} updates")

@@ -1,11 +1,11 @@
-"""Diagnoses deadlocks: tells what each rank is doing when it is asked.
+"""Diagnosis of deadlocks: each rank reports on request what it is doing.
 
-All ranks are asked when the collective of a rank has timed out, or when a user creates the file `stacks/requested`.
+All ranks report when a collective has timed out on a rank, or when a user creates the file `stacks/requested`.
 Each rank then writes the phase that it is in and its Python stacks to `stacks/rank_00000.txt`. A fatal signal (NCCL
 aborts a process whose collective timed out) writes the rank's own stacks there. A run that ends well removes the files.
 
-The ranks hear of a request over the store of the process group, through connections of their own: a rank may be blocked
-in the group's own connection. Only rank 0 looks for the user's file. Nothing is written before somebody asks.
+Requests go through the store of the process group. Each rank opens a separate connection for them, because the group's
+connection may be blocked. Only rank 0 looks for the user's file. Nothing is written before the first request.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 1.0
 STORE_SECONDS = 30.0
-"""How long a request to the store may take."""
+"""Time limit of a request to the store, in seconds."""
 
 
 class Watchdog:
-    """The file of one rank, and the thread that answers when somebody asks.
+    """The file of one rank, and the thread that answers requests.
 
     Args:
-        directory: shared by all ranks; made if it is not there.
+        directory: directory that all ranks share; created if missing.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -52,20 +52,21 @@ class Watchdog:
         self._thread.start()
 
     def enter(self, phase: str) -> None:
-        """Say what this rank does from now on."""
+        """Set the phase that this rank is in from now on."""
         self.phase, self._since = phase, time.localtime()
 
     def ask_everyone(self, own: str) -> Path:
-        """Have all ranks write their stacks, this one with `own` traceback, and give them a moment to."""
+        """Request the stacks of all ranks, write this rank's with the traceback `own`, and wait a moment for the
+        others."""
         self._own = own
-        with contextlib.suppress(RuntimeError):  # the store is gone with rank 0
+        with contextlib.suppress(RuntimeError):  # the store has ended with rank 0
             self._store.add(self._key, 1)
         self._write()
         time.sleep(2.5 * POLL_SECONDS)
         return self.directory
 
     def close(self) -> None:
-        """Remove this rank's file: the run ended well."""
+        """Remove this rank's file after a successful run."""
         self._stopped.set()
         self._thread.join(STORE_SECONDS)
         faulthandler.enable()
@@ -97,7 +98,7 @@ class Watchdog:
         return False
 
     def _write(self) -> None:
-        """Write the phase and the stacks of all threads in place of earlier ones."""
+        """Replace the content of the file with the phase and the stacks of all threads."""
         with self._writing, contextlib.suppress(OSError):
             self._file.seek(0)
             self._file.truncate()
@@ -108,15 +109,15 @@ class Watchdog:
 
 
 def own_store() -> Store:
-    """Return a connection of this process's own to the store of the process group; one in memory where it is alone.
+    """Return a separate connection to the store of the process group; an in-memory store for a single process.
 
-    A connection serves one request at a time, so the process group's own may be blocked for minutes.
+    A connection serves one request after the other, so the process group's connection may be blocked for minutes.
     """
     from torch.distributed import HashStore, TCPStore
 
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if torchrun.is_launched() and torchrun.world_size() > 1 and address and port:
-        with contextlib.suppress(RuntimeError):  # the group has another kind of store: this rank tells of itself alone
+        with contextlib.suppress(RuntimeError):  # another kind of store: this rank reports only about itself
             return TCPStore(
                 address,
                 int(port),
@@ -131,24 +132,24 @@ _current: Watchdog | None = None
 
 
 def start(directory: Path, rank: int) -> None:
-    """Watch over this process from now on."""
+    """Start the watchdog of this process."""
     global _current
     _current = Watchdog(directory, rank)
 
 
 def enter(phase: str) -> None:
-    """Say what this rank does from now on; nothing where no watchdog was started."""
+    """Set the phase that this rank is in from now on; does nothing without a watchdog."""
     if _current is not None:
         _current.enter(phase)
 
 
 def phase() -> str:
-    """Return the phase of this rank; "" where no watchdog was started."""
+    """Return the phase of this rank; "" without a watchdog."""
     return "" if _current is None else _current.phase
 
 
 def stop() -> None:
-    """Stop watching: the run ended well."""
+    """Stop the watchdog after a successful run."""
     global _current
     if _current is not None:
         _current.close()
@@ -156,7 +157,7 @@ def stop() -> None:
 
 
 def explain(error: Exception, own_traceback: str) -> str:
-    """Return the addition to a traceback of a collective that timed out; asks all ranks for their stacks."""
+    """Request the stacks of all ranks; return the text to append to the traceback of a collective that timed out."""
     if _current is None or "timed out" not in str(error).lower():
         return ""
     directory = _current.ask_everyone(own_traceback)
