@@ -1,7 +1,7 @@
-"""Advantages from the rewards of a step's groups: P prompts, G responses to each; with a critic, from values too.
+"""Advantages from the rewards of a step's groups (P prompts, G responses each) and, with a critic, from values.
 
-Everything is computed in fp64, and rewards that are equal give exactly 0: r − mean rounds to something else for
-rewards such as 0.7, which a division by the (as small) deviation and then Adam would blow up to a full step.
+Everything is computed in fp64, and equal rewards give exactly 0. In floating point, r − mean may differ from 0 for equal
+rewards such as 0.7; the division by an equally small deviation, and then Adam, would amplify this to a full step.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ def group_advantages(
     epsilon: float = 1e-4,
     judged: Bool[Tensor, "prompts group"] | None = None,
 ) -> Float[Tensor, "prompts group"]:
-    """(r − baseline) / (deviation + ε), fp32 (fp64 for fp64 rewards).
+    """Compute (r − baseline) / (deviation + ε), fp32 (fp64 for fp64 rewards).
 
-    GRPO (arXiv:2402.03300, section 4.1.2) as it stands; Dr.GRPO (arXiv:2503.20783) without `normalize`: easy and hard
-    prompts weigh alike; RLOO (arXiv:2402.14740) with `leave_one_out` and without `normalize`.
+    The defaults are GRPO (arXiv:2402.03300, section 4.1.2). Without `normalize` it is Dr.GRPO (arXiv:2503.20783): easy
+    and hard prompts have the same weight. With `leave_one_out` and without `normalize` it is RLOO (arXiv:2402.14740).
 
     Args:
-        leave_one_out: baseline and deviation of each response are those of the group's other responses.
-        population: the deviation divides by n, not by n − 1.
-        judged: False for responses without a reward, which have no advantage and no part in any other's; None if all
-            have one.
+        leave_one_out: compute baseline and deviation of each response from the other responses of its group.
+        population: divide by n in the deviation, not by n − 1.
+        judged: False for responses without a reward. Their advantage is 0, and they do not affect the others. None if all
+            responses have a reward.
     """
     group = rewards.shape[1]
     judged = torch.ones_like(rewards, dtype=torch.bool) if judged is None else judged
     r = torch.where(judged, rewards.double(), 0)
-    counted = judged[:, None].expand(-1, group, -1)  # [prompt, response, in its baseline]
+    counted = judged[:, None].expand(-1, group, -1)  # [prompt, response, responses in its baseline]
     if leave_one_out:
         counted = counted & ~torch.eye(group, dtype=torch.bool)
     n = counted.sum(2)
@@ -49,7 +49,7 @@ def group_advantages(
     if normalize:
         spread = r[:, None] - baseline[:, :, None]
         variance = (spread.square() * counted).sum(2) / (n if population else n - 1).clamp(min=1)
-        # Where the others of a response are all equal, their deviation is 0 and sharpens nothing.
+        # If the other rewards of a group are all equal, their deviation is 0; the advantage is then not divided.
         sharpens = differ(r[:, None], counted)
         advantages = torch.where(sharpens, advantages / (variance.sqrt() + epsilon), advantages)
     return advantages.to(_result_type(rewards))
@@ -64,15 +64,15 @@ def reinforce_plus_plus_advantages(
     share: BatchShare | None = None,
     judged: Bool[Tensor, "prompts group"] | None = None,
 ) -> Float[Tensor, "own seq"]:
-    """REINFORCE++ (arXiv:2501.03262): A_t = r − Σ_{i ≥ t} penalty_i, normalised over all response tokens of the batch.
+    """Compute REINFORCE++ (arXiv:2501.03262): A_t = r − Σ_{i ≥ t} penalty_i, normalised over the batch's response tokens.
 
     Args:
-        rewards: of all samples.
-        token_mask: 1 for the tokens of responses; the samples in the order of `rewards`.
-        penalty: β·KL of each token (nats), part of the reward of that step; None for none.
+        rewards: rewards of all samples.
+        token_mask: 1 for the tokens of responses; the samples have the order of `rewards`.
+        penalty: β·KL of each token (nats), part of the reward of that token; None for no penalty.
         minus_baseline: first subtract the mean of each prompt's rewards (REINFORCE++-baseline).
-        share: which samples token_mask and penalty are of; all, if left out. Collective.
-        judged: as `group_advantages`.
+        share: the samples in token_mask and penalty; by default, all samples. Collective.
+        judged: see `group_advantages`.
 
     Returns:
         fp32 (fp64 for fp64 rewards), 0 outside of responses.
@@ -96,16 +96,16 @@ def gae_advantages(
     gamma: float = 1.0,
     gae_lambda: float = 0.95,
 ) -> tuple[Float[Tensor, "samples seq"], Float[Tensor, "samples seq"]]:
-    """Advantages and returns by generalized advantage estimation (arXiv:1506.02438, eq. 16), fp64.
+    """Compute advantages and returns by generalized advantage estimation (arXiv:1506.02438, eq. 16), fp64.
 
-    Over a sample's response tokens t in their order, what stands between responses left out:
-    δ_t = r_t + γ·V_{t+1} − V_t, A_t = δ_t + γλ·A_{t+1}, R_t = A_t + V_t. Behind the last token V and A are 0, also
-    where a response was cut off: the limit of tokens is part of the task.
+    t runs over a sample's response tokens in their order; tokens between responses are skipped:
+    δ_t = r_t + γ·V_{t+1} − V_t, A_t = δ_t + γλ·A_{t+1}, R_t = A_t + V_t. V and A are 0 after the last token, even if
+    the response was truncated: the token limit is part of the task.
 
     Args:
-        token_rewards: what each token earns.
-        values: of the state that each token is chosen in.
-        token_mask: 1 for the tokens of responses; what the others have is not read.
+        token_rewards: reward of each token.
+        values: value of the state in which each token is chosen.
+        token_mask: 1 for the tokens of responses; entries of other tokens are not read.
 
     Returns:
         0 outside of responses.
@@ -128,10 +128,11 @@ def whiten(
     epsilon: float = 1e-4,
     share: BatchShare | None = None,
 ) -> Float[Tensor, "own seq"]:
-    """(x − mean) / (deviation + ε) over what the mask counts, fp64; 0 elsewhere, and where all are equal.
+    """Compute (x − mean) / (deviation + ε) over the masked values, fp64; 0 elsewhere, and if all values are equal.
 
     Args:
-        share: of which the samples are; mean and deviation are over all of them. Collective. All, if left out.
+        share: the samples in `values`; mean and deviation are over all samples of the batch. By default, `values` has
+            all samples. Collective.
     """
     share = share or BatchShare.whole(len(values))
     mask = mask.double()
@@ -156,9 +157,9 @@ def advantages_of(
     """Compute the advantage of each token of some samples, by the configured estimator.
 
     Args:
-        rewards: of all samples.
-        share: which samples token_mask and penalty are of; all, if left out. Collective.
-        judged: as `group_advantages`.
+        rewards: rewards of all samples.
+        share: the samples in token_mask and penalty; by default, all samples. Collective.
+        judged: see `group_advantages`.
     """
     if config.advantage_estimator == "reinforce_plus_plus":
         return reinforce_plus_plus_advantages(
@@ -171,7 +172,7 @@ def advantages_of(
 
 
 def _select_rows(of_samples: Shaped[Tensor, "prompts group"], share: BatchShare | None) -> Shaped[Tensor, "own 1"]:
-    """A column of the values of a share's samples; of all, for None."""
+    """Return the values of a share's samples as a column; those of all samples if `share` is None."""
     column = of_samples.reshape(-1, 1)
     return column if share is None else share.select(column)
 

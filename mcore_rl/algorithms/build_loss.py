@@ -1,4 +1,4 @@
-"""From configurations to losses."""
+"""Construction of losses from configurations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore_rl.losses.preference import BradleyTerryLoss, DPOLossFn, KTOLossFn
 
 
 def build_loss(config: TrainingConfig, teacher: Teacher | None = None) -> LossFunction:
-    """The loss that a configuration trains with; `teacher` is needed by distillation over the whole vocabulary."""
+    """Return the loss of a configuration. Distillation over the whole vocabulary needs `teacher`."""
     if isinstance(config, DPOConfig):
         return DPOLossFn(config.dpo)
     if isinstance(config, RMConfig):

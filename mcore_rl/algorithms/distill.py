@@ -1,4 +1,4 @@
-"""Distillation: a student learns a teacher's distribution, on given responses or on its own."""
+"""Distillation: a student learns a teacher's distribution, on given responses or on the student's responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from mcore_rl.utils.console import rank_zero_printer
 
 
 def train_distill(config: DistillationConfig) -> Path | None:
-    """Bring the student's next-token distributions near the teacher's, over its likeliest tokens or all of them."""
+    """Train the student's next-token distributions towards the teacher's, over the teacher's top-k tokens or all
+    tokens."""
     inputs = claim_output_dir(config, load_inputs(config))
     student = MegatronPolicy(config, config.total_steps(len(inputs.train)))
     teacher = TeacherModel(teacher_config(config), inputs.hf_config.vocab_size)
@@ -65,9 +66,10 @@ class DistillationObjective(Objective):
         return LocalBatch(entries, batch.rows.share)
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
-        """Return the teacher's best tokens, k times as large as the batch's tokens: too large to be kept."""
+        """Return the teacher's top-k tokens. They are k times as large as the batch's tokens, too large to be
+        stored."""
         self.teacher.check_tokens(batch.rows, TEACHER)
         if self.config.distillation.topk is None:
-            return {}  # the loss shows the teacher the student's microbatches
+            return {}  # the loss runs the teacher on the student's microbatches
         best = self.teacher.get_topk_logits(batch.rows, self.config.distillation.topk)
         return {"teacher_topk_logits": best["topk_logits"], "teacher_topk_indices": best["topk_indices"]}

@@ -26,12 +26,13 @@ from mcore_rl.run.setup import RunInputs, claim_output_dir, load_inputs
 from mcore_rl.utils import torchrun
 from mcore_rl.utils.console import rank_zero_printer
 
-# Before the first update policy and reference are the same weights; what is left is rounding, in nats a token.
+# Before the first update, policy and reference have the same weights. The tolerance, in nats per token, covers
+# rounding.
 FIRST_MARGIN_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 
 def train_dpo(config: DPOConfig) -> Path | None:
-    """Make chosen responses likelier than rejected ones, relative to the reference."""
+    """Make chosen responses more likely than rejected ones, relative to the reference."""
     inputs = claim_output_dir(config, load_inputs(config))
     # Rank 0 decides: other ranks may see other files.
     stored: bool = broadcast_object(torchrun.rank() == 0 and precomputes_reference(config, inputs))
@@ -46,7 +47,7 @@ def train_dpo(config: DPOConfig) -> Path | None:
 
 
 class DPOObjective(Objective):
-    """DPO's loss and the log-probabilities of its reference, if it has one."""
+    """The DPO loss and, if the loss needs a reference, its log-probabilities."""
 
     def __init__(self, config: DPOConfig, policy: MegatronPolicy, reference: ReferenceLogprobs | None) -> None:
         super().__init__(DPOLossFn(config.dpo))
@@ -75,7 +76,8 @@ class DPOObjective(Objective):
             )
 
     def _check_is_of_this_run(self) -> None:
-        """Raise UserError if training began from other weights than those that the stored log-probabilities are of."""
+        """Raise UserError if the stored log-probabilities belong to other weights than the initial weights of the
+        run."""
         started_from = self.policy.checkpoint.started_from
         stored = isinstance(self.reference, StoredLogprobs) and self.config.dpo.reference_model is None
         if stored and started_from is not None:
@@ -92,7 +94,7 @@ def build_reference(
     """Return the reference of the policy; None if the loss needs none.
 
     Args:
-        stored: compute the reference's log-probabilities of all sets now, and keep them on disk.
+        stored: compute the reference's log-probabilities of all data sets now, and store them on disk.
     """
     if not config.dpo.needs_reference:
         return None
@@ -105,11 +107,11 @@ def build_reference(
 def _store(
     config: DPOConfig, inputs: RunInputs[Dataset], reference: DPOConfig, policy: MegatronPolicy | None
 ) -> StoredLogprobs:
-    """Load the reference's log-probabilities of all sets, or compute those that are not on disk.
+    """Load the reference's log-probabilities of all data sets, and compute those that are not on disk.
 
     Args:
-        reference: the configuration that the reference is built from.
-        policy: computes them; if None, a second model does, which is built only if some are missing.
+        reference: configuration from which the reference is built.
+        policy: model that computes them; if None, a second model, which is built only if some are missing.
     """
     built: list[ScoringModel] = []
 
@@ -143,11 +145,11 @@ def _second_model(config: DPOConfig, speaks: bool) -> ScoringModel:
 def precomputes_reference(config: DPOConfig, inputs: RunInputs[Dataset]) -> bool:
     """Return whether the reference's log-probabilities are computed before training."""
     if config.dpo.reference == "auto" and find_checkpoints(config)[0] and not _directory(config).is_dir():
-        return False  # the checkpoint decides what training began with
+        return False  # the checkpoint determines the initial weights
     steps = config.total_steps(len(inputs.train))
     return config.precomputes(steps * config.batch.global_batch_size / len(inputs.train))
 
 
 def _directory(config: DPOConfig) -> Path:
-    """Return the directory of log-probabilities that are computed before training."""
+    """Return the directory of the log-probabilities that are computed before training."""
     return config.output_dir / "reference_logprobs"

@@ -60,17 +60,18 @@ if TYPE_CHECKING:
     from mcore_rl.config import GRPOAlgorithmConfig
 
 PROBED_RECORDS = 4
-"""A judge may refuse an odd record; one that fails on all of these is wrong."""
+"""Number of records that the judge is tested on. It may fail on single records; if it fails on all, the run is
+refused."""
 
 
 def check_inputs(
     config: RLConfig, record: Path | None, replay: Path | None
 ) -> tuple[RunInputs[PromptDataset], dict[int, list[Rollout]] | None]:
-    """Check everything before the run, its judge too; nothing is written.
+    """Check all inputs before the run, and the judge, without writing any file.
 
     Args:
-        record: a file that keeps every step's rollouts.
-        replay: such a file, to train from instead of generating.
+        record: file to record every step's rollouts in.
+        replay: recorded file to train from instead of generating.
 
     Returns:
         The run's inputs, and the recorded rollouts of each step.
@@ -97,7 +98,7 @@ def check_inputs(
 def prepare(
     config: RLConfig, record: Path | None, replay: Path | None
 ) -> tuple[RunInputs[PromptDataset], dict[int, list[Rollout]] | None]:
-    """Return `check_inputs`, with the output directory claimed for this run."""
+    """Return the result of `check_inputs` after claiming the output directory for this run."""
     inputs, recorded = check_inputs(config, record, replay)
     contents = "" if replay is None else digest_of_file(replay)
     return claim_output_dir(config, inputs, {"--record": str(record is not None), "--replay": contents}), recorded
@@ -107,7 +108,7 @@ def prepare(
 def rollout_worker(
     config: RLConfig, inputs: RunInputs[PromptDataset], policy: MegatronPolicy
 ) -> Iterator[RolloutWorker]:
-    """Start generation with the policy's weights, and the environment; close both at the end."""
+    """Start generation with the policy's weights and start the environment; close both at the end."""
     with contextlib.ExitStack() as started:
         environment = build_environment(config, policy)
         if environment is not None:
@@ -121,7 +122,7 @@ def rollout_worker(
 
 
 def build_environment(config: RLConfig, policy: MegatronPolicy) -> Environment | CollectiveEnvironment | None:
-    """Return the environment, on the ranks that have a part in it; None on the others."""
+    """Return the environment on the ranks that take part in it; None on the others."""
     if config.environment.name == "reward_model":
         judge = RewardModelEnvironment(config)
         rank_zero_printer(policy.is_writer)(f"reward model: {judge.model.describe()}")
@@ -135,7 +136,7 @@ def build_generation(config: RLConfig, policy: Any, tokenizer: Any, say: PrintLi
     """Return the engine that continues prompts with the weights of `policy`, a `MegatronPolicy`.
 
     Args:
-        say: prints what happens to vLLM's servers.
+        say: prints the events of vLLM's servers.
     """
     if config.generation.backend == "vllm":
         return VLLMGeneration(config, policy, sampling_params_of(config, tokenizer), tokenizer, say)
@@ -143,21 +144,21 @@ def build_generation(config: RLConfig, policy: Any, tokenizer: Any, say: PrintLi
 
 
 def build_policy(config: RLConfig, inputs: RunInputs[PromptDataset]) -> MegatronPolicy:
-    """Return the policy, with a schedule over all updates of the run."""
+    """Return the policy with a learning-rate schedule over all updates of the run."""
     steps = config.total_steps(len(inputs.train))
     updates = (steps - config.first_update_step + 1) * config.updates_per_step
     return MegatronPolicy(config, updates, keep_reference=config.keeps_reference)
 
 
 def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | None = None) -> Path | None:
-    """Raise the rewards of the policy's own answers, each compared with others'.
+    """Train the policy to raise the rewards of its responses, comparing the responses to the same prompt.
 
     Args:
-        record: a file that keeps every step's rollouts.
-        replay: such a file, to train from instead of generating.
+        record: file to record every step's rollouts in.
+        replay: recorded file to train from instead of generating.
 
     Returns:
-        The directory of the exported model; None without one.
+        The directory of the exported model; None if no model is exported.
 
     Raises:
         UserError: the configuration, the data or one of the files is not usable.
@@ -171,18 +172,18 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
     return exported
 
 
-# Before the first update sampler, policy and reference are the same weights; what is left is rounding.
+# Before the first update, sampler, policy and reference have the same weights. The tolerance covers rounding.
 FIRST_STEP_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
 
 class GRPOTrainer(TrainingLoop[PromptDataset]):
-    """Trains a policy on rollouts: GRPO and its kin, and PPO where there is a critic.
+    """Trains a policy on rollouts: GRPO and its variants, or PPO with a critic.
 
-    A step's samples are its prompts.
+    `consumed_samples` counts prompts.
 
     Args:
-        critic: gives PPO's advantages; without it, the samples of a group are compared.
-        recording: keeps every step's rollouts.
+        critic: critic that computes PPO's advantages; without it, the samples of a group are compared.
+        recording: log that receives every step's rollouts.
         recorded: recorded rollouts of each step, to train on instead of generating.
     """
 
@@ -207,22 +208,22 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         )
         self.phases = PhaseTimes(0)
         self.failed_steps = 0
-        """Consecutive steps in which no sample could be judged."""
+        """Number of consecutive steps in which no sample could be judged."""
         self.steps_before = 0
-        """Steps of the run before this process resumed it."""
+        """Number of steps of the run before this process resumed it."""
 
     def train_step(self, step: int) -> dict[str, Any]:
-        """Sample, judge, score, compute advantages and update; returns the step's metrics.
+        """Sample, judge, compute log-probabilities and advantages, and update; returns the step's metrics.
 
         Raises:
-            FloatingPointError: loss or gradient norm is not finite, on every rank; the weights are as before.
+            FloatingPointError: loss or gradient norm is not finite; raised on every rank, the weights are unchanged.
             TrainingError: too many samples could not be judged, or sampler and trainer disagree.
         """
         started, config, policy, critic = time.perf_counter(), self.config, self.policy, self.critic
         phases = self.phases = PhaseTimes(step)
 
         # Sample and judge: engines answer with the policy's weights, an environment rewards the answers. Every rank
-        # learns rewards and lengths; the tokens stay on the replica that generated them.
+        # receives rewards and lengths; the tokens stay on the replica that generated them.
         with phases("refit"):
             if not self.replays:
                 self.worker.prepare(step - 1)
@@ -243,11 +244,11 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
             self._skip_updates(step)
             return {**metrics, "skipped_update": 1.0, **self._timings(outcomes, started, flops=0.0)}
 
-        # Each replica gets the rows that it trains on, divided so that replicas have equal work.
+        # Share out: each replica receives the rows that it trains on, divided so that replicas have equal work.
         rows = self._share_out(step, rollouts)
         rows["sample_mask"] = rows.share.select(sample_mask(config.rollouts, outcomes))
 
-        # Score: log-probabilities under the current weights (if the sampler's do not count as such), and the reference.
+        # Score: log-probabilities under the current weights (unless the sampler's are used) and under the reference.
         with phases("logprobs"):
             temperature = config.rollouts.temperature
             if config.scores_samples(self.replays):
@@ -257,7 +258,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
                 rows["reference_policy_logprobs"] = scored["reference_logprobs"]
         penalty = kl_penalty(config.loss, rows) if config.loss.use_kl_in_reward else None  # [B, S]
 
-        # Advantages: of samples within their group, or of tokens by a critic.
+        # Advantages: per sample, within its group; or per token, with a critic.
         if critic is None:
             options, judged = cast("GRPOAlgorithmConfig", config.rollouts), are_judged(outcomes).view_as(rewards)
             mask = rows["token_mask"]
@@ -268,7 +269,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         if config.loss.positive_example_nll_weight:
             add_positive_examples(rows, rewards)
 
-        # Update: optimizer steps on the minibatches, of the critic and of the policy.
+        # Update: optimizer steps of the critic and of the policy on the minibatches.
         minibatches, passes = self._minibatches(step, rows), config.rollouts.num_updates_per_rollout
         if critic is not None:
             with phases("critic"):
@@ -281,7 +282,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return {**metrics, "skipped_update": 0.0, **self._timings(outcomes, started, flops)}
 
     def validate_on(self, name: str, dataset: PromptDataset, step: int) -> dict[str, float]:
-        """Return the rewards of greedy answers to a set's prompts, as many at a time as a step has conversations."""
+        """Return metrics of the rewards of greedy responses to a set's prompts, in batches as large as a step's
+        rollouts."""
         sums, prompts, options, phases = RolloutStatistics(), dataset.prompts, self.config.rollouts, PhaseTimes(step)
         size = options.num_prompts_per_step * options.num_generations_per_prompt
         with phases("refit"):
@@ -304,7 +306,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
     # ------------------------------------------------------------ the parts of a step
 
     def _share_out(self, step: int, rollouts: RolloutBatch) -> LocalBatch[Any]:
-        """Return the rows that this replica trains on. Their tokens go to no other replica. Collective."""
+        """Return the rows that this replica trains on. Their tokens are sent to this replica only. Collective."""
         topology, lengths = self.policy.topology, [outcome.num_tokens for outcome in rollouts.outcomes]
         pad, experts = self.inputs.tokenizer.pad_token_id, self._replayed_experts()
         columns, led = token_columns(pad, experts), sorted(rollouts.own) if topology.leads_replica else []
@@ -330,11 +332,13 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         rows["input_lengths"] = share.select(torch.tensor(lengths))
         rows["sample_mask"] = torch.ones(len(share.indices))
         if not share.indices:
-            rows.pop("routed_experts", None)  # there are none to replay: what keeps ranks in step is routed anew
+            rows.pop(
+                "routed_experts", None
+            )  # no experts to replay: the dummy rows that keep ranks in step are routed normally
         return LocalBatch(rows, share)
 
     def _replayed_experts(self) -> tuple[int, int] | None:
-        """(layers, topk) of the experts that tokens are sent to again; None without."""
+        """Return (layers, topk) of the experts to replay; None without `moe_router_replay`."""
         if not self.config.model.moe_router_replay:
             return None
         family = self.policy.model.family
@@ -342,11 +346,11 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return sum(family.experts.sparse_layers), family.experts.topk
 
     def _update(self, step: int, minibatches: Sequence[LocalBatch[Any]], passes: int) -> dict[str, Any]:
-        """Make the policy's updates of a step.
+        """Run the policy updates of a step.
 
         Returns:
-            The last update's metrics. With minibatches: their means over the updates, and each update's loss and
-            gradient norm.
+            The metrics of the last update. With several minibatches: means over the updates, and the loss and gradient
+            norm of each update.
         """
         updates = list[dict[str, Any]]()
         for minibatch in [*minibatches] * passes:
@@ -363,14 +367,14 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return over_steps(updates, reductions_of(self.loss_fn)) | of_each
 
     def _skip_updates(self, step: int) -> None:
-        """Count the updates of a step without any in the learning-rate schedules."""
+        """Advance the learning-rate schedules by the updates of a step that is skipped."""
         if step >= self.config.first_update_step:
             self.policy.advance_schedule(self.updates_per_step)
         if self.critic is not None:
             self.critic.model.advance_schedule(self.updates_per_step)
 
     def _minibatch_rows(self, step: int, count: int) -> list[list[int]]:
-        """Return the rows of each of a step's minibatches: whole groups, drawn by seed and step alone."""
+        """Return the rows of each minibatch of a step: whole groups, drawn from seed and step only."""
         size, group = self.config.rollouts.train_global_batch_size, self.config.rollouts.num_generations_per_prompt
         if size is None:
             return [list(range(count))]
@@ -380,7 +384,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return [[first + row for first in part for row in range(group)] for part in parts]
 
     def _minibatches(self, step: int, data: LocalBatch[Any]) -> list[LocalBatch[Any]]:
-        """Return the step's minibatches, without those of which no token counts. Collective."""
+        """Return the step's minibatches, without those that have no token to train on. Collective."""
         if self.config.rollouts.train_global_batch_size is None:
             return [data]
         parts = [minibatch_of(data, rows) for rows in self._minibatch_rows(step, data.share.total)]
@@ -455,7 +459,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
 
 
 class PhaseTimes:
-    """Times the phases of a step, and tells the watchdog of each: `with phases("logprobs"): …`."""
+    """Measures the phases of a step and reports each to the watchdog: `with phases("logprobs"): …`."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -472,7 +476,7 @@ class PhaseTimes:
 
 
 def shaped_rewards(options: RolloutOptions, outcomes: Sequence[RolloutSummary]) -> torch.Tensor:
-    """Return the rewards [P, G] of a step's samples, less the penalty on responses near the limit, if there is one."""
+    """Return the rewards [P, G] of a step's samples, minus the optional penalty on responses near the length limit."""
     rewards = torch.tensor([o.reward for o in outcomes]).view(-1, options.num_generations_per_prompt)
     if options.overlong_cache_length is None:
         return rewards
@@ -482,7 +486,8 @@ def shaped_rewards(options: RolloutOptions, outcomes: Sequence[RolloutSummary]) 
 
 
 def sample_mask(options: RolloutOptions, outcomes: Sequence[RolloutSummary]) -> torch.Tensor:
-    """Return 1 for the samples that are trained on: those that were judged and, with `mask_truncated`, not cut off."""
+    """Return 1 for the samples that are trained on: the judged ones and, with `mask_truncated`, only untruncated
+    ones."""
     counted = are_judged(outcomes)
     if options.mask_truncated:
         counted &= ~torch.tensor([o.truncated for o in outcomes])
@@ -511,7 +516,7 @@ def nothing_to_learn(config: RLConfig, rewards: torch.Tensor, outcomes: Sequence
 
 
 def kl_penalty(loss: ClippedPGOptions, rows: BatchedDataDict[Any]) -> torch.Tensor:
-    """Return the KL penalty [B, S] of each token, which `use_kl_in_reward` subtracts from its reward (nats)."""
+    """Return the KL penalty [B, S] of each token (nats), which `use_kl_in_reward` subtracts from the token's reward."""
     current = rows["prev_logprobs" if "prev_logprobs" in rows else "generation_logprobs"]
     reference = rows["reference_policy_logprobs"]
     kl = calculate_kl(current, reference, loss.kl_estimator, loss.kl_clamp, loss.kl_output_clamp)
@@ -519,7 +524,7 @@ def kl_penalty(loss: ClippedPGOptions, rows: BatchedDataDict[Any]) -> torch.Tens
 
 
 def _rows_of(batch: BatchedDataDict[Any], row_of: dict[int, int], asked: Sequence[int]) -> torch.Tensor:
-    """Return the tokens of the rows of `batch` that `row_of` gives the numbers asked for."""
+    """Return the tokens of the rows `asked`; `row_of` maps each number to its row in `batch`."""
     tokens: torch.Tensor = batch["input_ids"][[row_of[n] for n in asked]]
     return tokens
 
@@ -528,7 +533,7 @@ def add_positive_examples(data: BatchedDataDict[Any], rewards: torch.Tensor) -> 
     """Add the entries for the negative log-likelihood of samples with a positive reward.
 
     Args:
-        rewards: of all samples, also where `data` has a replica's own.
+        rewards: rewards of all samples, even if `data` has only the samples of one replica.
     """
     data["rewards"] = batch_share(data).select(rewards.flatten())
     _count_positive(data)
@@ -542,10 +547,10 @@ def _count_positive(data: BatchedDataDict[Any]) -> None:
 
 
 def minibatch_of(data: LocalBatch[Any], rows: Sequence[int]) -> LocalBatch[Any]:
-    """Return some rows of a global batch as a global batch of their own, of which each replica has those that it had.
+    """Return some rows of a global batch as a new global batch. Each row stays on its replica.
 
     Args:
-        rows: of the global batch, in ascending order.
+        rows: rows of the global batch, in ascending order.
     """
     place_of = {row: place for place, row in enumerate(rows)}
     own = [n for n, row in enumerate(data.share.indices) if row in place_of]

@@ -1,4 +1,4 @@
-"""The interface of loss functions under the path that ported code imports."""
+"""The interface of loss functions, at the import path that ported code uses."""
 
 from mcore_rl.losses.common import LossFunction, LossType, Reduction
 

@@ -1,4 +1,4 @@
-"""Kahneman–Tversky optimization: responses that are desirable or not, no pairs (arXiv:2402.01306)."""
+"""Kahneman–Tversky optimization (arXiv:2402.01306): unpaired responses, each desirable or undesirable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mcore_rl.run.setup import claim_output_dir, load_inputs
 
 
 def train_kto(config: KTOConfig) -> Path | None:
-    """Make desirable responses likelier, undesirable ones less likely, relative to the reference."""
+    """Make desirable responses more likely and undesirable ones less likely, relative to the reference."""
     inputs = claim_output_dir(config, load_inputs(config))
     policy = MegatronPolicy(config, config.total_steps(len(inputs.train)), keep_reference=config.keeps_reference)
     objective = KTOObjective(config, policy, inputs.tokenizer.pad_token_id)
@@ -32,7 +32,8 @@ def train_kto(config: KTOConfig) -> Path | None:
 
 
 class KTOObjective(Objective):
-    """KTO's loss, the reference's log-probabilities, and the reference point of mismatched prompts and responses."""
+    """The KTO loss, the reference's log-probabilities, and the reference point from mismatched prompts and
+    responses."""
 
     def __init__(self, config: KTOConfig, policy: MegatronPolicy, pad_token_id: int) -> None:
         super().__init__(KTOLossFn(config.kto))
@@ -76,5 +77,5 @@ class KTOObjective(Objective):
 
 
 def _sums(logprobs: Tensor, data: LocalBatch[Any]) -> Tensor:
-    """[B] log-probabilities of whole responses; column t of `logprobs` scores token t."""
+    """Return the log-probabilities [B] of whole responses; column t of `logprobs` scores token t."""
     return (logprobs * data["token_mask"])[:, 1:].sum(1)

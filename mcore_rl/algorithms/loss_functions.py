@@ -1,6 +1,6 @@
-"""The losses: each is normalised over the global batch, and exact under every parallel layout.
+"""The losses. Each is normalised over the global batch, and exact under every parallel layout.
 
-Importing this package imports torch and nothing heavier.
+Importing this module imports torch, but nothing heavier.
 """
 
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""Proximal policy optimization: GRPO's step with a critic, whose values turn rewards into advantages."""
+"""Proximal policy optimization: GRPO's training step, with advantages from the values of a critic."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mcore_rl.run.setup import warn_about_optimizer
 from mcore_rl.utils.console import PrintLine
 
 COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask", "values", "returns")
-"""What it reads of a batch: not, for example, the experts that the policy's tokens went to."""
+"""Columns of a batch that the critic reads. The routed experts of the policy, for example, are not among them."""
 
 
 class Critic:
-    """Every method is collective.
+    """The critic of PPO: a value model and its optimizer. Every method is collective.
 
     Args:
-        total_updates: optimizer steps of the whole run.
+        total_updates: number of optimizer steps of the whole run.
     """
 
     def __init__(self, config: PPOConfig, total_updates: int) -> None:
@@ -42,10 +42,10 @@ class Critic:
             self.model.offload_after_refit()
 
     def values(self, data: LocalBatch[Any]) -> Tensor:
-        """[B, S] of the state that each token of a replica's own rows is chosen in.
+        """Return the values [B, S] of the states in which the tokens of this replica's rows are chosen.
 
         Raises:
-            TrainingError: a token has no embedding here.
+            TrainingError: a token has no embedding in the critic.
         """
         self.model.check_tokens(data, CRITIC)
         with self.model.on_device():
@@ -55,12 +55,12 @@ class Critic:
     def add_advantages(
         self, rows: LocalBatch[Any], rewards: Tensor, outcomes: Sequence[RolloutSummary], penalty: Tensor | None
     ) -> dict[str, float]:
-        """Add `values`, `returns` and `advantages` [B, S] to a replica's own rows; returns metrics of the values.
+        """Add `values`, `returns` and `advantages` [B, S] to this replica's rows; returns metrics of the values.
 
         Args:
-            rewards: [P, G] of all samples, as shaped.
-            outcomes: of all samples.
-            penalty: [B, S] to be subtracted from each own token's reward (nats).
+            rewards: [P, G], the shaped rewards of all samples.
+            outcomes: summaries of all samples.
+            penalty: [B, S], subtracted from the reward of each token of this replica (nats).
         """
         ppo, mask = self.config.ppo, rows["token_mask"] * rows["sample_mask"][:, None]
         values = self.values(rows)
@@ -74,16 +74,17 @@ class Critic:
         return value_metrics(rows["values"], rows["returns"], mask, rows.share)
 
     def update(self, minibatches: Sequence[LocalBatch[Any]], passes: int, of_all: int) -> dict[str, float]:
-        """Make an optimizer step on each minibatch, in so many passes.
+        """Run an optimizer step on each minibatch, `passes` times.
 
         Args:
-            of_all: optimizer steps that the schedule counts for this step; minibatches without tokens were left out.
+            of_all: number of optimizer steps that the schedule counts for this step; it includes those of minibatches
+                without tokens, which are skipped.
 
         Returns:
-            The last step's metrics; with several minibatches, means over the steps.
+            The metrics of the last optimizer step; with several minibatches, means over the optimizer steps.
 
         Raises:
-            FloatingPointError: loss or gradient norm is not finite, on every rank; weights are as before.
+            FloatingPointError: loss or gradient norm is not finite; raised on every rank, the weights are unchanged.
         """
         with self.model.on_device():
             try:
@@ -103,17 +104,18 @@ class Critic:
         return of_loss | {f"critic_{name}": value for name, value in trained.items()}
 
     def take_flops(self) -> float:
-        """Return the operations of the updates since the last call."""
+        """Return the floating-point operations of the updates since the last call."""
         flops, self._flops = self._flops, 0.0
         return flops
 
     def introduce(self, updates: int, say: PrintLine) -> None:
-        """Say which model the critic is; warn about an optimizer that does not fit so many updates."""
+        """Print a description of the critic, and a warning if its optimizer settings do not fit the number of
+        updates."""
         say(f"critic: {self.model.describe()}")
         warn_about_optimizer("critic.optimizer", self.config.critic.optimizer, updates, say)
 
     def export_hf(self, destination: Path) -> None:
-        """Write the critic as a Hugging Face sequence classifier of one label."""
+        """Write the critic as a Hugging Face sequence classifier with one label."""
         with self.model.on_device():
             self.model.export_hf(destination)
 
@@ -123,11 +125,11 @@ def _read(data: LocalBatch[Any]) -> LocalBatch[Any]:
 
 
 def token_rewards_with_penalty(data: Mapping[str, Tensor], beyond: Tensor, penalty: Tensor | None) -> Tensor:
-    """[B, S] what each token earns: its own of `token_rewards`, and the last response token what is beyond.
+    """Return the rewards [B, S] of tokens: `token_rewards` plus, at the last response token, `beyond`; minus `penalty`.
 
     Args:
-        beyond: [B] what shaping has added to each reward.
-        penalty: [B, S] to be subtracted (nats).
+        beyond: [B], the amount that shaping has added to each sample's reward.
+        penalty: [B, S], subtracted from each token's reward (nats).
     """
     earned = data["token_rewards"].clone()
     earned[torch.arange(len(earned)), last_response_tokens(data)] += beyond
@@ -135,12 +137,12 @@ def token_rewards_with_penalty(data: Mapping[str, Tensor], beyond: Tensor, penal
 
 
 def value_metrics(values: Tensor, returns: Tensor, mask: Tensor, share: BatchShare | None = None) -> dict[str, float]:
-    """Means over the tokens that the mask [B, S] counts, and the explained variance 1 − Var(R − V) / Var(R).
+    """Return means over the tokens in the mask [B, S], and the explained variance 1 − Var(R − V) / Var(R).
 
-    The last is left out where returns do not differ.
+    The explained variance is omitted if all returns are equal.
 
     Args:
-        share: of which the rows are; the means are over all of them. Collective. All, if left out.
+        share: the rows given here; the means are over the rows of all shares. By default, all rows. Collective.
     """
     share = share or BatchShare.whole(len(values))
     v, r = (x[mask > 0].double() for x in (values, returns))
@@ -158,14 +160,14 @@ def value_metrics(values: Tensor, returns: Tensor, mask: Tensor, share: BatchSha
 
 
 def train_ppo(config: PPOConfig, record: Path | None = None, replay: Path | None = None) -> Path | None:
-    """Raise the rewards of the policy's own answers, compared with what a critic expects.
+    """Train the policy to raise the rewards of its responses, relative to the values of a critic.
 
     Args:
-        record: a file that keeps every step's rollouts.
-        replay: such a file, to train from instead of generating.
+        record: file to record every step's rollouts in.
+        replay: recorded file to train from instead of generating.
 
     Returns:
-        The directory of the exported policy; None without one.
+        The directory of the exported policy; None if no model is exported.
 
     Raises:
         UserError: the configuration, the data or one of the files is not usable.

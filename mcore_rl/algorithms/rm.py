@@ -1,4 +1,4 @@
-"""Reward models: which of two responses is better (Bradley–Terry)."""
+"""Reward models, trained on pairs of responses (Bradley–Terry)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mcore_rl.run.setup import claim_output_dir, load_inputs
 
 
 def train_rm(config: RMConfig) -> Path | None:
-    """Give the chosen response of each pair a higher reward than the rejected one."""
+    """Train a model to give the chosen response of each pair a higher reward than the rejected one."""
     inputs = claim_output_dir(config, load_inputs(config))
     policy = MegatronPolicy(config, config.total_steps(len(inputs.train)), rows_per_unit=2)
     objective = Objective(BradleyTerryLoss(config.reward.center_rewards_coefficient))

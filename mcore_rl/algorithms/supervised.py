@@ -21,19 +21,19 @@ from mcore_rl.run.loop import TrainingLoop
 from mcore_rl.run.setup import RunInputs
 
 VALIDATION_RECORDS = 4096
-"""Records of a validation set that go through the model at a time. A loss that takes a statistic of the whole batch
-(KTO's reference point) takes it of so many records."""
+"""Number of validation records in a batch. A loss with a statistic of the whole batch (KTO's reference point) computes
+it over one such batch."""
 
 Columns = dict[str, Tensor]
 
 
 @dataclass(eq=False)
 class TrainingBatch:
-    """Records of a dataset that this replica trains on, or validates on, as rows.
+    """This replica's records of a batch, for training or validation, as rows.
 
-    rows: `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B], and the columns that are added.
-    dataset, indices: where the records come from.
-    samples: numbers of the records among all of the run, which seed a student's answers; None in validation.
+    rows: `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B], and columns that the objective adds.
+    dataset, indices: dataset of the records, and their indices in it.
+    samples: numbers of the records among all samples of the run, which seed a student's responses; None in validation.
     """
 
     rows: LocalBatch[Any]
@@ -43,31 +43,31 @@ class TrainingBatch:
 
 
 class Objective:
-    """What an algorithm adds to supervised training: a loss, and the columns that it reads.
+    """The part of supervised training that differs between algorithms: a loss, and the columns that it reads.
 
-    `SupervisedTrainer` calls each method in one place. Plain losses (SFT, reward models) need nothing more than this.
+    `SupervisedTrainer` calls each method in one place. Plain losses (SFT, reward models) use this class unchanged.
     """
 
     def __init__(self, loss_fn: LossFunction) -> None:
         self.loss_fn = loss_fn
 
     def rows(self, batch: TrainingBatch) -> LocalBatch[Any]:
-        """Return the rows to train on: the records', or others made from them."""
+        """Return the rows to train on: those of the records, or rows made from them."""
         return batch.rows
 
     def frozen_columns(self, batch: TrainingBatch) -> Columns:
-        """Return columns of models that are not trained. Validation computes them once and keeps them."""
+        """Return columns from models that are not trained. Validation computes them once and stores them."""
         return {}
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
-        """Return columns that depend on the policy's current weights, or are too large to be kept."""
+        """Return columns that depend on the policy's current weights, or are too large to be stored."""
         return {}
 
     def check_first_step(self, batch: TrainingBatch, metrics: Mapping[str, float]) -> None:
-        """Check what must hold before the first update.
+        """Check the metrics of the first step, which runs on the initial weights.
 
         Raises:
-            TrainingError: it does not.
+            TrainingError: the metrics show that policy and reference differ.
         """
 
 
@@ -83,10 +83,10 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         self._counts: dict[str, tuple[Tensor, Tensor]] = {}
 
     def train_step(self, step: int) -> dict[str, Any]:
-        """Make one optimizer step on the next global batch and return its metrics.
+        """Run one optimizer step on the next global batch and return its metrics.
 
         Raises:
-            FloatingPointError: loss or gradient norm is not finite, on every rank; the weights are as before.
+            FloatingPointError: loss or gradient norm is not finite; raised on every rank, the weights are unchanged.
         """
         started, policy, objective, loss_fn = time.perf_counter(), self.policy, self.objective, self.objective.loss_fn
         watchdog.enter(f"step {step}: training")
@@ -95,12 +95,12 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         batch = self.next_batch()
         batch.rows = objective.rows(batch)
 
-        # Reference, teacher: columns that the loss compares the policy with.
+        # Reference, teacher: the columns that the loss compares with the policy's outputs.
         batch.rows.update(objective.frozen_columns(batch))
         batch.rows.update(objective.current_columns(batch))
 
-        # Forward and backward: packs of rows go through the model under Megatron's schedule. Each pack's loss is
-        # divided by the counts of the global batch, so that the gradients of all packs and replicas add up.
+        # Forward and backward: the model runs on packs of rows under Megatron's schedule. Each pack's loss is divided
+        # by the counts of the global batch, so that the gradients of all packs and replicas add up.
         policy.zero_gradients()
         results = policy.forward_backward(batch.rows, loss_fn, global_valid_counts(batch.rows))
 
@@ -132,7 +132,7 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         """Return this replica's part of a batch of records. Collective.
 
         Args:
-            samples: numbers of the records among all of the run.
+            samples: numbers of the records among all samples of the run.
         """
         share, places = assign_records(self.policy.divide, self.policy.topology.data, dataset.units, indices)
         own = [indices[place] for place in places]
@@ -142,7 +142,7 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         return TrainingBatch(rows, dataset, own, None if samples is None else [samples[place] for place in places])
 
     def validate_on(self, name: str, dataset: Dataset, step: int) -> dict[str, float]:
-        """Return the metrics over a whole validation set, of which one part at a time is in memory."""
+        """Return the metrics over a whole validation set, processed in batches."""
         results = MicrobatchResults()
         for start in range(0, len(dataset), VALIDATION_RECORDS):
             batch = self._validation_part(dataset, start)

@@ -77,7 +77,7 @@ def check_weights(config: TrainingConfig, found: Mapping[str, Any], needed: bool
     """Compare the names and shapes of each model's weights with its configuration.
 
     Args:
-        found: what `check_models` returns.
+        found: the result of `check_models`.
         needed: whether the weights must be on disk. A complete set of weights is checked in either case.
 
     Raises:
@@ -150,9 +150,10 @@ def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer
 
 
 def _check_vocabulary(model: str, own: dict[str, int], policy: dict[str, int]) -> None:
-    """
+    """Compare the vocabulary of a model with the policy's.
+
     Raises:
-        UserError: a token has another id, or none, on one of the two sides; the first one is named.
+        UserError: a token has different ids, or is in one vocabulary only; the message names the first such token.
     """
     different = [token for token in own.keys() | policy.keys() if own.get(token) != policy.get(token)]
     if different:
