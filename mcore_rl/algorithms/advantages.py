@@ -1,7 +1,7 @@
 """Advantages from the rewards of a step's groups (P prompts, G responses each) and, with a critic, from values.
 
-Everything is computed in fp64, and equal rewards give exactly 0. In floating point, r − mean may differ from 0 for equal
-rewards such as 0.7; the division by an equally small deviation, and then Adam, would amplify this to a full step.
+Everything is computed in fp64, and equal rewards give exactly 0. In floating point, r − mean may differ from 0 for
+equal rewards such as 0.7; the division by an equally small deviation, and then Adam, would amplify this to a full step.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def group_advantages(
     Args:
         leave_one_out: compute baseline and deviation of each response from the other responses of its group.
         population: divide by n in the deviation, not by n − 1.
-        judged: False for responses without a reward. Their advantage is 0, and they do not affect the others. None if all
-            responses have a reward.
+        judged: False for responses without a reward. Their advantage is 0, and they do not affect other advantages.
+            None if all responses have a reward.
     """
     group = rewards.shape[1]
     judged = torch.ones_like(rewards, dtype=torch.bool) if judged is None else judged
@@ -64,7 +64,7 @@ def reinforce_plus_plus_advantages(
     share: BatchShare | None = None,
     judged: Bool[Tensor, "prompts group"] | None = None,
 ) -> Float[Tensor, "own seq"]:
-    """Compute REINFORCE++ (arXiv:2501.03262): A_t = r − Σ_{i ≥ t} penalty_i, normalised over the batch's response tokens.
+    """Compute REINFORCE++ (arXiv:2501.03262): A_t = r − Σ_{i ≥ t} penalty_i, normalised over all response tokens.
 
     Args:
         rewards: rewards of all samples.

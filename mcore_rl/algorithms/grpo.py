@@ -332,9 +332,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         rows["input_lengths"] = share.select(torch.tensor(lengths))
         rows["sample_mask"] = torch.ones(len(share.indices))
         if not share.indices:
-            rows.pop(
-                "routed_experts", None
-            )  # no experts to replay: the dummy rows that keep ranks in step are routed normally
+            rows.pop("routed_experts", None)  # the dummy rows that keep ranks in step are routed normally
         return LocalBatch(rows, share)
 
     def _replayed_experts(self) -> tuple[int, int] | None:

@@ -1,1 +1,2 @@
-"""Environments: rewards, ends and observations; each sample is judged in a process that may fail."""
+"""Environments, which judge responses: reward, end of the conversation, observation. Judges run in separate
+processes."""

@@ -1,4 +1,4 @@
-"""A judge behind a URL. Its own module, because it imports requests, which other judges do not need."""
+"""A judge that is an HTTP server. It is a separate module because only this judge needs requests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mcore_rl.environments.interfaces import Sample, Step
 from mcore_rl.environments.judge_processes import IN_HEADER
 
 FIRST_PAUSE_SECONDS = 0.5
-"""Pause before the second attempt; it doubles before each further attempt."""
+"""Pause in seconds before the second attempt; it doubles before each further attempt."""
 
 
 def from_environment(value: str) -> str:
-    """Replace each ${NAME} of a header's value by that variable of the environment.
+    """Replace each ${NAME} in a header's value by the value of this environment variable.
 
     Raises:
-        ValueError: there is no such variable.
+        ValueError: the variable is not set.
     """
     if missing := [name for name in IN_HEADER.findall(value) if name not in os.environ]:
         raise ValueError(
@@ -36,17 +36,17 @@ def from_environment(value: str) -> str:
 class HTTPJudge:
     """Judges by POST of {"samples": [{"messages": […], "record": {…}}, …]}, which returns {"rewards": […]}.
 
-    A reward is a number, null where it does not apply, or an object with the fields of `Step`. Tried again is where
-    there is no answer, or one of a status from 500 on, or 429.
+    A reward is a number, null if it does not apply to the sample, or an object with the fields of `Step`. A request is
+    repeated if there is no answer, or an answer with status 429, or 500 and above.
 
     Args:
-        retries: attempts after the first.
-        headers: of each request; ${NAME} in a value is that variable of the environment.
-        time_limit_seconds: for a sample, of all attempts together, each of which has an equal part. A request as a
-            whole has as much for each of its samples, however its answer trickles in.
+        retries: number of attempts after the first one.
+        headers: headers of each request; ${NAME} in a value is replaced by this environment variable.
+        time_limit_seconds: time limit for a sample, over all attempts; each attempt has an equal part. The limit of a
+            request is the sum over its samples, and covers the whole answer.
 
     Raises:
-        ValueError: a header names a variable that the environment lacks.
+        ValueError: a header names an environment variable that is not set.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class HTTPJudge:
     ) -> None:
         self.url, self.attempts = url, 1 + retries
         self.headers = {name: from_environment(value) for name, value in headers.items()}
-        # Less than all: the process that waits for this must not give up first.
+        # Less than the whole limit, so that the waiting process does not time out first.
         self.seconds = 0.8 * time_limit_seconds / self.attempts
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[float | Step | None]:
@@ -76,7 +76,7 @@ class HTTPJudge:
                     answer.raise_for_status()
                     return answer.json()
                 reason = f"status {answer.status_code}"
-            except (requests.Timeout, TimeoutError):  # before the next: some are both
+            except (requests.Timeout, TimeoutError):  # first, because some are both Timeout and ConnectionError
                 reason = "took too long"
             except requests.ConnectionError:
                 reason = "does not answer"
@@ -88,10 +88,10 @@ class HTTPJudge:
         raise RuntimeError(f"{self.url}: {reason} ({self.attempts} attempts)")
 
     def _post(self, body: dict[str, Any], seconds: float) -> requests.Response:
-        """Send a request whose whole answer must arrive within `seconds`; the library's own limit is per byte.
+        """Send a request whose whole answer must arrive within `seconds`; the timeout of requests is per read.
 
         Raises:
-            TimeoutError: it is not.
+            TimeoutError: the answer is late.
         """
         answer: Future[requests.Response] = Future()
 

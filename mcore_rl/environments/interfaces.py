@@ -16,12 +16,12 @@ MessageLog = list[Message]
 class Sample:
     """A response to judge.
 
-    message_log: the conversation that it ends.
-    record: its record of the data file, without the prompt (`answer` and whatever else it has).
-    num_prompt_messages: messages of the prompt, at the beginning of the conversation.
-    is_text: the prompt is a plain text, not messages.
-    completion_ids: tokens behind the prompt.
-    num_response_tokens: how many of these, at their end, are the response to judge.
+    message_log: conversation, which ends with the response.
+    record: record of the data file, without the prompt (`answer` and other fields).
+    num_prompt_messages: number of messages of the prompt, at the start of the conversation.
+    is_text: whether the prompt is a plain text, not messages.
+    completion_ids: tokens after the prompt.
+    num_response_tokens: number of tokens of the response to judge, at the end of `completion_ids`.
     """
 
     message_log: MessageLog
@@ -41,12 +41,12 @@ class Sample:
 class Step:
     """The judgement of one response.
 
-    reward: added to what the sample has earned so far; the response's last token earns it.
+    reward: reward of the response, added to the sample's reward and assigned to the response's last token.
     done: whether the conversation ends here.
-    observation: what the environment says next, if it goes on.
-    error: why the sample could not be judged; it then counts as failed, and is not trained on.
-    rewards: what the reward is the weighted sum of, by name; without those that do not apply.
-    token_rewards: what each token of the response earns beside, in their order; all or none.
+    observation: next message of the environment, if the conversation continues.
+    error: reason why the sample could not be judged. The sample then counts as failed, and is not trained on.
+    rewards: rewards by name, of which `reward` is the weighted sum; without those that do not apply.
+    token_rewards: additional reward of each token of the response, in order; one for every token, or empty.
     """
 
     reward: float = 0.0
@@ -58,7 +58,7 @@ class Step:
 
 
 class Environment(Protocol):
-    """Judges responses one by one. The first rank of each data-parallel replica has one, for the replica's samples."""
+    """Environment that judges responses one by one; the first rank of each data-parallel replica has one."""
 
     def submit(self, sample: Sample) -> Future[Step]:
         """Judge a response in the background. Responses are judged in the order of submission."""
@@ -70,9 +70,9 @@ class Environment(Protocol):
 
 
 class CollectiveEnvironment(Protocol):
-    """Judges in the training processes. Every rank has one; all of them step together, each with its replica's samples.
+    """Environment that judges in the training processes. Every rank has one; all ranks call `step` together.
 
-    A replica may have none.
+    Each rank passes the samples of its replica, of which there may be none.
     """
 
     def step(self, samples: Sequence[Sample]) -> list[Step]:
@@ -85,19 +85,19 @@ class CollectiveEnvironment(Protocol):
 
 
 class Judge(Protocol):
-    """Judges one response; built-in judges are in `mcore_rl.environments.judges`.
+    """Function that judges one response; built-in judges are in `mcore_rl.environments.judges`.
 
-    A function that has a parameter `response_ids` is also given the response's tokens, by that name.
+    A function with a parameter `response_ids` also receives the response's tokens, as this keyword argument.
     """
 
     def __call__(self, message_log: MessageLog, record: dict[str, Any]) -> float | Step | Awaitable[float | Step]: ...
 
 
 class BatchJudge(Protocol):
-    """Judges several responses in one call.
+    """Function that judges several responses in one call.
 
     Returns:
-        for each a reward, a Step, None if it does not apply, or the exception that it was met with.
+        For each response: a reward, a Step, None if the judge does not apply, or the exception that it raised.
     """
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[float | Step | BaseException | None]: ...

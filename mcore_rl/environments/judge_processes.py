@@ -1,4 +1,4 @@
-"""Environments whose samples are judged in processes of their own, each within a time limit."""
+"""Environment that judges each sample in a separate process, within a time limit."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ ALWAYS = (
     *("SSL_CERT_*", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
 )
-"""Patterns of the variables that Python, torch, tokenizers, locales and HTTP requests need."""
+"""Patterns of the environment variables that Python, torch, tokenizers, locales and HTTP requests need."""
 SET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-"""Values that every judging process gets: one thread, and no GPU."""
+"""Environment variables that are set in every judging process: one thread, and no GPU."""
 IN_HEADER = re.compile(r"\$\{(\w+)\}")
 
 
 def judge_variables(config: EnvironmentConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a judging process.
+    """Return the environment variables of a judging process.
 
     Args:
-        environ: the trainer's environment.
+        environ: environment variables of the trainer.
     """
     patterns = (*ALWAYS, *config.environment_variables, *_in_headers(config))
     passed = {name: value for name, value in environ.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
@@ -53,7 +53,7 @@ def judge_variables(config: EnvironmentConfig, environ: Mapping[str, str]) -> di
 
 
 def _in_headers(config: EnvironmentConfig) -> Iterator[str]:
-    """Yield the variables that the headers of HTTP judges name."""
+    """Yield the environment variables that the headers of HTTP judges name."""
     for judge in (config, *config.rewards.values()):
         for value in judge.headers.values():
             yield from IN_HEADER.findall(value)
@@ -64,10 +64,10 @@ class JudgeProcesses:
     does.
 
     Args:
-        log: where what judges print goes; nowhere if not given.
+        log: file for the output that judges print; by default, the output is discarded.
 
     Raises:
-        UserError: the judge cannot be made (a module that cannot be imported, a missing extra, …).
+        UserError: the judge cannot be constructed (a module that cannot be imported, a missing extra, …).
     """
 
     def __init__(self, config: EnvironmentConfig, log: Path | None = None) -> None:
@@ -99,7 +99,7 @@ class JudgeProcesses:
             self._is_closed = True
             self._changed.notify_all()
         for worker in self._workers:
-            worker.end()  # whose thread then reads the end of its answers
+            worker.end()  # the worker's thread then reads the end of its output
         for thread in getattr(self, "_threads", ()):
             thread.join()
         for worker in self._workers:
@@ -125,7 +125,7 @@ class JudgeProcesses:
                     return []
                 count = min(len(self._waiting), self.config.batch_size)
                 taken = [self._waiting.popleft() for _ in range(count)]
-                # Whoever asked may not want to know any more.
+                # The caller may have cancelled the future.
                 if batch := [entry for entry in taken if entry[1].set_running_or_notify_cancel()]:
                     return batch
 
@@ -143,14 +143,14 @@ class JudgeProcesses:
 
 
 def probe(config: EnvironmentConfig, samples: Sequence[Sample], seconds: float = math.inf) -> None:
-    """Judge answers to real prompts (the record's `answer` if it has one) until one could be judged.
+    """Judge test responses to real prompts (the record's `answer` if it has one) until one of them is judged.
 
     Args:
-        samples: whose conversations are those of the prompts.
-        seconds: that all judgements may take together.
+        samples: samples whose conversations end with the prompt.
+        seconds: time limit for all samples together.
 
     Raises:
-        UserError: the judge cannot be made, or fails on all of them.
+        UserError: the judge cannot be constructed, or fails on all samples.
     """
     workers = min(config.num_workers, len(samples))
     limit = min(config.time_limit_seconds, seconds / math.ceil(len(samples) / workers))
@@ -189,7 +189,7 @@ class _Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=printed,
-                start_new_session=True,  # so that what a judge starts can be ended with it
+                start_new_session=True,  # a judge's child processes can be ended with it
                 env=judge_variables(self.config, os.environ),
             )
         assert self.process.stdout is not None
@@ -256,8 +256,8 @@ class _Worker:
             self._start()
 
     def end(self) -> None:
-        """Kill the process and everything that it started, unless it has ended: its number may then belong to
-        another."""
+        """Kill the process and all processes that it started. If it has ended, do nothing: its pid may belong to another
+        process."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

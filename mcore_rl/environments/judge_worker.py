@@ -1,7 +1,7 @@
-"""The judging process: `python -m mcore_rl.environments.judge_worker PARENT`, with one JSON object per line in and out.
+"""The judging process: `python -m mcore_rl.environments.judge_worker PARENT`. It reads and writes a JSON object per line.
 
-In: the options of the configuration's section first, then {"samples": […]} for each call.
-Out: {"ready": true}, then {"steps": […]} for each call; {"error": text} where something went wrong.
+Input: the options of the configuration's section first, then {"samples": […]} for each call.
+Output: {"ready": true}, then {"steps": […]} for each call; {"error": text} after a failure.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ DEATH_SIGNAL_OPTION = 1
 
 
 def end_with(parent: int) -> None:
-    """End this process and its group as soon as its parent dies, or this process does.
+    """Ensure that this process and its group end as soon as its parent or this process dies.
 
-    A second process, its guard, waits for the death of this one and kills what is left of the group.
+    A second process, the guard, waits until this process dies and kills the rest of the group.
     """
     own = os.getpid()
     _signal_at_death_of(parent, signal.SIGKILL)
     if os.fork():
         return
-    for number in (0, 1):  # whoever reads the answers waits for the last one that could write them
+    for number in (0, 1):  # the reader waits until no process has the pipe open
         os.close(number)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     _signal_at_death_of(own, signal.SIGTERM)
@@ -42,7 +42,7 @@ def end_with(parent: int) -> None:
 
 
 def _signal_at_death_of(parent: int, number: int) -> None:
-    """Request this signal for the parent's death; send it now if the parent has died."""
+    """Request this signal at the parent's death; send it now if the parent has already died."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL_OPTION, int(number), 0, 0, 0)
     if os.getppid() != parent:
@@ -50,11 +50,11 @@ def _signal_at_death_of(parent: int, number: int) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's business, which then ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C, and ends this process
     if len(sys.argv) > 1:
         end_with(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a judge prints must not stand between the answers
+    os.dup2(2, 1)  # output of a judge must not mix with the answers
 
     def answer(value: dict[str, Any]) -> None:
         answers.write(json.dumps(value) + "\n")
@@ -79,7 +79,7 @@ async def _judged(judge: BatchJudge, samples: list[Sample]) -> list[Step]:
 
 
 def _checked(result: float | Step | BaseException | None) -> Step:
-    """Return a step that the conversation can continue with, or one with the error."""
+    """Return the judge's result as a valid step; an invalid result becomes a step with an error."""
     try:
         if isinstance(result, BaseException):
             raise result
@@ -102,7 +102,7 @@ def _checked(result: float | Step | BaseException | None) -> Step:
         if step.observation is not None:
             if not isinstance(step.observation, str):
                 raise TypeError(f"the observation must be a text, got {step.observation!r}")
-            step.observation.encode()  # tokenizers refuse what is no Unicode
+            step.observation.encode()  # tokenizers refuse invalid Unicode
         return step
     except Exception as error:
         return Step(error=_told(error))

@@ -1,6 +1,6 @@
 """The built-in judges: exact match, math, functions, TRL's reward functions, weighted sums.
 
-Each worker process makes its judge once, from the options of the configuration's `environment` section.
+Each worker process constructs its judge once, from the options of the configuration's `environment` section.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ OWN_COLUMNS = {"prompt", "completion", "completion_ids"}
 class TRLReward:
     """A judge from `function(prompts=…, completions=…, completion_ids=…, **columns)`, which returns a list of rewards.
 
-    prompts, completions: texts where the prompt is a text, lists of messages where it is messages; a completion is
-        all that follows the prompt. completion_ids: its tokens. columns: every other field of the records, a list
-        each, with None where a record does not have it. A reward of None does not apply to its sample.
+    prompts, completions: texts if the prompt is a text, lists of messages if it is messages. A completion is everything
+        after the prompt.
+    completion_ids: tokens of the completions.
+    columns: every other field of the records, each as a list, with None for records without the field.
 
-    What TRL also passes, `trainer_state`, `log_extra`, `log_metric` and `environments`, is of its trainer, and not
-    passed. The function may be a coroutine function.
+    A reward of None means that the function does not apply to the sample. The arguments that depend on TRL's trainer
+    (`trainer_state`, `log_extra`, `log_metric` and `environments`) are not passed. The function may be a coroutine
+    function.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -57,8 +59,8 @@ def _part(sample: Sample, messages: MessageLog) -> str | MessageLog:
 class ExactMatch:
     """Returns 1 if the response contains the record's `answer`, else 0.
 
-    pattern: a regular expression whose first group (or whole), in its last match, is what was answered;
-        without one, the whole response is, stripped.
+    pattern: regular expression. The first group (or else the whole) of its last match is compared; without a pattern,
+        the whole response, stripped.
     """
 
     def __init__(self, pattern: str | None = None) -> None:
@@ -121,14 +123,14 @@ class PerSampleJudge:
 def _parameters(judge: Judge) -> Collection[str]:
     try:
         return inspect.signature(judge).parameters
-    except (TypeError, ValueError):  # of some built-in functions nothing is known
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return ()
 
 
 class Weighted:
     """Returns the weighted sum of several judges' rewards.
 
-    A conversation goes on as long as one of them says so, with what the first of those observes.
+    A conversation continues if one of the judges continues it, with the observation of the first such judge.
     """
 
     def __init__(self, judges: Mapping[str, tuple[float, BatchJudge]]) -> None:
@@ -142,7 +144,7 @@ class Weighted:
         try:
             return await self.judges[name][1](samples)
         except Exception as error:
-            if len(samples) > 1:  # they are judged again one by one
+            if len(samples) > 1:  # the samples are then judged again one by one
                 raise
             return [error]
 
@@ -189,7 +191,7 @@ def make_judge(options: Mapping[str, Any]) -> BatchJudge:
     """Return the judge that a section of the configuration describes.
 
     Raises:
-        ImportError, AttributeError: what it needs is not there.
+        ImportError, AttributeError: a module or function of the judge is missing.
     """
     match options["name"]:
         case "exact_match":
@@ -203,7 +205,7 @@ def make_judge(options: Mapping[str, Any]) -> BatchJudge:
         case "trl":
             return TRLReward(load_function(options["function"]))
         case "http":
-            from mcore_rl.environments.http_judge import HTTPJudge  # imports requests, which other judges do not need
+            from mcore_rl.environments.http_judge import HTTPJudge  # imports requests, which only this judge needs
 
             return HTTPJudge(options["url"], options["retries"], options["time_limit_seconds"], options["headers"])
         case "weighted":

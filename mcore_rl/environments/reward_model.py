@@ -1,4 +1,4 @@
-"""The reward model as a judge: it runs in the training processes, in packs, with the policy's layout."""
+"""The reward model as a judge. It runs in the training processes, on packs, with the policy's layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mcore_rl.models.policy.scoring import ScoringModel
 class RewardModelEnvironment:
     """Rewards a response with the model's output at the end of the conversation, rendered by the model's own tokenizer.
 
-    Every rank makes one, and all step together, each with its replica's samples.
+    Every rank constructs one. All ranks call `step` together, each with the samples of its replica.
     """
 
     def __init__(self, config: RLConfig) -> None:
@@ -45,7 +45,7 @@ class RewardModelEnvironment:
         return steps
 
     def _tokens(self, log: MessageLog, record: dict[str, Any]) -> list[int] | str:
-        """Return the tokens of the conversation, or why the model cannot judge it."""
+        """Return the tokens of the conversation, or the reason why the model cannot judge it."""
         try:
             if self.config.format == "text":
                 *before, response = (message["content"] for message in log)

@@ -1,4 +1,4 @@
-"""Files that keep every step's rollouts, to train on them again without generating."""
+"""Recordings: files with every step's rollouts, to train on them again without generating."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def check_record(path: Path, run: dict[str, Any], goes_on: bool) -> None:
     """Refuse to record over a file, unless it is the recording of the run that is resumed.
 
     Args:
-        run: `recorded_by` it.
+        run: the result of `recorded_by` for this run.
 
     Raises:
-        UserError: what is wrong with the path.
+        UserError: the file cannot be written, or is not the recording of this run.
     """
     if not path.parent.is_dir():
         raise UserError(f"--record {path}: there is no directory {path.parent}")
@@ -59,12 +59,13 @@ def read_recording(
     """Return the rollouts of each recorded step.
 
     Args:
-        replays_experts: whether tokens are sent to the experts that they went to while sampling.
-        required: sampling options that training on them depends on.
-        section: of the configuration, where these stand.
+        replays_experts: whether tokens are sent to the same experts as during sampling.
+        required: sampling options that must be equal to the recorded ones.
+        section: section of the configuration that has these options.
 
     Raises:
-        UserError: no such file, not a recording, one of fewer than `steps` steps, or sampled otherwise.
+        UserError: the file is missing, is not a recording, has fewer than `steps` steps, or was sampled with other
+            options.
     """
     try:
         entries = {int(entry["step"]): entry for entry in read_step_log(path)}
@@ -99,7 +100,7 @@ def hash_of_weights(tensors: Iterable[tuple[str, Tensor]]) -> str:
         digest.update(name.encode())
         numbers = tensor.detach().flatten()
         samples.append(numbers[:: max(1, len(numbers) // SAMPLES_PER_TENSOR)].double())
-    digest.update(torch.cat(samples).cpu().numpy().tobytes())  # one copy from the device for all of them
+    digest.update(torch.cat(samples).cpu().numpy().tobytes())  # a single copy from the device
     return digest.hexdigest()
 
 

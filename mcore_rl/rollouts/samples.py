@@ -27,7 +27,7 @@ from mcore_rl.errors import ContractError
 
 @dataclass(frozen=True)
 class TokenColumn:
-    """A column [B, S, …] of a batch; `shape` is that of one token's values, `padding` fills the end of a row."""
+    """A column [B, S, …] of a batch. `shape` is the shape of one token's values; `padding` fills the end of a row."""
 
     name: str
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class TokenColumn:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one token."""
+        """Number of bytes of one token."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -46,7 +46,7 @@ def packed(
     """Return the bytes of all columns for every token of right-padded rows, row by row; without rows nothing is read.
 
     Raises:
-        ContractError: a column of other values than it says.
+        ContractError: the values of a column do not have its dtype or shape.
     """
     if not lengths:
         return torch.empty(0, bytes_of(columns), dtype=torch.uint8)
@@ -75,7 +75,7 @@ def unpacked(
     for column, part in zip(columns, parts, strict=True):
         shape = (len(lengths), width, *column.shape)
         rows[column.name] = torch.full(shape, column.padding, dtype=column.dtype)
-        # A copy begins at an address that every precision can be read from, and has no gaps.
+        # The copy is contiguous and aligned for every dtype.
         values = part.clone(memory_format=torch.contiguous_format).view(column.dtype)
         rows[column.name][is_token] = values.view(len(part), *column.shape)
     return rows
@@ -97,8 +97,8 @@ def exchange_rows(
     """Return the columns of the rows that this replica needs, in its order, on all of its ranks. Collective.
 
     Args:
-        own: right-padded, on the host, the rows `held`, each by the first rank of one replica, in this order.
-        wanted: by replica, the rows that it gets; the same on all ranks.
+        own: the rows `held`, in this order, right-padded, on the host. The first rank of one replica holds each row.
+        wanted: the rows that each replica receives, by replica; the same on all ranks.
         lengths: tokens of each row of the global batch.
     """
     own_lengths = [lengths[row] for row in wanted[topology.data.rank]]
@@ -120,8 +120,8 @@ def exchange_tokens(
     ranks: a sum of 8 bytes per row of the global batch, and one all-to-all.
 
     Args:
-        own: of the rows `held`, one after the other; each row is held by one replica.
-        wanted: by replica, the rows that it gets; the same on all of them.
+        own: tokens of the rows `held`, one row after the other; one replica holds each row.
+        wanted: the rows that each replica receives, by replica; the same on all replicas.
         lengths: tokens of each row of the global batch.
     """
     holders = torch.zeros(len(lengths), dtype=torch.long, device=own.device)
@@ -145,9 +145,9 @@ def exchange_tokens(
 
 @dataclass(frozen=True)
 class RolloutSummary:
-    """The part of a rollout that every rank knows: everything except its tokens and texts.
+    """The part of a rollout that every rank has: everything except its tokens and texts.
 
-    The fields are those of `Rollout`; the numbers are of tokens.
+    The fields have the meaning of those in `Rollout`; lengths are numbers of tokens.
     """
 
     prompt: int
@@ -164,12 +164,12 @@ class RolloutSummary:
 
     @property
     def weight_version(self) -> int:
-        """Version of the oldest weights that generated one of its tokens."""
+        """Version of the oldest weights that generated a token of the rollout."""
         return min((version for version, _ in self.weight_versions), default=0)
 
 
 def are_judged(outcomes: Sequence[RolloutSummary]) -> Bool[Tensor, " samples"]:
-    """Return False for samples that could not be judged and so have no reward."""
+    """Return a mask that is False for samples that could not be judged and have no reward."""
     return torch.tensor([outcome.error is None for outcome in outcomes], dtype=torch.bool)
 
 
@@ -177,8 +177,8 @@ NUMBERS = ("prompt", "sample_id", "reward", "truncated", "turns", "num_tokens", 
 
 
 class SummaryExchange:
-    """Exchanges the summaries of each replica's rollouts as numbers; texts are sent only if there are new names of
-    rewards, or errors. Every rank constructs one at the same time."""
+    """Exchanges the summaries of each replica's rollouts as numbers; texts are sent only for new reward names and for
+    errors. All ranks construct it together."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology, self._names = topology, InternedObjects()
@@ -187,8 +187,8 @@ class SummaryExchange:
         """Return the summaries of all replicas, ordered by their places. Collective.
 
         Args:
-            own: by their places, those of this rank's replica, where it is the first rank; that of others is left out.
-            total: how many there are in all.
+            own: summaries of this rank's replica, by place. Ignored unless this rank is the first of its replica.
+            total: number of summaries of all replicas.
         """
         if not self.topology.leads_replica:
             own = {}
@@ -198,7 +198,7 @@ class SummaryExchange:
         table = _summed(own, columns, total, len(NUMBERS) + 2 + 2 * len(names))
         versions = self._versions(own, table[:, len(NUMBERS)].long())
         errors = dict[int, str]()
-        if bool(table[:, len(NUMBERS) + 1].any()):  # objects, but only where something has failed
+        if bool(table[:, len(NUMBERS) + 1].any()):  # sent as objects, only after failures
             told = {place: outcome.error for place, outcome in own.items() if outcome.error is not None}
             errors = {place: text for part in gather_from_replicas(told, self.topology) for place, text in part.items()}
         return [_outcome(row, names, errors.get(place), versions[place]) for place, row in enumerate(table.tolist())]
@@ -214,7 +214,7 @@ class SummaryExchange:
 
 
 def _summed(places: Mapping[int, object], rows: Sequence[object], total: int, width: int) -> Tensor:
-    """Return [total, width] fp64 on the host: the sum over ranks of these rows at their places."""
+    """Return the sum over ranks of these rows at their places: [total, width], fp64, on the host. Collective."""
     table = torch.zeros(total, width, dtype=torch.float64)
     if rows:
         table[list(places)] = torch.tensor(rows, dtype=torch.float64)
@@ -253,12 +253,12 @@ def _outcome(row: list[float], names: list[str], error: str | None, versions: li
 
 @dataclass
 class Rollout:
-    """A conversation: a prompt, responses, and observations between them.
+    """A conversation: a prompt, responses, and observations between the responses.
 
-    input_ids, token_mask, logprobs: of all tokens; masked are those of responses, which alone have
+    input_ids, token_mask, logprobs: values of all tokens. The mask is 1 for tokens of responses; only these have
         log-probabilities.
-    truncated: the last response ran into the limit of new tokens.
-    error: why it could not be judged, if so.
+    truncated: whether the last response reached the limit of new tokens.
+    error: reason why the rollout could not be judged; None if it was.
     """
 
     prompt: int
@@ -277,13 +277,13 @@ class Rollout:
     rewards: dict[str, float] = field(default_factory=dict)
     """Rewards by name; their weighted sum is the reward."""
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
-    """(version, tokens) of the responses' tokens in order: the weights that generated them. A version is the number of
-    trained steps."""
+    """Weights that generated the responses' tokens, in order, as (version, number of tokens). The version of weights is
+    the number of trained steps."""
     message_log: MessageLog = field(default_factory=list)
     token_rewards: list[tuple[int, float]] = field(default_factory=list)
-    """(position, reward) of rewarded tokens; they sum to the reward."""
+    """Rewarded tokens as (position, reward); the rewards sum to the reward of the rollout."""
     routed_experts: torch.Tensor | None = None
-    """[tokens, layers, topk] int16, the experts of the tokens, if they are replayed."""
+    """Experts of the tokens, [tokens, layers, topk] int16, if they are replayed."""
 
     @classmethod
     def begin(cls, index: int, sample_id: int, prompt: Prompt) -> Rollout:
@@ -340,9 +340,9 @@ class Rollout:
 class RolloutBatch:
     """Rollouts of all replicas: every rank has the summaries; the tokens are on the replica that generated them.
 
-    outcomes: of all, in their order.
-    own: by its place in that order, each conversation that this rank has led; each is led by one replica, of which the
-        first rank's count.
+    outcomes: summaries of all rollouts, in order.
+    own: rollouts that this rank has run, by place in that order. One replica runs each rollout; the entries of its
+        first rank are used.
     """
 
     outcomes: Sequence[RolloutSummary] = ()
@@ -376,7 +376,7 @@ def token_columns(pad_token_id: int, experts: tuple[int, int] | None = None) -> 
     """Return the per-token columns of `to_batch`.
 
     Args:
-        experts: (layers, topk) of the experts to be replayed; None without any.
+        experts: (layers, topk) of the experts to replay; None without replay.
     """
     columns = [
         TokenColumn("input_ids", torch.long, padding=pad_token_id),
@@ -391,11 +391,10 @@ def to_batch(
 ) -> BatchedDataDict[Any]:
     """Return right-padded rows: input_ids, token_mask, generation_logprobs [B, S], input_lengths, sample_mask [B].
 
-    And routed_experts [B, S, layers, topk] int16 where the rollouts have them, −1 where they are not known.
+    If the rollouts have experts, add routed_experts [B, S, layers, topk] int16; unknown experts are −1.
 
     Args:
-        experts: (layers, topk) of those to be replayed, for rollouts without a response, which have none; None if they
-            are not replayed.
+        experts: (layers, topk) of the experts to replay, needed for rollouts without a response; None without replay.
     """
     input_ids = _padded([r.input_ids for r in rollouts], torch.long, pad_token_id)
     batch: BatchedDataDict[Any] = BatchedDataDict(
@@ -409,7 +408,7 @@ def to_batch(
     known = [tensor for tensor in routed if tensor is not None]
     if known and len(known) == len(rollouts):
         padded = torch.nn.utils.rnn.pad_sequence(known, batch_first=True, padding_value=-1)
-        tail = input_ids.shape[1] - padded.shape[1]  # what was observed last was never fed to the model
+        tail = input_ids.shape[1] - padded.shape[1]  # the model never read the last observation
         batch["routed_experts"] = F.pad(padded, (0, 0, 0, 0, 0, tail), value=-1)
     return batch
 
@@ -422,11 +421,11 @@ def _experts_of(rollout: Rollout, experts: tuple[int, int] | None) -> torch.Tens
 
 
 def rewards_of_tokens(rollouts: Sequence[Rollout], data: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return [B, S] fp32, the reward of each token. Rollouts without token rewards have the whole reward at the last
-    token of a response.
+    """Return the reward of each token, [B, S] fp32. Rollouts without token rewards have the whole reward at the last
+    response token.
 
     Args:
-        data: `to_batch` of them.
+        data: the result of `to_batch` for these rollouts.
     """
     rewards, last = torch.zeros_like(data["token_mask"]), last_response_tokens(data).tolist()
     for row, rollout in enumerate(rollouts):
@@ -436,7 +435,8 @@ def rewards_of_tokens(rollouts: Sequence[Rollout], data: Mapping[str, torch.Tens
 
 
 def last_response_tokens(data: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return [B] the position of the last response token in each row of `to_batch`; the last token if there is none."""
+    """Return the position [B] of the last response token in each row of `to_batch`; of the last token without a
+    response."""
     positions = torch.arange(data["token_mask"].shape[1])
     last = torch.where(data["token_mask"] > 0, positions, -1).amax(1)
     return torch.where(last < 0, data["input_lengths"] - 1, last)
@@ -452,10 +452,10 @@ def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float 
 def has_signal(
     rewards: Float[Tensor, "prompts group"], judged: Bool[Tensor, "prompts group"] | None = None
 ) -> Bool[Tensor, " prompts"]:
-    """Return True for groups whose rewards differ. Other groups teach nothing (DAPO, arXiv:2503.14476, section 3.2).
+    """Return True for groups whose rewards differ. Other groups have no gradient (DAPO, arXiv:2503.14476, section 3.2).
 
     Args:
-        judged: as `group_advantages`.
+        judged: see `group_advantages`.
     """
     return differ(rewards, torch.ones_like(rewards, dtype=torch.bool) if judged is None else judged)
 

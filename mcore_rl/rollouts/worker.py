@@ -1,4 +1,4 @@
-"""Rollout worker: the policy answers prompts in an environment; each replica runs its own conversations."""
+"""The rollout worker: the policy answers prompts in an environment; each replica runs its own conversations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Conversation:
 
     @property
     def sample(self) -> Sample:
-        """The sample for the judge of its last response."""
+        """Sample with which the last response is judged."""
         log, start = self.prompt.message_log, len(self.prompt.input_ids)
         is_text, rollout = isinstance(self.prompt.content, str), self.rollout
         size = rollout.response_lengths[-1] if rollout.response_lengths else 0
@@ -52,7 +52,7 @@ class Conversation:
         rollout.add_response(response.token_ids, response.logprobs)
         rollout.weight_versions = [*rollout.weight_versions, *response.weight_versions]
         rollout.truncated, rollout.turns = not response.ended, rollout.turns + 1
-        if response.routed_experts is not None:  # of the whole conversation so far
+        if response.routed_experts is not None:  # experts of the whole conversation so far
             rollout.routed_experts = response.routed_experts
         text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
         rollout.message_log = [*rollout.message_log, {"role": "assistant", "content": text}]
@@ -75,22 +75,23 @@ class Conversation:
         return observed
 
     def _observed(self, observation: str, tokenizer: Any) -> list[int]:
-        """Return the tokens between the last response and the next one. A plain text continues as plain text."""
+        """Return the tokens between the last response and the next one. Plain-text prompts continue as plain text."""
         if isinstance(self.prompt.content, str):
             return list(tokenizer(observation, add_special_tokens=False)["input_ids"])
         return tokens_between(tokenizer, self.rollout.message_log[:-1], observation, self.rollout.input_ids)
 
 
 class RolloutWorker:
-    """Lets the policy answer prompts in an environment. All methods except `begin` and `close` are collective.
+    """Runs the policy's conversations in an environment. All methods except `begin` and `close` are collective.
 
-    Each replica leads the conversations of its own prompts. Where a generation engine gives responses one by one, its
-    first rank leads each as far as it has come, beside whatever else the rank does. Otherwise its ranks generate all
-    responses of a turn together, which then are judged.
+    Each replica runs the conversations of its own prompts. With a generation engine that returns responses one by one,
+    the first rank of the replica runs them in the background, independently of each other. Otherwise all ranks of the
+    replica generate the responses of a turn together; the responses are then judged.
 
     Args:
-        environment: of the first rank of each replica, or a collective one of every rank.
-        meeting_seconds: how often ranks meet while some judge: well below the timeout of collectives.
+        environment: environment of the first rank of each replica, or a collective environment of every rank.
+        meeting_seconds: interval at which ranks synchronize while some of them judge; well below the timeout of
+            collectives.
     """
 
     def __init__(
@@ -112,26 +113,26 @@ class RolloutWorker:
         threading.Thread(target=self._loop.run_forever, name="conversations", daemon=True).start()
 
     def prepare(self, weight_version: int) -> None:
-        """Generate with the policy's current weights from now on; `weight_version` is their number."""
+        """Start to generate with the policy's current weights, whose version is `weight_version`."""
         self.generation.prepare_for_generation(weight_version=weight_version)
         self.weight_version = weight_version
 
     def finish(self) -> None:
-        """End generation. No request is made until `prepare`."""
+        """End generation. No requests are sent until the next `prepare`."""
         self.generation.finish_generation()
 
     def close(self) -> None:
-        """Close the worker: it makes no more requests and judges nothing."""
+        """Close the worker: cancel all conversations, and send no more requests."""
         wait([asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)], CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     # ------------------------------------------------------------ conversations
 
     def run(self, prompts: PromptRequests, sample_ids: Sequence[int], greedy: bool = False) -> RolloutBatch:
-        """Run a conversation for each (index, prompt); `sample_ids` identify them."""
+        """Run a conversation for each (index, prompt) and return the rollouts; `sample_ids` identify them."""
         if self.streams:
             return self.collect(self.begin(prompts, sample_ids, greedy))
-        places = self.topology.data.part_of(range(len(prompts)))  # equal prompts go through the model once
+        places = self.topology.data.part_of(range(len(prompts)))  # one prefill for equal prompts
         conversations = _conversations(prompts, sample_ids, places)
         self._in_lockstep(conversations, greedy)
         led = zip(places, conversations, strict=True) if self.topology.leads_replica else ()
@@ -145,7 +146,7 @@ class RolloutWorker:
     def begin(self, prompts: PromptRequests, sample_ids: Sequence[int], greedy: bool = False) -> PendingRollouts:
         """Start the conversations of `run` for this rank's replica in the background; `collect` ends them.
 
-        Those of a prompt are of one replica, the prompts in turn of one and the other.
+        All conversations of a prompt run on the same replica; prompts are assigned to replicas in turn.
         """
         if not self.topology.leads_replica:
             return PendingRollouts((), None, len(prompts))
@@ -160,13 +161,14 @@ class RolloutWorker:
     def collect(self, begun: PendingRollouts) -> RolloutBatch:
         """Return the rollouts of started conversations of all replicas, in the order of their prompts.
 
-        The ranks meet often enough for no collective to time out; of exceptions the first is raised, on all of them.
+        The ranks synchronize often enough that no collective times out. The first exception of any rank is raised on
+        all ranks.
         """
         led = settle(begun.work, self.meeting_seconds) or []
         return self._of_all(dict(zip(begun.places, led, strict=True)), begun.total)
 
     def _of_all(self, own: Mapping[int, Rollout], total: int) -> RolloutBatch:
-        """Return the rollouts of all replicas, given this rank's by their places."""
+        """Return the rollouts of all replicas; `own` has the rollouts of this rank by place."""
         outcomes = {place: rollout.outcome for place, rollout in own.items()}
         return RolloutBatch(self._telling.everyones(outcomes, total), own)
 
@@ -214,7 +216,8 @@ class RolloutWorker:
     def _judge(self, conversations: Sequence[Conversation]) -> list[Conversation]:
         """Judge the last responses; return the conversations that continue, with their observations.
 
-        Each replica judges its own beside, however long it takes; or all ranks judge together.
+        Either each replica judges its own samples in the background, without a time limit for the ranks that wait; or
+        all ranks judge together.
         """
         if self.judges_together:
             steps = self.environment.step([conversation.sample for conversation in conversations])
@@ -225,7 +228,8 @@ class RolloutWorker:
         observed = settle(judging, self.meeting_seconds) or []
         goes_on = [place for place, tokens in enumerate(observed) if tokens is not None]
         known = [goes_on, *(tokens or [] for tokens in observed)]
-        # The other ranks need tokens alone: texts and rewards stay where conversations are led.
+        # The other ranks of the replica need only the tokens. Texts and rewards stay on the rank that runs the
+        # conversations.
         goes_on, *tokens_of = broadcast_lists_in_replica(known, 1 + len(conversations), self.topology)
         if not self.topology.leads_replica:
             for place in goes_on:
@@ -233,7 +237,8 @@ class RolloutWorker:
         return [conversations[place] for place in goes_on]
 
     async def _judge_all(self, conversations: Sequence[Conversation]) -> list[list[int] | None]:
-        """Return each conversation's next tokens; `settle` calls this, so that all ranks learn of a failure."""
+        """Return each conversation's next tokens; None at its end. `settle` waits for this and reports failures to all
+        ranks."""
         judging = [asyncio.wrap_future(self.environment.submit(c.sample)) for c in conversations]
         return [self._observe(c, step) for c, step in zip(conversations, await asyncio.gather(*judging), strict=True)]
 
@@ -245,7 +250,9 @@ class RolloutWorker:
 class PendingRollouts:
     """Conversations that run in the background.
 
-    places: of those of this rank's replica among all. work: theirs, if this rank leads them. total: of all.
+    places: places of this replica's conversations among those of all replicas.
+    work: future of their rollouts, if this rank runs them.
+    total: number of conversations of all replicas.
     """
 
     places: Sequence[int]
@@ -261,5 +268,5 @@ async def _cancel_all() -> None:
 
 
 def _conversations(prompts: PromptRequests, sample_ids: Sequence[int], places: Sequence[int]) -> list[Conversation]:
-    """Return the batch of the prompts at these places."""
+    """Return new conversations for the prompts at these places."""
     return [Conversation(Rollout.begin(prompts[p][0], sample_ids[p], prompts[p][1]), prompts[p][1]) for p in places]
