@@ -1,4 +1,4 @@
-"""The dry run (`--dry-run`): everything is checked, and what the run would do is printed."""
+"""The dry run (`--dry-run`): check everything, and print a description of the run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SHOWN_RANKS, SHOWN_RECORDS, SHOWN_CHARACTERS = 64, 3, 600
 
 
 def run_dry(config: TrainingConfig, record: Path | None = None, replay: Path | None = None) -> None:
-    """Check everything that a run checks, and print on rank 0 what it would do.
+    """Run the checks of a run, and print a description of the run on rank 0.
 
     Raises:
-        UserError: what the run would raise.
+        UserError: a check fails.
     """
     if isinstance(config, RLConfig):
         inputs, _ = check_inputs(config, record, replay)
@@ -46,7 +46,7 @@ def describe_run(config: TrainingConfig, inputs: Any, steps: int, world_size: in
 
     Args:
         inputs: the run's `RunInputs`.
-        steps: of the whole run.
+        steps: number of steps of the whole run.
     """
     yield from layout_picture(config.parallel, world_size, inputs.hf_config.num_hidden_layers)
     dataset = inputs.train
@@ -67,7 +67,7 @@ def layout_picture(parallel: ParallelConfig, world_size: int, layers: int) -> It
     """Yield each rank's coordinates: a line for each tensor-parallel group, whose ranks are neighbours.
 
     Args:
-        layers: of the model.
+        layers: number of layers of the model.
     """
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     pp, dp = parallel.pipeline_model_parallel_size, parallel.data_parallel_size(world_size)
@@ -78,7 +78,9 @@ def layout_picture(parallel: ParallelConfig, world_size: int, layers: int) -> It
         chunks = parallel.layers_of_chunks(layers)
         stages = (" + ".join(map(str, chunks[stage::pp])) for stage in range(pp))
         yield f"  layers of the pipeline stages: {', '.join(stages)}"
-    for first in range(0, min(world_size, SHOWN_RANKS), tp):  # Megatron's order: tensor, context, data, pipeline
+    for first in range(
+        0, min(world_size, SHOWN_RANKS), tp
+    ):  # Megatron's order of ranks: tensor, context, data, pipeline
         group = first // tp
         place = f"context {group % cp}  data {group // cp % dp}  pipeline stage {group // cp // dp}"
         ranks = f"rank {first}" if tp == 1 else f"ranks {first}–{first + tp - 1} (tensor 0–{tp - 1})"
@@ -113,7 +115,7 @@ def _answered(config: TrainingConfig, prompts: Sequence[int]) -> Sequences:
 
 
 def packs(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:
-    """Yield how the first step is divided into packs, without shared prefixes."""
+    """Yield lines about the packs of the first step, without shared prefixes."""
     replicas = config.parallel.data_parallel_size(world_size)
     batching = microbatch_planner(config, config.rows_per_unit, replicas)
     plan = batching.plan(list(sequences.lengths))
@@ -126,7 +128,7 @@ def packs(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iter
 
 
 def records(tokenizer: Any, shown: Sequence[TokenSequence]) -> Iterator[str]:
-    """Yield records as the model reads them; trained tokens are between » and «."""
+    """Yield records as the model reads them, with » and « around trained tokens."""
     yield "the first records, what is trained on between » and «:"
     for sequence in shown:
         text, trained = "", False
@@ -140,7 +142,7 @@ def records(tokenizer: Any, shown: Sequence[TokenSequence]) -> Iterator[str]:
 
 
 def memory(config: TrainingConfig, sequences: Sequences, world_size: int) -> Iterator[str]:
-    """Yield the memory of a rank of each distinct pipeline stage, by a simulation of the step."""
+    """Yield lines about the memory of one rank of each distinct pipeline stage, by a simulation of the step."""
     try:
         reports = simulate(config, world_size, chosen_ranks(config, world_size, "distinct"), sequences)
     except UserError as error:

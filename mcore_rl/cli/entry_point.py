@@ -1,7 +1,7 @@
 """The entry point of every script: its arguments, one-line errors for the user, and its exit status.
 
-Under torchrun every rank runs this. What is wrong is wrong on all of them: the first rank tells it, the
-others keep quiet and wait to be ended; torchrun finds it in the error file too, and repeats it last.
+Under torchrun every rank runs this. A user's error occurs on all ranks: the first rank prints it, and the others print
+nothing and wait until torchrun ends them. torchrun also reads it from the error file, and repeats it at the end.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ PEER_SECONDS = 5.0
 """Seconds that a rank waits for another rank's error before it prints its own."""
 
 KEYS_OF_OPTIONS = {"model": "model.path", "data": "data.train", "output": "output_dir"}
-"""Options for the keys that every run needs."""
+"""Options that set the keys that every run needs."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints errors in arguments as one line."""
+    """Argument parser that prints an error in the arguments as one line."""
 
     def error(self, message: str) -> NoReturn:
         leave(2, f"{message} ({self.prog} --help says more)")
@@ -76,15 +76,15 @@ def run_script(
     """Parse `[CONFIG] [--option VALUE] [section.key=value …]`, train, and exit.
 
     Args:
-        algorithm: names the default output directory of a run without a configuration file.
-        train: called with the configuration, and each option's path (None if it was not given) by its name; the device
-            is chosen by then, so that it can import what uses Megatron.
-        file_options: the names of options that take a path, and what they are for.
-        arguments: of the command line; this process's own if left out.
-        prog: how the program is called, if not by its file's name.
+        algorithm: name in the default output directory of a run without a configuration file.
+        train: function that is called with the configuration and, by name, the path of each file option (None if not
+            given). The device is selected before the call, so `train` may import modules that use Megatron.
+        file_options: names of the options that take a path, with their help texts.
+        arguments: arguments of the command line; by default, those of this process.
+        prog: name of the program in messages; by default, the name of its file.
 
-    Exit status: 0; 1 for a failure, with its traceback; 2 for a user's error and 3 for training that
-    cannot go on, with one line; 130 for Ctrl-C before training. torchrun itself exits with 1 for all of them.
+    Exit status: 0; 1 for a failure, with its traceback; 2 for a user's error and 3 for training that cannot continue,
+    with one line; 130 for Ctrl-C before training. torchrun itself exits with 1 after any failure.
     """
     parser = Parser(prog=prog, description=description, add_help=False)
     words = "a YAML file, and overrides of its values; without a file at least --model and --data"
@@ -112,11 +112,11 @@ def run_script(
             processes = "1 process" if world_size() == 1 else f"{world_size()} processes"
             print(f"{source}: {processes}; importing PyTorch and Megatron …", flush=True)
         quiet_libraries()
-        from mcore_rl.platform import initialize_platform  # with PyTorch
+        from mcore_rl.platform import initialize_platform  # imports PyTorch
 
         initialize_platform()
         if config.dry_run:
-            from mcore_rl.cli.dry_run import run_dry  # with the simulator, which no training program imports
+            from mcore_rl.cli.dry_run import run_dry  # imports the simulator, which training does not need
 
             run_dry(config, **paths)
         else:
@@ -124,7 +124,7 @@ def run_script(
 
 
 def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.Namespace) -> tuple[ConfigT, str]:
-    """Return the configuration of the command line, and its source."""
+    """Return the configuration from the command line, and its source."""
     words = list(parsed.words)
     path = words.pop(0) if words and ("=" not in words[0] or Path(words[0]).is_file()) else None
     options = {key: getattr(parsed, option) for option, key in KEYS_OF_OPTIONS.items()}
@@ -137,7 +137,7 @@ def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.
         return build_config(config_type, laid_over(read_overridable(path), values), words, path), path
     if not {"model.path", "data.train"} <= {*given, *(word.partition("=")[0] for word in words)}:
         raise UserError("give a configuration file, or --model and --data (see --help)")
-    if "output_dir" not in given:  # where a run of nothing but a model and data goes; an override may say otherwise
+    if "output_dir" not in given:  # default for runs without a file; overrides come later
         named = given.get("model.path") or next(w for w in reversed(words) if w.startswith("model.path="))[11:]
         model = Path(named).resolve().name if Path(named).exists() else Path(named).name
         values["output_dir"] = f"outputs/{algorithm}_{model}"
@@ -145,13 +145,13 @@ def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.
 
 
 def with_local_models(config: ConfigT, with_weights: bool = True) -> ConfigT:
-    """Return the configuration with models of the hub replaced by directories of its cache.
+    """Return the configuration with each hub model replaced by its directory in the cache.
 
     Args:
-        with_weights: they are downloaded whole.
+        with_weights: whether to download the weights as well.
 
     Raises:
-        UserError: one cannot be had.
+        UserError: a model cannot be downloaded.
     """
     named = {key: path for key, path in model_directories(config).items() if is_hub_name(path)}
     if not named:
@@ -164,7 +164,7 @@ def with_local_models(config: ConfigT, with_weights: bool = True) -> ConfigT:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Inside, an error ends the process with its status and message."""
+    """End the process with a status and a message if the block raises an error."""
     try:
         yield
     except UserError as error:
@@ -187,7 +187,7 @@ def show(text: str) -> None:
 
 
 def count(text: str) -> int:
-    """Parse an argument: a whole number of at least 1."""
+    """Parse an argument that is an integer of at least 1."""
     number = whole_number(text)
     if not number:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text[:80]!r}")
@@ -198,7 +198,7 @@ def leave(status: int, message: str, lost_peer: bool = False) -> NoReturn:
     """Print a message and end this process at once, because waiting for peers in a collective would hang.
 
     Args:
-        lost_peer: whether another rank has probably failed before, and has more to tell.
+        lost_peer: whether another rank has probably failed before, whose error is then printed instead.
     """
     directory.release()
     line = message if status == 1 else f"error: {' '.join(message.split())}"
@@ -212,14 +212,15 @@ def leave(status: int, message: str, lost_peer: bool = False) -> NoReturn:
 
 
 def _wait_to_be_ended() -> None:
-    """Wait for torchrun, which ends all ranks after the first failure."""
+    """Wait until torchrun ends this process, as it ends all ranks after the first failure."""
     if is_under_torchrun():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(PEER_SECONDS)
 
 
 def _write_error_file(line: str) -> None:
-    """Write the error in the form of `torch.distributed.elastic`, for the end of torchrun's report."""
+    """Write the error file in the format of `torch.distributed.elastic`, which torchrun prints at the end of its
+    report."""
     if path := error_file():
         told = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
         path.write_text(json.dumps({"message": told}))

@@ -1,7 +1,7 @@
-"""torchrun's launcher with short endings: the ranks' last line, and their exit status.
+"""A wrapper of torchrun's launcher with short messages: it ends with the ranks' last line and their exit status.
 
-torchrun itself answers a signal with a traceback of some forty lines and status 1, kills ranks that take longer than
-its grace period to save, and exits with 1 whatever status a rank gave.
+torchrun itself prints a traceback of some forty lines after a signal, kills ranks that need longer than its grace
+period to save, and exits with 1 for every failure.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into torchrun's options at the beginning, and the program's arguments."""
+    """Split arguments into torchrun's options, which come first, and the arguments of the program."""
     words, options = list(arguments), dict[str, argparse.Action]()
     if words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
         options = _parser()._option_string_actions
     taken = 0
     while taken < len(words) and words[taken].partition("=")[0] in options:
         name, separator, _ = words[taken].partition("=")
-        takes_value = options[name].nargs is None and not separator  # others are switches
+        takes_value = options[name].nargs is None and not separator  # other options are switches
         taken += 2 if takes_value else 1
     return words[:taken], words[taken:]
 
 
 def launch(options: Sequence[str], command: Sequence[str]) -> int:
-    """Run `mcore-rl COMMAND` as every rank.
+    """Run `mcore-rl COMMAND` on every rank.
 
     Args:
-        options: torchrun's (`--nproc-per-node 4 …`).
-        command: the words of `mcore-rl`.
+        options: options of torchrun (`--nproc-per-node 4 …`).
+        command: arguments of `mcore-rl`.
 
     Returns:
-        0; of a failure the status of the first rank that ended with one, 128 + its number for a signal.
+        0 after success; otherwise the exit status of the first rank that failed, or 128 + the number of its signal.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -52,8 +52,8 @@ def launch(options: Sequence[str], command: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its warning
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have told what it reports
     launched = _parser().parse_args([*options, "--module", "mcore_rl", *command])
-    # Ranks answer signals by themselves: they save and end. For those that are torchrun's own it ends them after its
-    # grace period; one has to be left to it.
+    # Ranks handle signals themselves: they save and end. torchrun would kill the ranks after its grace period for each
+    # signal that it handles itself; it needs at least one.
     launched.signals_to_handle = "SIGQUIT"
     for number in HANDED_ON:
         signal.signal(number, _hand_on)
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = get_args_parser()
     parser.prog = "mcore-rl train ALGORITHM"
-    # A method is replaced: a subclass would have to be handed every option again.
+    # Replace the method: a subclass would have to declare every option again.
     parser.error = lambda message: leave(  # type: ignore[method-assign]
         2, f"{message} (torchrun --help tells the launch's options)"
     )

@@ -12,7 +12,7 @@ from mcore_rl.run.directory import REPORT, is_report
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Read the named runs, write the page, print its path; status 2 and one line for bad input."""
+    """Read the runs, write the page and print its path; exit with status 2 and one line after bad input."""
     parser = Parser(prog=prog, description="One self-contained HTML file about runs, for a browser.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run, going on or ended")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"instead of {REPORT} in the first RUN")
@@ -25,7 +25,8 @@ def write_report(paths: Sequence[Path], output: Path) -> Path:
     """Write the report of the runs with these output directories.
 
     Raises:
-        UserError: one is no run's directory; `output` is not an earlier report, or cannot be written; no Plotly.
+        UserError: a path is not the directory of a run; `output` is not an earlier report, or cannot be written; Plotly is
+            not installed.
     """
     from mcore_rl.report.runs import read_runs
 
@@ -39,7 +40,7 @@ def write_report(paths: Sequence[Path], output: Path) -> Path:
         from mcore_rl.report.page import page
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install 'mcore_rl[report]'") from None
-    text = page(runs).encode("utf-8", "replace")  # half a surrogate pair in a sample
+    text = page(runs).encode("utf-8", "replace")  # a sample may have half a surrogate pair
     try:
         with tempfile.NamedTemporaryFile(dir=output.parent, prefix=f".{output.name}.", delete=False) as file:
             file.write(text)

@@ -27,7 +27,7 @@ from mcore_rl.utils.torchrun import rank
 
 @dataclass(frozen=True)
 class Program:
-    """A training program: its description, the type of its configuration, and options that take a path."""
+    """A training program: its description, its configuration class, and the options that take a path."""
 
     description: str
     config: type[TrainingConfig]
@@ -54,7 +54,7 @@ def load_for(algorithm: str, path: str, overrides: Sequence[str]) -> TrainingCon
     """Return the configuration of a training program, for a script with `--algorithm`.
 
     Raises:
-        UserError: it is none; says which program's it was taken for.
+        UserError: the file is not a configuration of this program; the message names the program.
     """
     try:
         return load_config(PROGRAMS[algorithm].config, path, overrides)
@@ -63,19 +63,19 @@ def load_for(algorithm: str, path: str, overrides: Sequence[str]) -> TrainingCon
 
 
 def train(algorithm: str, arguments: Sequence[str] | None = None, usage: str | None = None) -> None:
-    """Run a training program in this process, alone or as one rank of several, and exit as `run_script` says.
+    """Run a training program in this process, alone or as one of several ranks, and exit with the status of `run_script`.
 
     Args:
-        arguments: of the command line; this process's own if left out.
-        usage: how the program is called, if not by a script's name.
+        arguments: arguments of the command line; by default, those of this process.
+        usage: name of the program in messages; by default, the name of the script.
     """
     program = PROGRAMS[algorithm]
 
     def train_and_push(config: TrainingConfig, **files: Path | None) -> None:
-        # Algorithms import PyTorch and Megatron: only now, when the configuration has been found right.
+        # Algorithms import PyTorch and Megatron, so they are imported only after the configuration has been checked.
         module = import_module(f"mcore_rl.algorithms.{algorithm}")
         exported: Path | None = getattr(module, f"train_{algorithm}")(config, **files)
-        # Once the ranks' groups are closed: others would give up waiting for an upload.
+        # Upload after the process groups are closed: otherwise collectives of other ranks would time out meanwhile.
         if exported is not None and config.checkpoint.push_to_hub is not None and rank() == 0:
             write_model_card(exported, config)
             print(f"pushed to {push(exported, config.checkpoint.push_to_hub)}", flush=True)

@@ -256,8 +256,8 @@ class _Worker:
             self._start()
 
     def end(self) -> None:
-        """Kill the process and all processes that it started. If it has ended, do nothing: its pid may belong to another
-        process."""
+        """Kill the process and all processes that it started. If it has ended, do nothing: another process may have its
+        pid."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The judging process: `python -m mcore_rl.environments.judge_worker PARENT`. It reads and writes a JSON object per line.
+"""The judging process: `python -m mcore_rl.environments.judge_worker PARENT`. It reads and writes JSON lines.
 
 Input: the options of the configuration's section first, then {"samples": […]} for each call.
 Output: {"ready": true}, then {"steps": […]} for each call; {"error": text} after a failure.

@@ -1,4 +1,4 @@
 """Simulate a rank of a run of any size on a small machine: shapes without memory, collectives without peers.
 
-The code that trains runs unchanged; what it would have allocated, multiplied and sent is counted.
+The training code runs unchanged. The simulation counts the memory, operations and transfers that it would need.
 """

@@ -1,4 +1,4 @@
-"""Counters of a simulated step: live memory, matrix products, communication, and the model's parts that cause it."""
+"""Counters of a simulated step: live memory, matrix products and communication, by part of the model."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from mcore_rl import platform
 SIMULATION, PACKAGE = Path(__file__).parent, Path(__file__).parents[1]
 
 STATE, LOGITS, COMMUNICATION, ACTIVATIONS = "state", "logits", "communication buffers", "activations, workspace"
-"""Kinds of storages: of weights, gradients and optimizers; what is made of hidden states and the LM head; what other
-ranks' values come to; all else."""
+"""Kinds of storages: weights, gradients and optimizer state; tensors computed from hidden states and the LM head;
+receive buffers of collectives; all others."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is entered: `live` bytes on these kinds of device, the `peaks` of each phase, and what they are made of
-    in bytes by kind, `at_peak`.
+    """Counter of memory on these device types while the mode is active: `live` bytes, the `peaks` of each phase, and the
+    bytes by kind `at_peak`.
 
     Args:
-        kind_now: of a storage that appears.
+        kind_now: function that returns the kind of a new storage.
     """
 
     def __init__(self, *devices: str, kind_now: Callable[[], str] = lambda: ACTIVATIONS) -> None:
@@ -71,18 +71,18 @@ class LiveBytes(TorchDispatchMode):
         weakref.finalize(storage, self._forget, key, size)
 
     def is_state(self, tensor: Tensor) -> bool:
-        """Whether its storage belongs to weights, gradients or an optimizer."""
+        """Return whether the tensor's storage belongs to weights, gradients or an optimizer."""
         return self._kinds.get(platform.storage_id(tensor)) == STATE
 
     def receives(self, tensor: Tensor) -> None:
-        """Other ranks' values come to its storage, which is a buffer of communication from now on, if not state."""
+        """Count the tensor's storage as a communication buffer from now on, unless it is state."""
         key, size = platform.storage_id(tensor), tensor.untyped_storage().nbytes()
         if key not in self._kinds or self.is_state(tensor):
             return
         self._of_kind[self._kinds[key]] -= size
         self._of_kind[COMMUNICATION] += size
         self._kinds[key] = COMMUNICATION
-        if self.live == self.peaks.get(self.phase):  # the peak that its appearance made, maybe
+        if self.live == self.peaks.get(self.phase):  # the storage may have caused this peak
             self._note_peak()
 
     def _note_peak(self) -> None:
@@ -95,31 +95,33 @@ class LiveBytes(TorchDispatchMode):
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the tensors' storages, each counted once."""
+    """Return the number of bytes of the tensors' storages, counting each storage once."""
     return sum({platform.storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def _grouped_product(rows: tuple[int, ...], weights: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """[T, in] by [experts, in, out], each row by one of them, or [out, T] by [T, in], each expert's tokens apart."""
+    """Return the operations of [T, in] by [experts, in, out], one expert per row, or of [out, T] by [T, in], per
+    expert."""
     return 2 * math.prod(rows) * weights[-1]
 
 
 def _added_product(total: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """[n, in] by [in, out], added to a sum; of torch's own one takes no dtype of the result."""
+    """Return the operations of [n, in] by [in, out], added to a sum. torch's function does not accept a result
+    dtype."""
     return 2 * math.prod(a) * b[-1]
 
 
 _LEFT_OUT: dict[Any, Callable[..., int]] = {torch.ops.aten.addmm: _added_product}
-"""Operations of what torch's counter leaves out; older ones have no grouped product."""
+"""Functions that count operations that torch's counter does not count. Older torch versions have no grouped product."""
 if hasattr(torch.ops.aten, "_grouped_mm"):
     _LEFT_OUT[torch.ops.aten._grouped_mm] = _grouped_product
 
 
 class _Tracker(contextlib.nullcontext[None]):
-    """In the place of the counter's tracker of modules: operations count under "Global" and under what computes now.
+    """Replacement of torch's module tracker: operations count under "Global" and under the current part.
 
-    That tracker hooks the inputs and outputs of every module and keeps the hooks, and with them whatever is computed
-    again in a backward pass, until the counting ends: memory that no other run takes.
+    torch's tracker hooks the inputs and outputs of every module and keeps the hooks until the counting ends. The hooks
+    keep recomputed activations alive, memory that a real run does not use.
     """
 
     def __init__(self, now: Callable[[], Hashable]) -> None:
@@ -132,10 +134,10 @@ class _Tracker(contextlib.nullcontext[None]):
 
 
 class ProductCounter(FlopCounterMode):
-    """Operations of the matrix products while it is entered.
+    """Counter of the operations of matrix products while the mode is active.
 
     Args:
-        now: names what computes; each name has its count.
+        now: function that returns the current part; each part has its own count.
     """
 
     def __init__(self, now: Callable[[], Hashable]) -> None:
@@ -144,7 +146,7 @@ class ProductCounter(FlopCounterMode):
 
     @property
     def counts(self) -> dict[Any, int]:
-        """The number of operations by name."""
+        """Number of operations by part."""
         return {name: sum(of.values()) for name, of in self.flop_counts.items() if name != "Global"}
 
 
@@ -152,8 +154,8 @@ Tensors = Tensor | Sequence[Tensor]
 
 
 class Transfer(NamedTuple):
-    """Kind of a collective: `ranks` of its group, of a message the two that it is between; in which phase of the step;
-    and whether what it gathers, scatters or reduces is where weights or gradients are."""
+    """Kind of a transfer: the operation, the `ranks` of its group (or the two ranks of a message), the phase of the step, and
+    whether its tensors are in the storage of weights or gradients (`of_state`)."""
 
     operation: str
     ranks: tuple[int, ...]
@@ -162,7 +164,7 @@ class Transfer(NamedTuple):
 
 
 class _Done:
-    """A work handle of something that has happened."""
+    """Work handle of a completed operation."""
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
         return True
@@ -175,15 +177,15 @@ class _Done:
 class Traffic:
     """Bytes and calls of every kind of transfer.
 
-    Of a gather and a scatter the bytes of the whole (all ranks' parts), of an all-reduce and a broadcast those of the
-    tensor, of a message its own.
+    The bytes of a gather or scatter are those of the whole (all ranks' parts); those of an all-reduce, broadcast or
+    message are those of the tensor.
     """
 
     bytes: Counter[Transfer] = field(default_factory=Counter)
     calls: Counter[Transfer] = field(default_factory=Counter)
     phase: str = ""
     memory: LiveBytes | None = None
-    """Knows the storages of what is sent, and is told of those that receive."""
+    """Counter of memory, which provides the kinds of the storages sent, and counts those that receive."""
 
     def add(self, operation: str, ranks: tuple[int, ...], whole: Tensors, received: Tensors) -> None:
         if len(ranks) == 1:
@@ -198,10 +200,11 @@ class Traffic:
 
 
 class Operation(NamedTuple):
-    """The meaning of a function of torch.distributed, by the names of its arguments.
+    """Meaning of the arguments of a function of torch.distributed.
 
-    whole: holds all ranks' parts. received: made for other ranks' values; empty where it is what somebody computed.
-    peer: of a message, the other rank.
+    whole: name of the argument with all ranks' parts.
+    received: name of the argument that is a receive buffer; empty if the function works in place on computed values.
+    peer: name of the argument with the other rank of a message.
     """
 
     name: str
@@ -225,15 +228,16 @@ OPERATIONS = {
     "recv": Operation("recv", "tensor", "tensor", peer="src"),
     "irecv": Operation("recv", "tensor", "tensor", peer="src"),
 }
-"""Operations by the functions' names."""
+"""Operations by function name."""
 
 
 def _ranks(arguments: Mapping[str, Any], peer: str) -> tuple[int, ...]:
-    """The group's, or of a message the two that it is between.
+    """Return the ranks of the group, or the two ranks of a message.
 
     Args:
-        arguments: of a function of torch.distributed.
-        peer: the one that names the other rank of a message; behind `group_` it is that rank's place in the group.
+        arguments: arguments of a function of torch.distributed.
+        peer: name of the argument with the other rank of a message; with the prefix `group_`, with its rank in the
+            group.
     """
     group = arguments.get("group") or torch.distributed.group.WORLD
     ranks = tuple(torch.distributed.get_process_group_ranks(group))
@@ -248,9 +252,9 @@ def _each(tensors: Tensors) -> Sequence[Tensor]:
 
 
 def count_traffic(perform: bool = False) -> Traffic:
-    """From now on every collective of this process is counted; and done, if `perform`, as in a real run.
+    """Count every collective of this process from now on; run it as well if `perform` is set, as in a real run.
 
-    Must come before `megatron.core` is imported, which binds some of their names.
+    Call this before importing `megatron.core`, which binds some of the functions' names.
     """
     traffic = Traffic()
 
@@ -277,7 +281,7 @@ def count_traffic(perform: bool = False) -> Traffic:
 
 
 def _have_no_peers() -> None:
-    """Objects are what this rank says, and groups of whatever backend are fake ones."""
+    """Replace collectives of objects by this rank's value, and process groups of every backend by fake ones."""
     distributed: Any = torch.distributed
 
     def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
@@ -295,11 +299,11 @@ def _have_no_peers() -> None:
 
 @dataclass
 class HostReads:
-    """The places where the host reads a value from the device, which stops it until the device is done."""
+    """The places where the host reads a value from the device and therefore waits for the device."""
 
     phase: str = ""
     places: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(phase, file:line of this package) → how often."""
+    """Number of reads by (phase, file:line of this package)."""
 
     def note(self) -> None:
         where = "elsewhere"
@@ -312,7 +316,7 @@ class HostReads:
 
 
 def note_host_reads(reads: HostReads) -> None:
-    """From now on a value of a simulated tensor is 1 wherever the host asks for it, and the place is noted."""
+    """Return 1 for every value of a simulated tensor that the host reads from now on, and record the place."""
     tensor_class: Any = Tensor
 
     def replaced(name: str, value: Any) -> None:
@@ -341,24 +345,26 @@ def note_host_reads(reads: HostReads) -> None:
 
 
 class AttentionFlops:
-    """Multiplications of attention, which the stand-in kernel does not do: `total`, forward and backward."""
+    """Floating-point operations of attention, forward and backward, in `total`. The stand-in kernel does not compute
+    them."""
 
     def __init__(self) -> None:
         self.total = 0
 
     @staticmethod
     def forward(query_lengths: tuple[int, ...], key_lengths: tuple[int, ...], window: int | None, width: int) -> int:
-        """Two products over every visible pair of a query and a key; `width` is heads × head_dim."""
+        """Return the operations of two products over every visible pair of query and key; `width` is heads ×
+        head_dim."""
         pairs = 0
         for queries, keys in zip(query_lengths, key_lengths, strict=True):
-            seen = range(keys - queries + 1, keys + 1)  # by each query, without a window
+            seen = range(keys - queries + 1, keys + 1)  # keys that each query sees without a window
             pairs += sum(min(n, window) for n in seen) if window else (seen[0] + seen[-1]) * queries // 2
         return 4 * pairs * width
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` meanwhile."""
+    """Set `owner.name` to `value` inside the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -376,23 +382,23 @@ OF_MODULES = {
     "shared_experts": "experts",
     "output_layer": "reward head",
 }
-"""Parts by the names of modules in a layer or a model; of nested modules the innermost counts."""
+"""Parts by the names of modules in a layer or a model; the innermost of nested modules counts."""
 
 
 class Parts:
-    """Names of parts of the model, at whatever is computed.
+    """The part of the model that computes at a given time.
 
-    In a forward pass it is the part that has been entered. In a backward pass it is the one in which the autograd node
-    that runs was made: torch numbers nodes in their order, also those of a forward pass that is done again.
+    In a forward pass it is the part whose module was entered. In a backward pass it is the part in which the current
+    autograd node was created. torch numbers the nodes in order, including those of recomputed forward passes.
     """
 
     def __init__(self) -> None:
         self._entered: list[str] = []
-        self._numbers: list[int] = []  # from which on nodes belong to …
-        self._names: list[str] = []  # … this part
+        self._numbers: list[int] = []  # first node numbers …
+        self._names: list[str] = []  # … of these parts
 
     def now(self) -> str:
-        """The part that computes."""
+        """Return the part that computes now."""
         if self._entered:
             return self._entered[-1]
         node = torch._C._current_autograd_node()
@@ -402,8 +408,8 @@ class Parts:
         return self._names[place - 1] if place else OTHER
 
     def of_modules(self, models: Iterable[torch.nn.Module]) -> None:
-        """From now on notice when modules are entered. Hooks of forward passes alone: others would keep what modules
-        take and give."""
+        """Track from now on which modules are entered. Only forward hooks are used: other hooks would keep the inputs and outputs
+        of modules alive."""
         for name, module in (named for model in models for named in model.named_modules()):
             part = OF_MODULES.get(name.rpartition(".")[2])
             if part is not None:
@@ -412,7 +418,7 @@ class Parts:
 
     @contextmanager
     def of_lm_head(self) -> Iterator[None]:
-        """Meanwhile notice when something is computed from hidden states and the LM head."""
+        """Track inside the block when tensors are computed from hidden states and the LM head."""
         from mcore_rl.distributed import divergences
         from mcore_rl.models.megatron import forward_step
 

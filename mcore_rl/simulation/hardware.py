@@ -1,4 +1,4 @@
-"""From what a rank multiplies and sends to how long it takes: a model with one efficiency for each kind of work."""
+"""A model of the time that a rank's operations and transfers take, with one efficiency for each kind of work."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ PUBLISHED = Path(__file__).parent / "hardware.yaml"
 
 
 class Hardware(BaseModel):
-    """A kind of GPU in its nodes.
+    """A kind of GPU and its nodes.
 
-    flops_per_second: peak of dense products by dtype. node_bytes_per_second, network_bytes_per_second: of a GPU, in one
-    direction, inside its node and across nodes; host_bytes_per_second: to its host. Efficiencies are of these peaks.
+    flops_per_second: peak of dense products, by dtype.
+    node_bytes_per_second, network_bytes_per_second: bandwidth of a GPU in one direction, inside its node and across
+        nodes.
+    host_bytes_per_second: bandwidth between a GPU and its host.
+
+    Efficiencies are relative to these peaks.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -32,17 +36,17 @@ class Hardware(BaseModel):
     gpus_per_node: PositiveInt
     node_bytes_per_second: PositiveFloat
     network_bytes_per_second: PositiveFloat
-    host_bytes_per_second: PositiveFloat = 32.0e9  # PCIe 4 × 16: what the slowest of the published kinds has
+    host_bytes_per_second: PositiveFloat = 32.0e9  # PCIe 4 × 16, the slowest of the published kinds
     product_efficiency: Efficiency
     attention_efficiency: Efficiency
     transfer_efficiency: Efficiency
 
     @classmethod
     def load(cls, name: str) -> Hardware:
-        """A published kind by its name, or `FILE:NAME` of a file like `hardware.yaml`.
+        """Return a published kind by name, or `FILE:NAME` from a file like `hardware.yaml`.
 
         Raises:
-            UserError: there is none, or it lacks something.
+            UserError: the kind does not exist, or a value is missing.
         """
         file, _, kind = name.rpartition(":")
         kinds = {str(key): value for key, value in read_yaml(Path(file) if file else PUBLISHED).items()}
@@ -63,7 +67,8 @@ class Hardware(BaseModel):
     def transfer_seconds(self, transfer: Transfer, size: int) -> float:
         """Return the seconds of a transfer by rings.
 
-        A gather or scatter sends all but the own part, an all-reduce twice that; a message goes once.
+        With n ranks, a gather or scatter sends (n − 1)/n of the bytes, an all-reduce twice that, and a message all
+        bytes once.
         """
         parts = len(transfer.ranks)
         share = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "all_reduce": 2.0}
@@ -84,12 +89,14 @@ class Hardware(BaseModel):
     def exposed_seconds(self, report: RankReport, dtype: str) -> float:
         """Return the seconds of transfers between ranks that computation does not hide.
 
-        Hidden are, where the options are set: gradients' reduce-scatters (`overlap_grad_reduce`) behind the backward
-        pass of an update's last pack, two thirds of a pack's time; weights' all-gathers (`overlap_param_gather`) behind
-        the forward pass of its first, one third, unless the policy answers or scores before, for which it waits for
-        them. No longer than that, and of each all buckets but one: of gradients the one that is ready last, of weights
-        the one that is needed first. All other transfers are waited for. A critic's weights are too: its values are
-        asked for first.
+        Two kinds of transfers are hidden if their options are set. The reduce-scatters of gradients
+        (`overlap_grad_reduce`) overlap with the backward pass of an update's last pack, two thirds of a pack's time.
+        The all-gathers of weights (`overlap_param_gather`) overlap with the forward pass of the first pack, one third of
+        a pack's time, unless the policy generates or scores before training, which needs the weights.
+
+        At most this time is hidden, and one bucket of each kind is exposed: the gradients that are ready last, and the
+        weights that are needed first. All other transfers are exposed, including a critic's weights, because the critic
+        computes values before it is trained.
         """
         hidden = 0.0
         for operation, phases, part in (
@@ -103,25 +110,25 @@ class Hardware(BaseModel):
         return self.communication_seconds(report) - hidden
 
     def _but_one_bucket(self, report: RankReport, operation: str, phases: Sequence[str]) -> float:
-        """Seconds of an operation on weights or gradients, without one of its buckets in every update."""
+        """Return the seconds of an operation on weights or gradients, without one of its buckets in every update."""
         chosen = [t for t in report.traffic if t.of_state and t.operation == operation and t.phase in phases]
         buckets = sum(report.calls[transfer] for transfer in chosen)
         seconds = sum(self.transfer_seconds(transfer, report.traffic[transfer]) for transfer in chosen)
         return seconds * (1 - report.updates / buckets) if buckets else 0.0
 
     def host_seconds(self, report: RankReport) -> float:
-        """Of what comes from the host and goes back (`optimizer.offload`, `critic.offload`, a reference that takes the
-        policy's place), for which the device waits."""
+        """Return the seconds of transfers from and to the host, for which the device waits (`optimizer.offload`,
+        `critic.offload`, a reference that is swapped with the policy)."""
         return report.host_bytes / (self.host_bytes_per_second * self.transfer_efficiency)
 
     def step_seconds(self, reports: Sequence[RankReport], dtype: str, stages: int, chunks: int) -> float:
-        """Of the slowest stage, with the bubble of a (1F1B, interleaved) pipeline: (stages − 1) / (packs × chunks) of
-        what it does with packs.
+        """Return the seconds of the slowest stage, with the bubble of a (1F1B, interleaved) pipeline.
 
-        Everyone waits for the replica with most work, whose computation takes as much longer than the simulated one's.
+        The bubble is (stages − 1) / (packs × chunks) of the time spent on packs. All replicas wait for the replica with
+        the most work; the computation time of the simulated replica is scaled accordingly.
 
         Args:
-            reports: of ranks that have rows of the batch.
+            reports: reports of ranks that have rows of the batch.
         """
         bubble = (stages - 1) / (max(report.packs for report in reports) * chunks)
         return max(self._rank_seconds(report, dtype, bubble) for report in reports)
@@ -134,5 +141,6 @@ class Hardware(BaseModel):
         return of_packs * (1 + bubble) + once
 
     def utilization(self, model_flops: float, seconds: float, world_size: int, dtype: str) -> float:
-        """Model FLOPs of the training pass (recomputation and scoring not counted) over what all GPUs could do."""
+        """Return the model FLOPs of training (without recomputation and scoring) as a fraction of the peak of all
+        GPUs."""
         return model_flops / (seconds * world_size * self.flops_per_second[dtype])

@@ -1,4 +1,4 @@
-"""The simulated process of one rank: models on a device without values, and the answers to its collectives."""
+"""The simulated process of one rank: models on a device without values, and replacements of collectives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PHASES = (SCORING, CRITIC_TRAINING, CRITIC_UPDATE, TRAINING, UPDATE)
 
 
 def simulated_second_models(config: TrainingConfig) -> dict[str, TrainingConfig]:
-    """Return the configurations of the other models of training, by their keys, in the order of their making."""
+    """Return the configurations of the models other than the policy by key, in the order in which they are built."""
     found = second_model_configs(config)
     if _is_computed_before(config):
         found.pop(REFERENCE, None)
@@ -40,20 +40,20 @@ def simulated_second_models(config: TrainingConfig) -> dict[str, TrainingConfig]
 
 
 def _is_computed_before(config: TrainingConfig) -> bool:
-    """Whether the reference's log-probabilities are there when training begins, of a run over all its data."""
+    """Return whether a run over all its data computes the reference's log-probabilities before training."""
     return isinstance(config, DPOConfig) and config.precomputes(epochs=1)
 
 
 @dataclass(frozen=True)
 class Models:
-    """The policy, and the models beside it by the keys that name them."""
+    """The policy, and the other models by their configuration keys."""
 
     policy: MegatronPolicy
     beside: Mapping[str, ScoringModel]
 
     @classmethod
     def build(cls, config: TrainingConfig) -> Models:
-        """All that the configuration asks for."""
+        """Build all models of the configuration."""
         from mcore_rl.models.policy.megatron_policy import MegatronPolicy
         from mcore_rl.models.policy.scoring import ScoringModel, TeacherModel
 
@@ -75,7 +75,7 @@ class Models:
 
     @property
     def chunks(self) -> list[Any]:
-        """The chunks of this rank's pipeline stage, of all models."""
+        """Chunks of this rank's pipeline stage, for all models."""
         return [chunk for model in self.all for chunk in model.model.chunks]
 
     @property
@@ -88,7 +88,7 @@ def run_step(config: TrainingConfig, models: Models, data: Any, enter: Callable[
     """Run the operations of the algorithm's step, with all updates of each trained model.
 
     Args:
-        enter: is told of each phase.
+        enter: function that is called at the start of each phase.
     """
     from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.losses.policy_gradient import ClippedPGLossFn, ValueLossFn
@@ -121,13 +121,13 @@ def temperature_of(config: TrainingConfig) -> float:
 
 
 def updates_of(config: TrainingConfig) -> int:
-    """Return the updates of a step, all on the same batch."""
+    """Return the number of updates of a step, all on the same batch."""
     return config.rollouts.num_updates_per_rollout if isinstance(config, RLConfig) else 1
 
 
 def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable[[], Any]]:
-    """Forward passes of a step beside the one that trains: of the reference, of the weights before an update, of a
-    judge or a teacher. A judge's conversations are taken to be as long as the policy's."""
+    """Return the forward passes of a step other than those of training: of the reference, of the weights before an update,
+    of a judge or a teacher. The judge's conversations are assumed to be as long as the policy's."""
     policy, beside, temperature = models.policy, models.beside, temperature_of(config)
 
     def by_policy() -> Any:
@@ -140,7 +140,7 @@ def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable
     if isinstance(config, DPOConfig) and (other := beside.get(REFERENCE)) is not None:
         return [lambda: other.get_logprobs(data)]
     if isinstance(config, KTOConfig):
-        return [by_reference, by_reference, by_policy]  # the last two on other records' responses
+        return [by_reference, by_reference, by_policy]  # the last two passes are on other records' responses
     if isinstance(config, DistillationConfig) and config.distillation.topk is not None:
         k = config.distillation.topk
         return [lambda: beside[TEACHER].get_topk_logits(data, k)]
@@ -153,7 +153,7 @@ def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable
 
 
 class ShapesOnly:
-    """The tensors of a model directory without a file: `SafetensorsDirectory` by its configuration alone."""
+    """Replacement of `SafetensorsDirectory` that needs only the configuration, not the files, of a model directory."""
 
     def __init__(self, path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         self.path, self._shapes = path, shapes
@@ -173,7 +173,8 @@ class ShapesOnly:
 
 
 def flash_stand_in(flops: AttentionFlops) -> Kernel:
-    """A kernel on a device without memory: a flash kernel's output and saved tensors, and its operations."""
+    """Return a kernel with the output, saved tensors and operation count of a flash kernel, without computing
+    values."""
     from mcore_rl.models.megatron.attention import Kernel
 
     class Attention(torch.autograd.Function):
@@ -189,7 +190,7 @@ def flash_stand_in(flops: AttentionFlops) -> Kernel:
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
             query, key, value, _, _ = ctx.saved_tensors
-            flops.total += ctx.count * 5 // 2  # five products, the first of which is done again
+            flops.total += ctx.count * 5 // 2  # five products, one of them recomputed
             return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
     def attend(
@@ -203,28 +204,28 @@ def flash_stand_in(flops: AttentionFlops) -> Kernel:
 
 
 def alike(reduced: Any) -> Any:
-    """`own_rows.reduced` where other replicas, which are not there, are taken to have what this one has."""
+    """Return a replacement of `own_rows.reduced` that assumes the same values on all replicas."""
 
     def of_all(values: Tensor, replicas: Any, op: Any = torch.distributed.ReduceOp.SUM) -> Tensor:
-        reduced(values, replicas, op)  # its transfer, and that the host waits for it
+        reduced(values, replicas, op)  # counts the transfer and the host's wait
         return values * replicas.size if op == torch.distributed.ReduceOp.SUM else values
 
     return of_all
 
 
 def untouched_copies(tensors: list[Tensor]) -> list[Tensor]:
-    """`reference_weights.copies_on_host`, of memory that nobody writes to and that is never taken therefore."""
+    """Replace `reference_weights.copies_on_host`: memory that is never written is never physically allocated."""
     return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
 
 
 def swap_stand_in(tensor: Tensor, kept: Tensor) -> None:
-    """`reference_weights.exchange`: what it takes of the device meanwhile."""
+    """Replace `reference_weights.exchange`: allocate the device memory that the exchange needs."""
     tensor.clone()
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Costs of the rank: transfers, waits of the host, operations of attention."""
+    """Costs of the rank: transfers, host reads, operations of attention."""
 
     traffic: Traffic
     reads: HostReads
@@ -233,16 +234,16 @@ class Seen:
 
 @contextmanager
 def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_of: str = "cuda") -> Iterator[Seen]:
-    """This process, which can do nothing else afterwards, is a rank of the run.
+    """Make this process a simulated rank of the run. The process cannot be used for anything else afterwards.
 
     Args:
-        tiles_of: kind of device whose tile sizes are taken.
+        tiles_of: device type whose tile sizes are used.
 
     Raises:
-        UserError: what the run itself would refuse, and what cannot be simulated.
+        UserError: the run would refuse the configuration, or it cannot be simulated.
     """
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is asked of a GPU gets the same answers where there is one
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same results on machines with a GPU
     seen = Seen(count_traffic(), HostReads(), AttentionFlops())
     platform.initialize_platform(simulate=True)
     note_host_reads(seen.reads)
@@ -256,7 +257,7 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
     from mcore_rl.run.setup import POLICY, check_models
 
     hf_configs = check_models(config)
-    in_turn = {POLICY: config, **simulated_second_models(config)}  # as they are built
+    in_turn = {POLICY: config, **simulated_second_models(config)}  # in the order of building
     shapes = iter([family_of(hf_configs[key]).shapes() for key in in_turn])
     for one in in_turn.values():
         _check_routing(one)

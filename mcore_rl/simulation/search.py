@@ -1,4 +1,4 @@
-"""Simulations of layouts side by side: `simulate`, `search`, and the tables that they print."""
+"""Simulations of one or many layouts: `simulate`, `search`, and the tables that they print."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ T = TypeVar("T")
 
 
 def chosen_ranks(config: TrainingConfig, world_size: int, wanted: str) -> list[int]:
-    """One rank of each pipeline stage (`stages`), of the `first`, of the `last`, or of the `distinct` ones, which are
-    these two and of an uneven pipeline the first with each share of layers; or numbers.
+    """Return the ranks that `wanted` names: one rank of the `first`, the `last`, each of the `distinct` or all `stages`, or
+    numbers. The distinct stages are the first and the last and, in an uneven pipeline, the first stage with each number
+    of layers.
 
     Raises:
-        UserError: something else, or no rank of this run.
+        UserError: a word is unknown, or a number is not a rank of this run.
     """
     stages = config.parallel.pipeline_model_parallel_size
     of_stage = world_size // stages  # Megatron numbers stages outermost
@@ -53,10 +54,10 @@ def chosen_ranks(config: TrainingConfig, world_size: int, wanted: str) -> list[i
 def simulate(
     config: TrainingConfig, world_size: int, ranks: Sequence[int], sequences: Sequences, workers: int = 1
 ) -> list[RankReport]:
-    """Reports of these ranks, in their order.
+    """Simulate a step on these ranks; return their reports in order.
 
     Raises:
-        UserError: what the run itself would refuse.
+        UserError: the run would refuse the configuration, or it cannot be simulated.
     """
     if isinstance(config, RLConfig) and config.rollouts.train_global_batch_size is not None:
         raise UserError(
@@ -69,12 +70,12 @@ def simulate(
 def simulate_loadings(
     config: TrainingConfig, world_size: int, ranks: Sequence[int], writers: int, workers: int = 1
 ) -> list[LoadingReport]:
-    """Simulate how these ranks load a checkpoint that this number of ranks has written."""
+    """Simulate how these ranks load a checkpoint that `writers` ranks have written."""
     return _each(workers, simulate_loading, [(config, rank, world_size, writers) for rank in ranks])
 
 
 def _each(workers: int, function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
-    """Return the result of each call, made in a process of its own."""
+    """Return the result of each call. Each call runs in a separate process."""
     with _threads(workers) as pool:
         waiting = [pool.submit(_apart, function, *arguments) for arguments in calls]
         return [future.result() for future in waiting]
@@ -82,7 +83,7 @@ def _each(workers: int, function: Callable[..., T], calls: Sequence[tuple[Any, .
 
 @contextmanager
 def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that begin nothing new when the block is left."""
+    """Return a pool of threads that starts no waiting calls after the block."""
     pool = ThreadPoolExecutor(count)
     try:
         yield pool
@@ -91,8 +92,8 @@ def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def _apart(function: Callable[..., T], *arguments: Any) -> T:
-    """What a call comes to in a process of its own: a simulated device is installed before Megatron is imported, and a
-    process that is killed takes no other with it.
+    """Return the result of a call in a separate process. The simulated device must be installed before Megatron is imported,
+    and a process that is killed must not affect others.
 
     Raises:
         UserError: the process was killed.
@@ -108,8 +109,11 @@ def _apart(function: Callable[..., T], *arguments: Any) -> T:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, and what it takes; `reason` if it cannot be or does not fit. overrides: what makes the configuration
-    have it. is_mixture: as in its reports."""
+    """A layout and its costs.
+
+    overrides: command-line overrides that give the configuration this layout.
+    reason: why the layout is refused or does not fit; otherwise "".
+    is_mixture: see `RankReport`."""
 
     text: str
     overrides: tuple[str, ...] = ()
@@ -123,9 +127,10 @@ class Candidate:
 def layouts_to_try(
     config: TrainingConfig, world_size: int, gpu: Hardware, experts: int = 1
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Powers of 2: tensor parallelism inside a node, with sequence parallelism; pipelines of even stages and context
-    parallelism of up to 16 ranks; and of the `experts` of a layer those that divide them, each expert whole. Each with
-    the configuration's values, which it may refuse."""
+    """Yield layouts whose sizes are powers of 2, with their configuration values, which the configuration may refuse.
+
+    Tensor parallelism stays inside a node and has sequence parallelism. Pipelines (with even stages) and context
+    parallelism have up to 16 ranks. Expert parallelism divides the `experts` of a layer, without splitting an expert."""
 
     def powers(largest: int) -> list[int]:
         return [2**n for n in range(largest.bit_length()) if 2**n <= largest]
@@ -153,10 +158,10 @@ def layouts_to_try(
 
 
 def experts_of(config: TrainingConfig) -> int:
-    """Routed experts of a layer of the model; 1 if it has none.
+    """Return the number of routed experts of a layer of the model; 1 if it has none.
 
     Raises:
-        UserError: a directory that holds no model, or one of another family than those there are.
+        UserError: the directory has no model, or a model of an unsupported family.
     """
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.families.mixtures import Mixture
@@ -174,7 +179,7 @@ def search(
     workers: int,
     say: Callable[[str], None],
 ) -> list[Candidate]:
-    """All layouts: those that fit by their estimated time, then the others with the reason."""
+    """Simulate all layouts. Return first those that fit, by estimated time, then the others with the reason."""
     found: list[Candidate] = []
     with _threads(workers) as pool:
         waiting: list[tuple[Candidate, TrainingConfig, list[Future[RankReport]]]] = []
@@ -236,7 +241,7 @@ def shown(number: float) -> str:
 
 
 def describe(config: TrainingConfig, world_size: int, reports: Sequence[RankReport], gpu: Hardware) -> Iterator[str]:
-    """The lines of a report."""
+    """Yield the lines of a report."""
     for report in reports:
         yield from _rank(report, gpu)
     if reports[0].is_mixture:
@@ -289,7 +294,7 @@ def _rank(report: RankReport, gpu: Hardware) -> Iterator[str]:
 
 
 def describe_loading(reports: Sequence[LoadingReport], writers: int) -> Iterator[str]:
-    """The lines on a checkpoint's loading."""
+    """Yield the lines about the loading of a checkpoint."""
     yield f"loading a checkpoint that {writers:,} ranks wrote"
     for report in reports:
         yield (
@@ -307,7 +312,7 @@ def _traffic_rows(report: RankReport, gpu: Hardware) -> list[tuple[tuple[str, in
 
 
 def table(found: Sequence[Candidate]) -> Iterator[str]:
-    """Layouts: those that fit, the fastest first, then the others with the reason."""
+    """Yield the lines of a table of layouts: first those that fit, fastest first, then the others with the reason."""
     yield f"{'layout':<32}{'peak GB':>9}{'s a step':>10}{'MFU':>8}"
     for one in found:
         if one.reason:

@@ -54,17 +54,17 @@ if TYPE_CHECKING:
 
 BUILDING = "building"
 RESULTS = "results"
-"""What ranks tell each other of the loss: some bytes, which are not simulated."""
+"""Phase in which ranks exchange metrics of the loss: a few bytes, which are not simulated."""
 
 
 class Watch:
-    """Memory, operations, transfers and waits of a step, each by the phase that has been entered.
+    """Memory, operations, transfers and host reads of a step, by phase.
 
-    layouts: of the microbatches that have gone through a model last. swapped: bytes of weights that came from the host
-    or went there.
+    layouts: layouts of the microbatches of the last pass through a model.
+    swapped: bytes of weights that were transferred from or to the host.
 
     Args:
-        devices: kinds of device whose memory is counted.
+        devices: device types whose memory is counted.
     """
 
     def __init__(self, traffic: Traffic, reads: HostReads, attention: AttentionFlops, devices: Sequence[str]) -> None:
@@ -74,22 +74,22 @@ class Watch:
         self.attention_by_phase = Counter[str]()
         self.layouts: list[PackLayout] = []
         self.swapped = 0
-        self._made = 0  # optimizer state, so far
+        self._made = 0  # bytes of optimizer state created so far
         self._made_before: dict[str, int] = {}
 
     def enter(self, phase: str) -> None:
-        """A phase begins."""
+        """Start a phase."""
         self._made_before.setdefault(phase, self._made)
         self.attention_by_phase[self.live.phase] += self.attention.total - sum(self.attention_by_phase.values())
         self.live.phase = self.traffic.phase = self.reads.phase = phase
 
     def missing_state(self) -> dict[str, int]:
-        """Bytes of optimizers' states that were not yet made when each phase began."""
+        """Return, for each phase, the bytes of optimizer state that did not exist yet at its start."""
         return {phase: self._made - before for phase, before in self._made_before.items()}
 
     @contextmanager
     def of_step(self) -> Iterator[None]:
-        """Meanwhile models are built, and go through a step."""
+        """Count inside the block, in which models are built and run a step."""
         from mcore_rl.models.policy import megatron_policy, reference, scoring
 
         with (
@@ -152,7 +152,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Lengths of a global batch's sequences, and how many tokens of each, the last ones, are trained on."""
+    """Lengths of a global batch's sequences, and the number of trained tokens at the end of each."""
 
     lengths: tuple[int, ...]
     responses: tuple[int, ...]
@@ -162,16 +162,22 @@ class Sequences:
 class RankReport:
     """The cost of a rank's step.
 
-    parameters: on this rank. memory: bytes by kind at the peak of a step, which is in `peak_phase`: weights, gradients
-    and optimizer state, which stay from step to step; logits, with all else that is made of hidden states and the LM
-    head; communication buffers, which other ranks' values come to; and the rest (activations, workspace). attention:
-    its floating-point operations, by phase. parts: those of matrix products, by phase and part of the model. traffic,
-    calls: of every kind of transfer. overlapped: operations on weights and gradients that go on beside computation.
-    host_bytes: of optimizers' states, a critic and a reference between host and device, both ways. host_reads: (phase,
-    place) → how often the host waits for the device. updates: of a step. packs: microbatches of an update. tokens: real
-    ones, and those of the packs with their padding. work: of this replica and of the one that has most, by the mean of
-    all. seconds: that the simulation took. is_mixture: whether it was assumed that every expert gets as many tokens as
-    any other.
+    parameters: number of parameters on this rank.
+    memory: bytes by kind at the peak of a step, which is in `peak_phase`. Weights, gradients and optimizer state stay
+        from step to step. Logits include all tensors computed from hidden states and the LM head. Communication
+        buffers receive values of other ranks. The rest is activations and workspace.
+    attention: floating-point operations of attention, by phase.
+    parts: floating-point operations of matrix products, by phase and part of the model.
+    traffic, calls: bytes and calls of every kind of transfer.
+    overlapped: operations on weights and gradients that overlap with computation.
+    host_bytes: bytes of optimizer states, a critic and a reference between host and device, in both directions.
+    host_reads: number of times that the host waits for the device, by (phase, place).
+    updates: number of updates of a step.
+    packs: number of microbatches of an update.
+    tokens: number of real tokens, and of tokens of the packs with their padding.
+    work: work of this replica, and of the replica with the most work, relative to the mean of all replicas.
+    seconds: duration of the simulation.
+    is_mixture: whether the model is a mixture of experts; every expert is then assumed to receive equally many tokens.
     """
 
     rank: int
@@ -196,7 +202,7 @@ class RankReport:
 
     @property
     def products(self) -> dict[str, int]:
-        """Floating-point operations of matrix products by phase."""
+        """Floating-point operations of matrix products, by phase."""
         found = Counter[str]()
         for (phase, _), operations in self.parts.items():
             found[phase] += operations
@@ -210,14 +216,13 @@ class RankReport:
 def simulate_rank(
     config: TrainingConfig, rank: int, world_size: int, sequences: Sequences, tiles_of: str = "cuda"
 ) -> RankReport:
-    """Simulate in this process, which can do nothing else afterwards.
+    """Simulate a step of a rank in this process, which cannot be used for anything else afterwards.
 
     Args:
-        tiles_of: kind of device whose tile sizes are taken; of "cpu", which is its own host, tensors of the host count
-            as well.
+        tiles_of: device type whose tile sizes are used. With "cpu", tensors on the host count as well.
 
     Raises:
-        UserError: what the run itself would refuse, and what cannot be simulated.
+        UserError: the run would refuse the configuration, or it cannot be simulated.
     """
     with simulated_process(config, rank, world_size, tiles_of) as seen:
         from mcore_rl.models.policy import megatron_policy
@@ -238,10 +243,10 @@ def measure_step(
     attention: AttentionFlops,
     devices: Sequence[str],
 ) -> RankReport:
-    """This rank's step, real or simulated: the policy is built, scores and trains once.
+    """Measure a step of this rank, real or simulated: build the models, score and train once.
 
     Args:
-        devices: kinds of device whose memory is counted.
+        devices: device types whose memory is counted.
     """
     from mcore_rl.models.megatron.families.mixtures import Mixture
 
@@ -254,7 +259,7 @@ def measure_step(
         own = planned_rows(policy, batch) if platform.simulates() else policy.own_rows(batch)
         run_step(config, models, own, watch.enter)
         for model, traffic.phase in zip(models.trained, (UPDATE, CRITIC_UPDATE), strict=False):
-            model.finish_param_gather()  # what the next step's forward pass would bring counts as this one's
+            model.finish_param_gather()  # count the all-gather of the next forward pass here
     parameters = [p for chunk in models.chunks for p in chunk.parameters()]
     (on_host, host_bytes), updates = offloaded(config, models), updates_of(config)
     memory, peak_phase = memory_of(parameters, sum(map(optimizer_bytes, models.trained)), watch, on_host)
@@ -284,10 +289,10 @@ def measure_step(
 
 
 def overlapped(config: TrainingConfig, waits: bool) -> frozenset[str]:
-    """Operations on weights and gradients that go on beside computation.
+    """Return the operations on weights and gradients that overlap with computation.
 
     Args:
-        waits: whether the policy answers or scores before it is trained, for which it needs its weights.
+        waits: whether the policy generates or scores before training, and therefore waits for its weights.
     """
     operations = {
         "reduce_scatter": config.parallel.overlap_grad_reduce,
@@ -298,28 +303,29 @@ def overlapped(config: TrainingConfig, waits: bool) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class PlannedShare(BatchShare):
-    """A simulated replica's share, which knows the others': it has the whole `batch`, and its `division`."""
+    """Share of a simulated replica, with the whole `batch` and its `division`, from which other replicas' plans
+    follow."""
 
     batch: BatchedDataDict[Any] = field(kw_only=True)
     division: Sequence[Sequence[int]] = field(kw_only=True)
 
     def most_packs(self, batching: Any, packs: int, width: int) -> tuple[int, int]:
-        super().most_packs(batching, packs, width)  # which a run sends
+        super().most_packs(batching, packs, width)  # counts the transfer of a real run
         alone = [BatchShare(rows, self.total, ParallelDimension()) for rows in self.division]
         plans = [batching.plan_of_replica(LocalBatch(self.batch.select_indices(one.indices), one)) for one in alone]
         return max(len(boxes) for boxes, *_ in plans), max(width for *_, width in plans)
 
 
 def planned_rows(policy: MegatronPolicy, batch: BatchedDataDict[Any]) -> LocalBatch[Any]:
-    """The rows of this simulated replica: `policy.own_rows`, with a share that knows the others'."""
+    """Return the rows of this simulated replica, as `policy.own_rows` does, with a `PlannedShare`."""
     division, replicas = policy.division_of(batch), policy.topology.data
     share = PlannedShare(division[replicas.rank], batch.size, replicas, batch=batch, division=division)
     return LocalBatch(batch.select_indices(share.indices), share)
 
 
 def offloaded(config: TrainingConfig, models: Models) -> tuple[dict[str, Counter[str]], int]:
-    """What is on the host in each phase, in bytes by kind, as a simulated storage cannot be emptied; and the bytes
-    between host and device in a step, both ways."""
+    """Return the bytes on the host in each phase, by kind, and the bytes moved between host and device in a step, in both
+    directions. They are computed because a simulated storage cannot be emptied."""
     on_host, moved = {phase: Counter[str]() for phase in PHASES}, 0
     phases = ((TRAINING, UPDATE), (CRITIC_TRAINING, CRITIC_UPDATE))
     for model, (training, update) in zip(models.trained, phases, strict=False):
@@ -347,7 +353,7 @@ def optimizer_bytes(model: MegatronPolicy) -> int:
 
 
 def weights_and_gradients(parameters: Sequence[Any]) -> tuple[int, int]:
-    """Bytes of their storages."""
+    """Return the bytes of the storages of these parameters and of their gradients."""
     gradients = [p.main_grad for p in parameters if p.requires_grad and hasattr(p, "main_grad")]
     return bytes_of(parameters), bytes_of(gradients)
 
@@ -355,15 +361,17 @@ def weights_and_gradients(parameters: Sequence[Any]) -> tuple[int, int]:
 def memory_of(
     parameters: Sequence[Any], optimizer: int, watch: Watch, on_host: Mapping[str, Mapping[str, int]]
 ) -> tuple[dict[str, int], str]:
-    """Bytes by kind at the peak of any step but the first, which alone begins without the optimizer's state.
+    """Return the bytes by kind at the peak of a step, and the phase of the peak.
+
+    The step is any step but the first, which starts without the optimizer's state.
 
     Args:
-        optimizer: bytes of that.
-        on_host: `offloaded` in each phase.
+        optimizer: bytes of the optimizers' state.
+        on_host: bytes on the host in each phase, from `offloaded`.
     """
     weights, gradients = weights_and_gradients(parameters)
     live, missing = watch.live, watch.missing_state()
-    made_later = {**missing, CRITIC_UPDATE: missing.get(TRAINING, 0), UPDATE: 0}  # an update's peak has its own
+    made_later = {**missing, CRITIC_UPDATE: missing.get(TRAINING, 0), UPDATE: 0}  # an update's peak includes the state
     away = {phase: sum(on_host[phase].values()) for phase in PHASES}
     peaks = {phase: live.peaks[phase] + made_later[phase] - away[phase] for phase in PHASES if phase in live.peaks}
     phase = max(peaks, key=lambda phase: peaks[phase])
@@ -375,7 +383,7 @@ def memory_of(
 
 
 def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
-    """A global batch of these lengths, on the host, with what the algorithm's loss reads."""
+    """Return a global batch of these lengths, on the host, with the columns that the algorithm's loss reads."""
     import torch
 
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
@@ -385,9 +393,9 @@ def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
     places, rows = torch.arange(shape[1]), torch.arange(shape[0])[:, None]
     is_response = places >= (lengths - responses)[:, None]
     trained = (places < lengths[:, None]) & is_response
-    begins_with = torch.where(is_response, rows, 7 * (rows // config.rows_per_group))  # a group's prompt, own responses
+    begins_with = torch.where(is_response, rows, 7 * (rows // config.rows_per_group))  # one prompt per group
     data: dict[str, Any] = {
-        "input_ids": 1 + (places + begins_with) % 50,  # no padding: its embedding is 0
+        "input_ids": 1 + (places + begins_with) % 50,  # not the padding token, whose embedding is 0
         "input_lengths": lengths,
         "token_mask": trained.float(),
         "sample_mask": torch.ones(shape[0]),
@@ -412,11 +420,12 @@ def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
 
 
 def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: float | None = None) -> Sequences:
-    """A global batch whose sequences have these lengths in turn, of which half is trained on, or `response_part`; of
-    the policy's own answers as near to half as prompts and answers may be long.
+    """Return a global batch whose sequences have these lengths in turn. The fraction `response_part` of each is trained on.
+
+    The default is a half, or with generated responses the nearest value that the limits of prompts and responses allow.
 
     Raises:
-        UserError: answers that a run cannot have.
+        UserError: the run cannot have responses of such lengths.
     """
     rows = rows_of_batch(config)
     chosen = [min(lengths[i % len(lengths)], config.data.max_sequence_length) for i in range(rows)]
@@ -424,7 +433,7 @@ def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: 
         limits = [answers_of(config, n) for n in chosen]
         nearest = (min(max(math.ceil(n / 2), low), high) for n, (low, high) in zip(chosen, limits, strict=True))
         return Sequences(tuple(chosen), tuple(nearest))
-    responses = tuple(math.ceil(n * response_part - 1e-9) for n in chosen)  # of 30 tokens a tenth are 3
+    responses = tuple(math.ceil(n * response_part - 1e-9) for n in chosen)  # 0.1 × 30 gives 3, not 4
     for length, response in zip(chosen, responses, strict=True):
         least, most = answers_of(config, length)
         if not least <= response <= most:
@@ -436,17 +445,17 @@ def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: 
 
 
 def answers_of(config: TrainingConfig, length: int) -> tuple[int, int]:
-    """How many tokens of a sequence are trained on, at least and at most."""
+    """Return the least and the greatest number of trained tokens of a sequence of this length."""
     longest = config.max_answer_length
     if longest is None:
         return 1, length
-    if isinstance(config, RLConfig) and config.environment.max_turns == 1:  # all else is the prompt
+    if isinstance(config, RLConfig) and config.environment.max_turns == 1:  # the other tokens are the prompt
         return max(1, length - config.max_prompt_length), min(longest, length - 1)
     return 1, min(longest, length - 1)
 
 
 def rows_of_batch(config: TrainingConfig) -> int:
-    """Sequences of a step."""
+    """Return the number of sequences of a step."""
     if isinstance(config, RLConfig):
         return config.rollouts.num_prompts_per_step * config.rollouts.num_generations_per_prompt
     return config.batch.global_batch_size * config.rows_per_unit
@@ -457,10 +466,11 @@ LOADING = "loading"
 
 @dataclass(frozen=True)
 class LoadingReport:
-    """The cost of a rank's loading, in bytes.
+    """The cost of loading a checkpoint on a rank, in bytes.
 
-    state: weights and optimizer state of this rank, of a critic too, and a reference that moves. read: from files.
-    beyond: what is live at most, on device and host, beside what is there anyhow when all is loaded.
+    state: weights and optimizer state of this rank, including a critic's, and a reference that moves.
+    read: bytes read from files.
+    beyond: peak of live memory on device and host during loading, minus the memory after loading.
     """
 
     rank: int
@@ -471,13 +481,13 @@ class LoadingReport:
 
 
 def simulate_loading(config: TrainingConfig, rank: int, world_size: int, writers: int) -> LoadingReport:
-    """Simulate in this process, which can do nothing else afterwards.
+    """Simulate the loading of a checkpoint in this process, which cannot be used for anything else afterwards.
 
     Args:
-        writers: ranks that have written the checkpoint, each an equal part of every tensor's first dimension.
+        writers: number of ranks that wrote the checkpoint, each an equal part of every tensor's first dimension.
 
     Raises:
-        UserError: what the run itself would refuse, and what cannot be simulated.
+        UserError: the run would refuse the configuration, or it cannot be simulated.
     """
     with simulated_process(config, rank, world_size):
         from mcore_rl.models.megatron.checkpoint.load import BLOCK_BYTES
@@ -489,7 +499,7 @@ def simulate_loading(config: TrainingConfig, rank: int, world_size: int, writers
             regions = list(_regions(config, models))
             read = _read(regions, writers)
         state = sum(region.values.nbytes for region in regions)
-        beyond = live.peaks[LOADING] - live.live + BLOCK_BYTES  # which a reader has
+        beyond = live.peaks[LOADING] - live.live + BLOCK_BYTES  # buffer of the reader
         return LoadingReport(rank, models.policy.topology.pipeline.rank, state, read, beyond)
 
 
@@ -507,7 +517,7 @@ def _regions(config: TrainingConfig, models: Models) -> Iterator[Region]:
 
 
 def _read(regions: list[Region], writers: int) -> int:
-    """Bytes that are read, by the code that reads files, of which there are none."""
+    """Return the number of bytes that would be read, by running the reading code without files."""
     import torch
 
     from mcore_rl.models.megatron.checkpoint.load import RegionReader, copy_piece
