@@ -25,8 +25,8 @@ def write_report(paths: Sequence[Path], output: Path) -> Path:
     """Write the report of the runs with these output directories.
 
     Raises:
-        UserError: a path is not the directory of a run; `output` is not an earlier report, or cannot be written; Plotly is
-            not installed.
+        UserError: a path is not the directory of a run; `output` is not an earlier report, or cannot be written; Plotly
+            is not installed.
     """
     from mcore_rl.report.runs import read_runs
 

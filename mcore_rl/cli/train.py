@@ -63,7 +63,8 @@ def load_for(algorithm: str, path: str, overrides: Sequence[str]) -> TrainingCon
 
 
 def train(algorithm: str, arguments: Sequence[str] | None = None, usage: str | None = None) -> None:
-    """Run a training program in this process, alone or as one of several ranks, and exit with the status of `run_script`.
+    """Run a training program in this process, alone or as one of several ranks, and exit with the status of
+    `run_script`.
 
     Args:
         arguments: arguments of the command line; by default, those of this process.

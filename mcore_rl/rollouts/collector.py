@@ -140,8 +140,8 @@ def _logged(rollout: Rollout) -> dict[str, Any]:
 
 
 def staleness_metrics(outcomes: Sequence[RolloutSummary], version: int) -> dict[str, float]:
-    """Return metrics of staleness: the age of the weights of each sample's oldest token (in versions before `version`), and
-    the fraction of samples with tokens of several versions."""
+    """Return metrics of staleness: the age of the weights of each sample's oldest token (in versions before `version`),
+    and the fraction of samples with tokens of several versions."""
     outcomes = [outcome for outcome in outcomes if outcome.weight_versions]  # others have no response
     ages = [version - outcome.weight_version for outcome in outcomes] or [0]
     mixed = sum(len({version for version, _ in outcome.weight_versions}) > 1 for outcome in outcomes)

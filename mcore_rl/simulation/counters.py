@@ -33,8 +33,8 @@ receive buffers of collectives; all others."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counter of memory on these device types while the mode is active: `live` bytes, the `peaks` of each phase, and the
-    bytes by kind `at_peak`.
+    """Counter of memory on these device types while the mode is active: `live` bytes, the `peaks` of each phase, and
+    the bytes by kind `at_peak`.
 
     Args:
         kind_now: function that returns the kind of a new storage.
@@ -154,8 +154,8 @@ Tensors = Tensor | Sequence[Tensor]
 
 
 class Transfer(NamedTuple):
-    """Kind of a transfer: the operation, the `ranks` of its group (or the two ranks of a message), the phase of the step, and
-    whether its tensors are in the storage of weights or gradients (`of_state`)."""
+    """Kind of a transfer: the operation, the `ranks` of its group (or the two ranks of a message), the phase of the
+    step, and whether its tensors are in the storage of weights or gradients (`of_state`)."""
 
     operation: str
     ranks: tuple[int, ...]
@@ -408,8 +408,8 @@ class Parts:
         return self._names[place - 1] if place else OTHER
 
     def of_modules(self, models: Iterable[torch.nn.Module]) -> None:
-        """Track from now on which modules are entered. Only forward hooks are used: other hooks would keep the inputs and outputs
-        of modules alive."""
+        """Track from now on which modules are entered. Only forward hooks are used: other hooks would keep the inputs
+        and outputs of modules alive."""
         for name, module in (named for model in models for named in model.named_modules()):
             part = OF_MODULES.get(name.rpartition(".")[2])
             if part is not None:

@@ -91,8 +91,8 @@ class Hardware(BaseModel):
 
         Two kinds of transfers are hidden if their options are set. The reduce-scatters of gradients
         (`overlap_grad_reduce`) overlap with the backward pass of an update's last pack, two thirds of a pack's time.
-        The all-gathers of weights (`overlap_param_gather`) overlap with the forward pass of the first pack, one third of
-        a pack's time, unless the policy generates or scores before training, which needs the weights.
+        The all-gathers of weights (`overlap_param_gather`) overlap with the forward pass of the first pack, one third
+        of a pack's time, unless the policy generates or scores before training, which needs the weights.
 
         At most this time is hidden, and one bucket of each kind is exposed: the gradients that are ready last, and the
         weights that are needed first. All other transfers are exposed, including a critic's weights, because the critic

@@ -126,8 +126,8 @@ def updates_of(config: TrainingConfig) -> int:
 
 
 def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable[[], Any]]:
-    """Return the forward passes of a step other than those of training: of the reference, of the weights before an update,
-    of a judge or a teacher. The judge's conversations are assumed to be as long as the policy's."""
+    """Return the forward passes of a step other than those of training: of the reference, of the weights before an
+    update, of a judge or a teacher. The judge's conversations are assumed to be as long as the policy's."""
     policy, beside, temperature = models.policy, models.beside, temperature_of(config)
 
     def by_policy() -> Any:

@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 def chosen_ranks(config: TrainingConfig, world_size: int, wanted: str) -> list[int]:
-    """Return the ranks that `wanted` names: one rank of the `first`, the `last`, each of the `distinct` or all `stages`, or
-    numbers. The distinct stages are the first and the last and, in an uneven pipeline, the first stage with each number
-    of layers.
+    """Return the ranks that `wanted` names: one rank of the `first`, the `last`, each of the `distinct` or all
+    `stages`, or numbers. The distinct stages are the first and the last and, in an uneven pipeline, the first stage
+    with each number of layers.
 
     Raises:
         UserError: a word is unknown, or a number is not a rank of this run.
@@ -92,8 +92,8 @@ def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def _apart(function: Callable[..., T], *arguments: Any) -> T:
-    """Return the result of a call in a separate process. The simulated device must be installed before Megatron is imported,
-    and a process that is killed must not affect others.
+    """Return the result of a call in a separate process. The simulated device must be installed before Megatron is
+    imported, and a process that is killed must not affect others.
 
     Raises:
         UserError: the process was killed.
@@ -113,7 +113,8 @@ class Candidate:
 
     overrides: command-line overrides that give the configuration this layout.
     reason: why the layout is refused or does not fit; otherwise "".
-    is_mixture: see `RankReport`."""
+    is_mixture: see `RankReport`.
+    """
 
     text: str
     overrides: tuple[str, ...] = ()
@@ -130,7 +131,8 @@ def layouts_to_try(
     """Yield layouts whose sizes are powers of 2, with their configuration values, which the configuration may refuse.
 
     Tensor parallelism stays inside a node and has sequence parallelism. Pipelines (with even stages) and context
-    parallelism have up to 16 ranks. Expert parallelism divides the `experts` of a layer, without splitting an expert."""
+    parallelism have up to 16 ranks. Expert parallelism divides the `experts` of a layer, without splitting an expert.
+    """
 
     def powers(largest: int) -> list[int]:
         return [2**n for n in range(largest.bit_length()) if 2**n <= largest]

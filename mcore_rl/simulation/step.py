@@ -324,8 +324,8 @@ def planned_rows(policy: MegatronPolicy, batch: BatchedDataDict[Any]) -> LocalBa
 
 
 def offloaded(config: TrainingConfig, models: Models) -> tuple[dict[str, Counter[str]], int]:
-    """Return the bytes on the host in each phase, by kind, and the bytes moved between host and device in a step, in both
-    directions. They are computed because a simulated storage cannot be emptied."""
+    """Return the bytes on the host in each phase, by kind, and the bytes moved between host and device in a step, in
+    both directions. They are computed because a simulated storage cannot be emptied."""
     on_host, moved = {phase: Counter[str]() for phase in PHASES}, 0
     phases = ((TRAINING, UPDATE), (CRITIC_TRAINING, CRITIC_UPDATE))
     for model, (training, update) in zip(models.trained, phases, strict=False):
@@ -420,7 +420,8 @@ def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
 
 
 def sequences_of(config: TrainingConfig, lengths: Sequence[int], response_part: float | None = None) -> Sequences:
-    """Return a global batch whose sequences have these lengths in turn. The fraction `response_part` of each is trained on.
+    """Return a global batch whose sequences have these lengths in turn. The fraction `response_part` of each is trained
+    on.
 
     The default is a half, or with generated responses the nearest value that the limits of prompts and responses allow.
 
