@@ -78,9 +78,7 @@ def layout_picture(parallel: ParallelConfig, world_size: int, layers: int) -> It
         chunks = parallel.layers_of_chunks(layers)
         stages = (" + ".join(map(str, chunks[stage::pp])) for stage in range(pp))
         yield f"  layers of the pipeline stages: {', '.join(stages)}"
-    for first in range(
-        0, min(world_size, SHOWN_RANKS), tp
-    ):  # Megatron's order of ranks: tensor, context, data, pipeline
+    for first in range(0, min(world_size, SHOWN_RANKS), tp):  # Megatron's order: tensor, context, data, pipeline
         group = first // tp
         place = f"context {group % cp}  data {group // cp % dp}  pipeline stage {group // cp // dp}"
         ranks = f"rank {first}" if tp == 1 else f"ranks {first}–{first + tp - 1} (tensor 0–{tp - 1})"

@@ -50,7 +50,7 @@ def launch(options: Sequence[str], command: Sequence[str]) -> int:
     from torch.distributed.run import run
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its warning
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have told what it reports
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks print their errors
     launched = _parser().parse_args([*options, "--module", "mcore_rl", *command])
     # Ranks handle signals themselves: they save and end. torchrun would kill the ranks after its grace period for each
     # signal that it handles itself; it needs at least one.

@@ -244,7 +244,7 @@ class ParallelConfig(PipelineConfig):
 
     @model_validator(mode="after")
     def _supported(self) -> ParallelConfig:
-        # Megatron would reduce the gradients of whole experts over the wrong ranks, without a word.
+        # Megatron would reduce the gradients of unsplit experts over the wrong ranks, without an error.
         if self.expert_model_parallel_size == 1 and self.expert_tensor_size != self.tensor_model_parallel_size:
             raise ValueError(
                 "expert_tensor_parallel_size: other than tensor_model_parallel_size it needs "

@@ -1,1 +1,1 @@
-"""A page about runs, from the files that they leave: curves, samples, configuration, what to look at."""
+"""An HTML page about runs, from their output files: findings, curves, samples, configuration."""

@@ -1,4 +1,4 @@
-"""Which metrics are drawn together, and how."""
+"""The charts of a report: grouping of metrics, curves, stacked phases."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from mcore_rl.report.runs import Run, Series
 
 MAX_POINTS = 1000
-"""Points of a curve. With more steps, the least and the greatest value of every stretch are drawn."""
+"""Maximum number of points of a curve. With more steps, the least and the greatest value of each interval are drawn."""
 MAX_PHASE_POINTS = 300
-"""Points of a stack, whose stretches are drawn by their means: extremes would not add up."""
+"""Maximum number of points of stacked phases. With more steps, the means of intervals are drawn, because extremes do
+not add up."""
 
 GROUPS = {
     "Loss": {
@@ -69,7 +70,7 @@ GROUPS = {
         "memory": r".*(memory|_gib|_bytes).*",
     },
 }
-"""Section → chart → its metrics, by the whole name without `validation_` and `SET/`. Each other one has a chart in
+"""Metrics by section and chart. Names are complete, without `validation_` and `SET/`. Each other metric has a chart in
 `Other`."""
 
 CHOSEN, REJECTED = "rewards_chosen_mean", "rewards_rejected_mean"
@@ -89,7 +90,7 @@ class Section:
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """Return the sections for everything that any of the runs has measured."""
+    """Return the sections for all metrics of the runs."""
     names = list(dict.fromkeys(name for run in runs for name in _series(run)))
     places: dict[str, dict[str, list[str]]] = {
         title: {chart: [] for chart in charts} for title, charts in GROUPS.items()
@@ -108,7 +109,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
 
 
 def _place(name: str) -> tuple[str, str]:
-    """The section and the chart of a metric."""
+    """Return the section and the chart of a metric."""
     plain = name.removeprefix("validation_")
     of_one_set = plain.partition("/")[2] if plain != name else ""
     for section, charts in GROUPS.items():
@@ -121,7 +122,7 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _series(run: Run) -> dict[str, Series]:
-    """The run's metrics that are drawn as curves: without the phases, with the margin of a preference."""
+    """Return the run's metrics that are drawn as curves: without the phases, with the margin of a preference."""
     shown = {name: series for name, series in run.metrics.items() if name not in _phases(run)}
     for prefix in [name.removesuffix(CHOSEN) for name in run.metrics if name.endswith(CHOSEN)]:
         chosen, rejected = (run.metrics.get(f"{prefix}{name}") for name in (CHOSEN, REJECTED))
@@ -164,7 +165,8 @@ def _label(run: Run, name: str, names: Sequence[str], runs: Sequence[Run]) -> st
 
 
 def _widen(figure: go.Figure) -> None:
-    """Around curves that are all one value, whose axis would otherwise span ±1: a learning rate would read as 0."""
+    """Set the range of the axis if all values are equal. By default it would span ±1, and a learning rate would look
+    like 0."""
     found = np.concatenate([trace.y for trace in figure.data] or [[]])
     found = np.unique(found[np.isfinite(found)])
     if len(found) == 1 and found[0]:
@@ -172,7 +174,8 @@ def _widen(figure: go.Figure) -> None:
 
 
 def thinned(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """At most `MAX_POINTS` (step, value), the least and the greatest of each stretch of steps in their order."""
+    """Return at most `MAX_POINTS` (step, value): the least and the greatest value of each interval of steps, in
+    order."""
     steps, values = np.array(series.steps), np.array(series.values)
     values[~np.isfinite(values)] = np.nan
     if len(steps) <= MAX_POINTS:
@@ -189,7 +192,7 @@ def thinned(series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 
 
 def _phases(run: Run) -> list[str]:
-    """Names of the seconds that make up a step."""
+    """Return the names of the metrics that are the seconds of a step's phases."""
     return [name for name in run.metrics if name.endswith("_seconds") and not name.startswith("validation_")]
 
 
@@ -223,6 +226,6 @@ def phases(run: Run, title: str) -> Chart:
 
 
 def ranges(runs: Sequence[Run]) -> Iterator[tuple[str, str, Series]]:
-    """(metric, run's label, series) of all validations."""
+    """Yield (metric, label of the run, series) of all validations."""
     for name in dict.fromkeys(name for run in runs for name in run.metrics if name.startswith("validation_")):
         yield from ((name, run.label, run.metrics[name]) for run in runs if name in run.metrics)

@@ -1,4 +1,4 @@
-"""The report of a run as one HTML page, with the findings that stand on top of it."""
+"""The report of runs as one HTML page, with findings at the top."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from mcore_rl.report.runs import Run
 from mcore_rl.run.directory import REPORT_MARK
 
 SUSPICIOUS_MISMATCH = 1.05
-"""Of `token_mult_prob_error` where the configuration sets no bound: 5 % between two probabilities of a token."""
+"""Limit of `token_mult_prob_error` if the configuration sets none: a difference of 5 % between two probabilities."""
 NEAR = 0.8
-"""Of the way from 1, where sampler and trainer agree, to the bound."""
+"""Fraction of the distance from 1 (sampler and trainer agree) to the bound, above which a finding is reported."""
 
 
 def findings(run: Run) -> Iterator[str]:
-    """Sentences, the gravest first."""
+    """Yield findings as sentences, the most serious first."""
     if run.state == "killed":
         yield "the run was killed: its lock is still there, its process is not"
     if run.stacks and run.state != "going on":
@@ -48,7 +48,7 @@ def findings(run: Run) -> Iterator[str]:
 
 
 def _of_samples(run: Run) -> Iterator[str]:
-    """Updates that were skipped, samples that could not be judged."""
+    """Yield findings about skipped updates and samples that could not be judged."""
     if skipped := _where(run, "skipped_update", 0.0):
         yield f"no update at {_steps(skipped)}: there was nothing to learn from"
     if failed := _where(run, "failed_fraction", 0.0):
@@ -71,14 +71,14 @@ def _where(run: Run, name: str, above: float) -> list[int]:
 
 
 def _steps(steps: Sequence[int]) -> str:
-    """`step 3`, or `17 steps (1, 4, 5, …)`."""
+    """Format steps as `step 3` or `17 steps (1, 4, 5, …)`."""
     if len(steps) == 1:
         return f"step {steps[0]}"
     return f"{len(steps):,} steps ({', '.join(map(str, steps[:5]))}{', …' if len(steps) > 5 else ''})"
 
 
 MAX_CHARACTERS = 4000
-"""Of a message. How many more there are is told."""
+"""Maximum number of characters shown of a message; the page states the number of omitted characters."""
 SIZES = {
     "tensor": "parallel.tensor_model_parallel_size",
     "pipeline": "parallel.pipeline_model_parallel_size",
@@ -89,7 +89,7 @@ SIZES = {
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The whole HTML text. Everything that comes from the runs' files is escaped."""
+    """Return the whole HTML text. All content from the runs' files is escaped."""
     charts = sections(runs)
     environment = Environment(
         loader=PackageLoader("mcore_rl.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
@@ -116,7 +116,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _figures(charts: Sequence[Section]) -> Markup:
-    """JSON of every chart in the page's order, in which no `</script>` can stand."""
+    """Return the JSON of every chart in the order of the page, escaped so that it cannot contain `</script>`."""
     figures = (chart.figure.to_json() for section in charts for chart in section.charts)
     return Markup(f"[{','.join(figures)}]".replace("<", "\\u003c"))
 
@@ -140,7 +140,7 @@ def _overview(run: Run) -> dict[str, Any]:
 
 
 def _validation(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
-    """Rows: metric, run, first, last, lowest, highest."""
+    """Yield rows of the validation table: metric, run, first, last, lowest, highest."""
     for name, label, series in ranges(runs):
         found = list(series.finite())
         if found:
@@ -152,8 +152,8 @@ def _validation(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
 @dataclass
 class SampleRow:
     """
-    prompt: messages that come before the first response.
-    cells: the sample of each run, None where it has no such one.
+    prompt: messages before the first response.
+    cells: sample of each run; None if the run has no such sample.
     """
 
     step: int
@@ -162,7 +162,8 @@ class SampleRow:
 
 
 def sample_rows(runs: Sequence[Run]) -> list[SampleRow]:
-    """Samples of the same step and prompt side by side; the n-th to a prompt beside the n-th."""
+    """Return rows with samples of the same step and prompt; the n-th sample of a run is in a row with the n-th of
+    others."""
     rows: dict[tuple[int, str, int], SampleRow] = {}
     for column, run in enumerate(runs):
         seen = Counter[tuple[int, str]]()
@@ -197,14 +198,14 @@ def _number(value: Any) -> str:
 
 
 def _sampled(run: Run) -> str:
-    """How many of the run's samples are shown."""
+    """Return a sentence about the number of samples shown of the run."""
     everything = run.steps_with_samples == run.sampled_steps
     steps = f"all {run.sampled_steps:,}" if everything else f"{run.sampled_steps:,} of {run.steps_with_samples:,}"
     return f"{run.label}: {len(run.samples):,} samples, of {steps} steps that have some"
 
 
 def configuration_rows(runs: Sequence[Run]) -> list[tuple[str, list[str], bool]]:
-    """(key, its value in each run, whether they differ), differing ones first."""
+    """Return (key, its value in each run, whether the values differ), differing keys first."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = [(key, [_value(run, key) for run in runs]) for key in keys]
     told = [(key, values, len(set(values)) > 1) for key, values in rows]

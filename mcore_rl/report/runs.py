@@ -1,4 +1,4 @@
-"""Read the files of a run for a report."""
+"""Reader of the files of a run for a report."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mcore_rl.run.metrics import step_log_entries
 from mcore_rl.utils.checkpoint_store import quick_problems, step_of
 
 MAX_SAMPLES = 400
-"""Shown of a run. What is left out is told."""
+"""Maximum number of samples shown of a run; the page states the number of steps with samples."""
 
 
 @dataclass
 class Series:
-    """The values of one metric: numbers, NaN and infinities among them, of ascending steps."""
+    """The values of one metric at ascending steps; they may be NaN or infinite."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -34,15 +34,15 @@ class Series:
         self.values.append(value)
 
     def finite(self) -> Iterator[tuple[int, float]]:
-        """(step, value) without NaN and infinities."""
+        """Yield (step, value) without NaN and infinities."""
         return ((step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value))
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """
-    size: in bytes.
-    problem: what is wrong with it, as far as can be seen without reading it whole; "" if nothing.
+    size: size in bytes.
+    problem: first problem found by checks that do not read all of it; "" if there is none.
     """
 
     path: Path
@@ -54,11 +54,11 @@ class Checkpoint:
 @dataclass
 class Run:
     """
-    label: what the report calls it.
-    metrics: by name, in the order in which they first came.
-    last_step: of the metrics; None before the first line.
-    samples: entries of samples.jsonl, those of `sampled_steps` of all its steps.
-    cut_short: names of the files whose last line is not whole.
+    label: name of the run in the report.
+    metrics: metrics by name, in the order of their first values.
+    last_step: last step in metrics.jsonl; None if the file has no lines.
+    samples: entries of samples.jsonl, from `sampled_steps` of its steps.
+    cut_short: names of the files whose last line is incomplete.
     config: every value of config.yaml by its dotted key; empty without the file.
     """
 
@@ -78,18 +78,18 @@ class Run:
 
     @cached_property
     def algorithm(self) -> str:
-        """Its usual name; "" where the directory does not say."""
+        """Name of the algorithm; "" if the directory has no run.json."""
         identity = self.directory.identity
         return identity.algorithm if identity else ""
 
     @cached_property
     def state(self) -> str:
-        """In words, as far as the lock tells."""
+        """State of the run in words, according to its lock."""
         return {"held": "going on", "left": "killed", "free": "ended"}[self.directory.lock_state()]
 
     @cached_property
     def checkpoints(self) -> list[Checkpoint]:
-        """Oldest first; one that is removed meanwhile is left out."""
+        """Checkpoints, oldest first; a checkpoint that is removed during the call is omitted."""
         found = []
         for path in self.directory.checkpoints.iterations():
             try:
@@ -106,16 +106,16 @@ class Run:
         return [line for file in files if (line := file.read_text(errors="replace").partition("\n")[0])]
 
     def total(self, name: str) -> float:
-        """The sum of a metric over all steps; 0.0 without it."""
+        """Return the sum of a metric over all steps; 0.0 without the metric."""
         series = self.metrics.get(name)
         return math.fsum(value for _, value in series.finite()) if series else 0.0
 
 
 def read_runs(paths: list[Path]) -> list[Run]:
-    """Each of these once, under labels that differ.
+    """Read the runs in these directories, each directory once, and give them distinct labels.
 
     Raises:
-        UserError: one is no run's directory, or its files hold something else.
+        UserError: a path is not the directory of a run, or one of its files has an unexpected format.
     """
     unique = list({path.resolve(): path for path in paths}.values())
     names = [path.resolve().name for path in unique]
@@ -143,7 +143,7 @@ def _read(path: Path, label: str) -> Run:
 
 
 def _samples(run: Run, steps: list[int]) -> tuple[list[dict[str, Any]], int]:
-    """At most `MAX_SAMPLES`, those of evenly spaced steps; and of how many steps."""
+    """Return at most `MAX_SAMPLES` samples, from evenly spaced steps, and the number of these steps."""
     chosen = {steps[round(k * (len(steps) - 1) / 99)] for k in range(100)} if steps else set()
     samples = [entry for entry in _entries(run, "samples.jsonl", tell=False) if entry["step"] in chosen]
     while len(samples) > MAX_SAMPLES and len(chosen) > 1:
@@ -153,7 +153,8 @@ def _samples(run: Run, steps: list[int]) -> tuple[list[dict[str, Any]], int]:
 
 
 def _entries(run: Run, name: str, tell: bool = True) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a file that may be missing; `tell`: note a last line that is cut short."""
+    """Yield the entries of a file, if it exists. With `tell`, add the file to `cut_short` if its last line is
+    incomplete."""
     path = run.path / name
     try:
         with open(path, "rb") as file:

@@ -1,1 +1,1 @@
-"""Functions on several local processes, and the comparison of parallel layouts that runs on them."""
+"""Functions that run on several local processes, and the comparison of parallel layouts that uses them."""

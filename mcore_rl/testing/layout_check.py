@@ -1,6 +1,6 @@
-"""Is a parallel run right? The same step under many layouts, compared with one process.
+"""Check of parallel layouts: the same step under many layouts, compared with one process.
 
-Everything that a layout could change is looked at: loss, metrics, scores (log-probabilities, or a reward
+Everything that a layout could change is compared: loss, metrics, scores (log-probabilities, or a reward
 model's rewards), the gradient of every parameter in its Hugging Face shape, the gradient norm, and the
 weights after some steps.
 """
@@ -42,8 +42,10 @@ ROUNDING = 1e-12
 class LayoutResult:
     """The results of a layout.
 
-    metrics: of the first step, `grad_norm` included. scores: log-probabilities [B, S] or rewards [B, 1].
-    gradients: of the first step, of adapters alone where there are some. weights: after the last.
+    metrics: metrics of the first step, including `grad_norm`.
+    scores: log-probabilities [B, S] or rewards [B, 1].
+    gradients: gradients of the first step; with adapters, only theirs.
+    weights: weights after the last step.
     """
 
     metrics: dict[str, float]
@@ -53,9 +55,10 @@ class LayoutResult:
 
 
 def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: TrainingConfig) -> None:
-    """Add the log-probabilities that the loss compares the policy with, if the batch lacks them: its own, with noise.
+    """Add the log-probabilities that the loss compares with the policy's, if the batch lacks them: the policy's, with
+    noise.
 
-    Without noise margins and KL would be 0 but for rounding, accuracies a matter of chance, and their terms untested.
+    Without noise, margins and KL would be 0 except for rounding, accuracies would be random, and their terms untested.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -78,7 +81,7 @@ def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: T
 
 
 def invented_teacher(config: DistillationConfig) -> TeacherModel | None:
-    """Return a teacher for losses over whole distributions: the policy's initial weights, a quarter larger."""
+    """Return a teacher for losses over whole distributions: the policy's initial weights times 1.25."""
     from mcore_rl.models.megatron.hf_config import load_hf_config
     from mcore_rl.models.policy.scoring import TeacherModel
 
@@ -96,9 +99,9 @@ def invented_teacher(config: DistillationConfig) -> TeacherModel | None:
 
 
 def compute_layout_result(config: TrainingConfig, data: BatchedDataDict[Any], steps: int) -> LayoutResult | None:
-    """`steps` optimizer steps on one global batch; runs on every rank, rank 0 returns the outcome.
+    """Run `steps` optimizer steps on one global batch. Every rank calls this; rank 0 returns the result, others None.
 
-    Every rank has the batch and scores it; it learns from its replica's own rows, as in training.
+    Every rank has the batch and scores it. It trains on the rows of its replica, as in training.
     """
     from mcore_rl.models.megatron.lora_layers import export_adapters
     from mcore_rl.models.megatron.optimizer import gather_gradients
@@ -131,14 +134,15 @@ def compute_layout_result(config: TrainingConfig, data: BatchedDataDict[Any], st
 
 
 def _main_grad(parameter: Tensor) -> Tensor:
-    """A router's bias is trained by no gradient."""
+    """Return the gradient of a parameter; zeros for a router's bias, which is not trained by gradients."""
     gradient: Tensor | None = getattr(parameter, "main_grad", None)
     return torch.zeros_like(parameter) if gradient is None else gradient.float()
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Relative differences of a layout's outcome from another's; the worst of each kind, and where."""
+    """Relative differences between the results of two layouts: the largest of each kind, and the name of the worst
+    gradient."""
 
     loss: float
     metrics: float
@@ -156,10 +160,10 @@ class Difference:
 
 
 def compare(outcome: LayoutResult, reference: LayoutResult) -> Difference:
-    """How far `outcome` is from `reference`.
+    """Return the relative differences of `outcome` from `reference`.
 
-    Numbers relative to the larger of the reference's value and 1; tensors by the norm of the difference,
-    relative to the reference's norm or, where it is small, to a thousandth of the whole gradient's.
+    Differences of numbers are relative to the larger of the reference's value and 1. Differences of tensors are norms,
+    relative to the reference's norm; for gradients, to at least a thousandth of the norm of the whole gradient.
     """
     metrics = {
         name: _relative(outcome.metrics[name], value) for name, value in reference.metrics.items() if name != "lr"
@@ -191,7 +195,7 @@ def _distance(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
 
 
 def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[ParallelLayout]) -> None:
-    """A model of the same architecture with few small layers and random fp32 weights, and its tokenizer."""
+    """Write a model of the same architecture with few small layers and random fp32 weights, and its tokenizer."""
     import shutil
 
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -208,7 +212,7 @@ def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Paral
     model = model_class.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         biases = (buffer for name, buffer in model.named_buffers() if name.endswith("bias"))
-        for parameter in (*model.parameters(), *biases):  # norms and biases away from their special values
+        for parameter in (*model.parameters(), *biases):  # move norms and biases away from 1 and 0
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(destination)
     for file in companions(source.path):
@@ -216,9 +220,9 @@ def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Paral
 
 
 def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:
-    """`model` with random adapters of the configured shapes to begin from, none of them zero, and without dropout.
+    """Return `model` with random, nonzero initial adapters of the configured shapes, and without dropout.
 
-    Of a B of zeros no A has a gradient that could be wrong.
+    With B = 0 the gradient of A would be 0, and could not be wrong.
     """
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import load_hf_config
@@ -226,7 +230,7 @@ def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:
 
     assert model.lora is not None, "there is nothing to invent"
     config, family = model.lora, family_of(load_hf_config(model.path, model.trust_remote_code, model.head))
-    if config.path is not None:  # of another size
+    if config.path is not None:  # the adapter has another size
         given = PEFTDirectory(config.path)
         config = LoRAConfig(rank=given.rank, alpha=given.alpha, target_modules=given.target_modules)
     lora = lora_of(config, family)
@@ -239,7 +243,7 @@ def invent_adapter(model: ModelConfig, destination: Path) -> ModelConfig:
 def fitting(
     layouts: Iterable[ParallelLayout], config: TrainingConfig
 ) -> tuple[list[ParallelLayout], list[tuple[ParallelLayout, UserError]]]:
-    """The layouts that a configuration's model allows, and why it does not allow the others."""
+    """Return the layouts that the configuration's model allows, and the others with the error."""
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 
     fits, refused = [], []
@@ -257,7 +261,7 @@ def fitting(
 def check_layouts(
     config: TrainingConfig, data: BatchedDataDict[Any], layouts: Sequence[ParallelLayout], steps: int = 3
 ) -> Iterable[tuple[ParallelLayout, Difference]]:
-    """Each layout's difference from one process, as it is computed."""
+    """Yield each layout with its difference from a single process, as soon as it is computed."""
     reference = run_processes(
         compute_layout_result, ParallelLayout().apply(config), data, steps, world_size=1, timeout=300
     )[0]

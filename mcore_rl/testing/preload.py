@@ -1,7 +1,7 @@
-"""What the server of processes imports once, before any is forked from it: all that most of them need.
+"""Modules that the fork server imports once, before it forks processes: those that most processes need.
 
-Importing this freezes what the garbage collector watches. In a forked process a collection would otherwise
-visit, and so copy, every object that was imported: most of the time of a short process.
+Importing this module also freezes the garbage collector's objects. In a forked process a collection would otherwise
+visit, and therefore copy, every imported object, which takes most of the time of a short process.
 """
 
 import gc

@@ -1,10 +1,10 @@
-"""Ordinary functions on a few gloo processes of this machine.
+"""Execution of functions on several gloo processes of this machine.
 
-    results = run_processes(function, *arguments, world_size=2)     # one result a rank
+    results = run_processes(function, *arguments, world_size=2)     # one result per rank
 
-The processes are forked from a server that has imported torch and Megatron once, so that they start in
-no time and leave nothing behind: gloo's threads of a destroyed group would otherwise stay, and spin.
-CPU only: a process forked after CUDA has started cannot use it.
+The processes are forked from a server that has imported torch and Megatron once. They therefore start fast, and their
+end removes gloo's threads, which otherwise stay after a group is destroyed, and spin. The functions run on CPU only,
+because a process forked after the start of CUDA cannot use it.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from mcore_rl.errors import WorkerError
 from mcore_rl.platform import initialize_platform
 
 MEETINGS = 3
-"""How often processes are started anew when they do not find each other, as happens on a loaded machine."""
+"""Number of attempts to start processes. On a loaded machine, processes may fail to form their group."""
 
 MOST_CASES = 8
-"""Of `run_cases` in one start of processes."""
+"""Maximum number of cases that `run_cases` runs in the same processes."""
 
 _PRELOAD = ["mcore_rl.testing.preload"]
 
 
 def serve_processes(also_preload: Sequence[str] = ()) -> None:
-    """Start the server now, with further modules imported in it first; otherwise the first run starts it."""
+    """Start the server now, and import further modules in it first; otherwise the first run starts it."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([*also_preload, *_PRELOAD])
     forkserver.ensure_running()
 
 
 def run_processes(function: Callable[..., Any], *args: Any, world_size: int, timeout: float = 120) -> list[Any]:
-    """`function(*args)` on ranks 0 … world_size − 1, a process group around them; their results in rank order.
+    """Run `function(*args)` on ranks 0 … world_size − 1 of a process group; return the results in rank order.
 
-    `function` must be importable by name, its results picklable.
+    `function` must be importable by name, and its results picklable.
 
     Raises:
         WorkerError: a rank failed, died, or took longer than `timeout` seconds. All are then killed.
@@ -57,13 +57,13 @@ def run_processes(function: Callable[..., Any], *args: Any, world_size: int, tim
 
 
 def run_cases(cases: Sequence[tuple[Any, ...]], *, world_size: int, timeout: float = 120) -> list[list[Any]]:
-    """Results by case and rank of several `(function, *arguments)`, run one after the other in the same processes.
+    """Run several `(function, *arguments)` one after the other in the same processes; return results by case and rank.
 
-    Every case has a process group of its own. At most 8 cases: gloo's threads of destroyed groups stay until the
-    processes end.
+    Every case has a separate process group. Processes run at most 8 cases, because gloo's threads of destroyed groups
+    stay until the processes end.
 
     Raises:
-        WorkerError: as `run_processes`; the cases after the one that failed are not run.
+        WorkerError: see `run_processes`; the cases after the failed one are not run.
     """
     if len(cases) > MOST_CASES:
         raise ValueError(f"run_cases: {len(cases)} cases for one start of processes; at most {MOST_CASES}")
@@ -88,12 +88,12 @@ def _run_in_turn(cases: Sequence[tuple[Any, ...]], directory: str, timeout: floa
 
 
 class MeetingError(WorkerError):
-    """The processes could not make their group; `function` was called on none of them."""
+    """The processes could not form their group; `function` was not called."""
 
 
 def _run_once(function: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)  # of no effect if the server runs
+    context.set_forkserver_preload(_PRELOAD)  # no effect if the server is running
     workers: dict[Connection, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         store = os.path.join(directory, "store")
@@ -119,7 +119,7 @@ def _collect(connections: list[Connection], timeout: float) -> list[Any]:
     pending = dict(zip(connections, range(len(connections)), strict=True))
     deadline = time.monotonic() + timeout
     while pending:
-        # Once a rank has failed the others only get a moment to tell their part.
+        # After a rank has failed, the others have only a moment to report their errors.
         remaining = min(deadline - time.monotonic(), 2.0 if failures else timeout)
         ready = wait(list(pending), timeout=max(remaining, 0))
         if not ready:
@@ -130,7 +130,7 @@ def _collect(connections: list[Connection], timeout: float) -> list[Any]:
                 failure, results[rank] = connection.recv()
             except EOFError:
                 failure, results[rank] = WorkerError, "the process died"
-            if failure is MeetingError:  # others may wait for it as long as they wait for anything
+            if failure is MeetingError:  # other ranks may wait for it until their timeout
                 raise MeetingError(f"rank {rank}: {results[rank]}")
             if failure is not None:
                 failures.append(f"rank {rank}: {results[rank]}")
@@ -150,10 +150,10 @@ def _work(
 ) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    # A collective that autograd cannot see gives wrong gradients: never only a warning.
+    # A collective that autograd does not track gives wrong gradients: make torch's warning an error.
     warnings.filterwarnings("error", message=".*autograd kernel was not registered.*")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    initialize_platform()  # done already where the server has imported Megatron
+    initialize_platform()  # already done if the server has imported Megatron
     try:
         _meet(rank, world_size, store, timedelta(seconds=timeout))
     except BaseException:
@@ -169,8 +169,8 @@ def _work(
 
 
 def _meet(rank: int, world_size: int, path: str, timeout: timedelta) -> None:
-    """Make the process group, and wait for all: a rank that is done before others have met, and closes its
-    connections, would break the meeting for them."""
+    """Create the process group and wait for all ranks. A rank that finishes early and closes its connections would
+    prevent others from joining."""
     store = torch.distributed.FileStore(path, world_size)
     store.set_timeout(timeout)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
