@@ -1,12 +1,12 @@
-"""An environment with a tool: a response that ends in `=` asks the calculator, whose answer opens the next turn.
+"""An environment with a tool: a response that ends in `=` calls a calculator, whose result starts the next turn.
 
     mcore-rl train grpo --nproc-per-node 2 configs/grpo_cpu.yaml output_dir=outputs/calculator \\
         environment.name=function environment.function=calculator_tool:judge environment.max_turns=3 \\
         data.max_sequence_length=32
 
-with this directory in PYTHONPATH. `judge` runs in processes of its own, one answer at a time, within
-`environment.time_limit_seconds`; what it returns is a reward, or a `Step` that may go on with an observation. Tokens of
-observations carry no loss. The transcript of some samples is in OUTPUT/samples.jsonl.
+PYTHONPATH must contain this directory. `judge` runs in separate processes, which judge one response after the other,
+each within `environment.time_limit_seconds`. It returns a reward, or a `Step`, which may continue the conversation with
+an observation. Tokens of observations have no loss. OUTPUT/samples.jsonl has the transcripts of some samples.
 """
 
 import re
@@ -17,7 +17,7 @@ CALL = re.compile(r"(\d+)\+(\d+)=$")
 
 
 def judge(message_log, record):
-    """1 for the right answer, less 0.1 for each call of the tool; nothing for a wrong one."""
+    """Return 1 for the right answer, minus 0.1 for each call of the tool; 0 for a wrong answer."""
     calls = sum(message["role"] == "user" for message in message_log) - 1
     response = message_log[-1]["content"].strip()
     if call := CALL.search(response):

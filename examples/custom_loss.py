@@ -1,10 +1,10 @@
-"""A loss of your own: focal negative log-likelihood, which cares less for tokens that the model knows already.
+"""A custom loss: focal negative log-likelihood, with a lower weight for tokens that the model already predicts well.
 
     torchrun --nproc-per-node 2 examples/custom_loss.py configs/sft_cpu.yaml parallel.tensor_model_parallel_size=2
 
-It is written on log-probabilities alone, so the policy computes these from hidden states and shards of the LM head,
-and logits of [tokens, vocabulary] never exist. Microbatches, packs and ranks are none of its business: it sums over
-what it is given and divides by the count of the whole global batch.
+The loss needs only log-probabilities. The policy therefore computes them from hidden states and shards of the LM head,
+without logits of shape [tokens, vocabulary]. The loss does not depend on microbatches, packs and ranks: it sums over
+its inputs and divides by the count of the whole global batch.
 """
 
 import sys
@@ -16,13 +16,13 @@ from mcore_rl.losses.common import LogprobLoss, token_mask_of
 
 
 class FocalLoss(LogprobLoss):
-    """−Σ (1 − p)^γ · log p over the tokens that carry loss, divided by their number (arXiv:1708.02002)."""
+    """Focal loss: −Σ (1 − p)^γ · log p over the tokens that have a loss, divided by their number (arXiv:1708.02002)."""
 
     loss_type = LossType.TOKEN_LEVEL
 
     def __init__(self, gamma=2.0):
         self.gamma = gamma
-        self.metric_reductions = {"confident": "mean"}  # others add up over microbatches
+        self.metric_reductions = {"confident": "mean"}  # other metrics are summed over microbatches
 
     def from_logprobs(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks, entropy=None):
         mask = token_mask_of(data, next_token_logprobs)
@@ -38,7 +38,7 @@ class FocalLoss(LogprobLoss):
 
 
 def train(config):
-    # These import Megatron, which `run_script` has chosen a device for by now.
+    # These modules import Megatron; `run_script` has selected the device before.
     from mcore_rl.algorithms.supervised import Objective, SupervisedTrainer
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.run.setup import claim_output_dir, load_inputs

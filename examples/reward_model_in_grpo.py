@@ -1,9 +1,9 @@
-"""A reward model learns from pairs, and then judges what GRPO samples.
+"""Train a reward model on pairs, then use it as the judge in GRPO.
 
     python examples/reward_model_in_grpo.py MODEL PAIRS PROMPTS OUTPUT [NUMBER_OF_PROCESSES]
 
-Both are runs of the `mcore-rl` command: each is checkpointed, can be stopped and started again, and exports a Hugging
-Face model. In the second the reward model stands in the training processes, under the policy's layout.
+Both are runs of the `mcore-rl` command: each writes checkpoints, can be stopped and resumed, and exports a Hugging Face
+model. In the second run the reward model is in the training processes, under the policy's layout.
 """
 
 import subprocess

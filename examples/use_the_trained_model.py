@@ -1,4 +1,4 @@
-"""What a run has trained, in transformers: an answer, and how likely its tokens are.
+"""Load the model of a run in transformers; print a response and the log-probabilities of its tokens.
 
 python examples/use_the_trained_model.py OUTPUT/hf "PROMPT"
 """

@@ -1,9 +1,9 @@
-"""Is this configuration right under this layout? One global batch of its own data, on a shrunken clone of its model.
+"""Check a configuration under its layout, with one global batch of its data, on a small model of the same architecture.
 
     python examples/verify_a_layout.py configs/sft_cpu.yaml
 
-The same step is taken by one process and by the layout's processes, on the CPU, and everything that a layout could
-change is compared. `scripts/verify_layouts.py` does so for many layouts and all algorithms.
+One process and the processes of the layout run the same step on the CPU, and everything that a layout could change is
+compared. `scripts/verify_layouts.py` does the same for many layouts and all algorithms.
 """
 
 import sys

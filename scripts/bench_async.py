@@ -1,12 +1,12 @@
-"""Time of a step with asynchronous rollouts beside synchronous ones, measured within one run.
+"""Compare the time of a step with asynchronous and with synchronous rollouts, measured within one run.
 
     OMP_NUM_THREADS=1 python scripts/bench_async.py [--steps 16] [--hidden 256] [--layers 4]
 
-Training is real, by this package on the CPU; the engine that answers is a stub, which computes nothing: it sleeps for
-as long as the last step's training took, and then gives random tokens. So it shows what overlapping is worth where
-generation and training take equally long on hardware of their own, and nothing about an engine. The ratio is of times
-in units of each run's own training, which does not depend on what else the machine does. Exits with 1 where it is below
-its bound.
+Training is real and runs on the CPU. The generation engine is a stub that computes nothing: it sleeps for as long as
+the last step's training took, and then returns random tokens. The benchmark thus shows the gain from overlapping if
+generation and training take equally long on separate hardware; it does not measure an engine. The times in the ratio
+are in units of each run's training time, so that other load on the machine does not matter. Exits with 1 if the ratio
+is below its bound.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def train(directory, policy, steps, staleness, latency):
-    """Seconds of all steps, and of each step's training; the engine begins with this latency."""
+    """Return the seconds of all steps and of each step's training; `latency` is the engine's initial latency."""
     from mcore_rl.algorithms.grpo import GRPOTrainer
     from mcore_rl.rollouts.worker import RolloutWorker
 
@@ -84,7 +84,7 @@ def train(directory, policy, steps, staleness, latency):
 
 
 def make_engine(latency):
-    """An engine of as many places as a step has responses, each of which sleeps, and then answers anything."""
+    """Return an engine with a slot for each response of a step; each slot sleeps and then returns random tokens."""
     from mcore_rl.models.generation.interfaces import Response, StreamingGeneration
 
     class StubEngine(StreamingGeneration):
@@ -116,7 +116,7 @@ def make_engine(latency):
 
 
 class RandomRewards:
-    """An environment."""
+    """An environment with random rewards."""
 
     def submit(self, sample):
         from mcore_rl.environments.interfaces import Step
@@ -164,7 +164,7 @@ def config_of(directory, steps, staleness):
             "num_generations_per_prompt": GROUP,
             "max_new_tokens": NEW_TOKENS,
             "max_staleness": staleness,
-            # The stub's log-probabilities are made up: with filtered tokens they need not be the policy's.
+            # The stub's log-probabilities are constants; with filtered tokens they are not compared with the policy's.
             "top_k": VOCABULARY,
             "num_logged_samples": 0,
         },

@@ -1,10 +1,10 @@
-"""What saving costs the training thread, and what conversion costs in memory, measured within one run.
+"""Measure the stall of training during a save, and the memory of a conversion, within one run.
 
     OMP_NUM_THREADS=2 python scripts/bench_checkpoints.py [--hidden 768] [--layers 8]
 
-Stall: seconds that training stands still for an asynchronous save, over those of a synchronous one; medians of
-interleaved repetitions, on two threads. Memory: the peak of a converting process beyond its start, beside the size of
-the largest tensor, and of a shard where shards are written. Exits with 1 where a bound is missed.
+Stall: seconds that training stops for an asynchronous save, divided by those of a synchronous save; medians of
+interleaved repetitions, on two threads. Memory: growth of a converting process to its peak, compared with the size of
+the largest tensor or, if shards are written, of a shard. Exits with 1 if a bound is missed.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def make_model(directory, arguments):
 
 
 def measure_stall(root, repetitions):
-    """A row, and megabytes of a checkpoint."""
+    """Return the row of the stall, and the megabytes of a checkpoint."""
     from mcore_rl.algorithms.loss_functions import NLLLoss
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -96,7 +96,7 @@ def measure_stall(root, repetitions):
 
 
 def stalled(policy, directory, step):
-    """Seconds that an asynchronous save takes of the training thread: its beginning, the looks at it, the commit."""
+    """Return the seconds that an asynchronous save takes on the training thread: start, polls and commit."""
     seconds, finished, started = 0.0, None, time.perf_counter()
     policy.save_checkpoint(directory, step, {}, wait=False)
     while finished is None:

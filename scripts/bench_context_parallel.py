@@ -1,10 +1,11 @@
-"""What a training step of one long sequence takes of a rank under context parallelism 1, 2 and 4, against 1 / CP.
+"""Measure a rank's time and memory in a step on one long sequence with context parallelism (CP) 1, 2 and 4.
 
     OMP_NUM_THREADS=1 python scripts/bench_context_parallel.py
 
-CPU time of a rank, not time on a clock: there may be fewer cores than ranks. Memory: the most that a rank takes beyond
-what it has between steps (weights, gradients, optimizer state). Both of the rank that takes most, medians of
-repetitions in which the sizes take turns. Exits with 1 where a bound is missed.
+Both are compared with 1 / CP of those without CP. Time is the CPU time of a rank, not wall-clock time, because there
+may be fewer cores than ranks. Memory is the peak of a rank minus its memory between steps (weights, gradients,
+optimizer state). Both are those of the most expensive rank, medians of interleaved repetitions. Exits with 1 if a bound
+is missed.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from mcore_rl.testing.processes import run_processes
 from mcore_rl.utils.console import quiet_libraries
 
 VOCABULARY, TOKENS = 1024, 16_384
-# Of CP 1's; 1 / CP is ideal.
+# Bounds as fractions of the values of CP 1; 1 / CP is ideal.
 TIME_BOUNDS, MEMORY_BOUNDS = {2: 0.57, 4: 0.32}, {2: 0.6, 4: 0.4}
 
 
@@ -68,7 +69,7 @@ def make_model(directory):
 
 
 def take_a_step(directory, cp_size, tokens):
-    """CPU seconds and megabytes of this rank in a step that is not the first."""
+    """Return the CPU seconds and megabytes of this rank in a step that is not the first."""
     from mcore_rl.algorithms.loss_functions import NLLLoss
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 

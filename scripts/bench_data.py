@@ -1,10 +1,11 @@
-"""A million tokenized records: what a rank holds of them in memory, and how soon its first batch is there.
+"""Measure the memory of a rank with a million tokenized records, and the time until its first batch.
 
     python scripts/bench_data.py [--records 1000000] [--tokens 512]
 
-Bounds: at most 1 GiB resident in a process, and 10 s from its start to a first batch of 512 records; the same of a run
-of `train_sft.py` on as many short records, tokenized before, and the end of its first step; an order of samples that
-costs the same at any size. Exits with 1 if one is missed. Needs 5 bytes of disk a token, and some minutes.
+Bounds: at most 1 GiB resident in a process, and 10 s from its start to a first batch of 512 records. The same bounds
+hold for a run of `train_sft.py` on as many short records, tokenized before, until the end of its first step. The cost
+of the order of samples must not depend on the number of records. Exits with 1 if a bound is missed. Needs 5 bytes of
+disk per token, and some minutes.
 """
 
 import argparse
@@ -27,7 +28,8 @@ from mcore_rl.data.token_store import TokenizedChunk, collect
 
 MAX_RESIDENT_GIB, MAX_SECONDS = 1.0, 10.0
 MAX_SLOWDOWN = 5.0
-"""A position is enciphered at most 4 times on average, and once where the size is just below a power of 4."""
+"""Bound on the slowdown: a position is encrypted at most 4 times on average, and once if the size is just below a power
+of 4."""
 BATCH = 512
 
 RANK = """
@@ -96,8 +98,8 @@ def invented(records: int, tokens: int) -> Iterator[TokenizedChunk]:
 
 
 def real_run(records: int, directory: Path) -> tuple[float, int]:
-    """Seconds from the start of a training program to its first step's end, where its records have been tokenized
-    before; and the most memory of its own, in bytes, until then."""
+    """Return the seconds from the start of a training program to the end of its first step, with records tokenized
+    before; and the peak of its private memory until then, in bytes."""
     scripts, chosen = Path(__file__).parent, random.Random(0)
     subprocess.run([sys.executable, scripts / "make_demo_data.py", directory / "demo"], check=True, timeout=SECONDS)
     data, out = directory / "train.jsonl", directory / "run"
@@ -124,7 +126,7 @@ def real_run(records: int, directory: Path) -> tuple[float, int]:
 
 
 def private_bytes(process: int) -> int:
-    """Memory of a process alone, without the page cache; 0 of one that has ended."""
+    """Return the private memory of a process in bytes, without the page cache; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     except OSError:

@@ -1,13 +1,15 @@
-"""Tokens a second of a DPO step beside TRL's DPOTrainer; measured within one run.
+"""Compare the tokens per second of a DPO step with TRL's DPOTrainer, measured within one run.
 
     python scripts/bench_dpo.py
 
-The same records, a Llama of 7 million parameters, fp32, two threads in all, on the CPU: TRL with one process, ours with
-one and with two (data-parallel). Each side is a program of its own that trains one epoch; the programs take turns, and
-the medians of the steps' speeds count. Beside that, the operations that our training needs (a swapped reference's
-scoring is left out, though its time is not), by those of plain matrix products right after it, which is the most that
-any program could reach: with it, the ratio to TRL can be told from the machine's. TRL comes from this interpreter's
-environment, or from `.venv-trl`, which is made. Exits with 1 where a bound is missed.
+Both train a Llama of 7 million parameters on the same records, in fp32, with two threads in all, on the CPU: TRL with
+one process, this package with one and with two (data-parallel). Each side is a separate program that trains one epoch.
+The programs take turns, and the medians of the steps' speeds are compared.
+
+The benchmark also reports the rate of operations of this package's training (without the operations of scoring by a
+swapped reference, but with its time), relative to the rate of plain matrix products measured right after it, which is
+the maximum that a program can reach. It shows whether a changed ratio to TRL is due to the machine. TRL comes from
+this interpreter's environment, or from `.venv-trl`, which is created. Exits with 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ def main() -> int:
 
 
 def measure(steps: int, rounds: int) -> tuple[Figures, Figures, float]:
-    """Median tokens a second, and megabytes, by mode; and what one process of ours reaches of the rate of products."""
+    """Return median tokens per second and megabytes by mode, and the fraction of the rate of products that one process
+    of this package reaches."""
     python = python_with_trl()
     reached: list[float] = []
     with tempfile.TemporaryDirectory() as name:
@@ -87,7 +90,7 @@ def measure(steps: int, rounds: int) -> tuple[Figures, Figures, float]:
 
 
 def product_rate(threads: int, size: int = 2048, seconds: float = 3.0) -> float:
-    """TFLOP/s of products of square matrices in fp32."""
+    """Return the TFLOP/s of products of square matrices in fp32."""
     import torch
 
     torch.set_num_threads(threads)
@@ -99,11 +102,11 @@ def product_rate(threads: int, size: int = 2048, seconds: float = 3.0) -> float:
     return count * 2 * size**3 / elapsed / 1e12
 
 
-# ------------------------------------------------------------ what is trained
+# ------------------------------------------------------------ records
 
 
 def make_records(path: Path, count: int) -> None:
-    """Log-normal lengths, as those of chat data are: many short records, some long ones."""
+    """Write records with log-normal lengths, as in chat data: many short records, some long ones."""
     generator = random.Random(0)
 
     def text(median: float) -> str:
@@ -118,7 +121,7 @@ def make_records(path: Path, count: int) -> None:
 
 
 def run_ours(directory: Path, mode: str, processes: int) -> tuple[list[dict[str, float]], float]:
-    """Metrics of each step after those to warm up; megabytes."""
+    """Return the metrics of each step after the warm-up steps, and megabytes."""
     output = directory / "ours"
     reference = {"swapped": "swap", "precomputed": "precompute"}[mode]
     command = [
@@ -144,7 +147,7 @@ def run_trl(python: str, directory: Path, mode: str) -> tuple[list[float], float
 
 
 def train_with_trl(directory: Path, mode: str) -> None:
-    """One epoch by DPOTrainer; the speed of each step goes to `trl.json`."""
+    """Train one epoch with DPOTrainer; write the speed of each step to `trl.json`."""
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import DPOConfig, DPOTrainer

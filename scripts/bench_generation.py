@@ -1,10 +1,10 @@
-"""Useful tokens a second of generation, beside transformers' batched generate, measured within one run.
+"""Compare the useful tokens per second of generation with transformers' batched generate, within one run.
 
     OMP_NUM_THREADS=2 python scripts/bench_generation.py [--hidden 256] [--layers 6] [--prompts 32] [--new-tokens 128]
 
-Ragged prompts, and responses of skewed lengths (a few as long as the limit, most much shorter), the same for
-both; then groups of responses to fewer, longer prompts. A token is useful if it belongs to a response; what a batch
-computes for sequences that have ended is not. Two threads. Exits with 1 where a ratio is below its bound.
+Prompts are ragged, and responses have skewed lengths (a few as long as the limit, most much shorter), the same for
+both; then groups of responses to fewer, longer prompts. A token is useful if it belongs to a response; tokens that a
+batch computes for finished sequences are not. Two threads. Exits with 1 if a ratio is below its bound.
 """
 
 import argparse
@@ -27,13 +27,13 @@ LONGEST_PROMPT = 512
 
 
 class NoTokenizer:
-    """Nothing is decoded here."""
+    """A tokenizer that decodes nothing."""
 
     pad_token_id = 0
 
 
 class LengthLimits(StoppingCriteria):
-    """Ends each row at a length of its own."""
+    """Stopping criterion with a separate length for each row."""
 
     def __init__(self, prompt_width, limits):
         self.ends = prompt_width + torch.tensor(limits)

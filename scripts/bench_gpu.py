@@ -1,11 +1,11 @@
-"""What one GPU does: log-probabilities, training steps of 1B and 8B shapes, generation, checkpoints.
+"""Benchmark one GPU: log-probabilities, training steps of 1B and 8B shapes, generation, checkpoints.
 
     python scripts/bench_gpu.py PART [--output DIRECTORY] [--rehearse]
     python scripts/bench_gpu.py predict
 
-Each part is under ten minutes. Models have random weights, in bfloat16. Steps stand beside what `scripts/simulate.py`
-tells of them, and `predict`, for which no GPU is needed, has that alone. A row beside a bound that is missed ends the
-part with 1. With --rehearse everything runs on toy sizes in fp32 on whatever device there is, without bounds.
+Each part takes less than ten minutes. Models have random weights, in bfloat16. Steps are compared with the simulation
+by `scripts/simulate.py`; `predict` prints only the simulation and needs no GPU. A part exits with 1 if a bound is
+missed. With --rehearse everything runs with toy sizes in fp32 on the available device, without bounds.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def end(part: str, title: str, rows: list[Row], arguments: argparse.Namespace) -
 
 
 def logprobs(rehearses: bool) -> list[Row]:
-    """Forward and backward with the LM head, over the three products that no method avoids."""
+    """Return the time of forward and backward with the LM head, relative to the three unavoidable products."""
     from mcore_rl.distributed import logprobs
 
     size = (256, 64, 5003) if rehearses else (8192, 4096, 151_936)
@@ -118,7 +118,7 @@ def logprobs(rehearses: bool) -> list[Row]:
 
 
 class Head:
-    """Hidden states, an LM head whose gradient Megatron adds up in fp32, and targets."""
+    """Hidden states, targets, and an LM head whose gradient Megatron accumulates in fp32."""
 
     def __init__(self, tokens: int, hidden: int, vocabulary: int) -> None:
         torch.manual_seed(0)
@@ -137,7 +137,7 @@ class Head:
 
     @torch.no_grad()
     def products_in_fp32(self) -> None:
-        """An eighth of the tokens, counted eight times: as many logits in fp32 would not fit."""
+        """Compute the products of an eighth of the tokens eight times: the fp32 logits of all tokens would not fit."""
         hidden, weight = self.hidden[: len(self.hidden) // 8].float(), self.weight.float()
         for _ in range(8):
             logits = hidden @ weight.T
@@ -163,7 +163,7 @@ class Head:
         self.weight.grad = None
 
     def memory_beside(self, run: Callable[[], None]) -> int:
-        """Bytes beyond inputs, weight and the gradient of the hidden states."""
+        """Return the peak bytes beyond inputs, weight and the gradient of the hidden states."""
         meter = DeviceMeter()
         self.hidden.grad = None
         meter.forget_peak()
@@ -176,7 +176,8 @@ class Head:
 
 
 def steps(cases: list[Case], gpu: Hardware, rehearses: bool) -> list[Row]:
-    """Tokens a second and memory beside the simulation's, and the share of the rate of plain products."""
+    """Return tokens per second and memory, compared with the simulation, and the fraction of the rate of plain
+    products."""
     dtype = "float32" if rehearses else "bfloat16"
     rate = product_rate(getattr(torch, dtype))
     rows = [Row.figure("a product of large matrices", rate / 1e12, "TFLOP/s")]
@@ -195,7 +196,7 @@ def steps(cases: list[Case], gpu: Hardware, rehearses: bool) -> list[Row]:
 
 
 def in_turn(case: Case, dtype: str) -> tuple[RankReport, Measured]:
-    """Simulated and measured, each in processes that hold nothing else."""
+    """Simulate and measure a case, each in a separate process."""
     with tempfile.TemporaryDirectory() as name:
         report = simulate_case(case, Path(name), dtype)
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -203,7 +204,7 @@ def in_turn(case: Case, dtype: str) -> tuple[RankReport, Measured]:
 
 
 def predictions(gpu: Hardware, hardware: str, rehearses: bool) -> list[Row]:
-    """What the simulation tells of all cases."""
+    """Return the simulation's figures of all cases."""
     rows = []
     for case in [case for cases in (REHEARSED if rehearses else CASES).values() for case in cases]:
         with tempfile.TemporaryDirectory() as name:
@@ -218,7 +219,7 @@ def predictions(gpu: Hardware, hardware: str, rehearses: bool) -> list[Row]:
 
 
 def trace(rehearses: bool) -> list[Row]:
-    """Of one step: how often the device is told something, and how long it has nothing to do."""
+    """Return the number of kernel launches and copies of one step, and the time that the device is idle."""
     from torch.profiler import ProfilerActivity, profile
 
     from mcore_rl.simulation.rank import Models, run_step
@@ -245,7 +246,8 @@ def trace(rehearses: bool) -> list[Row]:
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in seen.events()
-        if event.device_type == on_device and not event.is_user_annotation  # which last over what is between kernels
+        if event.device_type == on_device
+        and not event.is_user_annotation  # annotations also cover the gaps between kernels
     )
     busy, until = 0.0, spans[0][0]
     for start, stop, _ in spans:
@@ -268,7 +270,8 @@ class NoTokenizer:
 
 
 def generation(rehearses: bool) -> list[Row]:
-    """Tokens a second of so many sequences, and how far log-probabilities are from the trainer's."""
+    """Return the tokens per second by number of sequences, and the difference of log-probabilities from the
+    trainer's."""
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
     from mcore_rl.models.generation.megatron_generation import MegatronGeneration
     from mcore_rl.models.generation.sampling import SamplingParams
@@ -304,7 +307,7 @@ def generation(rehearses: bool) -> list[Row]:
 
 
 def checkpoints(rehearses: bool) -> list[Row]:
-    """How long training stands still for a save."""
+    """Return the time that training stops for a save."""
     from bench_checkpoints import make_model, measure_stall
 
     size = (64, 2, 1000) if rehearses else (2048, 16, 128_256)

@@ -1,10 +1,10 @@
-"""How time and memory grow with sequence length, vocabulary, group size and ranks: slopes on logarithmic axes.
+"""Measure how time and memory grow with sequence length, vocabulary, group size and ranks.
 
     OMP_NUM_THREADS=1 python scripts/bench_growth.py
 
-Each point is measured in processes of its own: CPU time, and the most memory that it takes beyond what was there
-before. A slope is that of the line through all points of a curve; beside it stands what arithmetic expects, and its
-bounds. Writes a picture of each curve. Exits with 1 where a slope is out of its bounds.
+Each point is measured in separate processes: CPU time, and the growth of memory to its peak. The growth of a curve is
+the slope of the line through its points on logarithmic axes. The table shows it with the expected value and the
+bounds. Writes a picture of each curve. Exits with 1 if a slope is out of its bounds.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ Point = tuple[float, float]
 
 
 Slope = tuple[float, float | None, float]
-"""Expected, at least, at most."""
+"""A slope as (expected, lower bound, upper bound)."""
 
 
 @dataclass(frozen=True)
 class Curve:
     """
-    sizes: points along it. measure: (model, size) → seconds and megabytes. seconds, megabytes: what is expected of the
-    slope, and the least and the most that it may be; None for what is not looked at.
+    sizes: sizes that are measured.
+    measure: (model, size) → seconds and megabytes.
+    seconds, megabytes: expected slope and its bounds; None if the slope is not checked.
     """
 
     name: str
@@ -92,7 +93,7 @@ def measured(curve: Curve, model: Path, keep: bool) -> list[Row]:
 
 
 def slope_of(sizes: Sequence[int], values: Sequence[float]) -> float:
-    """Of the least-squares line through the logarithms."""
+    """Return the slope of the least-squares line through the logarithms."""
     x, y = ([log(value) for value in numbers] for numbers in (sizes, values))
     x_mean, y_mean = sum(x) / len(x), sum(y) / len(y)
     covariance = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y, strict=True))
@@ -100,7 +101,7 @@ def slope_of(sizes: Sequence[int], values: Sequence[float]) -> float:
 
 
 def picture(title: str, unit: str, sizes: Sequence[int], values: Sequence[float], slope: float) -> str:
-    """The points, and a line of the expected slope through their middle; both axes logarithmic."""
+    """Draw the points on logarithmic axes, with a line of the expected slope through their middle."""
     x, y = ([log(value) for value in numbers] for numbers in (sizes, values))
     x_mean, y_mean = sum(x) / len(x), sum(y) / len(y)
     line = [y_mean + slope * (a - x_mean) for a in x]
@@ -125,7 +126,7 @@ def picture(title: str, unit: str, sizes: Sequence[int], values: Sequence[float]
     return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
 
 
-# ------------------------------------------------------------ what is measured
+# ------------------------------------------------------------ measurements
 
 
 def make_model(directory: Path) -> None:
@@ -155,7 +156,7 @@ def by_vocabulary(model: Path, vocabulary: int) -> Point:
 
 
 def a_step(model: Path, tokens: int, rows: int, shared: int) -> Point:
-    """A training step on so many rows, of which the first `shared` tokens are the same; not the first step."""
+    """Measure a training step on `rows` rows whose first `shared` tokens are the same; it is not the first step."""
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
     from mcore_rl.losses.options import ClippedPGOptions
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -197,13 +198,14 @@ def make_batch(tokens: int, rows: int, shared: int) -> BatchedDataDict:
 
 
 def a_head(vocabulary: int) -> Point:
-    """Log-probabilities of 512 tokens from hidden states, forward and backward; memory beside weight and gradients."""
+    """Measure log-probabilities of 512 tokens from hidden states, forward and backward; memory without weight and
+    gradients."""
     from mcore_rl.distributed.logprobs import linear_logprobs
 
     torch.set_num_threads(1)
     hidden = torch.randn(512, 256, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(vocabulary, 256))
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False  # as Megatron has them
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False  # as in Megatron
     targets = torch.randint(0, vocabulary, (512,))
     linear_logprobs(hidden, weight, targets)[0].sum().backward()
     weight.grad, started = None, time.process_time()
@@ -215,12 +217,12 @@ def a_head(vocabulary: int) -> Point:
 GROUPS = (1, 2, 4, 8, 16, 32)
 TOKENS_OF_GROUPS = round(slope_of(GROUPS, [PROMPT + RESPONSE * n for n in GROUPS]), 2)
 CURVES = (
-    # Projections take as much for each token, attention for each pair of tokens.
+    # The cost of projections grows with the number of tokens, that of attention with the number of pairs.
     Curve("sequence length", (1024, 2048, 4096, 8192, 16384, 32768), by_length, (1.5, 1.0, 2.0), (1.0, 0.75, 1.1)),
     Curve("vocabulary", (8192, 16384, 32768, 65536, 131072, 262144), by_vocabulary, (1.0, 0.9, 1.1), (0.0, None, 0.2)),
-    # The prompt goes through the model once: as many tokens as prompt and responses have.
+    # The prompt is computed once, so the number of tokens is that of the prompt plus the responses.
     Curve("group size", GROUPS, by_group, (TOKENS_OF_GROUPS, 0.2, 0.65), (TOKENS_OF_GROUPS, 0.1, 0.65)),
-    # Of all ranks together, of 16 sequences that they train on together.
+    # Sum over all ranks, which train on 16 sequences together.
     Curve("ranks", (1, 2, 4, 8), by_ranks, (0.0, None, 0.3), None),
 )
 

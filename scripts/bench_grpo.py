@@ -1,13 +1,14 @@
-"""Sampled tokens a second of a GRPO step beside TRL's GRPOTrainer; measured within one run.
+"""Compare the sampled tokens per second of a GRPO step with TRL's GRPOTrainer, measured within one run.
 
     python scripts/bench_grpo.py
 
-A Llama of 7 million parameters, fp32, two threads in all, on the CPU; groups of 8 responses, sampled by the training
-processes themselves on both sides, judged by the same function, one update a step. Prompts have log-normal lengths; a
-response ends with probability 1/64 at each of its tokens, or after 256. TRL with one process, ours with one and with
-two (data-parallel). Each side is a program of its own; the programs take turns, and the medians of the steps' speeds
-count. Nothing else may run meanwhile: threads that wait for each other make of a little load a large one. TRL comes
-from this interpreter's environment, or from `.venv-trl`, which is made. Exits with 1 where a bound is missed.
+Both train a Llama of 7 million parameters in fp32, with two threads in all, on the CPU. On both sides the training
+processes sample groups of 8 responses, the same function judges them, and each step has one update. Prompts have
+log-normal lengths; a response ends with probability 1/64 at each of its tokens, or after 256 tokens. TRL runs with one
+process, this package with one and with two (data-parallel). Each side is a separate program. The programs take turns,
+and the medians of the steps' speeds are compared. Run nothing else meanwhile: because threads wait for each other, a
+small load has a large effect. TRL comes from this interpreter's environment, or from `.venv-trl`, which is created.
+Exits with 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def main() -> int:
 
 
 def measure(steps: int, rounds: int) -> tuple[Figures, Figures]:
-    """Median sampled tokens a second, and megabytes, by shape."""
+    """Return median sampled tokens per second, and megabytes, by shape."""
     python = python_with_trl()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -118,7 +119,7 @@ def run_trl(python: str, directory: Path, steps: int) -> tuple[list[float], floa
 
 
 def train_with_trl(directory: Path, steps: int) -> None:
-    """Some steps by GRPOTrainer; the speed of each goes to `trl.json`."""
+    """Train `steps` steps with GRPOTrainer; write the speed of each step to `trl.json`."""
     from datasets import load_dataset
     from rewards import reward
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback

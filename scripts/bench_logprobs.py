@@ -1,11 +1,10 @@
-"""What log-probabilities cost, as ratios within one run: forward + backward, including the LM head.
+"""Measure the cost of log-probabilities, forward and backward with the LM head, as ratios within one run.
 
     OMP_NUM_THREADS=2 python scripts/bench_logprobs.py [--vocabulary 151936] [--hidden 512] [--tokens 1024]
 
-The yardstick is the three matrix products that no method avoids: logits, and the gradients of hidden
-states and weight. Each ratio is the median over interleaved repetitions. Memory is the process's
-peak beyond inputs, weight and their gradients, measured in a process of its own. Exits with 1 where a
-bound is missed.
+The reference is the time of the three unavoidable matrix products: logits, and the gradients of hidden states and
+weight. Each ratio is the median over interleaved repetitions. Memory is the peak beyond inputs, weight and their
+gradients, measured in a separate process. Exits with 1 if a bound is missed.
 """
 
 import argparse
@@ -51,7 +50,7 @@ def main() -> int:
 
 
 def compare(name: str, ours: Callable[[], None], peer: Callable[[], None], repetitions: int, at_most: float) -> Row:
-    """Of median seconds; the repetitions are interleaved so that a slow moment hits both alike."""
+    """Return the ratio of median seconds; repetitions are interleaved so that a slow moment affects both equally."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(repetitions + 1):
         for function, times in zip((ours, peer), seconds, strict=True):
@@ -119,7 +118,7 @@ def _peak(tokens: int, hidden: int, vocabulary: int) -> float:
     torch.set_num_threads(2)
     Case(8, 8, 64).fused()
     case = Case(tokens, hidden, vocabulary)
-    # As in training, gradients have their places already, the weight's by Megatron.
+    # As in training, the buffers of gradients exist already; that of the weight's gradient is Megatron's.
     case.hidden.grad, case.weight.main_grad = torch.ones_like(case.hidden), torch.ones_like(case.weight)
     case.weight.grad_added_to_main_grad = False
     with PeakMemory() as peak:

@@ -1,8 +1,9 @@
-"""How full packs are, how even ranks, how long planning takes, on log-normal lengths; fails where a bound is missed.
+"""Measure how full packs are, how balanced ranks are, and how long planning takes, on log-normal lengths.
 
     python scripts/bench_packing.py
 
-For one rank and for eight, lengths as they are and rounded up to multiples of 16; the table has the worst of these.
+Cases: one rank and eight ranks, exact lengths and lengths rounded up to multiples of 16. The table shows the worst
+case. Exits with 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mcore_rl.data.batching import MicrobatchPlanner
 
 FILL, UNEVENNESS, SECONDS = 0.97, 1.03, 0.1
 CAPACITY = 16_384
-REPETITIONS = 3  # Python's garbage collector, with all of torch to look at, may fall into one
+REPETITIONS = 3  # the garbage collector may run during one of them
 
 
 def main() -> int:
@@ -35,7 +36,7 @@ def main() -> int:
 
 
 def plan(count: int, ranks: int, multiple: int) -> tuple[tuple[float, float], tuple[float, float], float]:
-    """Tokens and places for them, work of the costliest rank and of the mean, and median seconds of planning."""
+    """Return (tokens, capacity), (work of the most loaded rank, mean work), and median seconds of planning."""
     generator = random.Random(7)
     lengths = [min(CAPACITY, max(8, int(generator.lognormvariate(6.2, 0.9)))) for _ in range(count)]
     batching = MicrobatchPlanner(True, CAPACITY, 1, 1, ranks, multiple=multiple, attention_length=50_000)

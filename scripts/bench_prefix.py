@@ -1,9 +1,9 @@
-"""What it saves that a shared prompt goes through the model once; measured within one run.
+"""Measure the time saved by computing a shared prompt once, within one run.
 
     OMP_NUM_THREADS=1 python scripts/bench_prefix.py
 
 A training step, with the optimizer, of a 7-million-parameter model: CPU time without sharing over CPU time with it,
-medians of interleaved repetitions. Exits with 1 where a bound is missed.
+medians of interleaved repetitions. Exits with 1 if a bound is missed.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def make_policy(directory):
 
 
 def measure(policy, rows, prompt, response, groups, repetitions):
-    """Tokens of a step without sharing and with it, and CPU seconds of both."""
+    """Return the tokens of a step without and with sharing, and the CPU seconds of both."""
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn
     from mcore_rl.losses.options import ClippedPGOptions, DPOOptions
 

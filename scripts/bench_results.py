@@ -1,8 +1,9 @@
-"""A benchmark's table: printed, checked against its bounds, kept as JSON and as a picture in docs/benchmarks/.
+"""Table of a benchmark: print it, check it against its bounds, and write it as JSON and as a picture in
+docs/benchmarks/.
 
     python scripts/bench_results.py
 
-draws the pictures again from the JSON that is there.
+This command redraws the pictures from the JSON files.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from make_drawings import COLORS, PADDING, text
 
 RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks"
 BAR, LEFT, WIDTH = 22, 250, 360
-LETTER = 6.5  # of a name's letters, on average
+LETTER = 6.5  # average width of a letter of a name
 
 
 @dataclass(frozen=True)
 class Row:
     """
-    ours, peer: in the table's unit. ratio: what is bounded. at_least, at_most: its bounds, if it has some.
-    `figure` makes a row that compares nothing: ratio is then the figure itself, in the row's own unit.
+    ours, peer: values in the unit of the table.
+    ratio: value that is checked against the bounds.
+    at_least, at_most: bounds of the ratio; None without a bound.
+
+    `figure` returns a row without a comparison: ratio is then the figure itself, in the unit of the row.
     """
 
     name: str
@@ -64,12 +68,12 @@ def finish(
     keep: bool = True,
     directory: Path | None = None,
 ) -> int:
-    """Print the table, write it down, and return the exit status: 1 where a bound is missed.
+    """Print the table, write it to files, and return the exit status: 1 if a bound is missed.
 
     Args:
-        columns: what `ours`, `peer` and `ratio` are.
-        keep: write JSON and SVG; not for a run that is shorter than what the documentation shows.
-        directory: where to; the documentation's if left out.
+        columns: titles of `ours`, `peer` and `ratio`.
+        keep: whether to write JSON and SVG; False for runs that are shorter than those in the documentation.
+        directory: directory of the files; by default, that of the documentation.
     """
     width = max(len(row.name) for row in rows) + 2
     print(f"\n{title}\n{'':<{width}}" + "".join(f"{column:>22}" for column in columns) + "   bound")
@@ -86,7 +90,7 @@ def finish(
 
 
 def picture(title: str, columns: Sequence[str], rows: Sequence[Row]) -> str:
-    """A bar for each row's ratio, a line for its bound; rows of the same unit share a scale."""
+    """Draw a bar for each row's ratio and a line for its bound; rows of the same unit share a scale."""
     longest: dict[str, float] = {}
     for row in rows:
         longest[row.unit] = max(longest.get(row.unit, 0), row.ratio, row.at_least or 0, row.at_most or 0)
@@ -110,7 +114,7 @@ def picture(title: str, columns: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def kept(path: Path) -> tuple[str, list[str], list[Row]]:
-    """Title, columns and rows of a table's JSON."""
+    """Return title, columns and rows from a table's JSON."""
     table = json.loads(path.read_text())
     return table["title"], table["columns"], [Row(**row) for row in table["rows"]]
 

@@ -1,4 +1,4 @@
-"""What the benchmarks beside TRL share: a model, programs that run one at a time, TRL's own environment."""
+"""Shared parts of the benchmarks against TRL: a model, programs that run in turn, an environment for TRL."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ VOCABULARY, LIMIT_SECONDS = 8192, 900
 
 
 def make_model(directory: Path, end_probability: float | None = None) -> None:
-    """A Llama of 7 million parameters, and a tokenizer of words.
+    """Write a Llama of 7 million parameters, and a tokenizer of words.
 
     Args:
-        end_probability: of the end token, about the same at every place; the LM head is then one of its own.
+        end_probability: approximate probability of the end token at every position; the LM head is then untied.
     """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -43,7 +43,7 @@ def make_model(directory: Path, end_probability: float | None = None) -> None:
     if end_probability is not None:
         with torch.no_grad():
             head = model.lm_head.weight
-            model.model.embed_tokens.weight[:, 0], head[:, 0] = 1.0, 0.0  # what all states have, and no word's row
+            model.model.embed_tokens.weight[:, 0], head[:, 0] = 1.0, 0.0  # a component of all states, of no word's row
             states = model.model(torch.randint(2, VOCABULARY, (4, 128))).last_hidden_state.flatten(0, 1)
             others = (states @ head.T).logsumexp(-1).mean()
             head[1] = 0.0
@@ -52,7 +52,8 @@ def make_model(directory: Path, end_probability: float | None = None) -> None:
 
 
 def parser_of(description: str | None, steps: int, warm_up: str) -> argparse.ArgumentParser:
-    """The options of a benchmark, and the hidden ones by which it starts itself as TRL's side."""
+    """Return a parser with the options of a benchmark, and the hidden ones with which it starts itself as TRL's
+    side."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=steps, help=f"of each program, beside {warm_up} to warm up")
     parser.add_argument("--rounds", type=int, default=2, help="how often each program has its turn")
@@ -62,16 +63,16 @@ def parser_of(description: str | None, steps: int, warm_up: str) -> argparse.Arg
 
 
 Figures = dict[tuple[str, int], float]
-"""By case and number of our processes, 0 for TRL."""
+"""Figures by case and number of processes of this package, 0 for TRL."""
 
 
 def taking_turns(
     cases: Sequence[str], rounds: int, run_side: Callable[[str, int], tuple[list[float], float]]
 ) -> tuple[Figures, Figures]:
-    """Median tokens a second, and the most megabytes, of TRL and of ours with one and two processes.
+    """Return median tokens per second and peak megabytes of TRL, and of this package with one and two processes.
 
     Args:
-        run_side: (case, number of our processes or 0) → tokens a second of each step, and megabytes.
+        run_side: (case, number of processes of this package or 0) → tokens per second of each step, and megabytes.
     """
     speeds: dict[tuple[str, int], list[float]] = {}
     megabytes: Figures = {}
@@ -87,19 +88,19 @@ def taking_turns(
 
 
 def our_program(script: str, processes: int) -> list[str]:
-    """The beginning of a command that runs a training script."""
+    """Return the first words of a command that runs a training script."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "scripts" / script)]
 
 
 def run(command: list[str], threads: int, modules: Path | None = None) -> float:
-    """Run to its end; returns the most memory that a process of it had, in MB.
+    """Run a command to its end; returns the peak memory of its largest process, in MB.
 
     Args:
-        modules: a directory that it may import from.
+        modules: directory that the command may import modules from.
 
     Raises:
-        SystemExit: it failed, with what it said.
+        SystemExit: the command failed; the message has its output.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     if modules is not None:
@@ -114,7 +115,7 @@ def run(command: list[str], threads: int, modules: Path | None = None) -> float:
 
 
 def wait(process: subprocess.Popen[str]) -> int:
-    """Until it has ended; returns its largest resident set, which is that of its largest child where that is larger."""
+    """Wait until the process has ended; return its peak resident set, or that of its largest child if larger."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < deadline:
         found, status, usage = os.wait4(process.pid, os.WNOHANG)

@@ -1,11 +1,11 @@
-"""Everything that wants a GPU, part by part: tests, a profile, log-probabilities, steps, generation, checkpoints.
+"""Run all checks that need a GPU: tests, a profile, log-probabilities, steps, generation, checkpoints.
 
     python scripts/check_gpu.py [--output outputs/gpu] [--only PART …] [--again] [--seconds N] [--rehearse]
 
-Each part is a program of its own that is given ten minutes, and leaves PART.json (command, device, versions, how it
-ended, the end of what it printed), PART.log, and a benchmark's table and picture. A part that ended well with the same
-code on the same device is not run again: a check that was cut off goes on where it was. Ends with 1 where a part did
-not end well, and with 3 if --seconds were over before the last. --rehearse: toy sizes on the CPU.
+Each part is a separate program with a limit of ten minutes. It writes PART.json (command, device, versions, how it
+ended, the end of its output), PART.log, and the table and picture of a benchmark. A part that has succeeded with the
+same code on the same device is not run again, so an interrupted check can be continued. Exits with 1 if a part failed,
+and with 3 if --seconds elapsed before the last part. --rehearse: toy sizes on the CPU.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SECONDS = 600
 LINES_KEPT = 60
 ENDED_WELL, NOT_ALL = "ended well", 3
 told_to_end = threading.Event()
-"""By a time limit or a batch system: SIGTERM."""
+"""Set by SIGTERM, from a time limit or a batch system."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command, after this interpreter's name; and what it is in a rehearsal."""
+    """A part: its command and its command in a rehearsal, both without the name of the interpreter."""
 
     name: str
     command: Sequence[str]
@@ -65,7 +65,7 @@ PARTS = [
     tests("tests", f"not ({FIRST})"),
     *map(benchmark, ("trace", "logprobs", *CASES, "generation", "checkpoints")),
 ]
-"""In the order in which they tell most."""
+"""All parts, the most informative first."""
 
 
 def main() -> int:
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def surroundings(rehearses: bool) -> dict[str, str]:
-    """What the results are of.
+    """Return the device, versions and code that the results depend on.
 
     Raises:
         UserError: there is no GPU.
@@ -108,7 +108,7 @@ def surroundings(rehearses: bool) -> dict[str, str]:
 
 
 def digest_of_code() -> str:
-    """Of all that a part runs: a result holds for the code that gave it."""
+    """Return a digest of all code that a part runs. A result is valid for this code only."""
     digest = hashlib.sha256()
     for folder in ("mcore_rl", "scripts", "tests", "configs"):
         for path in sorted((ROOT / folder).rglob("*")):
@@ -118,7 +118,7 @@ def digest_of_code() -> str:
 
 
 def run_all(parts: Sequence[Part], output: Path, here: dict[str, str], arguments: Any) -> int:
-    """What has no result here comes before what has failed."""
+    """Run the parts and return the exit status. Parts without a result run before those that have failed earlier."""
     started, failed, status = time.monotonic(), list[str](), 0
     before = {part.name: earlier(output / f"{part.name}.json", here) for part in parts}
     for part in sorted(parts, key=lambda part: before[part.name] is not None):
@@ -140,7 +140,7 @@ def run_all(parts: Sequence[Part], output: Path, here: dict[str, str], arguments
 
 
 def earlier(path: Path, here: dict[str, str]) -> str | None:
-    """How the part ended in these surroundings before; None if it has not."""
+    """Return how the part ended earlier with the same device, versions and code; None if it has not run."""
     try:
         result = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -149,7 +149,7 @@ def earlier(path: Path, here: dict[str, str]) -> str | None:
 
 
 def run(part: Part, output: Path, here: dict[str, str], rehearses: bool) -> dict[str, Any]:
-    """A part's result, which is also written down; at the end, so that one that was cut off has none."""
+    """Run a part and return its result. The result is written at the end, so an interrupted part has none."""
     command = [word.format(output=output) for word in (part.rehearsal if rehearses else part.command)]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **({"CUDA_VISIBLE_DEVICES": ""} if rehearses else {})}
     (output / f"{part.name}.json").unlink(missing_ok=True)
@@ -164,7 +164,7 @@ def run(part: Part, output: Path, here: dict[str, str], rehearses: bool) -> dict
                 pass
         finally:
             if (status := process.poll()) is None:
-                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+                os.killpg(process.pid, signal.SIGKILL)  # including its child processes
                 process.wait()
     if told_to_end.is_set():
         sys.exit(128 + signal.SIGTERM)

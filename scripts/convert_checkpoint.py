@@ -1,11 +1,11 @@
-"""Hugging Face directories and Megatron checkpoints, one into the other.
+"""Convert Hugging Face directories to Megatron checkpoints, and back.
 
     scripts/convert_checkpoint.py hf-to-megatron MODEL DESTINATION
     scripts/convert_checkpoint.py megatron-to-hf CHECKPOINT DESTINATION [--model MODEL]
     scripts/convert_checkpoint.py inspect CHECKPOINT
 
-CHECKPOINT is a directory iter_NNNNNNN, or the one above it (the newest is taken). One process, which
-holds a tensor or two at a time; whatever layout wrote a checkpoint, and whatever layout will read it.
+CHECKPOINT is a directory iter_NNNNNNN, or its parent directory (the newest checkpoint is used). The conversion runs in
+one process, which holds one or two tensors in memory. The layouts that write and read the checkpoint do not matter.
 """
 
 import argparse
@@ -82,13 +82,13 @@ def inspect(checkpoint: Path) -> None:
 
 
 def choose_device() -> None:
-    from mcore_rl.platform import initialize_platform  # with PyTorch, once the arguments have been found right
+    from mcore_rl.platform import initialize_platform  # imports PyTorch: after the arguments are checked
 
     initialize_platform()
 
 
 def find_iteration(path: Path) -> Path:
-    """The checkpoint that a user named, by itself or by the directory above it."""
+    """Return the checkpoint at a path that is a checkpoint or its parent directory."""
     if not path.is_dir():
         raise UserError(f"{path} is not a directory")
     if (path / "metadata.json").is_file():

@@ -1,4 +1,4 @@
-"""Time and memory of this process's device, whichever it is; and how fast it multiplies."""
+"""Time, memory and rate of matrix products of this process's device, a GPU or the CPU."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ def device_name() -> str:
 
 
 class DeviceMeter:
-    """Of a GPU the memory of live tensors; of a CPU the process's most resident memory, which is never forgotten."""
+    """Meter of memory: live tensors on a GPU; on the CPU, the peak resident memory of the process, which cannot be
+    reset."""
 
     def wait(self) -> None:
-        """For all that the device was told to do."""
+        """Wait until the device has finished all work."""
         platform.synchronize()
 
     def forget_peak(self) -> None:
@@ -32,7 +33,7 @@ class DeviceMeter:
         return torch.cuda.memory_allocated() if platform.has_gpu() else 0
 
     def peak(self) -> int:
-        """Most bytes since `forget_peak`."""
+        """Return the peak bytes since `forget_peak`."""
         return (
             torch.cuda.max_memory_allocated()
             if platform.has_gpu()
@@ -41,7 +42,8 @@ class DeviceMeter:
 
 
 def median_seconds(functions: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
-    """Of each function, by its name; they take turns, so that a slow moment hits all alike. The first turn warms up."""
+    """Return the median seconds of each function by name. They take turns, so a slow moment affects all equally; the
+    first turn is a warm-up."""
     meter = DeviceMeter()
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repetitions + 1):
@@ -55,7 +57,8 @@ def median_seconds(functions: dict[str, Callable[[], object]], repetitions: int)
 
 
 def product_rate(dtype: torch.dtype) -> float:
-    """FLOP/s of a product of large square matrices of random numbers, without which it would be faster."""
+    """Return the FLOP/s of a product of large square matrices of random numbers; with constant values it would be
+    faster."""
     size = 8192 if platform.has_gpu() else 1024
     factors = [torch.randn(size, size, device=platform.device(), dtype=dtype) for _ in range(2)]
     seconds = median_seconds({"product": lambda: torch.mm(*factors)}, 10)["product"]

@@ -1,4 +1,4 @@
-"""Training steps of published shapes with random weights: simulated anywhere, measured on this device."""
+"""Training steps of published shapes with random weights: simulated on any machine, or measured on this device."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ RESPONSE_PART = 1 / 3
 class Case:
     """A kind of step.
 
-    tokens: of a pack, which sequences of several lengths fill. layers: so many of the shape's, whose optimizer state
-    would not fit otherwise; all of them with adapters (`lora`) or if left out.
+    tokens: number of tokens of a pack, which sequences of several lengths fill.
+    layers: number of layers, fewer than the shape has if the optimizer state would not fit; by default, and with
+        adapters (`lora`), all layers.
     """
 
     shape: str
@@ -59,7 +60,7 @@ class Case:
         )
 
     def write_config(self, directory: Path) -> Path:
-        """The model's directory, so far without weights."""
+        """Write the model's directory without weights, and return it."""
         from transformers import LlamaConfig
 
         values = {**SHAPES[self.shape], **({"num_hidden_layers": self.layers} if self.layers else {})}
@@ -69,7 +70,7 @@ class Case:
         return directory
 
     def config(self, model: Path, dtype: str) -> TrainingConfig:
-        """Of one process that trains PACKS packs a step."""
+        """Return the configuration of one process that trains PACKS packs per step."""
         sequences = PACKS * len(self._lengths)
         pairs = self.algorithm == "dpo"
         values: dict[str, Any] = {
@@ -92,13 +93,13 @@ class Case:
 
     @property
     def _lengths(self) -> tuple[int, ...]:
-        """Of a pack's sequences; of pairs both are equally long."""
+        """Return the lengths of a pack's sequences; both sequences of a pair have the same length."""
         parts = (4, 4, 8, 8, 16, 16, 16, 16) if self.algorithm == "dpo" else (2, 4, 8, 16, 32, 32)
         return tuple(self.tokens // part for part in parts)
 
     @property
     def tokens_of_step(self) -> int:
-        """Of all sequences, with a shared prompt in each of them."""
+        """Number of tokens of all sequences, counting a shared prompt in each of them."""
         return PACKS * sum(self._lengths)
 
     def sequences(self, config: TrainingConfig) -> Sequences:
@@ -132,7 +133,7 @@ CASES = {
         Case("8b", "sft", 32_768, lora=True, recompute=True),
     ],
 }
-"""By part of the benchmark; each part is a few minutes."""
+"""Cases by part of the benchmark; each part takes a few minutes."""
 
 REHEARSED = {
     part: [
@@ -143,13 +144,13 @@ REHEARSED = {
     ]
     for part, cases in CASES.items()
 }
-"""Each kind of them on a toy, to see on a CPU that everything runs."""
+"""Each kind of case with toy sizes, to check on a CPU that everything runs."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a step: the median of its seconds, the most bytes of the device that were live, and the operations that
-    training needs, of which a prompt that is shared is computed once."""
+    """Measurements of a step: median seconds, peak bytes of the device, and the operations that training needs (a
+    shared prompt counts once)."""
 
     seconds: float
     peak: int
@@ -157,7 +158,7 @@ class Measured:
 
 
 def simulate_case(case: Case, directory: Path, dtype: str) -> RankReport:
-    """What a rank of its own makes of the case, from the model's configuration alone."""
+    """Simulate a run of one rank from the model's configuration only, without weights."""
     from mcore_rl.simulation.search import simulate
 
     config = case.config(case.write_config(directory), dtype)
@@ -165,7 +166,7 @@ def simulate_case(case: Case, directory: Path, dtype: str) -> RankReport:
 
 
 def measure_case(case: Case, directory: Path, dtype: str) -> Measured:
-    """On this process's device, of which nothing else has taken memory."""
+    """Measure the case on this process's device, on which nothing else has allocated memory."""
     from device_meter import DeviceMeter
 
     from mcore_rl import platform
@@ -192,7 +193,7 @@ def measure_case(case: Case, directory: Path, dtype: str) -> Measured:
 
 
 def write_weights(directory: Path, dtype: str) -> Path:
-    """Random ones, made on the device, for a model's directory."""
+    """Write random weights, created on the device, to a model's directory."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,10 +1,10 @@
-"""Write a small model and additions: a careless teacher's answers for SFT, and problems for GRPO.
+"""Write a small model and data of additions: a teacher's faulty answers for SFT, and problems for GRPO.
 
     python scripts/make_arithmetic_data.py DIRECTORY
 
-The teacher forgets the carry seven times out of ten, so a model that learnt from it gets most additions with
-a carry wrong. Problems of the validation file are in no other file. The model is a Llama of two layers with
-random weights and one token a character.
+The teacher forgets the carry in seven of ten cases, so a model trained on its answers makes errors in most additions
+with a carry. Problems of the validation file are not in the other files. The model is a Llama of two layers with random
+weights and one token per character.
 """
 
 import argparse

@@ -31,7 +31,7 @@ Written by `scripts/make_config_reference.py`.
 
 
 def page() -> str:
-    """Sections that all programs have, then what some or one of them have beside these, or otherwise."""
+    """Return the page: sections that all programs have, then the additional or different keys of some programs."""
     lines = [INTRODUCTION, "# All programs", "", *as_markdown(reference_of(TrainingConfig))]
     on_rollouts = [name for name, program in PROGRAMS.items() if issubclass(program.config, RLConfig)]
     for name, program in PROGRAMS.items():
@@ -44,14 +44,14 @@ def page() -> str:
 
 
 def added(base: type[TrainingConfig], config: type[TrainingConfig]) -> list[SectionReference]:
-    """What `config` has that `base` does not have in the same words."""
+    """Return the sections of `config` with the keys that `base` does not have, or describes differently."""
     known = {section.name: section for section in reference_of(base)}
     parts = (beside(known.get(section.name), section) for section in reference_of(config))
     return [part for part in parts if part.keys]
 
 
 def beside(base: SectionReference | None, section: SectionReference) -> SectionReference:
-    """A section without the keys that `base` has in the same words."""
+    """Return a section without the keys that `base` has with the same description."""
     if base is None:
         return section
     return replace(section, meaning="", keys=tuple(key for key in section.keys if key not in base.keys))

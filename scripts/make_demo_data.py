@@ -2,10 +2,9 @@
 
     python scripts/make_demo_data.py DIRECTORY
 
-The text is the Python language reference that comes with every interpreter. A record's prompt is a
-sentence, its chosen response the sentence that follows, its rejected one that sentence with its words
-in random order. The model is a Llama of four layers with random weights and a byte-level BPE tokenizer
-trained on the text.
+The text is the Python language reference that is part of every interpreter. The prompt of a record is a sentence, the
+chosen response is the next sentence, and the rejected response is the next sentence with its words in random order. The
+model is a Llama of four layers with random weights and a byte-level BPE tokenizer trained on the text.
 """
 
 import argparse
@@ -62,7 +61,7 @@ def preference_record(pair):
 
 
 def unpaired_record(pair, index):
-    """The better response of every other pair, the worse of the others."""
+    """Return an unpaired record: the chosen response of every other pair, the rejected response of the others."""
     label = index % 2 == 0
     return {"prompt": pair["prompt"], "completion": pair["chosen" if label else "rejected"], "label": label}
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/how_it_works.md, from the objects that training uses and the names in the code.
+"""Draw the pictures of docs/how_it_works.md from the objects that training uses and the names in the code.
 
 python scripts/make_drawings.py
 """
@@ -46,7 +46,7 @@ def text(x: float, y: float, words: str, anchor: str = "start", color: str = TEX
 
 
 def packing() -> Drawing:
-    """The same sequences in padded rows, and in a pack."""
+    """Draw the same sequences in padded rows and in a pack."""
     lengths = (9, 3, 14, 5)
     drawing = Drawing("Four sequences in padded rows, and in one pack")
     for row, length in enumerate(lengths):
@@ -58,7 +58,7 @@ def packing() -> Drawing:
 
 
 def context_parallel() -> Drawing:
-    """Which rank holds which token of a pack, and how many keys its queries see."""
+    """Draw the rank that holds each token of a pack, and the number of keys that its query sees."""
     layout = PackLayout.pack((12, 8), cp_size=2, multiple=4)
     drawing = Drawing("A pack of two sequences over two context-parallel ranks (zigzag)")
     segments, positions = layout._segment_of.tolist(), layout.position_ids.tolist()
@@ -72,7 +72,7 @@ def context_parallel() -> Drawing:
 
 
 def shared_prefix() -> Drawing:
-    """What the queries of a pack with a shared prompt see."""
+    """Draw the keys that each query of a pack with a shared prompt sees."""
     prompt, responses = [1, 2, 3, 4, 5], ([11, 12, 13], [21, 22], [31, 32, 33])
     rows = [prompt + response for response in responses]
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
@@ -114,7 +114,7 @@ STEP = (
 
 
 def step() -> Drawing:
-    """The calls of a DPO step, with the names that the code has."""
+    """Draw the calls of a DPO step, with their names in the code."""
     drawing = Drawing("SupervisedTrainer.train_step: the calls of a DPO step")
     left, color = LEFT + 30, -1
     for line, (name, call, file) in enumerate(STEP):

@@ -1,4 +1,4 @@
-"""The most memory that a part of a program takes, as the benchmarks and tests report it."""
+"""Peak memory of a part of a program, as benchmarks and tests report it."""
 
 import ctypes
 import re
@@ -10,10 +10,10 @@ KEPT_BYTES = 65536
 
 
 class PeakMemory:
-    """Around a part of a program: `bytes` is the most that its process took beyond what it had before.
+    """Context manager around a part of a program: `bytes` is the growth of the process's memory to its peak.
 
-    Counted is anonymous memory, without the page cache of mapped files. From here on the process gives
-    freed blocks back at once; glibc would otherwise keep tens of megabytes of them, differently each time.
+    It counts anonymous memory, without the page cache of mapped files. From the first use on, the process returns freed
+    blocks to the system at once; by default glibc keeps tens of megabytes of them, a different amount each time.
     """
 
     def __enter__(self) -> "PeakMemory":

@@ -1,4 +1,4 @@
-"""The training steps of train_dpo.py, driven through the Ray controller: the same numbers.
+"""Run the training steps of train_dpo.py through the Ray controller, with the same numbers.
 
 python scripts/ray_dpo.py CONFIG [--workers 2] [--steps 3] [section.key=value …]
 """

@@ -30,7 +30,7 @@ JUDGE = """def judge(message_log, record):
 
 
 def cases(demo: Path, arithmetic: Path) -> dict[str, tuple[str, list[str], list[str]]]:
-    """Name of each case, its program, its settings and the names of its layouts."""
+    """Return the cases by name: program, settings and names of the layouts."""
     model, sums = f"model.path={demo}/model", f"model.path={arithmetic}/model"
     data = ["data.max_sequence_length=160", "batch.global_batch_size=8", "batch.tokens_per_pack=1024"]
 

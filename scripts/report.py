@@ -1,4 +1,4 @@
-"""One HTML file about runs: the same as `mcore-rl report RUN [RUN …] [--output FILE]`."""
+"""Write one HTML file about runs, as does `mcore-rl report RUN [RUN …] [--output FILE]`."""
 
 from mcore_rl.cli.report import main
 

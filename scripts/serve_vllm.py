@@ -1,6 +1,6 @@
 """scripts/serve_vllm.py CONFIG [section.key=value …]: the vLLM servers that a GRPO configuration describes.
 
-They serve until this script ends. A run finds them by generation.vllm.urls, which is printed here.
+The servers run until this script ends. The script prints generation.vllm.urls, with which a run uses them.
 """
 
 import contextlib

@@ -1,11 +1,11 @@
-"""A training step of any size on this machine: memory, operations, transfers and an estimate of its time.
+"""Simulate a training step of any size on this machine: memory, operations, transfers and estimated time.
 
     python scripts/simulate.py CONFIG --world-size 256 --algorithm dpo [--hardware h100] [key=value …]
     python scripts/simulate.py CONFIG --world-size 64 --algorithm dpo --lengths 4096 --search
 
-The code that trains runs for one rank of the first and of the last pipeline stage (of an uneven pipeline, one of each
-number of layers), on tensors without memory and groups without peers; of the model its config.json is all that is
-needed. Lengths are the data's, or those of --lengths. With --load-from the ranks first load a checkpoint.
+The training code runs for one rank of the first and of the last pipeline stage (in an uneven pipeline, of one stage for
+each number of layers), on tensors without memory and groups without peers. Of the model, only config.json is needed.
+Lengths are those of the data, or of --lengths. With --load-from the ranks first load a checkpoint.
 """
 
 import argparse
@@ -44,20 +44,20 @@ def main() -> None:
         check_options(config, gpu, arguments)
         lengths = lengths_of(config, arguments)
         config = with_local_models(config, with_weights=False)
-        # A search leaves the configuration's own layout aside: it need not fit.
+        # A search ignores the layout of the configuration, which need not fit.
         checked = config.model_copy(update={"parallel": ParallelConfig()}) if arguments.search else config
         check_layout(checked, arguments.world_size)
         if lengths is None:
             check_sources(config)
 
-        from mcore_rl.platform import initialize_platform  # with PyTorch
+        from mcore_rl.platform import initialize_platform  # imports PyTorch
 
         initialize_platform()
         report(config, sequences_of(checked, lengths, arguments), gpu, arguments)
 
 
 def report(config: TrainingConfig, sequences, gpu, arguments: Namespace) -> None:
-    """Simulate, and print what came of it."""
+    """Simulate and print the results."""
     from mcore_rl.simulation.search import (
         GENERATION,
         chosen_ranks,
@@ -89,7 +89,7 @@ def report(config: TrainingConfig, sequences, gpu, arguments: Namespace) -> None
 
 
 def check_options(config: TrainingConfig, gpu, arguments: Namespace) -> None:
-    """Raises UserError for an option that is wrong, before anything is read."""
+    """Raise UserError for an invalid option, before any file is read."""
     from mcore_rl.simulation.search import chosen_ranks
 
     if config.model.dtype not in gpu.flops_per_second:
@@ -108,10 +108,10 @@ def check_options(config: TrainingConfig, gpu, arguments: Namespace) -> None:
 
 
 def lengths_of(config: TrainingConfig, arguments: Namespace) -> list[int] | None:
-    """Those of --lengths; None if they are the data's.
+    """Return the lengths of --lengths; None if the lengths of the data are used.
 
     Raises:
-        UserError: they are none, or longer than sequences may be.
+        UserError: the option is not a list of lengths, or a length exceeds data.max_sequence_length.
     """
     if arguments.lengths is None:
         return None
@@ -124,8 +124,8 @@ def lengths_of(config: TrainingConfig, arguments: Namespace) -> list[int] | None
 
 
 def sequences_of(config: TrainingConfig, lengths: list[int] | None, arguments: Namespace):
-    """Of these lengths, or of the data's first global batch, the policy's own answers as long as they may be;
-    once models and data are found such that a run would take them."""
+    """Return sequences of these lengths, or of the first global batch with responses of maximum length. Models and data
+    are checked first."""
     from mcore_rl.cli.dry_run import first_batch
     from mcore_rl.run.setup import check_models, check_weights, load_inputs
     from mcore_rl.simulation.step import sequences_of

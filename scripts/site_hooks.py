@@ -1,7 +1,7 @@
-"""Hooks of mkdocs: pages are written for the repository, where they link to its files, and work on the site as well.
+"""Hooks of mkdocs that adapt the repository's pages, which link to its files, to the site.
 
-README.md becomes the first page, other Markdown files that are linked get pages of their own, and so do linked source
-files and directories (under source/). Links are rewritten; one that leads nowhere is left for mkdocs to warn of.
+README.md becomes the first page. Other linked Markdown files become pages, as do linked source files and directories
+(under source/). Links are rewritten; broken links are kept, so that mkdocs warns about them.
 """
 
 import os
@@ -35,10 +35,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page as mkdocs reads what GitHub shows: links to places on the site, names of files as titles of code."""
+    """Return the page in the form that mkdocs reads: links to pages of the site, file names as titles of code."""
     if page.file.src_uri.startswith("source/"):
         return markdown
-    # GitHub reads \| in a table's code as |, mkdocs as it stands.
+    # In code in a table, GitHub reads \| as |, but mkdocs reads it unchanged.
     markdown = re.sub(
         r"^\|.*", lambda row: CODE.sub(lambda code: code[0].replace(r"\|", "|"), row[0]), markdown, flags=re.M
     )
@@ -47,19 +47,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def origin_of(uri: str) -> Path:
-    """The repository's file that a page of the site is made from."""
+    """Return the file of the repository from which a page of the site is made."""
     in_docs = ROOT / "docs" / uri
     return ROOT / "README.md" if uri == "index.md" else in_docs if in_docs.exists() else ROOT / uri
 
 
 def rewritten(link: str, origin: Path, here: str) -> str:
-    """A link of the file `origin`, as it must be in the site's page `here`."""
+    """Return a link of the file `origin`, rewritten for the page `here` of the site."""
     target = Path(os.path.normpath(origin.parent / link))
     return os.path.relpath(place(target), Path(here).parent) if target.exists() else link
 
 
 def place(path: Path) -> Path:
-    """Where the site has a file or a directory of the repository, as mkdocs names sources."""
+    """Return the path on the site of a file or a directory of the repository, as a source path of mkdocs."""
     inside = path.relative_to(ROOT)
     if inside == Path("README.md"):
         return Path("index.md")
@@ -69,7 +69,7 @@ def place(path: Path) -> Path:
 
 
 def linked(path: Path) -> set[Path]:
-    """Files and directories that a Markdown file links to, or that are in a directory."""
+    """Return the files and directories that a Markdown file links to, or that a directory contains."""
     if path.is_dir():
         return {child for child in path.iterdir() if child.suffix in LANGUAGES}
     if path.suffix != ".md":
@@ -79,7 +79,7 @@ def linked(path: Path) -> set[Path]:
 
 
 def source_page(path: Path) -> str:
-    """A source file as code, a directory as a list of its files."""
+    """Return the page of a source file (its code) or of a directory (a list of its files)."""
     title = f"# {path.relative_to(ROOT)}\n\n"
     if path.is_dir():
         return title + "\n".join(f"- [{child.name}]({path.name}/{child.name}.md)" for child in sorted(linked(path)))

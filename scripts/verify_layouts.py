@@ -1,9 +1,9 @@
-"""Is your parallel run right? Your configuration and data, on a shrunken clone of your model, under many layouts.
+"""Check your configuration and data under many parallel layouts, on a small model of the same architecture.
 
     python scripts/verify_layouts.py CONFIG [key=value …] [--layouts tp=1,2 pp=1,2 cp=1,2 dp=1,2 ep=1,2 …]
 
-Runs on the CPU whatever the machine. Prints each layout's relative differences from one process; exits
-with 1 if one is larger than rounding.
+Runs on the CPU, also on machines with GPUs. Prints the relative differences of each layout from one process; exits with
+1 if a difference is larger than rounding.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def first_batch(config, tokenizer):
 
 
 def invent_rollouts(config, tokenizer):
-    """Random answers to the first prompts, with random rewards: what they say makes no difference here."""
+    """Return random responses to the first prompts, with random rewards; their content does not matter here."""
     import torch
 
     from mcore_rl.algorithms.advantages import advantages_of

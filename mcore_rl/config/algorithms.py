@@ -100,7 +100,7 @@ class DistillationAlgorithmConfig(DistillationOptions):
 
     def check(self) -> None:
         super().check()
-        self.require(  # a dictionary of the loss's options has it in any case
+        self.require(  # the dictionary of loss options always has the key
             self.kl_type == "mixed" or self.mixed_kl_weight == 0.5,
             f"mixed_kl_weight applies to kl_type=mixed, not to {self.kl_type}",
         )

@@ -245,7 +245,7 @@ def _explain_one(config_type: type[Section], location: list[str], problem: Any) 
     if problem["type"] in ("model_type", "dataclass_type"):
         found = "nothing" if problem["input"] is None else repr(problem["input"])
         return f"{name}: is a section of keys, found {found}"
-    if problem["type"] == "value_error" and isinstance(problem["input"], dict):  # says itself which of its keys
+    if problem["type"] == "value_error" and isinstance(problem["input"], dict):  # the message names the key
         is_key = message.partition(":")[0] in _fields_at(config_type, location)
         return f"{name}{'.' if is_key else ': '}{message}" if name else message
     if isinstance(problem["input"], dict | list):
@@ -258,11 +258,11 @@ def _explain_one(config_type: type[Section], location: list[str], problem: Any) 
 def _fields_at(config_type: type[Section], sections: Sequence[str]) -> list[str]:
     kind: Any = config_type
     for section in sections:
-        if get_origin(kind) is dict:  # of sections, by names of the user's own
+        if get_origin(kind) is dict:  # sections by names that the user chooses
             kind = get_args(kind)[1]
             continue
         kind = kind.model_fields[section].annotation
-        if type(None) in get_args(kind):  # a section that may be left out
+        if type(None) in get_args(kind):  # an optional section
             kind = next(part for part in get_args(kind) if part is not type(None))
     if get_origin(kind) is dict:
         return []
