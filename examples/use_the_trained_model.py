@@ -1,4 +1,4 @@
-"""Load the model of a run in transformers; print a response and the log-probabilities of its tokens.
+"""Load the model of a run in transformers; print a response and its mean log-probability.
 
 python examples/use_the_trained_model.py OUTPUT/hf "PROMPT"
 """

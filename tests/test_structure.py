@@ -1,4 +1,4 @@
-"""The structure of the package: the order of imports, and what only one place may use."""
+"""Tests of the structure of the package: the order of imports, and names that only one place may use."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""Advantages against the papers' formulas, number by number, with rewards that are not exact in fp32."""
+"""Tests of advantages against the papers' formulas, number by number, with rewards that are not exact in fp32."""
 
 import itertools
 import statistics

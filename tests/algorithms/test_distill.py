@@ -1,4 +1,5 @@
-"""Distillation: plain PyTorch's steps from another model's logits, and training on the student's own answers."""
+"""Tests of distillation: the steps of plain PyTorch from another model's logits, and training on the student's
+responses."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Samples that could not be judged: nothing of them is trained on, and nothing compared with them."""
+"""Tests of samples that could not be judged: they are not trained on, and other samples are not compared with them."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""GRPO: an update equals plain PyTorch under every layout; runs resume, record, replay; and it learns."""
+"""Tests of GRPO: an update equals plain PyTorch under every layout; runs resume, record and replay; rewards rise."""
 
 import itertools
 import json

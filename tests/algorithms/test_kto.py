@@ -1,4 +1,4 @@
-"""KTO: plain PyTorch's steps, under several layouts, and TRL's loss."""
+"""Tests of KTO against plain PyTorch's steps, under several layouts, and against TRL's loss."""
 
 import json
 from collections import defaultdict

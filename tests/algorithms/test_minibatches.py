@@ -1,4 +1,4 @@
-"""Updates over minibatches of a step's rollouts: whole groups, the same numbers under every layout, resumed exactly."""
+"""Tests of minibatches of a step's rollouts: whole groups, the same numbers under every layout, exact resume."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""PPO's program: what it writes, resumes, refuses, exports; other layouts; and it learns."""
+"""Tests of the PPO program: output, resume, errors, export, other layouts, and rising rewards."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""PPO's critic: values, GAE, its loss and every gradient equal plain float64 PyTorch under every layout."""
+"""Tests of PPO's critic: values, GAE, loss and gradients equal plain float64 PyTorch under every layout."""
 
 import pytest
 import torch

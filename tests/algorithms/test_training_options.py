@@ -1,4 +1,4 @@
-"""Options that no other test is about: each does what it says."""
+"""Tests of options that no other test covers: each has its documented effect."""
 
 import io
 import json

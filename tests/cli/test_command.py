@@ -1,4 +1,4 @@
-"""The `mcore-rl` command: one line and the ranks' own status, whatever ends the run."""
+"""Tests of the `mcore-rl` command: one line and the ranks' exit status, for every end of a run."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The Slurm script, with stand-ins for Slurm's commands that start its tasks on this machine."""
+"""Tests of the Slurm script, with stand-ins for Slurm's commands that start its tasks on this machine."""
 
 import json
 import os

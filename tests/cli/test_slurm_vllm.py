@@ -1,4 +1,4 @@
-"""The Slurm script with stand-ins for Slurm's commands, which are not here."""
+"""Tests of the Slurm script with vLLM servers, with stand-ins for Slurm's commands."""
 
 import os
 import signal

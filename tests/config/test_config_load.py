@@ -1,4 +1,4 @@
-"""Configuration: every file in configs/ loads, and every mistake is one line that names the key."""
+"""Tests of configuration files: every file in configs/ loads, and every mistake gives one line that names the key."""
 
 import pytest
 from programs import ROOT

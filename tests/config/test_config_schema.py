@@ -1,4 +1,4 @@
-"""What a user reads of the configuration is what the classes say."""
+"""Tests that the documentation of the configuration agrees with its classes."""
 
 from pathlib import Path
 

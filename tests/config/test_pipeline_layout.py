@@ -1,4 +1,4 @@
-"""How stages share out layers: as Megatron does, from every way to say it."""
+"""Tests of the division of layers into pipeline stages: every option gives the same result as in Megatron."""
 
 import pytest
 import torch

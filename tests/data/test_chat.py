@@ -1,4 +1,4 @@
-"""Chat templates as models have them: the ids are the whole conversation's, and only responses are trained on.
+"""Tests of chat templates: the ids are those of the whole conversation, and only responses are trained on.
 
 The templates are written here to behave as those of the models they are named after. What is expected is
 written out by hand: the text of each response, as transformers renders it with the template.

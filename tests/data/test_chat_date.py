@@ -1,4 +1,4 @@
-"""Templates that ask for the day are told that on which the run began, also when it goes on later."""
+"""Tests of templates that render the date: a resumed run keeps the date of its start."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Records to token ids and masks, the order of samples, and the schedule of microbatches."""
+"""Tests of token ids and masks of records, the order of samples, and the schedule of microbatches."""
 
 import json
 import time

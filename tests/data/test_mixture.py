@@ -1,4 +1,4 @@
-"""Several sources to train on, each with its share; several sets to validate on, each with its metrics."""
+"""Tests of several training sources, each with its share, and of several validation sets, each with its metrics."""
 
 import contextlib
 import importlib

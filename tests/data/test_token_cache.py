@@ -1,4 +1,4 @@
-"""Tokenized data on disk: made once, the same as in memory, and never that of something else."""
+"""Tests of the token cache: made once, equal to the data in memory, and never used for other data."""
 
 import hashlib
 import json

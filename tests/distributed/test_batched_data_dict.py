@@ -1,4 +1,4 @@
-"""BatchedDataDict: nothing lost, nothing duplicated, order restored, whatever the cut."""
+"""Tests of BatchedDataDict: for every split, no row is lost or duplicated, and the order is restored."""
 
 import pytest
 import torch

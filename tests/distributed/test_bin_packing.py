@@ -1,4 +1,5 @@
-"""Packs and ranks: nothing lost, nothing too full, as even as an exhaustive search has it."""
+"""Tests of packs and their ranks: no row is lost, no pack is too full, and ranks are as balanced as exhaustive
+search."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Divergences over the whole vocabulary against float64 autograd, at TP 1, 2, 4 × CP 1, 2; awkward numbers; memory."""
+"""Tests of divergences over the whole vocabulary against float64 autograd: TP 1, 2, 4 × CP 1, 2; odd sizes; memory."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Replicas that have their own rows of a batch alone: the same numbers as with all rows on every rank."""
+"""Tests of replicas that have only their own rows of a batch: the same numbers as with all rows on every rank."""
 
 import copy
 import math

@@ -1,4 +1,5 @@
-"""Log-probabilities by both paths against float64 autograd, at TP 1, 2, 4 × CP 1, 2, packed and not."""
+"""Tests of log-probabilities by both paths against float64 autograd, at TP 1, 2, 4 × CP 1, 2, with and without
+packing."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""What a step sends is tensors: objects travel with what is new, what has failed, and what people read."""
+"""Tests that a step sends tensors: objects are sent only for new names, failures and logged samples."""
 
 import json
 import pickle

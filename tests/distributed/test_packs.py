@@ -1,4 +1,4 @@
-"""Where tokens are in a pack: properties for any lengths, sizes and tails."""
+"""Tests of the positions of tokens in a pack: properties for arbitrary lengths, sizes and tails."""
 
 import pytest
 import torch

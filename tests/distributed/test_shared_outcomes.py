@@ -1,4 +1,4 @@
-"""What one rank's work comes to is heard of by all ranks, also where it cannot be sent as it is."""
+"""Tests that the result or failure of one rank's work reaches all ranks, also if it cannot be pickled."""
 
 from concurrent.futures import Future
 

@@ -1,4 +1,4 @@
-"""Prompts that stand in a pack once: the trees, where everything is, and that nothing changes by it."""
+"""Tests of shared prefixes: the trees, the positions of tokens, and unchanged numbers."""
 
 import copy
 

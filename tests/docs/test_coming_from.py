@@ -1,4 +1,4 @@
-"""The tables of names for those who come from other programs name what is there."""
+"""Tests that the tables of names for users of other programs name existing functions and keys."""
 
 import dataclasses
 import re

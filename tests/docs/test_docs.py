@@ -1,4 +1,4 @@
-"""The documentation has its drawings, and its links lead to files that exist."""
+"""Tests that the documentation has its drawings, and that its links lead to existing files."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The examples and the quick start do what they say, on a model of the demo's."""
+"""Tests that the examples and the quick start work, on a model of the demo's shape."""
 
 import json
 import os

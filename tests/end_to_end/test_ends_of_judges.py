@@ -1,4 +1,5 @@
-"""Judging processes end with whoever started them, with all that they started; their limits are each sample's."""
+"""Tests that judging processes and their children end with the process that started them; time limits are per
+sample."""
 
 import asyncio
 import os

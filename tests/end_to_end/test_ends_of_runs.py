@@ -1,4 +1,4 @@
-"""However a run ends: what it had trained and begun to save is kept, and the end is told in one line."""
+"""Tests of the ends of runs: trained steps and started checkpoints are kept, and the end is reported in one line."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""What dies, fills or hangs: nothing that was saved is lost, and the numbers are those of an undisturbed run.
+"""Tests of faults (killed ranks, full disks, hangs): no checkpoint is lost, and the numbers are those of a run without
+faults.
 
 pytest -m faults --kills 50     # `make faults`; the short form is part of the ordinary suite
 """

@@ -1,4 +1,5 @@
-"""Whole runs on servers that answer as vLLM's do, by transformers: without vLLM, and with what its CPU build lacks."""
+"""Tests of whole runs with stand-ins for vLLM servers, which use transformers: without vLLM, and with features that its
+CPU build lacks."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What lies on disk is safe: no run destroys what it did not write, mixes with another, or continues another."""
+"""Tests that files on disk are safe: no run destroys, mixes with or continues files of another run or of the user."""
 
 import hashlib
 import json

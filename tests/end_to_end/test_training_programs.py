@@ -1,4 +1,4 @@
-"""The scripts as a user starts them: training, resuming under another layout, and mistakes."""
+"""Tests of the scripts as a user starts them: training, resume under another layout, and mistakes."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Everything that a user can get wrong: one line that says what, where, what would be right; status 2; nothing left.
+"""Tests of wrong inputs: one line with the key or file, the reason and a remedy; exit status 2; no files left.
 
 Most are tried in this process, through the scripts' own entry points, up to where a model would be built.
 """

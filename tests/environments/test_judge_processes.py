@@ -1,4 +1,4 @@
-"""Environments: judges, and what happens to a sample whose judge raises, hangs or dies."""
+"""Tests of judging processes: judges, and samples whose judge raises, hangs or dies."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor

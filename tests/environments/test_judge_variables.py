@@ -1,4 +1,4 @@
-"""Judging processes get the environment variables that they need, and none of the trainer's secrets."""
+"""Tests that judging processes get the environment variables that they need, and no secrets of the trainer."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Judges of several samples at a time: batches, coroutines, TRL's reward functions, weighted sums, URLs, tools."""
+"""Tests of judges of several samples: batches, coroutines, TRL's reward functions, weighted sums, URLs, tools."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,5 @@
-"""A reward model judges: transformers' rewards of the same conversations, under every layout, and in a run."""
+"""Tests of a reward model as judge: transformers' rewards of the same conversations, under every layout and in a
+run."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Decode steps: blocks of the cache, looks that come late, and what is away meanwhile."""
+"""Tests of decode steps: cache blocks, delayed checks for finished sequences, and memory that is released meanwhile."""
 
 import pytest
 import torch

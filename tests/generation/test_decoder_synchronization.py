@@ -1,4 +1,4 @@
-"""What the host waits for while sequences are generated: counted on a simulated device, which has no values."""
+"""Tests of the host's waits during generation, counted on a simulated device without values."""
 
 from collections import Counter
 

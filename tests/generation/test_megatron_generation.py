@@ -1,4 +1,5 @@
-"""Generation: transformers' greedy tokens, the trainer's log-probabilities, the same samples under every layout."""
+"""Tests of generation: transformers' greedy tokens, the trainer's log-probabilities, the same samples under every
+layout."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Rollouts by real vLLM servers: `make test-vllm`. Its environment (3.4 GB) is made if it is not there.
+"""Tests of rollouts by real vLLM servers: `make test-vllm`. Its environment (3.4 GB) is created if it is missing.
 
 vLLM's attention for the CPU takes heads of 32 dimensions or more; the models have such.
 """

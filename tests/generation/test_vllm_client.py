@@ -1,4 +1,5 @@
-"""Servers that share the work, die, hang and lie, without vLLM; and what ends them when their trainer dies."""
+"""Tests of the vLLM client without vLLM: servers that share work, die, hang or send wrong data, and the death of the
+trainer."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""One bad request costs its own sample, not the server that it was asked of, and not the run."""
+"""Tests that a bad request fails only its own sample, not the server and not the run."""
 
 import json
 import threading

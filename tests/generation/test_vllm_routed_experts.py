@@ -1,4 +1,4 @@
-"""Experts as vLLM's servers tell them: what is taken, what is refused, and how servers are asked for them."""
+"""Tests of routed experts from vLLM servers: the request for them, accepted answers and refused answers."""
 
 import base64
 import io

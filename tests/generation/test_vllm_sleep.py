@@ -1,4 +1,4 @@
-"""Servers and policy that have the same GPUs in turn: who gives up what when, and what is refused."""
+"""Tests of servers and a policy that use the same GPUs in turn: the order of memory releases, and refused settings."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""`make gpu`: parts with a result each, that are not run twice, and that end whatever happens."""
+"""Tests of `make gpu`: each part has a result, is not run twice, and ends under all circumstances."""
 
 import json
 import os

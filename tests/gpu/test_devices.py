@@ -1,4 +1,5 @@
-"""A GPU computes what the CPU and plain PyTorch do. The same tests run on the CPU, where they must hold as well."""
+"""Tests that a GPU computes the same as the CPU and plain PyTorch. The same tests also run, and must pass, on the
+CPU."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Every loss against its formula in float64, written here a second time; and what it must refuse."""
+"""Tests of every loss against its formula, written here again in float64, and of refused inputs."""
 
 import math
 import subprocess

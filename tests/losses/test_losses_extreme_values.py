@@ -1,4 +1,4 @@
-"""Numbers that are not exact, not finite, or far apart: losses, log-probabilities and advantages stay right."""
+"""Tests of losses, log-probabilities and advantages with numbers that are inexact, not finite, or far apart."""
 
 import itertools
 import math

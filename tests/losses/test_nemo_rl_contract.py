@@ -1,4 +1,4 @@
-"""Code written for the reference runs after its package name is replaced: calls, forms, gradients, errors."""
+"""Tests that code written for NeMo RL runs after its package name is replaced: calls, forms, gradients, errors."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Losses on pairs: TRL's own numbers and gradients on the same log-probabilities."""
+"""Tests of losses on pairs against TRL's numbers and gradients on the same log-probabilities."""
 
 import json
 import math

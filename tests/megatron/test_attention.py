@@ -1,4 +1,4 @@
-"""Attention over packs against a plain computation of softmax: outputs and all gradients, whoever holds which token."""
+"""Tests of attention over packs against plain softmax: outputs and all gradients, for every division of tokens."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Conversion: bit-exact there and back, the same checkpoints that training reads and writes, nothing unpickled."""
+"""Tests of conversion: bit-exact in both directions, the same checkpoints as in training, no unpickling."""
 
 import io
 import os

@@ -1,5 +1,5 @@
-"""Resuming takes the memory of the state itself, and each data-parallel rank reads its own part of it; a checkpoint
-that cannot be read is told of on all ranks."""
+"""Tests of loading a checkpoint: it needs the memory of the state only, each data-parallel rank reads its own part, and
+all ranks report an unreadable checkpoint."""
 
 import ctypes
 import gc

@@ -1,4 +1,4 @@
-"""Any region of a stored tensor, however it was cut, by reading little more than its bytes."""
+"""Tests of reading any region of a stored tensor, for any division into shards, with few bytes read in excess."""
 
 import io
 import itertools

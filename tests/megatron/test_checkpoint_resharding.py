@@ -1,4 +1,4 @@
-"""A checkpoint of any layout goes on under any other: weights, optimizer state, schedule."""
+"""Tests that a checkpoint of any layout can be resumed under any other: weights, optimizer state, schedule."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Checkpoints: never half there, damage told by name, the best sound one used, exact to resume from."""
+"""Tests of checkpoints: never incomplete, damage reported by file name, the best intact one used, exact resume."""
 
 import json
 import os

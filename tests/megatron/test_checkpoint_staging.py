@@ -1,4 +1,5 @@
-"""What is on a device is copied to the host while training goes on, and written as it was when saving began."""
+"""Tests of staging: the state is copied to the host while training continues, and written as it was at the start of the
+save."""
 
 import os
 import signal

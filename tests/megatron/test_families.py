@@ -1,4 +1,4 @@
-"""Logits equal Hugging Face's, and exports equal the input, for each family and layout."""
+"""Tests that logits equal Hugging Face's, and exports equal the input, for each family and layout."""
 
 import pytest
 import torch

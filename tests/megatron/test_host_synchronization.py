@@ -1,4 +1,4 @@
-"""What a step sends to the device is few copies, and the host waits for none: counted on a simulated device."""
+"""Tests that a step makes few copies to the device, and that the host waits for none, on a simulated device."""
 
 import pytest
 import torch

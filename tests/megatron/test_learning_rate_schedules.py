@@ -1,4 +1,4 @@
-"""Learning rates of every schedule, step by step, beside those of transformers."""
+"""Tests of the learning rates of every schedule, step by step, against those of transformers."""
 
 from types import SimpleNamespace
 

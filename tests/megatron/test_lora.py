@@ -1,4 +1,4 @@
-"""Adapters: PEFT's numbers and files, the same under every layout."""
+"""Tests of adapters: PEFT's numbers and files, the same under every layout."""
 
 import json
 import math

@@ -1,4 +1,5 @@
-"""All experts of a layer in one product: the numbers of one after the other, also where some get no tokens."""
+"""Tests of the grouped product of all experts of a layer: equal to separate products, also if experts have no
+tokens."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Losses and metrics of routing, biases that no gradient trains: against formulas on transformers' own routers."""
+"""Tests of routing losses, metrics, and biases without gradients, against formulas on transformers' routers."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Parameters with learning rates of their own: Adam's first step is proportional to the rate."""
+"""Tests of parameters with separate learning rates: Adam's first step is proportional to the rate."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""`optimizer.offload`: moments and fp32 weights are on the host but for the step, and the numbers stay."""
+"""Tests of `optimizer.offload`: moments and fp32 weights are on the host except during the step; numbers are
+unchanged."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Gradients reduced in the backward pass, weights gathered in the next forward pass: same numbers, and meanwhile."""
+"""Tests of overlapped communication: gradients reduced in the backward pass, weights gathered in the next forward
+pass."""
 
 import pytest
 import torch

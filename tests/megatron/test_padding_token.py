@@ -1,4 +1,4 @@
-"""The padding token's embedding gets no gradient as an input, as in transformers."""
+"""Tests that the padding token's embedding gets no gradient as an input, as in transformers."""
 
 import pytest
 import torch

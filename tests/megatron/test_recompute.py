@@ -1,4 +1,4 @@
-"""What is computed again in the backward pass takes no memory until then, and changes no number."""
+"""Tests of recomputation: recomputed parts use no memory before the backward pass, and all numbers are unchanged."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Weights out: the checkpoint's own tensors on the first rank or on all, by as few collectives as it takes."""
+"""Tests of weight export: the checkpoint's own tensors on the first rank or on all, with few collectives."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""What a controller written for the reference asks of a policy, and losses that are not ours."""
+"""Tests of the policy interface: calls of a controller written for NeMo RL, and losses of other packages."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Log-probabilities of a reference, kept on disk: written as they are computed, by any layout."""
+"""Tests of a reference's log-probabilities on disk: written while they are computed, by any layout."""
 
 import zlib
 from types import SimpleNamespace

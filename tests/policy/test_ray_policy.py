@@ -1,4 +1,4 @@
-"""The Ray controller: torchrun's numbers, and failures that reach the driver within seconds."""
+"""Tests of the Ray controller: torchrun's numbers, and failures that reach the driver within seconds."""
 
 import os
 import signal

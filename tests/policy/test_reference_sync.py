@@ -1,4 +1,5 @@
-"""A reference that follows the policy: its log-probabilities by transformers, under layouts, through checkpoints."""
+"""Tests of a reference that follows the policy: log-probabilities by transformers, under layouts, through
+checkpoints."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Weights to an engine in other processes, and device memory given up for it: the same logits, the same training."""
+"""Tests of refit: weights are sent to an engine in other processes, and device memory is released for it."""
 
 import json
 import shutil

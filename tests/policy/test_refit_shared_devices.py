@@ -1,4 +1,4 @@
-"""A policy and an engine on the same devices: a block of weights on each, and memory that is given back."""
+"""Tests of a policy and an engine on the same devices: a block of weights on each, and memory that is released."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""The token at which a reward model is trained is the one at which it judges, and transformers reads it."""
+"""Tests that a reward model is trained at the same token at which it judges and at which transformers reads it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Reward models and top-k logits: transformers' numbers, the same under every layout."""
+"""Tests of reward models and top-k logits: transformers' numbers, the same under every layout."""
 
 import json
 

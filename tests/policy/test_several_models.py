@@ -1,4 +1,4 @@
-"""Models beside each other on one layout: none changes what another computes."""
+"""Tests of several models on one layout: no model changes the results of another."""
 
 import pytest
 import torch

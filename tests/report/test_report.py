@@ -1,4 +1,4 @@
-"""The report: of every kind of run's files, whatever state they are in; and as a browser shows it."""
+"""Tests of the report: for the files of every kind of run, in every state, and as a browser shows it."""
 
 import json
 import os

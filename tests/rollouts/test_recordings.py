@@ -1,4 +1,4 @@
-"""A recording names the weights that rollouts are of, without reading the model."""
+"""Tests that a recording identifies the weights of its rollouts without reading the whole model."""
 
 import json
 

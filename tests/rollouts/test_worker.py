@@ -1,4 +1,4 @@
-"""Conversations that replicas lead each by itself: the same as turn by turn, and judged while others are answered."""
+"""Tests of conversations that replicas run independently: equal to turn-by-turn generation, and judged meanwhile."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""The best validation: what it is, that its checkpoint stays and is exported, and that training ends after it."""
+"""Tests of the best validation: its choice, its checkpoint, its export, and early stopping."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Models by their names on the hub, out of a cache as the hub's own client keeps it."""
+"""Tests of models named by their hub names, from a cache in the format of the hub's client."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""Processes that were given something else than the first one end the run before its first step."""
+"""Tests that a run ends before its first step if the inputs of a process differ from those of process 0."""
 
 import json
 import os

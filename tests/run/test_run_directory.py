@@ -1,4 +1,4 @@
-"""Whose an output directory, a recording and weights are, as can be told without training."""
+"""Tests of the owner of an output directory, a recording and weights, without training."""
 
 import json
 from types import SimpleNamespace

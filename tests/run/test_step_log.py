@@ -1,4 +1,4 @@
-"""Logs of a run's steps: what goes on, what is cut, and what is no log."""
+"""Tests of the logs of a run's steps: continued logs, removed entries, and files that are not logs."""
 
 import pytest
 

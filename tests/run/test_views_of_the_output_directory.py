@@ -1,4 +1,4 @@
-"""Ranks that see other files in the output directory, as on a network file system, still do the same."""
+"""Tests that ranks agree although they see different files in the output directory, as on a network file system."""
 
 import json
 from pathlib import Path

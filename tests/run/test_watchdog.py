@@ -1,4 +1,4 @@
-"""What each rank is doing is told when somebody asks, and nothing is written before."""
+"""Tests of the watchdog: each rank reports what it is doing on request, and writes nothing before."""
 
 import os
 import threading

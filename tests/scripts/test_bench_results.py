@@ -1,4 +1,4 @@
-"""A benchmark that misses a bound says so and fails."""
+"""Tests that a benchmark reports a missed bound and fails."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The configurations for large models load, fit the models that they are for, and fit their GPUs by a simulation."""
+"""Tests that the configurations for large models load, match their models, and fit their GPUs in a simulation."""
 
 import pytest
 from programs import ROOT

@@ -1,4 +1,4 @@
-"""The search for a layout: what is tried, what becomes of what cannot be, and the table."""
+"""Tests of the search for a layout: the layouts tried, the refused ones, and the table."""
 
 import pytest
 import yaml

@@ -1,4 +1,5 @@
-"""Simulated ranks of large runs against published figures: parameters, state, operations, activations, loading."""
+"""Tests of simulated ranks of large runs against published figures: parameters, state, operations, activations,
+loading."""
 
 import json
 

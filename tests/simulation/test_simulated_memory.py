@@ -1,4 +1,4 @@
-"""What a real rank's process grows by is what its simulation says, allocator and libraries included."""
+"""Tests that the memory growth of a real rank's process equals the simulation's, including allocator and libraries."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""A simulated step asks of its models what the training program asks of them."""
+"""Tests that a simulated step makes the same calls to its models as the training program."""
 
 import json
 import os

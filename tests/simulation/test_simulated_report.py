@@ -1,4 +1,4 @@
-"""What a simulated step's report divides its sums into: memory by kind, products by part, work by replica, time."""
+"""Tests of the report of a simulated step: memory by kind, products by part, work by replica, time."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""A simulated rank takes what a real one takes: operations and transfers exactly, memory nearly."""
+"""Tests that a simulated rank has the costs of a real one: operations and transfers exactly, memory approximately."""
 
 import json
 import shutil

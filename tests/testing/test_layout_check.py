@@ -1,4 +1,4 @@
-"""The table: one DPO step sequence under every layout equals one process, and plain PyTorch."""
+"""Tests that a sequence of DPO steps under every layout equals one process and plain PyTorch."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Random compositions of layout, family and options equal one process; a seed draws one of them.
+"""Tests that random compositions of layout, family and options equal one process; a seed draws one of them.
 
 pytest -m "" tests/testing/test_random_compositions.py --composition SEED     that one alone
 """

@@ -1,4 +1,4 @@
-"""Functions on several processes: they meet although some fail to at first, and failures arrive."""
+"""Tests of functions on several processes: they form a group although some fail at first, and failures are reported."""
 
 import pytest
 import torch
