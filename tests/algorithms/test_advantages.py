@@ -58,7 +58,7 @@ def test_equal_rewards_give_exactly_nothing(reward, dtype):
 
 
 def test_others_that_are_equal_sharpen_nothing():
-    """Leave-one-out with two responses, or one that stands out: the deviation of the others is 0."""
+    """With leave-one-out and two responses, or one outlier, the deviation of the others is 0."""
     two = group_advantages(torch.tensor([[0.3, 0.7]], dtype=torch.float64), leave_one_out=True)
     torch.testing.assert_close(two, torch.tensor([[-0.4, 0.4]], dtype=torch.float64))
     out = group_advantages(torch.tensor([[0.1, 0.1, 0.9]], dtype=torch.float64), leave_one_out=True, epsilon=0.0)

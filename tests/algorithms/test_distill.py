@@ -160,7 +160,7 @@ def plainly_distilled(student_path, teacher_path, kind, topk):
 
 @pytest.fixture(scope="module")
 def plain_of(files):
-    """By plain PyTorch, computed once."""
+    """Compute the result with plain PyTorch, once."""
     return functools.cache(
         lambda student, teacher, kind, topk: plainly_distilled(files / student, files / teacher, kind, topk)
     )
@@ -207,7 +207,7 @@ def test_a_step_equals_plain_pytorch(student, teacher, kind, topk, layout, files
 
 @pytest.mark.long
 def test_a_run_over_the_whole_vocabulary(files):
-    """A larger teacher with another LM head, its step beside the one over as many tokens as there are."""
+    """A larger teacher with another LM head: its step equals the one over as many tokens as the vocabulary has."""
     metrics = {}
     for name, teacher, topk in (("whole", "wide", "null"), ("all", "teacher", "250"), ("same", "teacher", "null")):
         more = [
@@ -300,7 +300,7 @@ def distill(config):
 
 
 def test_a_token_that_the_teacher_has_no_embedding_of_is_told(files, tmp_path):
-    """One of the student's rows beyond the tokenizer, which a student of random weights answers with."""
+    """The student's response has a token id beyond the tokenizer, as random weights may generate."""
     teacher = make_model("llama", tmp_path / "teacher", vocab_size=90)
     overrides = [f"distillation.teacher={teacher}", "distillation.on_policy=true", "distillation.max_new_tokens=12"]
     values = yaml.safe_load((files / "distill.yaml").read_text())

@@ -67,7 +67,7 @@ def change(source, target, reward):
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_nothing_depends_on_a_sample_that_failed(algorithm, files, monkeypatch):
-    """Under two replicas, from a recording in which the failed samples say and earn something else."""
+    """Two replicas train from a recording in which the failed samples have other texts and rewards."""
     monkeypatch.setenv("PYTHONPATH", str(files))
     config, recording, changed = (files / f"{algorithm}{end}" for end in (".yaml", ".jsonl", "_changed.jsonl"))
     first = run(f"train_{algorithm}.py", config, "--record", recording)

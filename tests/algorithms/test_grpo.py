@@ -166,7 +166,7 @@ def test_on_policy_ratio():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Prompts whose best answers begin with a letter of the prompt's own; a judge for them."""
+    """Write prompts whose best responses start with a letter of the prompt, and a judge for them."""
     root = tmp_path_factory.mktemp("grpo")
     make_model("llama", root / "model", initializer_range=0.05)
     prompts = [{"prompt": f"say {letter}", "answer": letter} for letter in "abcdefghij" * 2]

@@ -191,7 +191,7 @@ def test_a_checkpoint_without_a_critic_is_told(files, whole_run):
 
 @pytest.mark.long
 def test_equal_rewards_still_teach_the_critic(files):
-    """There is no group to compare with; wrong rewards of tokens fail their samples."""
+    """Groups are not compared; samples with invalid token rewards fail."""
     train(
         files, "equal", "environment.function=token_judges:equal", "trainer.max_steps=2", "checkpoint.export_hf=false",
         "critic.export_hf=false", "loss={}",
@@ -259,7 +259,7 @@ def test_a_dry_run_estimates_the_memory_of_both_models(files):
 
 @pytest.mark.exhaustive
 def test_ppo_teaches_what_sft_taught_badly(tmp_path):
-    """The demo: held-out accuracy rises by at least 30 points; the critic tells some prompts from others."""
+    """The demo: held-out accuracy rises by at least 30 points, and the critic distinguishes prompts."""
     run("make_arithmetic_data.py", tmp_path / "data")
     sft, ppo = (ROOT / "configs" / name for name in ("sft_arithmetic.yaml", "ppo_cpu.yaml"))
     taught = [f"output_dir={tmp_path / 'sft'}", f"model.path={tmp_path / 'data' / 'model'}"]

@@ -75,7 +75,7 @@ def megatron_critic(config):
 
 
 def plain_values(model, data):
-    """[B, S] of transformers' hidden states, a row at a time."""
+    """Compute the values [B, S] from transformers' hidden states, row by row."""
     values = []
     for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True):
         hidden = model.model(ids[None, :length]).last_hidden_state[0]
@@ -85,7 +85,7 @@ def plain_values(model, data):
 
 
 def plain_gae(rewards, values, gamma, lam):
-    """Advantages of one sample's own tokens: a sum over what comes later, from the definition."""
+    """Compute advantages of one sample's response tokens from the definition: a sum over later tokens."""
     steps = len(rewards)
     errors = [rewards[t] + (gamma * values[t + 1] if t + 1 < steps else 0) - values[t] for t in range(steps)]
     return [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, steps)) for t in range(steps)]
@@ -198,7 +198,7 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
 @pytest.mark.parametrize("lam", [0.0, 0.7, 1.0])
 def test_gae_is_the_sum_that_defines_it(gamma, lam):
-    """Over gaps, rows of one token, of none, and whatever stands outside of responses."""
+    """Rows with gaps between responses, rows with one token or none, and arbitrary values outside of responses."""
     generator = torch.Generator().manual_seed(2)
     rewards, values = torch.randn(2, 6, 9, generator=generator, dtype=torch.float64)
     mask = (torch.rand(6, 9, generator=generator) < 0.6).float()

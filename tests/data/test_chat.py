@@ -321,7 +321,7 @@ def test_pairs_that_are_no_choice(tokenizer_of, tmp_path):
 
 
 def test_columns_filled_with_nulls_by_parquet(tokenizer_of, tmp_path):
-    """Arrow gives every message the keys of all, and every tool call's arguments those of all calls."""
+    """Arrow gives every message the keys of all messages, and every tool call the arguments of all calls."""
     import datasets
 
     messages = [*conversation("a"), {"role": "assistant", "content": "b", "weight": 1}]
@@ -346,7 +346,7 @@ KEEP = ("qwen2.5", "chatml without newline", "llama3", "mistral", "gemma", "gene
 @pytest.mark.parametrize("name", KEEP)
 @pytest.mark.parametrize("truncated", [False, True])
 def test_turns_are_joined_as_the_template_joins_them(name, truncated, tokenizer_of):
-    """A response as it was sampled, then what the template writes: together the whole conversation's text."""
+    """A sampled response plus the template's text after it gives the text of the whole conversation."""
     tokenizer = tokenizer_of(name)
     asked, answered = conversation("Hi"), conversation("Hi", "one two", "and?")
     prompt = tokenizer.apply_chat_template(asked, tokenize=True, add_generation_prompt=True, return_dict=False)

@@ -145,7 +145,7 @@ def records_of(kind, name):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A function that trains on named sources; returns what it said and the metrics of its steps."""
+    """Return a function that trains on named sources and returns the printed lines and the metrics of its steps."""
     root = tmp_path_factory.mktemp("mixture")
     model = make_model("llama", root / "model")
     numbers = iter(range(100))

@@ -69,7 +69,7 @@ def test_a_store_holds_what_memory_would(load_dataset, files, monkeypatch):
 
 
 def test_data_written_to_while_they_are_tokenized(files, monkeypatch):
-    """What would be kept under the name of what was there before."""
+    """Changed data is not stored under the name of the old data."""
 
     def collect(chunks, sequences_per_unit, directory):
         write(files / "data.jsonl", RECORDS[::-1])
@@ -141,7 +141,7 @@ def test_what_tokens_depend_on_makes_another_store(files, monkeypatch):
 
 
 def test_an_edit_that_keeps_size_and_time_is_noticed(files, monkeypatch):
-    """As a tool does that sets a file's time back: the inode's own time tells."""
+    """A tool sets a file's modification time back: the change time of the inode shows the change."""
     monkeypatch.setattr(token_cache, "SOURCE_BYTES_TO_REMEMBER", 0)
     data = files / "data.jsonl"
     first, state = load(files), os.stat(data)
@@ -156,7 +156,7 @@ def test_an_edit_that_keeps_size_and_time_is_noticed(files, monkeypatch):
 
 
 def test_one_process_of_a_node_reads_a_large_source_for_its_digest(files, monkeypatch):
-    """Beside many that want it at once; a lock of its own for each that opens the file."""
+    """Many processes need the same cache file at once; each that opens the file has a separate lock."""
     monkeypatch.setattr(token_cache, "SOURCE_BYTES_TO_REMEMBER", 0)
     cache = TokenCache(files / "cache", TokenizerSpec(files / "model", False, None))
     read, plain = [], token_cache.digest_of_file

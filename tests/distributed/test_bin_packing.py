@@ -51,7 +51,7 @@ def test_ranks_differ_by_less_than_a_bin(costs, count):
 
 
 def test_two_ranks_are_nearly_as_even_as_they_can_be():
-    """Beside all ways to cut twelve bins into two halves of equal number: 3 % on average (found: 2.2)."""
+    """Compare with all divisions of twelve bins into two halves of equal number: 3 % on average (found: 2.2)."""
     rng = random.Random(0)
     excess = []
     for _ in range(50):
@@ -75,7 +75,8 @@ def test_one_record_that_fits_nowhere():
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_no_bin_is_left_with_the_remainder(ranks):
-    """Also where as few bins as fit are as many as are wanted: full ones beside a rest would be uneven."""
+    """The number of bins is a multiple also if it equals the least possible number; otherwise bins would be
+    unbalanced."""
     bins = [box for rank in pack([100] * 64, [100.0] * 64, 2000, ranks) for box in rank]
     assert [len(box) for box in bins] == [16] * 4
     rng = random.Random(0)

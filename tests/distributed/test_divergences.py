@@ -27,7 +27,7 @@ def plain_divergences(student, teacher, beta):
 
 
 def distill_case(packing, cp):
-    """As the log-probabilities' case, with a teacher, a mask, and weights of the three divergences."""
+    """Return the case of the log-probabilities' tests with a teacher, a mask, and weights of the three divergences."""
     layout, rows, weights, hidden, head = make_case(packing, cp)
     g = torch.Generator().manual_seed(6)
     double = {"generator": g, "dtype": torch.float64}
@@ -37,7 +37,7 @@ def distill_case(packing, cp):
 
 
 def dense(packing, cp):
-    """Values and gradients in float64 by torch alone, one row at a time."""
+    """Compute values and gradients in float64 with torch only, row by row."""
     layout, _, mask, weights, hidden, head, (teacher_hidden, teacher_head) = distill_case(packing, cp)
     hidden.requires_grad_(), head.requires_grad_()
     found, total = torch.zeros_like(weights), 0.0
@@ -159,7 +159,7 @@ def test_a_gradient_goes_into_main_grad_and_none_to_the_teacher():
 
 
 def test_logits_of_all_tokens_never_exist(monkeypatch):
-    """The peak of forward and backward, beyond what goes in and the gradients, is some tiles."""
+    """The peak of forward and backward, beyond inputs and gradients, is a few tiles."""
     tokens, vocabulary, tile = 600, 2000, (100, 200)
     monkeypatch.setitem(fused.TILE_SHAPE, "cpu", tile)
     student, teacher = pair(tokens, vocabulary)

@@ -76,7 +76,7 @@ def test_share_of_whole_batch_has_all_rows():
 
 
 def exchanged():
-    """Two replicas of two ranks; each leads four of seven items or three, and wants others."""
+    """Two replicas of two ranks hold four and three of seven items, and request others."""
     topology = grid(width=2)
     own = {n: ["item", n, "x" * n] for n in range(7) if n % 2 == topology.data.rank} if topology.leads_replica else {}
     lists = [[7, 2**60], [], [-topology.data.rank]] if topology.leads_replica else []
@@ -103,7 +103,7 @@ LENGTHS = [3, 1, 5, 2, 4, 1, 2]
 
 
 def token_rows(rows):
-    """Right-padded, whatever stands in the padding."""
+    """Rows are right-padded; the values of the padding do not matter."""
     width = max((LENGTHS[row] for row in rows), default=1) + 2
     generators = [torch.Generator().manual_seed(row) for row in rows]
     return {
@@ -204,7 +204,7 @@ OUTCOMES = [
 
 
 def told(wells, places_of):
-    """Of steps in turn; whether texts were sent."""
+    """Return whether texts were sent, for each of several steps."""
     topology, sent = grid(width=2), []
     telling = SummaryExchange(topology)
     with pytest.MonkeyPatch.context() as patch:
@@ -270,7 +270,7 @@ def test_divide_of_own_rows_equals_the_plan_of_the_whole_batch(sharing):
 
 
 def scored_and_trained(config, data, division):
-    """Of own rows and of whole batches: scores (with their rows), metrics of a step and the gradients' norm."""
+    """Compare own rows with whole batches: scores (with their rows), metrics of a step, gradient norm."""
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2 if config.algorithm == "dpo" else 1)
@@ -337,7 +337,7 @@ def test_policy_own_rows_equal_whole_batch(family, layout, division, model_of):
 
 
 SPLIT = [[0, 1, 5, 6, 7, 12, 13, 14, 15], [2, 3, 4, 8, 9, 10, 11]]
-"""Of four groups of four rows two are on both replicas."""
+"""Two rows of four groups of four are on both replicas."""
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_train_refuses_batch_without_rows(model_of):
 
 
 def losses_of_a_token_that_is_not_finite(config, data, division):
-    """What is said of the loss on all rows, and on this replica's own."""
+    """Return the metrics of the loss on all rows, and on this replica's rows."""
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
@@ -421,7 +421,7 @@ def test_train_names_row_of_global_batch_for_nan_loss(model_of):
 
 
 class Units:
-    """Pairs of a store, which notes what is read."""
+    """Pairs of a dataset that records which of them are read."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(4)
@@ -477,7 +477,7 @@ def check_own_records(rows_per_group, results):
 
 
 class Evaluating:
-    """A policy that keeps what it is to evaluate."""
+    """A policy that stores the batches that it evaluates."""
 
     def __init__(self):
         self.topology, self.seen = Topology(), []
@@ -558,7 +558,7 @@ def shared_out(rows_per_group, with_experts, led):
 
 
 def make_rollouts(with_experts):
-    """Of which no experts are known at the last token, which was not fed to the model."""
+    """Experts are unknown at the last token, which the model has not read."""
     rollouts = []
     for n in range(10):
         prompt = [20 + n // 2] * 9

@@ -27,7 +27,7 @@ TEMPERATURE = 0.7
 
 
 def dense(packing, cp):
-    """Values and gradients in float64 by torch alone, one row at a time."""
+    """Compute values and gradients in float64 with torch only, row by row."""
     layout, rows, weights, hidden, head = make_case(packing, cp)
     hidden.requires_grad_(), head.requires_grad_()
     logprobs, entropy = torch.zeros_like(weights[0]), torch.zeros_like(weights[0])
@@ -139,7 +139,7 @@ def test_gradient_goes_into_main_grad():
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("has_main_grad", [False, True])
 def test_half_precision_factors_are_multiplied_as_they_are(temperature, has_main_grad, monkeypatch):
-    """As on a GPU, whose products of bfloat16 are left in fp32; beside fp64 of the same bfloat16 numbers."""
+    """Keep bfloat16 products in fp32, as a GPU does; compare with fp64 of the same bfloat16 numbers."""
     torch.manual_seed(0)
     hidden = torch.randn(700, 64).bfloat16().requires_grad_()
     head = torch.nn.Parameter(torch.randn(9000, 64).bfloat16() * 0.3)
@@ -169,7 +169,7 @@ def test_half_precision_factors_are_multiplied_as_they_are(temperature, has_main
 
 
 def test_products_leave_their_sums_in_fp32_on_a_device():
-    """The operator itself, on shapes: its arguments are those of this torch."""
+    """Run the operator on shapes: its arguments are those of this torch version."""
     assert module.WIDENING_PRODUCTS
     hidden, weight = (torch.empty(rows, 4, dtype=torch.bfloat16, device="meta") for rows in (6, 9))
     tiles = module.Tiles(hidden, weight, 9, 0.5)
@@ -183,8 +183,8 @@ def test_products_leave_their_sums_in_fp32_on_a_device():
 
 @pytest.mark.parametrize("widens", [True, False])
 def test_memory_beside_a_head_of_a_large_vocabulary(widens, monkeypatch):
-    """On shapes, in the tiles of a GPU, forward and backward, beside what is there anyhow; the logits alone would be
-    2.5 GB in half precision."""
+    """Run forward and backward on shapes, with the tiles of a GPU, and count the additional memory; the logits alone
+    would be 2.5 GB in half precision."""
     tokens, hidden_size, vocabulary = 8192, 4096, 151_936
     monkeypatch.setitem(module.TILE_SHAPE, "meta", module.TILE_SHAPE["cuda"])
     monkeypatch.setattr(module, "adds_widened", lambda device: widens)
@@ -254,7 +254,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("k", [1, 2, 14])
 def test_topk_straight_from_hidden_states(k):
-    """Of a vocabulary whose last shard is mostly padding, by chunks that do not divide the tokens."""
+    """The last shard of the vocabulary is mostly padding, and the chunks do not divide the tokens."""
     hidden, weight = a_linear_layer()
     expected = (hidden.double() @ weight.double().T)[:, :VOCAB].topk(k)
     for values, indices, largest in run_processes(linear_topk_on_shards, k, world_size=2):
@@ -265,7 +265,7 @@ def test_topk_straight_from_hidden_states(k):
 
 
 def test_bad_input():
-    """What a user sees, whose calls no test checks first."""
+    """Invalid calls of functions that users call directly give clear errors."""
     linear_logprobs, vocab_parallel_logprobs = map(
         inspect.unwrap, (module.linear_logprobs, module.vocab_parallel_logprobs)
     )
@@ -299,7 +299,7 @@ def unregistered_collective():
 
 
 def test_a_collective_that_autograd_cannot_see_is_an_error():
-    """What `run_processes` promises: the warning of wrong gradients is never only a warning."""
+    """`run_processes` turns the warning about wrong gradients into an error."""
     from mcore_rl.errors import WorkerError
 
     with pytest.raises(WorkerError, match="autograd kernel was not registered"):

@@ -113,7 +113,8 @@ def test_a_step_sends_tensors(algorithm, family, layout, model_of, tmp_path):
 
 
 def shared_and_gathered(with_experts):
-    """Two replicas of two ranks: what the first rank of each has is its replica's, and what all have is everyone's."""
+    """Two replicas of two ranks: objects of a replica come from its first rank, and every rank gets the objects of all
+    replicas."""
     from mcore_rl.models.generation.interfaces import Response, gather_responses, share_responses
 
     topology = grid(width=2)

@@ -33,7 +33,7 @@ ENDS = {
 
 
 def shared():
-    """Of each kind what this rank is told; rank 0 has the work."""
+    """Return the outcome of each kind on this rank; rank 0 runs the work."""
     heard = {}
     for kind in ENDS:
         work = Future()

@@ -27,7 +27,8 @@ ROWS = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=12), min_size=1
 @settings(deadline=None)
 @given(ROWS, st.integers(1, 5))
 def test_trees(rows, min_shared):
-    """Every row is what stands on its way from the root; only what is long enough is shared; nothing more than rows."""
+    """The path from the root gives every row; only prefixes that are long enough are shared; the tree has no other
+    rows."""
     ids, lengths = padded(rows)
     tree = PrefixTree.of_rows(ids, lengths, min_shared)
     assert sum(tree.lengths) <= sum(lengths)
@@ -75,7 +76,7 @@ def test_layouts_of_trees(units, cp, tail):
 
 
 def check_keys(layout, index, valid, cp):
-    """A real token sees itself and what comes before it in its row, and nothing else."""
+    """A real token sees itself and the earlier tokens of its row, and nothing else."""
     rows_of = {}
     for row, (places, there) in enumerate(zip(index.tolist(), valid.tolist(), strict=True)):
         for column, (place, real) in enumerate(zip(places, there, strict=True)):
@@ -97,7 +98,7 @@ def check_keys(layout, index, valid, cp):
 
 
 def test_a_filler_is_no_wider_than_what_it_stands_beside():
-    """One group for two ranks, in packs of one width: the filler is a whole unit with what its rows share."""
+    """One group for two ranks, in packs of one width: the filler is a whole unit with its shared rows."""
     ids = torch.tensor([[1] * 12 + [row] for row in range(4)])
     data = BatchedDataDict(input_ids=ids, input_lengths=torch.full((4,), 13), sample_mask=torch.ones(4))
     batching = MicrobatchPlanner(True, 64, 1, 1, dp_size=2, one_width=True, rows_per_group=4, min_shared=4)
@@ -139,7 +140,7 @@ def test_rows_that_begin_alike_and_share_nothing_have_the_gradients_of_unshared_
 
 
 def test_a_group_too_large_for_a_pack_is_cut():
-    """Eight responses of 6 to a prompt of 10, in packs of 30: the prompt stands in each of three or more."""
+    """Eight responses of 6 tokens to a prompt of 10, in packs of 30: each of three or more packs has the prompt."""
     prompt = list(range(1, 11))
     rows = [[*prompt, *[11 + i] * 6] for i in range(8)]
     ids, lengths = padded(rows)

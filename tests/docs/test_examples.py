@@ -28,7 +28,7 @@ def call(*command, cwd, path=ROOT):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """What `make demo` writes: model and data."""
+    """Return the model and data that `make demo` writes."""
     root = tmp_path_factory.mktemp("examples")
     call(sys.executable, ROOT / "scripts" / "make_demo_data.py", root / "outputs" / "demo", cwd=root)
     return root
@@ -125,7 +125,7 @@ def test_verify_a_layout_example_succeeds(demo):
 
 
 def blocks(page, kind):
-    """The code blocks of a kind: what stands behind it in the first line, and the text."""
+    """Yield the code blocks of a language: the rest of the first line, and the text."""
     return re.findall(rf"^```{kind}(?: (\S+))?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 

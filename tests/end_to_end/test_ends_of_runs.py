@@ -71,7 +71,7 @@ def files(tmp_path_factory):
 
 
 def saved(out):
-    """The names of the checkpoints, all of which are whole; nothing half written is beside them."""
+    """Return the names of the checkpoints; check that all are complete and that there are no partial files."""
     store = CheckpointStore(out / "checkpoints")
     assert not list(store.directory.glob(".*")), list(store.directory.iterdir())
     assert [problem for path in store.iterations() for problem in digest_problems(path)] == []
@@ -131,7 +131,7 @@ def judge(message_log, record):
 
 
 def test_run_saves_checkpoint_when_judge_fails(files, monkeypatch):
-    """Two steps of four samples are judged, those of the third are not."""
+    """All samples of two steps are judged, those of the third are not."""
     out = files / "judge_down"
     (files / "falling_judge.py").write_text(JUDGE)
     monkeypatch.setenv("PYTHONPATH", str(files), prepend=os.pathsep)
@@ -227,7 +227,7 @@ def set_experiment(name):
 
 @pytest.mark.long
 def test_failing_trackers_are_reported_once(files, tmp_path, monkeypatch):
-    """The run goes on; started again, it is the same run on Weights & Biases."""
+    """The training continues; after a restart, it is the same run on Weights & Biases."""
     (tmp_path / "wandb.py").write_text(WANDB)
     (tmp_path / "mlflow.py").write_text(MLFLOW)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)

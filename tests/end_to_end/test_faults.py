@@ -74,7 +74,7 @@ def finish(process, timeout=120):
 
 
 def kill_all(launcher):
-    """End torchrun and its ranks, which it puts into sessions of their own; returns what they printed."""
+    """End torchrun and its ranks, which have separate sessions; return their output."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in (launcher, *psutil.Process(launcher.pid).children(recursive=True)):
             process.kill()
@@ -105,7 +105,7 @@ def workers(launcher):
 
 
 def test_killed_ranks_lose_nothing(files, request):
-    """SIGKILL to a random rank at a random moment, every second time while a checkpoint is being written.
+    """Send SIGKILL to a random rank at a random time, every second time while a checkpoint is being written.
 
     torchrun starts the ranks again, and they go on from the newest checkpoint by themselves.
     """
@@ -149,7 +149,7 @@ def test_killed_ranks_lose_nothing(files, request):
 
 
 def save_with_a_writer_that(fate, config, directory):
-    """Two saves by rank; in the first, rank 1's writing process meets its `fate`."""
+    """Run two saves on each rank; in the first, the writer process of rank 1 has this `fate`."""
     from layout_cases import make_data
 
     from mcore_rl.algorithms.loss_functions import NLLLoss
@@ -208,7 +208,7 @@ def limit_files():
 
 @pytest.mark.parametrize(("on_failure", "status"), [("stop", 3), ("continue", 0)])
 def test_a_disk_that_is_full(files, on_failure, status):
-    """Shards do not fit; what was saved before stays."""
+    """The disk has no space for the shards; earlier checkpoints stay."""
     out = files / f"full_{on_failure}"
     first = start(files, out, "trainer.max_steps=2", processes=1)
     assert "checkpoint: " in finish(first)

@@ -42,7 +42,7 @@ def test_experts_are_those_that_the_server_told(layout, processes, root, tmp_pat
 
 
 def check_recording(path):
-    """Of the three sparse layers of four, at all tokens but the last of each conversation."""
+    """Return the experts of the three sparse layers of four, at all tokens except the last of each conversation."""
     turns = set()
     for line in path.read_text().splitlines():
         for rollout in json.loads(line)["rollouts"]:
@@ -102,7 +102,8 @@ ASKS = {"/health", "/v1/models", "/get_world_size", "/init_weight_transfer_engin
 
 
 def changes(log):
-    """The calls that change a server, from the first weights on; it says itself if it is asked in its sleep."""
+    """Return the calls that change a server after the first weights; a server that is called while asleep reports
+    it."""
     return [path for _, path in calls(log) if path not in ASKS]
 
 
@@ -138,7 +139,7 @@ LEFT = re.compile(r"a vLLM server is dropped: http://127.0.0.1:\d+[^\n]+")
 
 
 def test_servers_that_die_ahead_of_training_lose_no_sample(root, tmp_path):
-    """One as it answers for a later step, one as it gets weights; the third goes on alone."""
+    """One server dies while it generates for a later step, one while it receives weights; the third continues alone."""
     with serving(root / "dense", tmp_path, *[deadly(tmp_path)] * 3) as (urls, processes, logs):
         process, metrics, recording = ahead(root, tmp_path.name, urls)
         ended = {
@@ -150,8 +151,8 @@ def test_servers_that_die_ahead_of_training_lose_no_sample(root, tmp_path):
 
 
 def deadly(directory):
-    """Options by which the first server that comes to its ninth answer dies, and of the others the first to be sent
-    weights for the third time.
+    """Return options with which the first server that gets its ninth request dies, and of the others the first that
+    receives weights for the third time.
 
     Sixteen answers for each of two steps are asked for at first: of three servers or two one comes to its ninth, and
     before all have answered.
@@ -165,7 +166,7 @@ def is_dead(server):
 
 
 def test_the_last_server_ahead_of_training_ends_the_run(root, tmp_path):
-    """With one line and status 3; what was trained before is kept."""
+    """The run ends with one line and status 3; trained steps are kept."""
     with serving(root / "dense", tmp_path, *[deadly(tmp_path)] * 2) as (urls, processes, _):
         process, metrics, _ = ahead(root, tmp_path.name, urls, check=False)
         assert [server.wait(5) for server in processes] == [-signal.SIGKILL] * 2

@@ -28,7 +28,7 @@ CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
 
 
 def train(algorithm, path, overrides):
-    """In a process of its own, whose standard output is returned."""
+    """Run in a separate process; return its standard output."""
     import importlib
     import io
     from contextlib import redirect_stdout
@@ -89,7 +89,7 @@ def contents(directory):
 
 
 def refused(files, directory, message, *overrides, algorithm="sft"):
-    """The run ends with a user's error that says `message`, and everything in `directory` is as it was."""
+    """The run ends with a user's error that contains `message`, and all files in `directory` are unchanged."""
     before = contents(directory)
     with pytest.raises(WorkerError) as error:
         run(files, *overrides, algorithm=algorithm)
@@ -295,7 +295,7 @@ def make_adapter(base, directory, seed):
 
 @pytest.mark.long
 def test_a_precomputed_reference_is_of_its_adapter_and_whole(files, tmp_path):
-    """Two adapters one after the other in one directory, then each way in which what is stored can be damaged."""
+    """Two adapters one after the other in one directory, then each kind of damage to the stored files."""
     out, first, second = (tmp_path / name for name in ("out", "first", "second"))
     for seed, path in enumerate((first, second)):
         make_adapter(files / "model", path, seed)
@@ -370,7 +370,8 @@ def test_a_second_signal_ends_at_once(files, tmp_path):
 
 @pytest.mark.parametrize(("keep_last", "left"), [("null", [2, 4, 5]), ("2", [4, 5])])
 def test_the_clock_saves_between_the_intervals(keep_last, left, files, tmp_path):
-    """Every step is due; what the clock alone asked for goes when the next one is there, if nothing keeps it."""
+    """Every step is due; a checkpoint that only the clock requested is removed after the next one, unless retention
+    keeps it."""
     clock = ("checkpoint.save_minutes=1e-9", "checkpoint.save_interval=2", f"checkpoint.keep_last={keep_last}")
     text = run(files, f"output_dir={tmp_path}", "trainer.max_steps=5", "checkpoint.export_hf=false", *clock)
     assert text.count("checkpoint: ") == 5
@@ -409,7 +410,8 @@ if __name__ == "__main__":
 @pytest.mark.long
 @pytest.mark.parametrize(("killed_before", "found"), [("the next step", [2, 3]), ("the removal", [1, 2])])
 def test_a_restarted_run_removes_what_only_the_clock_saved(killed_before, found, files, tmp_path, monkeypatch):
-    """The run is killed while such a checkpoint is on disk, once after the commit of the one that replaces it."""
+    """The run is killed while such a checkpoint is on disk, once after the commit of the checkpoint that replaces
+    it."""
     (tmp_path / "killed.py").write_text(KILLED)
     overrides = ["checkpoint.save_minutes=1e-9", "checkpoint.save_interval=2", "checkpoint.asynchronous=false"]
     overrides += [f"output_dir={tmp_path / 'out'}", "trainer.max_steps=6", "checkpoint.export_hf=false"]

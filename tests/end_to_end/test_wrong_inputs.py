@@ -404,7 +404,7 @@ def attempt(monkeypatch, capfd, root):
 
 
 def start(name, module):
-    """What `if __name__ == "__main__"` does, in the module that coverage and monkeypatches know."""
+    """Run the script as `if __name__ == "__main__"` does, in the module that coverage and monkeypatches use."""
     source = Path(module.__file__).read_text()
     block = source.split('if __name__ == "__main__":\n')[1]
     exec(compile("if True:\n" + block, module.__file__, "exec"), {**vars(module), "__name__": "__main__"})
@@ -433,7 +433,7 @@ OF_A_RUN_ALONE = (
     *("function: 'nowhere:f'", "function: 'math:nothing'", "no_answer.jsonl", "vllm: {python"),
     *("no_weights", "pickles", "lacks_a_file"),
 )
-"""What it finds where it writes, judges and servers that it asks, weights: no part of what is simulated."""
+"""Replace the parts of a run that the simulation does not have: output files, judges, servers, weights."""
 
 SIMULATED = [
     (script, arguments, message)
@@ -505,7 +505,7 @@ def test_options_are_looked_at_before_anything_is_read(options, message, attempt
 
 
 def assert_says(told, message):
-    """`message` with `.*` for anything between its parts, or alternatives with `|`; the cache is no reason for others."""
+    """Check `message`, with `.*` for any text and `|` for alternatives; the token cache must not change the message."""
     assert "data.cache_dir" in message or "data.cache_dir" not in told, told
     for alternative in message.split("|"):
         position = 0

@@ -113,7 +113,7 @@ class Slow:
 
 
 def judge_slowly(store, numbers):
-    """With collectives that may take 3 s; ranks 0 and 2 lead a replica each."""
+    """Collectives have a timeout of 3 s; ranks 0 and 2 are the first of a replica."""
     import torch.distributed as dist
     from topologies import grid
 
@@ -123,7 +123,7 @@ def judge_slowly(store, numbers):
     from mcore_rl.rollouts.worker import Conversation, RolloutWorker
 
     class Tokenizer:
-        """As many tokens as letters."""
+        """A tokenizer with as many tokens as letters."""
 
         def decode(self, tokens, **kwargs):
             return "!"

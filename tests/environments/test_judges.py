@@ -114,7 +114,7 @@ def conversations():
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [0, 1], ids=["messages", "texts"])
 def test_trl_judge_calls_function_as_trl_does(kind, monkeypatch):
-    """The same arguments as its `_calculate_rewards` passes, but for its own objects."""
+    """The arguments are those that TRL's `_calculate_rewards` passes, except for its own objects."""
     from types import SimpleNamespace
 
     import torch

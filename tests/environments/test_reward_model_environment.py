@@ -27,7 +27,7 @@ CONVERSATIONS = [conversation(index) for index in range(11)]
 
 @torch.no_grad()
 def plain_rewards(judge, texts):
-    """Of conversations, or of texts, by transformers."""
+    """Compute the rewards of conversations, or of texts, with transformers."""
     model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(judge)
     texts = [t if isinstance(t, str) else tokenizer.apply_chat_template(t, tokenize=False) for t in texts]
@@ -66,7 +66,7 @@ def test_plain_texts_are_judged_as_a_model_of_plain_texts_was_trained(judge, mod
 
 @pytest.mark.long
 def test_a_run_is_judged_by_a_reward_model(judge, model_of, tmp_path):
-    """What is written beside each sample is the reward that transformers gives it."""
+    """The reward stored for each sample is the one that transformers computes."""
     prompts = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     config = grpo_config(model_of("llama"), judge).model_dump(mode="json", exclude_defaults=True)

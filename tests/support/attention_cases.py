@@ -1,4 +1,4 @@
-"""Packs for tests of attention, and what plain softmax attention says of them."""
+"""Packs for tests of attention, and the results of plain softmax attention on them."""
 
 import torch
 
@@ -7,12 +7,12 @@ from mcore_rl.models.megatron.attention import AttentionPattern
 
 DIM, LONG = 6, 24
 TREE = PrefixTree((9, 4, 1, 7, 12, 3, 3), (-1, 0, 1, 1, 0, -1, 5), (2, 3, 4, 6))
-"""Two prompts, one of which is continued by what is itself continued twice."""
+"""Two prompts. A segment that continues one of them is itself continued twice."""
 LONG_TREE = PrefixTree((4 * LONG + 61, 5, 40, 40), (-1, 0, 0, 0), (1, 2, 3))
 
 
 def layouts(cp):
-    """Awkward ones, by name."""
+    """Return layouts of unusual packs, by name."""
     multiple = 2 * cp if cp > 1 else 1
     return {
         "ragged": PackLayout.pack((1, 13, 2, 30, 1), cp, multiple, 80),
@@ -26,7 +26,8 @@ def layouts(cp):
 
 
 def predecessors(layout):
-    """[T, T]: whether a token's segment is another's, or continues it; by the segments' lengths and parents alone."""
+    """Return [T, T]: whether a token's segment is, or continues, another token's segment; computed from lengths and
+    parents only."""
     parents = layout.tree.parents if isinstance(layout, PrefixLayout) else ()
     starts = [sum(layout.segment_lengths[:segment]) for segment in range(len(layout.segment_lengths))]
     distance = torch.full((layout.total, layout.total), -1)
@@ -43,7 +44,8 @@ def predecessors(layout):
 
 
 def plain_attention(query, key, value, layout, window):
-    """Softmax of all pairs [T, T] in the pack's order; a token sees those before it less than `window` away."""
+    """Return softmax attention over all pairs [T, T] in the pack's order; a token sees earlier tokens less than
+    `window` away."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     distance = predecessors(layout)
@@ -60,14 +62,14 @@ def inputs(layout, heads, groups, dtype=torch.float64):
 
 
 def expected(layout, heads, groups, window):
-    """Output and the gradients of query, key and value [T, …], in the pack's order."""
+    """Return the output and the gradients of query, key and value [T, …], in the pack's order."""
     leaves, upstream = inputs(layout, heads, groups)
     out = plain_attention(*leaves, layout, window)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
 def in_one_process(attend, in_place, layout, heads, groups, window, dtype, device="cpu"):
-    """Each rank's part in turn: what all of them come to, on the CPU."""
+    """Compute the parts of all ranks one after the other in this process, on the CPU; return them combined."""
     leaves, upstream = inputs(layout, heads, groups, dtype)
     leaves, upstream = [x.detach().to(device).requires_grad_() for x in leaves], upstream.to(device)
     order = torch.argsort(layout.gather_order).to(device)  # of all ranks' rows, one rank's after the other's

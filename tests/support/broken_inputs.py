@@ -1,4 +1,4 @@
-"""Files that are wrong in one way each, beside a model, data and configurations that are right."""
+"""Files with one mistake each, and a correct model, data and configurations."""
 
 import json
 import shutil

@@ -59,12 +59,12 @@ class ForkedProgram:
         return self.poll()
 
     def poll(self):
-        """The first status that is not 0, once every rank has ended; None before."""
+        """Return the first exit status that is not 0, or 0, after every rank has ended; None before."""
         statuses = [rank.exitcode for rank in self._ranks]
         return None if None in statuses else next((status for status in statuses if status), 0)
 
     def communicate(self, timeout=60):
-        """Standard output and error of all ranks. When one fails, the others are ended.
+        """Return standard output and error of all ranks. If one fails, the others are ended.
 
         Raises:
             subprocess.TimeoutExpired: they have not ended within `timeout` seconds.
@@ -97,7 +97,7 @@ class ForkedProgram:
 
 
 def run_forked(arguments, environment=None, processes=1, cwd=None, timeout=90):
-    """The finished program, as `subprocess.run(…, capture_output=True, text=True)` gives it."""
+    """Run a program to its end; return its result as `subprocess.run(…, capture_output=True, text=True)` does."""
     program = ForkedProgram(arguments, environment, processes, cwd)
     try:
         out, err = program.communicate(timeout)
@@ -142,7 +142,7 @@ def _run(arguments, environment, cwd, files):
 
 
 def _status_of(code):
-    """The status of a process that ends by `sys.exit(code)`."""
+    """Return the exit status of a process that ends by `sys.exit(code)`."""
     if code is None or isinstance(code, int):
         return code or 0
     print(code, file=sys.stderr)

@@ -23,7 +23,8 @@ def make_prompts():
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    """By family; logits of an ordinary size, so that 1e-5 means something."""
+    """Return a function from a family's name to a model; its logits have an ordinary size, so that 1e-5 is
+    meaningful."""
     return models_below(tmp_path_factory.mktemp, initializer_range=0.1)
 
 
@@ -34,7 +35,7 @@ def config_of(path, layout=ParallelLayout()):  # noqa: B008 (frozen)
 
 
 def generate(config, params, greedy=False, slots=64, prompts=None, limits=None):
-    """Output, and the largest difference from the trainer's log-probabilities."""
+    """Return the output, and the largest difference from the trainer's log-probabilities."""
     from mcore_rl.models.generation.megatron_generation import MegatronGeneration
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -53,7 +54,7 @@ def generate(config, params, greedy=False, slots=64, prompts=None, limits=None):
 
 
 def drawn_logprobs(policy, data, params, greedy):
-    """[B, S] of the trainer's, in the distribution that transformers draws from."""
+    """Return the trainer's log-probabilities [B, S], in the distribution that transformers samples from."""
     if greedy or not params.filters:
         return policy.get_logprobs(data, temperature=1.0 if greedy else params.temperature)["logprobs"]
     best = policy.get_topk_logits(data, policy.hf_config.vocab_size)

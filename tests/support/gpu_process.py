@@ -1,4 +1,4 @@
-"""Functions in a process of their own, on a GPU or on the CPU, whatever the process of the tests sees."""
+"""Functions in a separate process, on a GPU or on the CPU, independent of the devices that the test process sees."""
 
 import functools
 import multiprocessing
@@ -11,17 +11,17 @@ import traceback
 import pytest
 
 SEEN = "MCORE_RL_TEST_DEVICES"
-"""Holds the CUDA_VISIBLE_DEVICES with which the tests were started; `every` if it was not set."""
+"""Variable with the CUDA_VISIBLE_DEVICES with which the tests were started; `every` if it was not set."""
 
 
 def hide_gpus():
-    """From this process, and from those that it starts, but for those on a GPU."""
+    """Hide GPUs from this process and from those that it starts, except those that run on a GPU."""
     os.environ.setdefault(SEEN, os.environ.get("CUDA_VISIBLE_DEVICES", "every"))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def visible_to(kind):
-    """The environment of a process on this kind of device."""
+    """Return the environment variables of a process on this kind of device."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if kind == "cuda":
         seen = environment.get(SEEN, "every")
@@ -32,7 +32,7 @@ def visible_to(kind):
 
 @functools.cache
 def no_gpu():
-    """Why nothing can be run on a GPU here; "" where it can."""
+    """Return why functions cannot run on a GPU here; "" if they can."""
     asked = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.is_available())"
     answer = subprocess.run(
         [sys.executable, "-c", asked], env=visible_to("cuda"), capture_output=True, text=True, timeout=120
@@ -49,7 +49,7 @@ DEVICES = [pytest.param("cpu", marks=pytest.mark.long), pytest.param("cuda", mar
 
 
 def run_on(kind, function, *arguments, timeout=300):
-    """What `function(*arguments)`, which can be imported by name, comes to on this kind of device.
+    """Run `function(*arguments)`, which must be importable by name, on this kind of device, and return its result.
 
     An error there is an AssertionError here, with its traceback. The process is ended after `timeout` seconds.
     """

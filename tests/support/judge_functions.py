@@ -8,7 +8,7 @@ from mcore_rl.environments.interfaces import Step
 
 
 def misbehave(message_log, record):
-    """A user's function: the response says what to do."""
+    """Judge as a user's function does; the response determines the behaviour."""
     response = message_log[-1]["content"]
     if response == "raise":
         raise ValueError("no such answer")
@@ -34,7 +34,7 @@ running = 0
 
 
 async def together(message_log, record):
-    """How many are judged at the same time."""
+    """Return the number of samples that are judged at the same time."""
     global running
     running += 1
     try:
@@ -55,7 +55,7 @@ async def thirds(message_log, record):
 
 
 def lengths(prompts, completions, completion_ids, scale, **columns):
-    """In TRL's form: what it was called with decides."""
+    """Judge in TRL's form; the rewards depend on the arguments."""
     if "die" in completions:
         os._exit(3)
     if "hang" in completions:
@@ -84,7 +84,7 @@ ODD = {
 
 
 def by_token(message_log, record, response_ids):
-    """Each token earns its own number; of odd texts something else."""
+    """Give each token its own number as a reward; for odd texts, return invalid rewards."""
     odd = {"nan": [float("nan")], "text": "1", "number": 1.0, "bool": [True]}
     return Step(1.0, token_rewards=odd.get(message_log[-1]["content"], [float(token) for token in response_ids]))
 
@@ -98,12 +98,12 @@ def one_token(message_log, record):
 
 
 def oddly(message_log, record):
-    """A step that no conversation could go on with."""
+    """Return a step with which no conversation can continue."""
     return Step(1.0, **ODD[message_log[-1]["content"]])
 
 
 def calculator(message_log, record):
-    """A tool between turns: `calc: 6*7` is answered; anything else is the answer."""
+    """Judge conversations with a tool: `calc: 6*7` is answered; any other response is the final answer."""
     response = message_log[-1]["content"]
     if response.startswith("calc:"):
         left, right = response.removeprefix("calc:").split("*")

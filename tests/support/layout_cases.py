@@ -19,7 +19,7 @@ STEPS = 3
 
 
 def make_data() -> BatchedDataDict:
-    """Ragged pairs with random masks; one row of one counted token, one pair that does not count."""
+    """Return ragged pairs with random masks; one row has a single counted token, one pair does not count."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(3, 60, (12,), generator=generator)
     lengths[3] = 2
@@ -56,7 +56,7 @@ def make_config(path, **optimizer) -> DPOConfig:
 
 
 def plain_logprobs(model, data):
-    """[B, S] in float32 from transformers alone, a row at a time."""
+    """Compute log-probabilities [B, S] in float32 with transformers only, row by row."""
     rows = []
     for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True):
         logits = model(ids[None, :length]).logits[0, :-1].double()
@@ -66,7 +66,7 @@ def plain_logprobs(model, data):
 
 
 def plain_dpo(logprobs, data, dpo):
-    """Loss and metrics written from the formulas."""
+    """Compute loss and metrics from the formulas."""
     mask, counts = data["token_mask"].double(), data["sample_mask"].double()
     reference = torch.zeros_like(logprobs)
     reference[:, 1:] = data["reference_policy_logprobs"][:, :-1]
@@ -89,7 +89,8 @@ def plain_dpo(logprobs, data, dpo):
 
 
 def plain_router_losses(model, data):
-    """DeepSeek-V3's balance loss of each sequence (its eq. 17 to 20) and ST-MoE's z-loss, summed over layers."""
+    """Compute DeepSeek-V3's balance loss of each sequence (its eq. 17 to 20) and ST-MoE's z-loss, summed over
+    layers."""
     balance = z = 0.0
     rows = [row for row, mask in enumerate(data["sample_mask"].tolist()) if mask]
     tokens = sum(data["input_lengths"][rows].tolist())
@@ -106,7 +107,7 @@ def plain_router_losses(model, data):
 
 
 def as_saved(model, value_of):
-    """Values of a model's parameters and buffers, by the names and in the shapes in which transformers saves them."""
+    """Return values of a model's parameters and buffers, with the names and shapes in which transformers saves them."""
     copied = copy.deepcopy(model)
     with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
         for tensor, own in zip(copied.state_dict().values(), model.state_dict(keep_vars=True).values(), strict=True):
@@ -120,7 +121,7 @@ def gradient_of(tensor):
 
 
 def plain_outcome(config, data, prepare=lambda model: None) -> LayoutResult:
-    """The same steps with transformers and torch.optim, nothing of this package."""
+    """Run the same steps with transformers and torch.optim, without this package."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     prepare(model)
     optimizer = torch.optim.AdamW(
@@ -145,7 +146,7 @@ def plain_outcome(config, data, prepare=lambda model: None) -> LayoutResult:
 
 @pytest.fixture(scope="module")
 def outcomes(model_of):
-    """A family's outcome by plain PyTorch and by one process, computed once."""
+    """Return a function that computes a family's results by plain PyTorch and by one process, once."""
     made = {}
 
     def get(family):
@@ -159,7 +160,7 @@ def outcomes(model_of):
 
 
 def run_steps(config, directory, load, steps):
-    """Metrics and whole weights after `steps` more steps, then a checkpoint."""
+    """Return metrics and whole weights after `steps` more steps, then write a checkpoint."""
     from mcore_rl.models.megatron.weights import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -181,7 +182,7 @@ def lora_config(model_path, **lora):
 
 
 def with_experts(data, layers, count, topk):
-    """The batch with experts of every token drawn at random, not known at some."""
+    """Return the batch with random experts for every token; some are unknown."""
     generator = torch.Generator().manual_seed(8)
     shape = (*data["input_ids"].shape, layers, count)
     experts = torch.rand(shape, generator=generator).argsort(-1)[..., :topk].short()

@@ -9,7 +9,7 @@ LENGTHS = (9, 1, 16, 2, 5)  # a single token has nothing to predict
 
 
 def make_case(packing: bool, cp: int):
-    """Hidden states of the pack, LM head, rows and a random weight for every log-probability and entropy."""
+    """Return hidden states of the pack, LM head, rows, and a random weight for every log-probability and entropy."""
     g = torch.Generator().manual_seed(5)
     width = max(LENGTHS)
     multiple = 2 * cp
@@ -30,7 +30,7 @@ def make_case(packing: bool, cp: int):
 
 
 def groups_of(tp, cp):
-    """This rank's tensor- and context-parallel groups of a world of tp × cp (tensor varies fastest)."""
+    """Return this rank's tensor- and context-parallel groups in a world of tp × cp (tensor varies fastest)."""
     rank = torch.distributed.get_rank()
     tensor = [torch.distributed.new_group([c * tp + t for t in range(tp)]) for c in range(cp)][rank // tp]
     context = [torch.distributed.new_group([c * tp + t for c in range(cp)]) for t in range(tp)][rank % tp]

@@ -25,7 +25,7 @@ DPO = {
 
 
 def batch(seed=0, rows=ROWS, dtype=torch.float64):
-    """Logits and ragged rows with random masks: one row without counted tokens, one masked sample."""
+    """Return logits and ragged rows with random masks: one row without counted tokens, one masked sample."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, WIDTH + 1, (rows,), generator=g)
     lengths[0] = WIDTH
@@ -52,7 +52,7 @@ def batch(seed=0, rows=ROWS, dtype=torch.float64):
 
 
 def logprobs_of(logits, data):
-    """[B, S − 1] by torch alone."""
+    """Compute log-probabilities [B, S − 1] with torch only."""
     scores = F.log_softmax(logits.double(), dim=-1)[:, :-1]
     return scores.gather(2, data["input_ids"][:, 1:, None])[..., 0]
 
@@ -109,7 +109,7 @@ PG_VARIANTS = {
 
 
 def pack(logits, data, multiple, tail):
-    """The rows' true tokens behind one another, padded, as [1, T, V]; cu_seqlens and its padded form."""
+    """Concatenate the rows' real tokens with padding, as [1, T, V]; return also cu_seqlens and its padded form."""
     lengths = [int((row.nonzero().max() if row.any() else torch.tensor(0)) + 1) for row in data["token_mask"]]
     padded = [-(-n // multiple) * multiple for n in lengths]
     parts = [F.pad(logits[i, :n], (0, 0, 0, p - n)) for i, (n, p) in enumerate(zip(lengths, padded, strict=True))]

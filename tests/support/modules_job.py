@@ -1,4 +1,4 @@
-"""A job of the process that writes checkpoints: it tells which modules that process has imported."""
+"""A job of the process that writes checkpoints; it returns the names of the modules that this process has imported."""
 
 import sys
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Ports for tests that must name one before somebody listens on it."""
+"""Free ports for tests that must name a port before a process listens on it."""
 
 import random
 import socket
@@ -10,7 +10,7 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A port of this machine on which nobody listens; never the same twice in a process."""
+    """Return a port of this machine on which no process listens; never the same twice in a process."""
     for port in random.SystemRandom().sample(CANDIDATES, 200):
         if port in _given:
             continue

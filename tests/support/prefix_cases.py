@@ -13,7 +13,8 @@ def padded(rows):
 
 
 def make_pairs():
-    """Pairs: with a long prompt; a short one; equal rows; one the beginning of the other; nothing in common.
+    """Return pairs: with a long prompt, with a short one, with equal rows, with one row the start of the other, with
+    nothing in common.
 
     Tokens of prompts count in some rows and not in others.
     """
@@ -43,7 +44,7 @@ def make_pairs():
 
 
 def make_groups():
-    """Four prompts of 4 responses each, some of them equal; advantages that are not exact."""
+    """Return four prompts with 4 responses each, some of them equal; the advantages are inexact numbers."""
     generator = torch.Generator().manual_seed(12)
 
     def tokens(low, high):

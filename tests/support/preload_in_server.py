@@ -1,4 +1,4 @@
-"""What processes of the tests import sooner or later, imported in the server that they are forked from."""
+"""Modules that the test processes import, imported once in the server from which they are forked."""
 
 import accelerate  # noqa: F401  # transformers imports it with the first model that it loads
 import shape_checks  # noqa: F401  # before anything of the package

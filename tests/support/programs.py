@@ -1,4 +1,4 @@
-"""Helpers of tests that run whole programs: start them, and read their metrics."""
+"""Helpers of tests that run whole programs: start them and read their metrics."""
 
 import json
 import os
@@ -16,7 +16,7 @@ TIMEOUT = 240
 
 
 def run(script, *arguments, processes=1, check=True, launcher=False):
-    """The finished script of this repository; its processes are killed when it takes too long.
+    """Run a script of this repository to its end; kill its processes after a time limit.
 
     Args:
         launcher: start it by torchrun and a new interpreter, not by a fork of the server of test processes.

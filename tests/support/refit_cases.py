@@ -18,7 +18,7 @@ def prompts():
 
 
 def engine_of(path):
-    """A transformers model with no weights worth anything, and how to set them."""
+    """Return a transformers model with meaningless weights, and a function that sets them."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -35,7 +35,7 @@ def engine_of(path):
 
 @torch.no_grad()
 def engine_outputs(model):
-    """Log-probabilities of the prompts' tokens, and the largest logits at each position."""
+    """Return log-probabilities of the prompts' tokens, and the largest logits at each position."""
     logits = model(prompts()).logits
     logprobs = logits[:, :-1].log_softmax(-1).gather(2, prompts()[:, 1:, None])[..., 0]
     return logprobs, logits.topk(BEST).values
@@ -47,7 +47,7 @@ def policy_outputs(policy):
 
 
 def share_and_receive(config):
-    """The first rank's process starts the engine's, which takes the weights from shared memory."""
+    """Run a policy whose first rank starts an engine process, which reads the weights from shared memory."""
     import multiprocessing
 
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy

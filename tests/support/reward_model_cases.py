@@ -12,7 +12,7 @@ LIMIT = 70
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory):
-    """A sequence classifier of another family and size than any policy here."""
+    """Write a sequence classifier of another family and size than the policies here."""
     directory = tmp_path_factory.mktemp("judge")
     torch.manual_seed(5)
     config = make_config("qwen2", num_hidden_layers=4, hidden_size=32, num_labels=1, tie_word_embeddings=False)

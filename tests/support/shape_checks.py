@@ -1,4 +1,4 @@
-"""Importing this makes the tensor functions of the package check the shapes in their signatures."""
+"""Shape checks: importing this module makes the package's tensor functions check the shapes in their signatures."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Configurations for tests of the simulation, and the real step beside it."""
+"""Configurations for tests of the simulation, and the corresponding real step."""
 
 import multiprocessing
 import os
@@ -32,7 +32,7 @@ def config_of(directory, algorithm=SFTConfig, **sections):
 
 
 def in_processes(function, *argument_lists):
-    """Each call in a process of its own, which has imported nothing yet."""
+    """Run each call in a separate process, which has imported nothing yet."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(argument_lists), context, max_tasks_per_child=1) as pool:
         waiting = [pool.submit(function, *arguments) for arguments in argument_lists]
@@ -54,7 +54,7 @@ MIXTURE = {
     "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
 }  # fmt: skip
 EQUAL = Sequences((192,) * 8, (96,) * 8)
-"""Every rank's packs have one size, under all layouts."""
+"""Sequences with which every rank's packs have the same size, under all layouts."""
 
 
 def call(*arguments):

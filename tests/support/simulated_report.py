@@ -1,4 +1,4 @@
-"""A report that nothing was simulated for; a module of its own, which a process imports quickly."""
+"""A report without a simulation; a separate module, which a process imports quickly."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ REPORT = RankReport(
 
 
 def killed_at_tp2(config, rank, world_size, sequences):
-    """As `simulate_rank`, on a machine that has no memory for one layout."""
+    """Replace `simulate_rank` on a machine without enough memory for one layout."""
     if config.parallel.tensor_model_parallel_size == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     return REPORT

@@ -128,7 +128,7 @@ ARCHITECTURES = [family for family in FAMILIES if family != "deep"]
 
 
 def models_below(make_directory, **changes):
-    """A function from a family's name to the directory of a small model of it, which is made once.
+    """Return a function from a family's name to the directory of a small model of it, which is written once.
 
     Args:
         make_directory: gives a new directory of this name.
@@ -145,7 +145,8 @@ def models_below(make_directory, **changes):
 
 
 def and_long(quick, long, exhaustive=()):
-    """Cases of a parametrised test, of which the second and the third lot run only when such tests are asked for."""
+    """Return the cases of a parametrised test; those in `long` and `exhaustive` run only when such tests are
+    selected."""
     lots = (long, pytest.mark.long), (exhaustive, pytest.mark.exhaustive)
     marked = [(case if isinstance(case, tuple) else (case,), mark) for cases, mark in lots for case in cases]
     return [*quick, *(pytest.param(*case, marks=mark) for case, mark in marked)]
@@ -184,7 +185,7 @@ def make_model(family: str, directory: Path, **changes) -> Path:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character."""
+    """Return a tokenizer with one token per character."""
     special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|unk|>"]
     characters = sorted(set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,!?'+-*/=\n"))
     tokens = [*special, *characters]

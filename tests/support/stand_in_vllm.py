@@ -1,4 +1,4 @@
-"""Answers as vLLM's server does, by transformers: `python tests/support/stand_in_vllm.py MODEL PORT LOG …`.
+"""A stand-in for vLLM's server, by transformers: `python tests/support/stand_in_vllm.py MODEL PORT LOG …`.
 
 Every token is drawn from all that is before it by the weights of the moment, in fp32. LOG gets a line for each call.
 """
@@ -29,7 +29,7 @@ from mcore_rl.models.policy.refit import RefitReceiver, decode_refit_info
 
 
 class Engine:
-    """The model, what it is asked, and what comes of its weights."""
+    """The model, the requests to it, and the responses from its weights."""
 
     def __init__(self, options):
         self.options, self.config = options, AutoConfig.from_pretrained(options.model)
@@ -38,7 +38,7 @@ class Engine:
         self.counts, self.asleep, self.receiver, self.received = {}, False, None, {}
 
     def count(self, path):
-        """Note a call; die where that was asked for."""
+        """Record a call; exit if this call is to fail."""
         with self.lock:
             self.counts[path] = self.counts.get(path, 0) + 1
             with open(self.options.log, "a") as log:
@@ -53,7 +53,7 @@ class Engine:
     # ------------------------------------------------------------ answers
 
     def refusal(self, body):
-        """A status for a response that is not to be given, 0 for any other."""
+        """Return the status with which a request is refused; 0 for any other request."""
         status, modulus = self.options.refuse
         return status * (modulus > 0 and body["sampling_params"]["seed"] % modulus == 0)
 
@@ -99,7 +99,7 @@ class Engine:
         self.receiver.init_collective(info["ip"], info["port"], info["first_rank"], info["world_size"], info["timeout"])
 
     def load(self, version):
-        """Through a file, as transformers reads what it is published as."""
+        """Load weights from a file, in the format in which transformers reads published weights."""
         with TemporaryDirectory() as directory:
             self.config.save_pretrained(directory)
             tensors = {name: tensor.contiguous() for name, tensor in self.received.items()}
@@ -138,7 +138,7 @@ class Engine:
 
 
 def told_experts(config, num_tokens):
-    """[tokens, layers, topk] experts that no router would choose, each once; of a dense layer nothing but zeros."""
+    """Return experts [tokens, layers, topk] that no router would choose, each once; dense layers have zeros."""
     place = np.arange(num_tokens)[:, None, None] + 3 * np.arange(config.num_hidden_layers)[None, :, None]
     experts = (place + np.arange(config.num_experts_per_tok)) % config.num_experts
     experts[:, config.mlp_only_layers] = 0
@@ -146,7 +146,7 @@ def told_experts(config, num_tokens):
 
 
 def encode(array):
-    """As vLLM writes it: base64 of a .npy file."""
+    """Encode an array as vLLM does: base64 of a .npy file."""
     file = io.BytesIO()
     np.save(file, array)
     return base64.b64encode(file.getvalue()).decode()
@@ -213,7 +213,8 @@ def main():
 
 @contextmanager
 def serving(model, directory, *options):
-    """Stand-ins, one for each list of options: their URLs as an override, their processes, and their calls' files."""
+    """Start stand-ins, one for each list of options; return their URLs as an override, their processes, and their
+    logs."""
     directory.mkdir(parents=True, exist_ok=True)
     ports = [free_port() for _ in options]
     logs = [directory / f"{port}.jsonl" for port in ports]
@@ -243,7 +244,7 @@ def wait_for(url):
 
 
 def calls(log):
-    """(time, path) of each."""
+    """Return (time, path) of each call."""
     return [tuple(json.loads(line)) for line in log.read_text().splitlines()]
 
 

@@ -8,7 +8,7 @@ from mcore_rl.distributed.topology import ParallelDimension, Topology
 
 
 def grid(width: int = 1) -> Topology:
-    """All processes of the run as replicas of `width` tensor-parallel ranks. Collective."""
+    """Return the processes of the run as replicas of `width` tensor-parallel ranks. Collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def dimension(members: list[list[int]]) -> ParallelDimension:

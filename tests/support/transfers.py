@@ -7,13 +7,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def where():
-    """The line of this package that runs, and the one that called it."""
+    """Return the line of this package that runs, and the line that called it."""
     frames = [f for f in traceback.extract_stack() if "mcore_rl" in f.filename]
     return [f"{frame.filename}:{frame.lineno}" for frame in frames[-2:]]
 
 
 class Transfers(TorchDispatchMode):
-    """What goes from the host's memory to a simulated device: for what of it the host would wait, and for what not."""
+    """Counter of transfers from the host's memory to a simulated device: those that block the host, and the others."""
 
     def __init__(self):
         super().__init__()

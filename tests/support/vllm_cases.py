@@ -20,7 +20,7 @@ from mcore_rl.models.generation.vllm_client import Request, ServerPool, VLLMServ
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Two models, prompts, a judge of two turns and a configuration."""
+    """Write two models, prompts, a judge of two turns and a configuration."""
     root = tmp_path_factory.mktemp("vllm_runs")
     make_model("qwen2", root / "dense", initializer_range=0.1)
     make_model("qwen3_moe", root / "mixture", initializer_range=0.1)
@@ -53,7 +53,7 @@ def root(tmp_path_factory):
 
 
 def train(root, name, *options, processes=1, check=True):
-    """The finished run, and its metrics."""
+    """Run a training program to its end; return its result and its metrics."""
     arguments = (root / "grpo.yaml", f"output_dir={root / name}", *options)
     process = run("train_grpo.py", *arguments, processes=processes, check=check)
     return process, metrics_of(root / name) if (root / name / "metrics.jsonl").exists() else []
@@ -67,7 +67,8 @@ PARAMS = SamplingParams(5, temperature=0.7, top_p=0.9, stop_token_ids=(1, 2), st
 
 
 class Stub(BaseHTTPRequestHandler):
-    """Answers with the prompt's last token and the seed, as vLLM would write it; `server.behave` may object."""
+    """Server stub whose response is the prompt's last token and the seed, in vLLM's format; `server.behave` may
+    refuse."""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -96,7 +97,7 @@ class Stub(BaseHTTPRequestHandler):
 
 @contextmanager
 def pool_of(*behaviours, connections=3, seconds=20.0, handler=Stub):
-    """A pool of stubs, their requests, and what it says of those that it drops."""
+    """Return a pool of stubs, their requests, and the messages about dropped servers."""
     stubs, dropped = [], {}
     for behave in behaviours:
         stub = ThreadingHTTPServer(("127.0.0.1", 0), handler)
