@@ -83,7 +83,7 @@ def test_imports_follow_the_order():
 
 
 def test_megatron_is_imported_under_models_megatron_only():
-    """Its private names are used in `internals` only."""
+    """Only `models.megatron` imports Megatron, and only its module `internals` uses private names."""
     elsewhere, private = [], []
     for name, tree in modules().items():
         if not name.startswith("mcore_rl.models.megatron"):
@@ -130,7 +130,8 @@ NEED_NO_DEVICE = (
 
 
 def test_a_device_is_chosen_by_a_call_before_megatron_is_imported():
-    """What needs no Megatron is imported without; the rest says what to call, and can then be imported after all."""
+    """Modules that do not need Megatron are imported without it; others name the function to call first, after which
+    they can be imported."""
     code = f"""
 import sys
 for name in {NEED_NO_DEVICE}:

@@ -207,7 +207,8 @@ def test_a_step_equals_plain_pytorch(student, teacher, kind, topk, layout, files
 
 @pytest.mark.long
 def test_a_run_over_the_whole_vocabulary(files):
-    """A larger teacher with another LM head: its step equals the one over as many tokens as the vocabulary has."""
+    """Training with a larger teacher, which has another LM head; top-k with k = vocabulary equals the whole
+    vocabulary."""
     metrics = {}
     for name, teacher, topk in (("whole", "wide", "null"), ("all", "teacher", "250"), ("same", "teacher", "null")):
         more = [

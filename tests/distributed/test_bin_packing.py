@@ -75,7 +75,7 @@ def test_one_record_that_fits_nowhere():
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_no_bin_is_left_with_the_remainder(ranks):
-    """The number of bins is a multiple also if it equals the least possible number; otherwise bins would be
+    """Bins are evenly full also if the least possible number of bins is used; full bins and a remainder would be
     unbalanced."""
     bins = [box for rank in pack([100] * 64, [100.0] * 64, 2000, ranks) for box in rank]
     assert [len(box) for box in bins] == [16] * 4

@@ -23,7 +23,7 @@ def model_path(tmp_path_factory):
 
 
 def use_small_blocks(lag=0):
-    """Blocks of a few tokens, few of them gathered at a time; looks that come late, as on a GPU."""
+    """Blocks of a few tokens, few of them allocated at once; delayed checks for finished sequences, as on a GPU."""
     from mcore_rl.distributed import logprobs
     from mcore_rl.models.generation import continuous_batching, decoder
 
@@ -117,7 +117,7 @@ def test_the_cache_holds_what_lengths_need(model_path):
     )
     limits = [90] + [6] * (rows - 1)
     held, needed, left = run_processes(tokens_held, config, prompts, limits, rows, world_size=1)[0]
-    # A block that is not full and one ahead for each sequence, and what growing takes at a time.
+    # Each sequence has at most a partial block and one in advance; the rest is the increment of the cache.
     assert held <= 1.25 * (needed + 2 * BLOCK * rows)
     assert held < rows * (4 + 90) / 5, "not as many rows of the longest"
     assert left == [0]
@@ -150,7 +150,7 @@ def test_blocks_are_free_when_nobody_has_them():
 
 
 def generate_beside_training(path, offload):
-    """Responses before and after a step, the step's metrics, and what the device held as they were generated."""
+    """Return responses before and after a step, the step's metrics, and the device's memory during generation."""
     from mcore_rl.algorithms.grpo import build_generation
     from mcore_rl.algorithms.loss_functions import NLLLoss
     from mcore_rl.models.megatron.optimizer import gradient_buffers, optimizer_tensors

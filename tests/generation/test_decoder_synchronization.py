@@ -62,7 +62,7 @@ def waits_of_decoding(path, new_tokens):
 
 @pytest.mark.long
 def test_generate_waits_for_host_copies_of_responses_only(model_of):
-    """Of a token it is told when the next ones are being computed; for two times as many it waits no more often."""
+    """The host reads a token while the next ones are computed; twice as many tokens need no more waits."""
     seen = []
     for tokens, run in zip(
         (20, 40), in_processes(waits_of_decoding, (model_of("llama"), 20), (model_of("llama"), 40)), strict=True

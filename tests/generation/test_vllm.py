@@ -212,7 +212,7 @@ def draw(config, rows):
 
 
 def test_a_sample_is_of_seed_and_sample_id(root, urls):
-    """Whatever stands beside it, and whichever server answers."""
+    """A response does not depend on the other requests or on the server."""
     config, rows = config_of(root, urls), list(range(len(make_prompts()["input_ids"])))
     alone, some, others = (
         run_processes(draw, one, chosen, world_size=1)[0]
@@ -223,7 +223,7 @@ def test_a_sample_is_of_seed_and_sample_id(root, urls):
 
 
 def test_ends(root, urls):
-    """A stop string ends a response behind it, and so does a stop token; the limit is told."""
+    """A response ends after a stop string or a stop token; a response that reaches the limit is marked."""
     rows, tokenizer = list(range(len(make_prompts()["input_ids"]))), make_tokenizer()
     free = run_processes(draw, config_of(root, urls), rows, world_size=1)[0]
     start = make_prompts()["input_lengths"].tolist()
@@ -287,8 +287,8 @@ def test_a_run_resumes_and_either_backend_replays_the_others_recording(root, url
 
 
 def test_rollouts_ahead_of_training(root, urls):
-    """Each token has the log-probability that transformers gives it by the weights of the version it is said to be of;
-    ages are bounded; prompts come in their order, and a resumed run goes on with them."""
+    """Each token has the log-probability that transformers computes with the weights of its version; staleness is
+    bounded; prompts keep their order, and a resumed run continues with them."""
     stale = (
         "grpo.max_staleness=1", "loss.use_importance_sampling_correction=true",
         "loss.truncated_importance_sampling_ratio=2", "checkpoint.save_interval=1", "trainer.max_steps=5",
@@ -412,7 +412,7 @@ def test_servers_that_are_not_there_or_too_small(root, urls):
 
 
 def servers_of(mark):
-    """Processes that were started with this mark in their environment, but for those that ended."""
+    """Return the live processes that were started with this mark in their environment."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -493,7 +493,7 @@ def kill(url):
 
 
 def live_dangerously(config):
-    """Of three servers one dies while it answers, one while it gets weights, then the last."""
+    """Of three servers, one dies while it generates, one while it receives weights, and then the last one."""
     from mcore_rl.algorithms.grpo import build_generation
     from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
     from mcore_rl.losses.options import ClippedPGOptions

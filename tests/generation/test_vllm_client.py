@@ -105,7 +105,7 @@ def test_nobody_listens():
 
 
 def test_weights_may_change_while_a_server_answers():
-    """Each token is of the weights that the server says; ones older than those at its beginning are a failure."""
+    """Each token belongs to the weights that the server reports; weights older than those at the start are an error."""
     changing, asked = threading.Event(), threading.Event()
 
     def behave(n):

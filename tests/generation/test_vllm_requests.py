@@ -16,7 +16,7 @@ from mcore_rl.rollouts.samples import Rollout, to_batch
 
 
 class Well(Stub):
-    """A server that says that it is well, whatever becomes of its requests."""
+    """A server whose health check succeeds, whatever happens to its requests."""
 
     def do_GET(self):
         assert self.path == "/health"
@@ -89,7 +89,7 @@ def test_servers_are_dropped_while_weights_are_sent():
 
 
 def test_nothing_is_locked_while_a_drop_is_told():
-    """Why a server has ended takes a second to learn; others are asked meanwhile."""
+    """The reason for a server's end takes a second to read; other servers get requests meanwhile."""
     with pool_of(well, well) as (pool, _, _):
         telling, go_on = threading.Event(), threading.Event()
         pool._drop = lambda url, reason: (telling.set(), go_on.wait(30))

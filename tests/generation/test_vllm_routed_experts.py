@@ -29,7 +29,7 @@ def encode(array, **options):
 
 
 def told(num_tokens, count=300, dtype=np.uint16):
-    """Of every layer but the dense ones, whose rows mean nothing."""
+    """Return experts of every layer except the dense ones, whose rows have no meaning."""
     drawn = np.random.default_rng(num_tokens).random((num_tokens - 1, 5, count)).argsort(-1)[..., :2].astype(dtype)
     drawn[:, [0, 3]] = 0
     return drawn
@@ -96,7 +96,7 @@ def test_what_cannot_be_is_told_with_the_server(encoded, reason):
 
 
 def test_a_turn_tells_of_the_whole_conversation():
-    """What was said earlier is replaced; what was observed last, and padding, is not known."""
+    """Later experts replace earlier ones; experts of the last observation and of padding are unknown."""
 
     class Tokenizer:
         def decode(self, ids, **_):

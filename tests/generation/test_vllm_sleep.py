@@ -22,7 +22,7 @@ from mcore_rl.models.policy.refit import RefitReceiver
 
 
 class Policy:
-    """What it is asked to give up and take back, and what else happens."""
+    """A server that records the requests to release and restore memory, and other events."""
 
     def __init__(self):
         self.events = []

@@ -71,7 +71,7 @@ def test_a_part_that_fails_keeps_no_other_from_its_turn(tmp_path, capsys):
 
 
 def test_a_check_that_is_ended_ends_its_part(tmp_path):
-    """As by `timeout` or a batch system."""
+    """SIGTERM arrives, as from `timeout` or a batch system."""
     checking = subprocess.Popen(
         [sys.executable, "scripts/check_gpu.py", "--rehearse", "--output", str(tmp_path), "--only", "tests"], cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stdout=subprocess.DEVNULL,
@@ -104,7 +104,7 @@ def test_refusals(arguments, message, tmp_path):
 
 @pytest.mark.long
 def test_a_rehearsal_of_the_benchmarks(tmp_path):
-    """All parts but the tests, which are run by themselves."""
+    """All parts except the tests, which run separately."""
     names = [p.name for p in PARTS if p.name not in ("smoke", "tests")]
     ended = check("--rehearse", "--output", str(tmp_path), "--only", *names)
     assert ended.returncode == 0, ended.stdout + ended.stderr

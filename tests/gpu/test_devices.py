@@ -35,7 +35,7 @@ def changed(config, **sections):
 
 
 def assert_near(one, other, dtype, what, size=0.0):
-    """Of the expected norm, or of `size` where that is larger."""
+    """Return the difference relative to the expected norm, or to `size` if that is larger."""
     one, other = one.double(), other.double()
     assert torch.isfinite(one).all(), what
     assert (one - other).norm() <= BY_DTYPE[dtype] * max(float(other.norm()), size), what
@@ -163,7 +163,7 @@ def check_attention(dtype):
                         kernel.attend, kernel.reads_in_place, layout, *HEADS[heads], window, dtype, device
                     )
                     for what, one, other in zip(("output", "query", "key", "value"), got, wanted, strict=True):
-                        # A segment of one token has no gradient but the rounding of what it is the difference of.
+                        # The gradient of a segment of one token is 0 except for rounding, because it is a difference.
                         assert_near(one, other, dtype, (cp, name, window, heads, what), float(wanted[0].norm()))
 
 
@@ -323,7 +323,7 @@ def test_greedy_answers_are_those_of_transformers(kind, tmp_path):
 
 
 def save_and_go_on(config, directory):
-    """A checkpoint is being written while training goes on; the metrics of that step."""
+    """Return the metrics of a step during which a checkpoint is being written."""
     from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 

@@ -383,7 +383,8 @@ def test_packs_equal_rows(loss_fn, form):
 
 def test_packs_of_a_loss_written_by_a_user():
     class MeanLogit(LossFunction):
-        """No log-probabilities, so called one sequence at a time; also reports a minimum."""
+        """A loss that reads no log-probabilities and is therefore called once per sequence; it also reports a
+        minimum."""
 
         loss_type = LossType.TOKEN_LEVEL
         metric_reductions = {"first_token": "min"}  # noqa: RUF012

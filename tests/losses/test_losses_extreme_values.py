@@ -146,8 +146,8 @@ TOKENS, HEAD = 6, 24
 
 
 def masked_logits():
-    """Tokens' logits with much of the vocabulary at −inf: row 0 on the first six columns, row 1 on all but six,
-    row 2 on none, and so on. Never a whole row."""
+    """Return logits with much of the vocabulary at −inf: row 0 on the first six columns, row 1 on all but six, row 2 on
+    none, and so on; never a whole row."""
     logits = torch.randn(TOKENS, HEAD, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     logits[0, :6], logits[1, 6:], logits[3, 1:], logits[4, 12:] = (-torch.inf,) * 4
     targets = torch.tensor([20, 3, 7, 0, 11, 5])

@@ -36,7 +36,7 @@ def ragged(cp):
 
 
 def ported_step(loss_fn, cp):
-    """What a ported step does: its share of the pack, the loss over CP, gradients summed over the ranks."""
+    """Run a ported step: this rank's part of the pack, the loss over CP, gradients summed over the ranks."""
     _, data, seqs, toks, packed, true, padded = ragged(cp)
     group = torch.distributed.group.WORLD
     layout = PackLayout.from_cu_seqlens(true, padded, len(packed), cp)

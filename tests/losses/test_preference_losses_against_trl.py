@@ -121,7 +121,8 @@ def alone(kind, logprobs, data, **options):
 )
 @pytest.mark.parametrize("sft", [0.0, 0.7])
 def test_a_weighted_sum_is_trls(kinds, weights, options, sft):
-    """With the likelihood as one more of TRL's: a mean over all tokens, which ours is where responses are as long."""
+    """Add the likelihood as one of TRL's losses: a mean over all tokens, which equals ours for responses of equal
+    length."""
     logprobs, data = batch()
     data["token_mask"][::2] = data["token_mask"][0]  # chosen responses of one length
     given = {} if weights is None else {"preference_loss_weights": weights}

@@ -25,7 +25,7 @@ from mcore_rl.testing.processes import run_processes
 
 @pytest.fixture(autouse=True)
 def small_tiles():
-    """As if so many keys were many: what takes long sequences otherwise is met by short ones."""
+    """Lower the thresholds of the number of keys, so that short sequences take the code paths of long ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "WORTH_A_TILE", LONG)
         patch.setattr(attention, "QUERIES_OF_A_BLOCK", LONG // 2)
@@ -79,7 +79,7 @@ def attention_module(cp_size, window, recompute):
 
 
 def run_module(cp_size, heads, groups):
-    """By layout and window: this rank's positions, output and gradients, and how often it has gathered."""
+    """Return, by layout and window, this rank's positions, output and gradients, and the number of its all-gathers."""
     from mcore_rl.models.megatron.attention import PackParams, visible_keys
 
     attention.WORTH_A_TILE, attention.QUERIES_OF_A_BLOCK = LONG, LONG // 2

@@ -117,7 +117,7 @@ def poison_common(iteration):
 
 
 def poison_an_object(iteration):
-    """One of the small objects among the shards; its record is rewritten, with the index pointing to it."""
+    """Replace a small object among the shards, and update its record and the index."""
     index = pickle.loads((iteration / ".metadata").read_bytes())
     place = next(place for place in index.storage_data if "_extra_state" in place.fqn)
     stream = io.BytesIO()
@@ -157,7 +157,7 @@ def test_code_in_a_checkpoint_never_runs(poison, message, model_of, tmp_path, mo
 
 @pytest.mark.long
 def test_training_begins_from_converted_weights(model_of, tmp_path):
-    """Only when asked to: a checkpoint of weights alone lacks most of what a resume needs."""
+    """Loading weights only must be requested: such a checkpoint lacks most of the state that a resume needs."""
     import yaml
 
     run_processes(convert, model_of("llama"), tmp_path / "megatron", world_size=1)

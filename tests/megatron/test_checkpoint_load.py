@@ -40,8 +40,8 @@ def save(config, directory):
 
 
 def load(config, iteration):
-    """Bytes that loading takes at most, with moments to be made and when they are there; those of the moments and of
-    the fp32 weights; numbers of the optimizer's state that are read."""
+    """Return the peak bytes of loading, before and after the moments exist; the bytes of the moments and of the fp32
+    weights; and the number of elements of optimizer state that are read."""
     from mcore_rl.models.megatron.checkpoint.load import RegionReader
     from mcore_rl.models.megatron.optimizer import optimizers_with_parameters
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -104,7 +104,7 @@ def test_loading_takes_little_memory(first, dtype, tmp_path):
 
 
 def refused(config, iteration, broken_rank):
-    """What each rank is told; on one of them a file is not what it should be."""
+    """Return the error on each rank; on one of them a file is damaged."""
     from mcore_rl.models.megatron.checkpoint.load import RegionReader
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 

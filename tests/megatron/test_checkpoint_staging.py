@@ -129,7 +129,7 @@ def test_save_after_one_that_could_not_begin_on_a_rank_succeeds(model_of, tmp_pa
 
 
 def process_that_writes(config, directory):
-    """Its number, and the modules that it has imported after a save."""
+    """Return the pid of the writer process, and the modules that it has imported after a save."""
     from modules_job import ModulesJob
 
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy

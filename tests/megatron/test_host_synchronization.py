@@ -24,7 +24,7 @@ STEPS = {
 
 
 def copies_of(config, step):
-    """Where they are, those that the host waits for and others; how many microbatches there were; and the files that
+    """Return the places of transfers that block the host and of others, the number of microbatches, and the files that
     read values of the device."""
     with simulated_process(config, 0, 8) as seen:
         from mcore_rl.algorithms.build_loss import build_loss
@@ -104,7 +104,7 @@ def test_weight_export_needs_no_host_wait(model_of):
 
 
 def test_sent_together_moves_all_tensors_in_one_block(monkeypatch):
-    """Every value comes back from one block, of whatever dtype and size its neighbours are."""
+    """All values return in one block, for all dtypes and sizes of neighbouring values."""
     blocks = []
     monkeypatch.setattr(platform, "sent", lambda block, device: (blocks.append(block), block.clone())[1])
     tensors = [

@@ -237,7 +237,7 @@ STEPS, DIRECTORIES = 3, ("initial", "adapter", "merged")
 
 
 def a_run(config, directory):
-    """Initial adapters, a few steps, and what can be asked of the policy afterwards; rank 0's."""
+    """Return rank 0's initial adapters, a few steps, and the results of the policy's methods afterwards."""
     from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.models.generation.sampling import SamplingParams
     from mcore_rl.models.megatron.lora_layers import adapters_in
@@ -381,7 +381,7 @@ def test_adapter_resume_under_another_layout_is_equal(family, first, second, mod
 
 
 def with_dropout(config):
-    """Scores and losses; whether tensor-parallel ranks still agree on what they all hold."""
+    """Return scores and losses, and whether tensor-parallel ranks still have equal replicated tensors."""
     from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.distributed.collectives import all_gather
     from mcore_rl.models.megatron.lora_layers import adapter_mappings
@@ -432,7 +432,7 @@ def drop_out(config, tokens):
 
 
 def test_adapter_dropout_scales_remaining_values(model_of, adapter_of):
-    """So that an adapter's mean output is the same while training; 20,000 draws, 5 standard errors."""
+    """Dropout keeps the mean output of an adapter in training; 20,000 samples, 5 standard errors."""
     config = lora_config(model_of("llama"), path=adapter_of("llama", "all"), dropout=0.4)
     for dropped, whole in run_processes(drop_out, config, 20_000, world_size=1)[0].values():
         error = (dropped - whole).norm() / whole.norm()

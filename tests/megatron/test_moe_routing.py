@@ -57,7 +57,7 @@ RATE = 0.05
 
 
 def train_with_biases(config):
-    """Metrics of a step, the biases before and after it, and those of the reference weights."""
+    """Return the metrics of a step, the biases before and after it, and the biases of the reference weights."""
     from mcore_rl.models.megatron.weights import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -75,8 +75,8 @@ def train_with_biases(config):
 
 
 def routed(path, data):
-    """By layer, of transformers' routers, the tokens of each expert and the entropy of the scores, summed over tokens;
-    of the rows that count, a row at a time."""
+    """Return, by layer of transformers' routers, the tokens of each expert and the entropy of the scores, summed over
+    the tokens of the rows that count, row by row."""
     model, seen = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), {}
 
     def count(name):
@@ -271,7 +271,8 @@ def test_replayed_experts(family, layout, recompute, forced, model_of):
 
 
 def sample_and_score(config):
-    """How many sampled tokens went to other experts when scored anew, and when replayed; the mean differences."""
+    """Return the number of sampled tokens with other experts when scored without and with replay, and the mean
+    differences."""
     from mcore_rl.distributed.batched_data_dict import BatchedDataDict
     from mcore_rl.models.generation.megatron_generation import MegatronGeneration
     from mcore_rl.models.generation.sampling import SamplingParams

@@ -13,7 +13,7 @@ from mcore_rl.testing.processes import run_processes
 
 
 def first_step(config):
-    """What the first step changes: weights, or adapters where there are some."""
+    """Return the change of weights, or of adapters if there are any, by the first step."""
     from mcore_rl.models.megatron.lora_layers import export_adapters
     from mcore_rl.models.megatron.weights import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -47,7 +47,7 @@ def compare(ours, plain, ratio_of):
     ids=str,
 )
 def test_embeddings(family, layout, model_of):
-    """Tied ones on two pipeline stages, and those with a projection of their own."""
+    """Embeddings that are tied on two pipeline stages, and embeddings with a separate projection."""
     configs = [make_config(model_of(family), **rates) for rates in ({}, {"embedding_lr": 4e-3})]
     plain, ours = (
         run_processes(first_step, layout.apply(config), world_size=layout.world_size)[0] for config in configs
@@ -59,7 +59,7 @@ def test_embeddings(family, layout, model_of):
 
 @pytest.mark.parametrize("layout", and_long([ParallelLayout(tp=2)], [ParallelLayout(), ParallelLayout(pp=2)]), ids=str)
 def test_matrices_b_of_adapters(layout, model_of):
-    """Those begin as zeros, so that the first step changes them alone."""
+    """The B matrices are initially zero, so the first step changes only them."""
     plain, ours = (
         run_processes(first_step, layout.apply(lora_config(model_of("llama"), **lora)), world_size=layout.world_size)[0]
         for lora in ({"rank": 4}, {"rank": 4, "lr_ratio": 16})

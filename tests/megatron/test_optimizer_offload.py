@@ -48,7 +48,8 @@ def test_numbers_stay(family, layout, kind, model_of):
 
 
 def life(config, data):
-    """Bytes of the optimizer's state on the device at each point of a run that is saved, goes on, and goes back."""
+    """Return the bytes of optimizer state on the device at each point of a run that is saved, continues, and
+    restores."""
     from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.models.megatron.optimizer import optimizer_tensors
     from mcore_rl.models.policy import megatron_policy

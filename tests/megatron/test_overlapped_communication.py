@@ -21,7 +21,8 @@ def overlapping(config, weights=True):
 
 
 def in_buckets():
-    """From now on buckets are small, and what is still to be gathered of them is not a number: who uses it shows it."""
+    """Make buckets small from now on, and set weights that are not gathered yet to NaN, so that their use is
+    visible."""
     from mcore_rl.models.megatron import optimizer
     from mcore_rl.models.megatron.optimizer import ParameterGather
 
@@ -82,7 +83,7 @@ def test_numbers_stay(family, layout, lora, model_of):
 
 
 def order_of_events(config, data):
-    """What happens in the second step of a rank: gradients that are there, buckets that are reduced, the end."""
+    """Record the events of a rank's second step: ready gradients, reduced buckets, the end."""
     from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
@@ -122,7 +123,7 @@ def test_buckets_are_reduced_before_the_end(model_of, overlaps):
 
 
 def gathers_in_training(config, data):
-    """What a rank does in its third step: buckets that are asked for and waited for, layers that compute."""
+    """Record the events of a rank's third step: buckets that are requested and awaited, layers that compute."""
     from mcore_rl.algorithms.build_loss import build_loss
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 

@@ -50,7 +50,8 @@ def recomputing(config, modules):
 
 
 def gradients_and_calls(config, data=None):
-    """Of one step: every gradient of the rank, how often each part was called, and the peak of live bytes."""
+    """Return, for one step, every gradient of the rank, the number of calls of each part, and the peak of live
+    bytes."""
     from mcore_rl.algorithms.loss_functions import DPOLossFn
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.simulation.counters import LiveBytes
@@ -168,7 +169,7 @@ def test_a_critic_of_another_directory_has_its_own_modules(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_simulation_sees_what_it_saves(tmp_path):
-    """What is computed again is kept no longer than its own backward pass."""
+    """Recomputed activations are freed after their own backward pass."""
     model = make_model(
         "llama", tmp_path, hidden_size=256, intermediate_size=640, num_attention_heads=8, head_dim=32,
         num_hidden_layers=4,

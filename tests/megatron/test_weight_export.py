@@ -15,7 +15,7 @@ COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_gather_object", "bro
 
 
 def exported(config, first_only, gloo_bytes=None):
-    """What a rank gets, the calls that it took, and how many parameters of the table are cut."""
+    """Return the tensors that a rank gets, the number of calls, and the number of sharded parameters in the table."""
     from mcore_rl.models.megatron import weights
     from mcore_rl.models.megatron.weights import export_hf_weights
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
@@ -96,7 +96,7 @@ def test_where_a_tensor_is_follows_from_the_layout(family, layout, model_of):
 
 
 def test_large_tensors_are_gathered_in_pieces(model_of):
-    """Of a size that no tensor's is a multiple of."""
+    """The block size does not divide the size of any tensor."""
     ranks, expected = export("llama", ParallelLayout(tp=2), model_of, False, 1000 * 8)
     for tensors, calls, *_ in ranks:
         assert_whole(tensors, expected)

@@ -22,7 +22,7 @@ class TwiceDPO(DPOLossFn):
 
 
 class WholeMicrobatch(LossFunction):
-    """A loss that is no sum over rows: it needs all of its microbatch. No `loss` among its metrics."""
+    """A loss that is not a sum over rows and needs its whole microbatch; it has no metric `loss`."""
 
     loss_type = LossType.SEQUENCE_LEVEL
     metric_reductions = {"rows": "max", "length": "mean"}  # noqa: RUF012
@@ -39,7 +39,7 @@ class WholeMicrobatch(LossFunction):
 
 
 class EveryToken(NLLLoss):
-    """Reads what the masks leave out: every real token of every row, prompts and masked samples too."""
+    """Read values that the masks exclude: every real token of every row, including prompts and masked samples."""
 
     def from_logprobs(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks, entropy=None):
         loss = -next_token_logprobs.sum() / global_valid_toks
@@ -95,7 +95,7 @@ def test_a_subclasss_call_runs_in_the_policy(layout, model_of):
 
 @pytest.mark.parametrize("rows", and_long([], [2, 12]))
 def test_a_subclass_may_read_every_token(rows, model_of):
-    """Also with a filler, where one pair is there for two ranks: it trains nothing, whatever the loss makes of it."""
+    """Two ranks share a single pair, so one gets a filler, which trains nothing for any loss."""
     plain = make_config(model_of("llama"))
     expected, gradients = run_processes(gradients_of, plain, EveryTokenOfLogits(), rows, world_size=1)[0]
     for loss_fn in (EveryToken(), EveryTokenOfLogits()):
@@ -134,7 +134,8 @@ def metrics_of_a_loss_of_ones_own(config):
     ids=str,
 )
 def test_metrics_of_any_loss(layout, model_of):
-    """Rows of a microbatch come together without packing, one at a time in a pack; reductions are as declared."""
+    """Rows of a microbatch are passed together without packing, and one by one in a pack; reductions are as
+    declared."""
     config = layout.apply(make_config(model_of("llama")))
     config = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_batch_size": 3})})
     data = make_data()

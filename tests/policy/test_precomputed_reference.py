@@ -28,7 +28,8 @@ def make_store():
 
 
 def precompute(config, directory):
-    """Rows 13, 0 and 6, what was said, and how many rows were scored; a model is built for these alone."""
+    """Return rows 13, 0 and 6, the printed lines, and the number of scored rows; a model is built for these rows
+    only."""
     from mcore_rl.models.policy.reference import PrecomputedLogprobs
     from mcore_rl.models.policy.scoring import ScoringModel
 
@@ -74,7 +75,7 @@ def test_what_is_stored_is_the_models_and_is_computed_once(model_of, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(model_of, tmp_path_factory):
-    """The rows, the name of the file that has them, and what is in it."""
+    """Return the rows, the name of their file, and its content."""
     directory = tmp_path_factory.mktemp("whole")
     ((rows, *_),) = run_processes(precompute, make_config(model_of("llama")), directory, world_size=1)
     (stored,) = directory.iterdir()

@@ -64,7 +64,7 @@ def test_the_numbers_are_the_workers_own(policy, model_of, tmp_path):
 
 
 def test_one_ranks_result_comes_to_the_driver(policy, monkeypatch):
-    """A result that all ranks have is sent once; how much each of them freed is asked of each."""
+    """A result that all ranks have is sent once; the memory that each rank released is requested from each."""
     fetched, get = [], ray.get
     monkeypatch.setattr(ray, "get", lambda ref, **options: fetched.append(get(ref, **options)) or fetched[-1])
     logprobs = policy.get_logprobs(make_data())["logprobs"]
@@ -84,7 +84,7 @@ class FailingLoss(LossFunction):
 
 
 class Engine:
-    """An inference worker: a transformers model in an actor of its own."""
+    """An inference worker: a transformers model in a separate actor."""
 
     def __init__(self, path, info):
         from refit_cases import engine_of

@@ -237,7 +237,7 @@ def test_what_is_refused(kind, overrides, message):
 
 
 def test_taking_the_place_takes_one_tensor_more():
-    """Of 24 of 4 MB each; the values are those from before to the last bit, also where it breaks off inside."""
+    """Compare 24 tensors of 4 MB each: the values equal the earlier ones bit for bit, also after an interruption."""
     tensors = [torch.randn(2**20) for _ in range(24)]
     kept = ReferenceWeights(tensors)
     begun = [tensor.clone() for tensor in tensors]

@@ -60,7 +60,7 @@ def is_trainer(rank, policies, store):
 
 
 def start_both(config, policies, port, store):
-    """As one set of processes, of which the trainers alone make up the policy's world."""
+    """Trainers and engine are one set of processes; only the trainers form the policy's world."""
     from mcore_rl.models.megatron.hf_config import load_hf_config
     from mcore_rl.models.megatron.weights import hf_shapes
 
@@ -167,7 +167,7 @@ SENT = {"small": torch.arange(7.0), "large": torch.randn(2_000_000, generator=to
 
 
 def send_to_two(ports):
-    """The first process sends to two engines, of which one does as it is told, and the other comes and does nothing."""
+    """The first process sends to two engines: one follows the protocol, the other connects and does nothing."""
     rank, info = torch.distributed.get_rank(), {name: (tuple(x.shape), x.dtype) for name, x in SENT.items()}
     info = decode_refit_info(json.loads(json.dumps(encode_refit_info(info))))
     if rank == 0:
@@ -302,7 +302,7 @@ def base_and_adapters(config, policies, port, store):
 
 
 def state_engine_of(path):
-    """A transformers model that is made anew of what came: the files of a mixture name each expert."""
+    """Rebuild a transformers model from the received tensors: the files of a mixture name each expert."""
     received = {}
 
     def load(tensors):
@@ -342,7 +342,7 @@ def test_base_and_adapters_are_the_merged_model(layout, family, targets, model_o
 
 
 def adapters_by_shared_memory(config):
-    """What a receiver in the same process gets, beside what an export gives."""
+    """Return the tensors of a receiver in the same process, and those of an export."""
     from mcore_rl.models.megatron.lora_layers import export_adapters
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 

@@ -14,7 +14,7 @@ from mcore_rl.data.tokenize import judged_tokens, load_tokenizer, tokenize_judge
 from mcore_rl.testing.processes import run_processes
 
 CHATML = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
-"""With a newline behind the end token, which nothing is trained to write."""
+"""Chat template with a newline after the end token; no model is trained to generate this newline."""
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from mcore_rl.testing.processes import run_processes
 
 
 def beside(config, teacher_path):
-    """A policy's metrics with and without a teacher of another family beside it, and the teacher's scores."""
+    """Return a policy's metrics with and without a teacher of another family, and the teacher's scores."""
     from mcore_rl.algorithms.loss_functions import DPOLossFn
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.models.policy.scoring import ScoringModel

@@ -217,7 +217,7 @@ def shows(tab, scheme, seconds=10):
 
 
 def contrast(tab):
-    """`light` for dark letters in charts on a light page, `dark` the other way round."""
+    """Return `light` for dark letters in charts on a light page, `dark` for the opposite."""
     background, ink = (
         tab.evaluate(f"Math.max(...getComputedStyle({it}).{what}.match(/[0-9]+/g).slice(0, 3).map(Number))")
         for it, what in (("document.body", "backgroundColor"), ("document.querySelector('.chart .xtick text')", "fill"))

@@ -11,7 +11,7 @@ from mcore_rl.rollouts.recordings import SAMPLES_PER_TENSOR, hash_of_weights, re
 
 
 class LargestCopy(TorchDispatchMode):
-    """The most numbers that an operation makes, views of what is there left out."""
+    """Counter of the largest number of elements that an operation creates, without views of existing tensors."""
 
     numbers = 0
 

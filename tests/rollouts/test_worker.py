@@ -60,7 +60,7 @@ class Engine(StreamingGeneration):
 
 
 class Observing:
-    """Goes on after responses that add up to an even number, and notes when it was asked."""
+    """An environment that continues after responses with an even sum, and records the times of its calls."""
 
     def __init__(self):
         self.asked = []
@@ -75,7 +75,7 @@ class Observing:
 
 
 def conversations(streams, fails_at=None, greedy=False):
-    """Of prompts of 1 to 5 tokens, one of them twice in a row, in groups; a replica is two ranks or one."""
+    """Return prompts of 1 to 5 tokens in groups, one of them twice in a row; a replica is two ranks or one."""
     import torch.distributed as dist
     from topologies import grid
 
@@ -96,7 +96,7 @@ def conversations(streams, fails_at=None, greedy=False):
 
 
 def whole(of_ranks):
-    """The rollouts that all ranks have together, in their order; every rank knows what came of all."""
+    """Return the rollouts of all ranks, in order; every rank has all summaries."""
     own = {place: rollout for rollouts in of_ranks for place, rollout in rollouts.own.items()}
     together = [own[place] for place in sorted(own)]
     assert all(list(rollouts.outcomes) == [rollout.outcome for rollout in together] for rollouts in of_ranks)
@@ -203,7 +203,7 @@ def validated(prompts_per_step):
 
 
 def test_a_validation_set_is_answered_in_parts():
-    """Of as many conversations as a step has, with the answers and metrics of all at once."""
+    """Validate in batches of as many conversations as a step has, with the responses and metrics of a single batch."""
     ((whole, at_once),) = run_processes(validated, 100, world_size=1)
     ((metrics, asked),) = run_processes(validated, 3, world_size=1)
     assert at_once == [list(range(17))]
@@ -249,7 +249,7 @@ def test_what_does_not_go_with_samples_of_older_weights(change, message, tmp_pat
 
 
 class Notes:
-    """A worker that notes what was begun when, and answers with the weights of that time."""
+    """A worker that records the start of each rollout, and answers with the weights of that time."""
 
     def __init__(self):
         self.begun, self.version, self.open = [], 0, 0

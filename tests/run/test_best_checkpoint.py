@@ -155,7 +155,7 @@ def test_training_ends_after_the_best_which_is_kept_and_exported(files):
 
 @pytest.mark.long
 def test_the_best_of_another_run_is_not_looked_for(files):
-    """It began from a checkpoint of a run whose best is not here."""
+    """The run starts from a checkpoint of a run whose best checkpoint is not in this directory."""
     first = config_of(files, files / "model", optimizer={"lr": 3e-2}, trainer={"max_steps": 9})
     run_processes(train, first, world_size=1)
     last = CheckpointStore(first.output_dir / "checkpoints").iterations()[-1]

@@ -22,7 +22,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """One model, under a branch and a tag."""
+    """Write a cache with one model, under a branch and a tag."""
     root = tmp_path_factory.mktemp("hub")
     model = root / "models--someone--tiny"
     make_model("llama", model / "snapshots" / COMMIT)
@@ -102,7 +102,7 @@ def test_model_path_prefers_directory_over_hub_name(cache, tmp_path):
 
 
 class Hub(ThreadingHTTPServer):
-    """The hub's interface for uploads, as far as its client asks for it; keeps what it is sent.
+    """Stand-in for the hub's upload interface, as far as its client uses it; it stores the uploads.
 
     Args:
         refuses: the address that is answered with 403.
@@ -223,7 +223,7 @@ def test_train_refuses_hub_without_write_access_before_start(cache, tmp_path, re
 
 @pytest.mark.long
 def test_nothing_is_written_before_all_checks(cache, tmp_path):
-    """Neither a repository on the hub nor the token cache where a checkpoint is of another run."""
+    """If a checkpoint belongs to another run, neither a repository on the hub nor a token cache is created."""
     model = str(cache / "models--someone--tiny" / "snapshots" / COMMIT)
     common = ["trainer.max_steps=1", f"output_dir={tmp_path / 'out'}", "checkpoint.push_to_hub=someone/trained"]
     with hub_of() as (hub, endpoint):

@@ -20,7 +20,7 @@ from mcore_rl.run.setup import ProcessInputs, disagreement, files_of
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Two nodes' directories: each has a model and data of its own, which are the same."""
+    """Write the directories of two nodes, each with a copy of the same model and data."""
     root = tmp_path_factory.mktemp("nodes")
     make_model("llama", root / "0" / "model")
     write(root / "0" / "data.jsonl", "ab")
@@ -39,7 +39,7 @@ def write(path, text):
 
 
 def start_nodes(files, out, of_second, algorithm="sft", where=(None, None), options=(), **of_both):
-    """Two processes, each the first of its node, the second with values of its own."""
+    """Run two processes, each the first of its node, the second with different values."""
     own = {"output_dir": out, "model.path": files / "0" / "model", "data.train": files / "0" / "data.jsonl", **of_both}
     port, started = free_port(), []
     for rank in (0, 1):
@@ -97,7 +97,7 @@ def test_train_refuses_values_that_differ_between_nodes(key, value, files, tmp_p
 
 @pytest.mark.long
 def test_train_refuses_output_directory_that_is_not_shared(files, tmp_path):
-    """As `output_dir` is where each node has a disk of its own under one path."""
+    """Each node has a local disk under the path of `output_dir`."""
     of_second = {"output_dir": tmp_path / "other"}
     status, told = start_nodes(files, tmp_path / "out", of_second, **{"parallel.timeout_seconds": 20})
     assert status == [2, 2] and told[0][1].startswith("error: output_dir: what process 0 (on "), told
@@ -131,7 +131,7 @@ def test_the_same_may_be_elsewhere(files, tmp_path):
 
 @pytest.mark.long
 def test_a_process_that_ends_alone_is_told_by_the_others(files, tmp_path):
-    """As where data are missing on one node."""
+    """The data is missing on one node."""
     of_second = {"data.train": files / "nowhere.jsonl"}
     status, told = start_nodes(files, tmp_path / "out", of_second, **{"parallel.timeout_seconds": 12})
     assert status == [2, 2] and "nowhere.jsonl does not exist" in told[1][1], told
@@ -150,7 +150,7 @@ def test_train_refuses_other_command_line_options_on_second_node(files, tmp_path
 
 @pytest.mark.long
 def test_train_refuses_other_checkpoint_on_second_node(files, tmp_path):
-    """One path, which leads to another checkpoint of the same run on each node."""
+    """The same path leads to different checkpoints of the same run on each node."""
     links = []
     for name, rate in (("a", "1e-3"), ("b", "2e-3")):
         status, told = start_nodes(files, tmp_path / name, {}, **{"optimizer.lr": rate})
@@ -164,7 +164,7 @@ def test_train_refuses_other_checkpoint_on_second_node(files, tmp_path):
 
 
 def test_train_refuses_other_files_on_second_node(files, tmp_path, monkeypatch):
-    """What decides on numbers beside weights and data."""
+    """Files other than weights and data that determine the numbers are compared."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_judge.py").write_text("def judge(log, record): return 1.0\n")
     model = shutil.copytree(files / "0" / "model", tmp_path / "model")
@@ -259,7 +259,7 @@ JUDGES = {name: {"name": "http", "url": f"http://{name}:8000"} for name in "ab"}
     ids=["a judge", "one of several"],
 )
 def test_a_nodes_own_servers(environments):
-    """Judges stand on the node whose samples they judge."""
+    """Judges run on the node whose samples they judge."""
     first, other = environments
     assert disagreement([given("a", environment=first), given(environment=other)]) == ""
     slower = {**other, "time_limit_seconds": 99}

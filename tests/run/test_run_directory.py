@@ -56,7 +56,7 @@ def mark(directory):
 
 
 def attempt(patch, number, launch, run_id="none"):
-    """What torchrun tells its workers."""
+    """Return the environment variables that torchrun sets for its workers."""
     patch.setenv("TORCHELASTIC_RUN_ID", run_id)
     patch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
     patch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/{launch}/attempt_{number}/0/error.json")
@@ -209,7 +209,7 @@ def test_an_adapters_scale_is_part_of_it(tmp_path):
 
 
 def test_an_adapter_knows_its_base(tmp_path):
-    """By the weights where they were written down, else by the name, which is no proof."""
+    """Compare weights if a digest was stored, otherwise names, which are not a proof."""
     for name in ("base", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(name.encode())

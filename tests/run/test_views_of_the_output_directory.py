@@ -12,7 +12,7 @@ from mcore_rl.testing.processes import run_processes
 
 
 def train(path, hides, *overrides):
-    """Train by DPO; where `hides`, rank 1 finds neither checkpoints nor scores. Returns what was said."""
+    """Train with DPO; with `hides`, rank 1 sees neither checkpoints nor log-probabilities. Return the printed lines."""
     import torch
 
     from mcore_rl.algorithms.dpo import train_dpo
@@ -36,7 +36,7 @@ def train(path, hides, *overrides):
 
 @pytest.mark.long
 def test_the_first_rank_decides_on_the_reference(tmp_path):
-    """A run that goes on has scores of its reference on disk, which rank 1 does not see."""
+    """A resumed run has its reference's log-probabilities on disk, which rank 1 does not see."""
     make_model("llama", tmp_path / "model", initializer_range=0.05)
     pairs = [{"prompt": f"say {i} ", "chosen": "ab" * (i + 1), "rejected": "ba"} for i in range(4)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))

@@ -22,7 +22,7 @@ def wait_for(holds, seconds=20):
 
 
 def asked_twice(root, port):
-    """Each rank has a directory of its own: what it hears, it hears over the store."""
+    """Each rank has a separate directory, so requests arrive only through the store."""
     rank = torch.distributed.get_rank()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     server = torch.distributed.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)

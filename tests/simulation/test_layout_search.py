@@ -24,7 +24,7 @@ def mixture(tmp_path_factory):
 
 @pytest.mark.long
 def test_search_reports_killed_process_for_its_layout_only(model, monkeypatch):
-    """As by a machine without memory."""
+    """Replace the simulation as on a machine without enough memory."""
     config, gpu, told = config_of(model), Hardware.load("h100"), []
     layouts = dict(layouts_to_try(config, 2, gpu))
     chosen = [(text, layouts[text]) for text in ("tp2 pp1 cp1 dp1", "tp1 pp1 cp1 dp2")]
@@ -89,7 +89,7 @@ def test_chosen_ranks_and_layouts_to_try(model):
 
 @pytest.mark.long
 def test_search_of_one_process_lists_both_candidates(model, tmp_path):
-    """As a program of its own, which has prepared nothing."""
+    """Run as a separate program, without prepared modules."""
     file = tmp_path / "dpo.yaml"
     file.write_text(yaml.safe_dump(config_of(model, DPOConfig).model_dump(mode="json", exclude_unset=True)))
     done = call(file, "--world-size", 1, "--lengths", "128,60", "--search")

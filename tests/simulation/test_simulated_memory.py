@@ -42,8 +42,8 @@ def all_gather_in_pieces(whole, output, group, async_op):
 
 
 def without_copies_of_buffers():
-    """gloo copies what it reduces and scatters, or gathers: with Megatron, all gradients and all weights at a time. No
-    library of a GPU does."""
+    """gloo copies the tensors that it reduces, scatters or gathers; with Megatron, these are all gradients and all
+    weights at once. GPU libraries do not."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     buffers.dist_reduce_scatter_func = reduce_scatter_in_pieces
@@ -52,7 +52,7 @@ def without_copies_of_buffers():
 
 
 def resident_growth(config, rank, world_size, port, sequences):
-    """Of two steps with everything that they need: the first alone begins without the optimizer's state."""
+    """Measure two steps with all their state, because only the first step starts without the optimizer's state."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     from mcore_rl import platform

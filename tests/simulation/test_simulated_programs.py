@@ -59,7 +59,7 @@ def config_of(files, out, algorithm, data, **sections):
 
 
 def real_step(algorithm, config) -> tuple[dict[str, int], Sequences]:
-    """Operations of matrix products by what they are of, and the sequences that were trained on."""
+    """Return the operations of matrix products by model, and the sequences that were trained on."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     os.environ["PYTHONPATH"] = str(config.model.path.parent)  # of the judge
     platform.initialize_platform()

@@ -46,8 +46,8 @@ def one_pack(path, layout=None, family="llama", model=None, **changes):
 
 @pytest.mark.long
 def test_dense_model_memory_and_products_equal_formulas(tmp_path):
-    """The peak is where logits are computed: one tile, which is all of them, and a few numbers a token; and in the last
-    stage what came from the one before."""
+    """The peak is in the computation of logits: one tile, which has all logits, a few numbers per token and, in the
+    last stage, the input from the previous stage."""
     staged = ParallelLayout(pp=2, tokens_per_pack=TOKENS)
     configs = [one_pack(tmp_path / "whole"), one_pack(tmp_path / "last", staged)]
     whole, last = in_processes(simulate_rank, (configs[0], 0, 1, SEQUENCES), (configs[1], 1, 2, SEQUENCES))
@@ -76,7 +76,7 @@ MIXTURES = and_long(
 
 @pytest.mark.parametrize(("model", "twice"), MIXTURES, ids=str)
 def test_mixture_products_equal_formulas(model, twice, tmp_path):
-    """Every token goes to all experts; what is computed again has its forward products twice."""
+    """Every token is routed to all experts; recomputed parts have their forward products twice."""
     experts, width = MIXTURE["num_experts"], MIXTURE["moe_intermediate_size"]
     sizes = {"num_experts": experts, "num_experts_per_tok": experts, "moe_intermediate_size": width}
     config = one_pack(tmp_path, family="qwen3_moe", model=model, **sizes, mlp_only_layers=[0])
@@ -96,7 +96,7 @@ def test_mixture_products_equal_formulas(model, twice, tmp_path):
 
 
 def test_kinds_of_storages_at_a_peak():
-    """What receives is communication from its appearance on, but not where weights and gradients are."""
+    """Receive buffers count as communication from their allocation on, except storages of weights and gradients."""
     kind = "state"
     with LiveBytes("cpu", kind_now=lambda: kind) as live:
         weights = torch.empty(1000)
@@ -158,8 +158,8 @@ def test_the_replica_with_most_work_is_waited_for_and_so_is_the_host():
 
 
 def test_the_bubble_is_of_what_is_done_with_packs():
-    """Of four stages and three packs, two chunks each, half: of 100 s of computation and of the message's 6 s; weights
-    and gradients are sent once."""
+    """With four stages and three packs of two chunks each, the bubble is half of the 100 s of computation and of the 6
+    s of the message; weights and gradients are sent once."""
     packs = dataclasses.replace(REPORT, packs=3)
     assert GPU.step_seconds([packs], "float32", 4, 2) == pytest.approx(1.5 * (100 + 6) + 4 + 2)
 
@@ -192,14 +192,14 @@ def test_hardware_that_is_none(gpu, said, tmp_path):
     ],
 )
 def test_kinds_of_hardware(text, wanted, said, tmp_path):
-    """Whose names may be numbers."""
+    """Names of kinds of hardware may be numbers."""
     (tmp_path / "gpus.yaml").write_text(text)
     with pytest.raises(UserError, match=said):
         Hardware.load(f"{tmp_path / 'gpus.yaml'}:{wanted}")
 
 
 def test_where_the_host_waits(monkeypatch):
-    """By the package's files, whatever the directories above are called."""
+    """The places are in the package's files, whatever the names of the parent directories are."""
     root, reads = counters.PACKAGE, HostReads("training")
     files = [
         root / "algorithms" / "grpo.py",
@@ -278,7 +278,7 @@ def test_answers_to_prompts_are_as_long_as_they_may_be(turns, length, monkeypatc
 
 
 def test_a_student_that_answers_itself_learns_from_its_own_answers():
-    """As long as they may be, not from the records' responses."""
+    """Lengths are the maximum, not those of the records' responses."""
     records = [
         TokenSequence((1,) * n, (False,) * prompt + (True,) * (n - prompt)) for n, prompt in ((9, 4), (370, 350))
     ]
@@ -303,7 +303,7 @@ def test_weights_that_take_each_others_place(tmp_path):
 
 @pytest.mark.long
 def test_a_message_is_between_two_ranks(tmp_path):
-    """Whatever other stages there are: the link between these two carries it."""
+    """The link between these two stages carries the message, whatever the other stages are."""
     config = one_pack(tmp_path, ParallelLayout(pp=4, tokens_per_pack=TOKENS), num_hidden_layers=4)
     reports = in_processes(simulate_rank, *[(config, rank, 4, SEQUENCES) for rank in (0, 1)])
     for report, pairs in zip(reports, ({(0, 1)}, {(0, 1), (1, 2)}), strict=True):
@@ -313,7 +313,7 @@ def test_a_message_is_between_two_ranks(tmp_path):
 
 @pytest.mark.long
 def test_what_is_moved_to_the_host_and_back(tmp_path):
-    """Of an fp32 model two moments of 4 bytes a parameter (its weights are their own fp32 ones)."""
+    """An fp32 model has two moments of 4 bytes per parameter (its weights are their own fp32 copy)."""
     config = one_pack(tmp_path)
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"offload": True})})
     (report,) = in_processes(simulate_rank, (config, 0, 1, SEQUENCES))
@@ -326,7 +326,7 @@ def ppo_of(path, **critic):
 
 
 def given_up(config):
-    """What a real critic's device memory is freed of, and what of it is zeros when it comes back."""
+    """Return the memory that a real critic releases on the device, and the part of it that is zero afterwards."""
     platform.initialize_platform()
     from mcore_rl.algorithms.loss_functions import ValueLossFn
     from mcore_rl.models.megatron.optimizer import gradient_buffers
@@ -340,7 +340,7 @@ def given_up(config):
 
 @pytest.mark.long
 def test_a_critic_that_goes_to_the_host(tmp_path):
-    """As much as a real one gives up is not there while the policy is trained."""
+    """The memory that a real critic releases does not count while the policy is trained."""
     path = make_model("llama", tmp_path, **SIZES)
     at_hand, away = (ppo_of(path, offload=offload) for offload in (False, True))
     both = ppo_of(path, offload=True, optimizer={"offload": True})

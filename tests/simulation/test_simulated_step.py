@@ -29,8 +29,8 @@ from mcore_rl.simulation.step import Sequences, simulate_loading, simulate_rank
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Index tensors, which count as well on a CPU, and gloo's copy of what it reduces and scatters
-    stay below activations."""
+    """Index tensors, which count on a CPU as well, and gloo's copies of reduced tensors are smaller than
+    activations."""
     directory = tmp_path_factory.mktemp("simulated")
     return make_model(
         "llama", directory, hidden_size=256, intermediate_size=640, num_attention_heads=8, num_key_value_heads=8,
@@ -46,7 +46,7 @@ def by_kind(report):
 
 
 def compare(config, layout, sequences):
-    """Simulated ranks, the first and the last, with those of a real run."""
+    """Return the simulated first and last ranks, and those of a real run."""
     config, size, port = layout.apply(config), layout.world_size, free_port()
     real = in_processes(real_rank, *[(config, rank, size, port, sequences) for rank in range(size)])
     chosen = sorted({0, size - 1})
@@ -129,7 +129,7 @@ def test_simulated_rank_with_several_models_equals_real_rank(case, layout, model
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    """Every token goes to all experts: the one routing that is balanced whatever the weights."""
+    """Every token is routed to all experts: the only routing that is balanced for all weights."""
     return make_model("qwen3_moe", tmp_path_factory.mktemp("mixture"), **MIXTURE)
 
 
@@ -163,7 +163,8 @@ def test_simulated_rank_of_mixture_equals_real_rank(layout, options, mixture):
 
 @pytest.mark.long
 def test_balanced_routing(tmp_path):
-    """By arithmetic: a rank with T tokens sends and receives T·topk rows each way, and its experts multiply as many."""
+    """Compute by hand: a rank with T tokens sends and receives T·topk rows in each direction, and its experts multiply
+    as many."""
     layers, hidden, width, experts, ep, tokens = 4, 256, 128, 8, 4, 2 * 192
     configs = []
     for topk in (2, 3):
@@ -262,7 +263,7 @@ def test_host_read_in_loss_is_counted(model):
 
 @pytest.mark.long
 def test_simulate_loading_same_layout_reads_state_once(model):
-    """One rank's own files: every number of weights, fp32 weights and moments once."""
+    """One rank reads its own files: every element of weights, fp32 weights and moments once."""
     (report,) = in_processes(simulate_loading, (config_of(model), 0, 1, 1))
     assert report.read == report.state > 0
 

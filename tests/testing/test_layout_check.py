@@ -177,7 +177,7 @@ def test_large_dense_layout_equals_plain_pytorch(family, layout, outcomes, model
 
 
 class NLLOfLogits(LossFunction):
-    """A loss that wants logits: the policy has to build them, and to call it a sequence at a time."""
+    """A loss that needs logits: the policy has to compute them, and to call the loss once per sequence."""
 
     loss_type = LossType.TOKEN_LEVEL
 
@@ -294,7 +294,7 @@ def test_compare_rejects_scaled_gradient(outcomes):
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_shrink_model_makes_complete_model_for_layouts(family, model_of, tmp_path):
-    """What `verify_layouts` runs on: a small model of the same architecture, for the largest of the layouts."""
+    """`verify_layouts` runs on a small model of the same architecture, sized for the largest layout."""
     from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
     from mcore_rl.models.megatron.hf_config import load_hf_config
     from mcore_rl.models.megatron.weights import check_hf_tensors

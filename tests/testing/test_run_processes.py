@@ -8,14 +8,14 @@ from mcore_rl.testing.processes import MEETINGS, run_cases, run_processes
 
 
 def leave_at_once():
-    """A rank that is done before others have met would close their connections."""
+    """A rank that finishes before others have joined would close their connections."""
     rank = torch.distributed.get_rank()
     torch.distributed.destroy_process_group()
     return rank
 
 
 class FailsToMeet:
-    """As it arrives in the process of rank 1, that rank cannot make a group, for the first `times`."""
+    """In the process of rank 1, unpickling this prevents the process group for the first `times`."""
 
     def __init__(self, directory, times):
         self.directory, self.times = directory, times
@@ -82,7 +82,7 @@ def world_and_sum(value):
 
 
 def leave_and_sum(value):
-    """As a policy that is shut down: the group is gone when the case ends."""
+    """Shut down the process group, as a policy does; the group no longer exists at the end of the case."""
     results = world_and_sum(value)
     torch.distributed.destroy_process_group()
     return results
