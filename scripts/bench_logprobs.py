@@ -118,7 +118,7 @@ def _peak(tokens: int, hidden: int, vocabulary: int) -> float:
     torch.set_num_threads(2)
     Case(8, 8, 64).fused()
     case = Case(tokens, hidden, vocabulary)
-    # As in training, the buffers of gradients exist already; that of the weight's gradient is Megatron's.
+    # The buffers of gradients exist already, as in training; Megatron's buffer receives the weight's gradient.
     case.hidden.grad, case.weight.main_grad = torch.ones_like(case.hidden), torch.ones_like(case.weight)
     case.weight.grad_added_to_main_grad = False
     with PeakMemory() as peak:

@@ -93,7 +93,7 @@ class Case:
 
     @property
     def _lengths(self) -> tuple[int, ...]:
-        """Return the lengths of a pack's sequences; both sequences of a pair have the same length."""
+        """Lengths of a pack's sequences; both sequences of a pair have the same length."""
         parts = (4, 4, 8, 8, 16, 16, 16, 16) if self.algorithm == "dpo" else (2, 4, 8, 16, 32, 32)
         return tuple(self.tokens // part for part in parts)
 

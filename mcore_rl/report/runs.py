@@ -101,7 +101,7 @@ class Run:
 
     @cached_property
     def stacks(self) -> list[str]:
-        """Return the last phase of each rank, for a run that did not end well."""
+        """Last phase of each rank, for a run that did not end well."""
         files = sorted((self.path / "stacks").glob("rank_*.txt"))
         return [line for file in files if (line := file.read_text(errors="replace").partition("\n")[0])]
 

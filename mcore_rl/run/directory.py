@@ -56,7 +56,7 @@ class RunDirectory:
 
     @property
     def identity(self) -> RunIdentity | None:
-        """Return the identity of the run that owns the directory; None if no run does."""
+        """Identity of the run that owns the directory; None if no run does."""
         try:
             return RunIdentity.from_json((self.path / MARKER).read_text())
         except (OSError, ValueError, TypeError):

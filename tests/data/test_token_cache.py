@@ -299,5 +299,5 @@ def test_nothing_of_a_store_is_read_before_it_is_used(files):
     load(files)
     (store,) = stores(files)
     units = TokenStore.open(store)
-    shutil.rmtree(store)  # what is mapped stays
+    shutil.rmtree(store)  # mapped files stay readable
     assert len(units) == 700 and units[699] == units[-1]

@@ -123,7 +123,7 @@ def test_distributions_of_one_token_each(scale):
         found[1].double(), (exact[0].exp() * (exact[0] - exact[1])).sum(-1), rtol=1e-5, atol=1e-3
     )
     entropy_of_beta = -(BETA * torch.tensor(BETA).log() + (1 - BETA) * torch.tensor(1 - BETA).log())
-    assert (found[2] <= entropy_of_beta + 1e-5).all()  # what it is of two distributions that share nothing
+    assert (found[2] <= entropy_of_beta + 1e-5).all()  # the value for two disjoint distributions
     for gradient in torch.autograd.grad(found.sum(), (student.hidden, student.weight)):
         assert gradient.isfinite().all()
 

@@ -130,7 +130,7 @@ def test_gradient_goes_into_main_grad():
     torch.testing.assert_close(head.main_grad, expected + 1)
     assert head.grad_added_to_main_grad
     assert head.grad.data_ptr() == head.data_ptr(), "what Megatron's hook drops has no memory of its own"
-    head.zero_out_wgrad = True  # Megatron adds what it is given to main_grad
+    head.zero_out_wgrad = True  # Megatron adds the gradient to main_grad
     (given,) = torch.autograd.grad(linear_logprobs(hidden, head, targets)[0].sum(), head)
     assert torch.equal(given, torch.zeros_like(head))
     torch.testing.assert_close(head.main_grad, 2 * expected + 1)

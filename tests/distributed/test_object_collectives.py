@@ -62,7 +62,7 @@ def objects_of_steps(config):
     def noted(self, number):
         steps.append([])
         metrics = step(self, number)
-        steps.append(None)  # what is between two steps does not count
+        steps.append(None)  # objects between two steps do not count
         return metrics
 
     def pickled(*args, **kwargs):
@@ -71,7 +71,7 @@ def objects_of_steps(config):
 
     pickle_dumps = pickle.dumps
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pickle, "dumps", pickled)  # what is sent as bytes
+        patch.setattr(pickle, "dumps", pickled)  # objects that are sent as bytes
         patch.setenv("PYTHONPATH", str(config.output_dir.parent), prepend=":")
         patch.setattr(GRPOTrainer, "train_step", noted)
         for name in ("_object_to_tensor", "_tensor_to_object"):  # in every collective of objects

@@ -61,7 +61,7 @@ def test_packing_and_targets(lengths, cp, tail):
         assert layout.position_ids[start : start + length].tolist() == list(range(length))
     assert int((packed != 0).sum()) == sum(lengths)
     assert int(layout.has_target.sum()) == sum(lengths) - len(lengths)
-    # What each position says of its target returns to the row of that target.
+    # Values that each position computes for its target return to the row of that target.
     back = layout.unpack_next_token(targets, rows.shape[1], fill=0)
     assert torch.equal(back, rows[:, 1:])
 

@@ -52,7 +52,7 @@ def start(files, out, *arguments, restarts=0, processes=2, script=None, **option
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     launcher += ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
     command = [sys.executable, *launcher, script or ROOT / "scripts" / "train_sft.py", files / "sft.yaml"]
-    log = Path(f"{out}.log")  # not a pipe, which would fill up while nobody reads
+    log = Path(f"{out}.log")  # not a pipe, which would fill up without a reader
     process = subprocess.Popen(
         list(map(str, [*command, f"output_dir={out}", *arguments])),
         stdout=log.open("w"),
@@ -218,7 +218,7 @@ def test_a_disk_that_is_full(files, on_failure, status):
     assert "the checkpoint could not be written: rank 0: " in text
     assert "resumed from" in text
     assert (process.returncode == 0) == (status == 0), text
-    assert len(losses(out)) >= 3  # a failure is heard of at the end of the step beside which it happened
+    assert len(losses(out)) >= 3  # a failure is reported at the end of the step during which it happened
     candidates, _ = CheckpointStore(out / "checkpoints").candidates()
     assert [path.name for path in candidates] == ["iter_0000002", "iter_0000001"]
     assert digest_problems(candidates[0]) == []

@@ -89,7 +89,7 @@ class Serving:
         )
 
     def __enter__(self):
-        self.urls = self.process.stdout.readline().strip()  # it ends by itself after start_seconds
+        self.urls = self.process.stdout.readline().strip()  # it ends after start_seconds
         assert self.urls.startswith("generation.vllm.urls=["), self.process.communicate(timeout=60)
         return self
 

@@ -276,7 +276,7 @@ def train_without_waiting(config):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy, counts = MegatronPolicy(config, 10, rows_per_unit=2), []
-    policy.train(make_data(), build_loss(config))  # what is made once, is
+    policy.train(make_data(), build_loss(config))  # warm-up: creates objects that are created once
     plain = scoring.run_microbatches
 
     def run(model, wrapped, microbatches, head, train):

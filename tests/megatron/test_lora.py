@@ -550,7 +550,7 @@ def one_step(config):
 def test_dropout_of_an_adapter_that_training_begins_from_is_no_mistake(
     kind, record, reward, model_of, adapter_of, tmp_path
 ):
-    """Its first step drops out what the reference has."""
+    """In the first step, dropout drops values that the reference keeps."""
     (tmp_path / "data.jsonl").write_text(2 * (json.dumps(record) + "\n"))
     values = {
         "output_dir": str(tmp_path / "out"),

@@ -18,7 +18,7 @@ from mcore_rl.simulation.search import layouts_to_try, simulate
 from mcore_rl.simulation.step import Sequences
 from mcore_rl.testing.processes import run_processes
 
-# A layer with experts calls itself once, and within what is computed again its experts twice.
+# A layer with experts calls itself once, and its experts twice within the recomputed part.
 CALLED = {"mlp": "linear_fc1", "moe": "router", "shared_experts": "shared_experts"}
 MODULES = {
     "llama": ["mlp"],
@@ -72,7 +72,7 @@ def gradients_and_calls(config, data=None):
 
 @pytest.mark.parametrize(("family", "layout"), CASES, ids=str)
 def test_numbers_stay_and_modules_run_twice(family, layout, model_of, tmp_path):
-    # Several layers a stage: while one is computed again, the others' are what is spared.
+    # Several layers per stage: while one is recomputed, the activations of the others are saved memory.
     path = make_model(family, tmp_path, num_hidden_layers=6) if family == "llama" else model_of(family)
     config = layout.apply(make_config(path))
     modules = MODULES[family]

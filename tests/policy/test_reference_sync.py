@@ -83,7 +83,7 @@ def test_the_reference_is_the_mixture(family, first, second, model_of, tmp_path)
     pieces, again, resaved = run_processes(load_and_score, second.apply(config), saved, world_size=second.world_size)[0]
     assert "reference" in pieces
     torch.testing.assert_close(again, scores, rtol=0, atol=4e-5)
-    # A run that has loaded it goes on saving it, whether it moves it further or not.
+    # A run that has loaded the reference continues to save it, whether it moves it further or not.
     _, last, _ = run_processes(load_and_score, config, resaved, world_size=1)[0]
     torch.testing.assert_close(last, scores, rtol=0, atol=4e-5)
 

@@ -149,7 +149,8 @@ def drawn_outcomes(count):
 
 
 def test_metrics_are_the_same_in_whatever_parts_samples_come():
-    """And those of two passes over all of them, though the rewards' mean is a million times their spread."""
+    """The metrics do not depend on the parts, and equal those of two passes over all samples, although the mean is a
+    million times the spread."""
     outcomes = list(drawn_outcomes(101))
     whole = rollout_metrics(outcomes)
     for size in (1, 7, 100):

@@ -84,7 +84,7 @@ def start_nodes(files, out, of_second, algorithm="sft", where=(None, None), opti
     ),
 )
 def test_train_refuses_values_that_differ_between_nodes(key, value, files, tmp_path):
-    # The files' own path may hold what stands for it ("pytest-172/").
+    # A path of the files may itself match the pattern ("pytest-172/"), so replace all matches at once.
     value, validation = (
         re.sub("([02])/", lambda node: f"{files / node[1]}/", text)
         for text in (value, "{a: 0/data.jsonl, b: 0/data.jsonl}")

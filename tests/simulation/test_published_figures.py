@@ -42,8 +42,8 @@ def seventy(path, **parallel):
 
 @pytest.mark.long
 def test_loading_at_scale(tmp_path):
-    """On 256 ranks, at TP8 × CP2 × DP16, of what 64 ranks have written: each reads into what it has, some blocks of
-    4 MiB at a time. Of weights, and of bf16's fp32 copies and two moments, a rank has this much."""
+    """Load on 256 ranks, at TP8 × CP2 × DP16, a checkpoint of 64 ranks. Each rank reads into existing tensors, some
+    blocks of 4 MiB at once. The state of a rank is weights, and bf16's fp32 copies and two moments."""
     (report,) = in_processes(simulate_loading, (seventy(tmp_path / "70b", context_parallel_size=2), 0, 256, 64))
     parameters = 70.55e9 / 8
     assert report.state == pytest.approx((2 + 12 / 32) * parameters, rel=0.01)
@@ -53,9 +53,10 @@ def test_loading_at_scale(tmp_path):
 
 @pytest.mark.long
 def test_public_figures(tmp_path):
-    """A 70B shape on 128 GPUs: its published parameters; 6 + 12 / d bytes a parameter (Megatron Core's documentation of
-    its distributed optimizer: bf16 weights, fp32 gradients, d data- and context-parallel ranks); and 6 FLOPs a
-    parameter and token, 8 with a scoring pass (Kaplan et al. 2020), but for the embedding, which multiplies nothing."""
+    """A 70B shape on 128 GPUs has its published number of parameters; 6 + 12 / d bytes per parameter (Megatron Core's
+    documentation of its distributed optimizer: bf16 weights, fp32 gradients, d data- and context-parallel ranks); and 6
+    FLOPs per parameter and token, 8 with a scoring pass (Kaplan et al. 2020), except for the embedding, which
+    multiplies nothing."""
     sequences = Sequences((4096,) * 32, (2048,) * 32)
     config = seventy(tmp_path / "70b", pipeline_model_parallel_size=2)
     first, last = in_processes(simulate_rank, (config, 0, 128, sequences), (config, 64, 128, sequences))
@@ -101,11 +102,10 @@ def published(path, hidden, layers, heads, stages, sequences):
     ("hidden", "layers", "heads", "gpus", "stages", "sequences", "seconds", "utilization"), PUBLISHED
 )
 def test_published_operations(hidden, layers, heads, gpus, stages, sequences, seconds, utilization, tmp_path):
-    """Of 22B to 1T parameters, 2,048 tokens a sequence: what a step's time and utilization say is computed in it.
-
-    So it is by the formula of a run's own MFU, and by what simulated ranks multiply: the first, whose embedding
-    multiplies nothing, as all stages do that have its number of layers, and the last. The paper counts all pairs of
-    tokens in attention, here the visible half is."""
+    """Operations of 22B to 1T parameters, 2,048 tokens per sequence, are those that the published time and utilization
+    of a step imply. This holds for the formula of a run's MFU, and for the operations of simulated ranks. The simulated
+    ranks are the first, which stands for all stages with its number of layers because its embedding multiplies nothing,
+    and the last. The paper counts all pairs of tokens in attention; here only the visible half is counted."""
     config = published(tmp_path / "model", hidden, layers, heads, stages, 1)
     ranks = sorted({0, (stages - 1) * gpus // stages})
     jobs = [(config, rank, gpus, Sequences((2048,), (2047,))) for rank in ranks]
@@ -129,12 +129,14 @@ def test_published_operations(hidden, layers, heads, gpus, stages, sequences, se
     ],
 )
 def test_published_memory(hidden, layers, heads, stages, chunks, packs, parameters, tmp_path):
-    """Of the first pipeline stage, which keeps the most, in the paper's layouts.
+    """Memory of the first pipeline stage, which stores the most, in the paper's layouts.
 
-    Activations by its equation 6, 34·s·b·h / t bytes a layer where nothing quadratic in the length is kept, and by its
-    section 4.2.3: a pipeline's first stage keeps those of as many layers as the model has, of interleaved chunks those
-    of (p − 1) / (p·m) more. Weights, gradients and optimizer are 18 bytes a parameter on one replica (Megatron Core's
-    documentation). A layer's dropout masks, 2·s·b·h, are not there; a gated layer keeps as much as the paper's."""
+    Activations follow its equation 6: 34·s·b·h / t bytes per layer, if nothing quadratic in the length is stored. By
+    its section 4.2.3, the first stage stores the activations of as many layers as the model has, and with interleaved
+    chunks a fraction of (p − 1) / (p·m) more. Weights, gradients and optimizer take 18 bytes per parameter on one
+    replica (Megatron Core's documentation). A layer has no dropout masks (2·s·b·h); a gated layer stores as much as the
+    paper's.
+    """
     config = published(tmp_path / "model", hidden, layers, heads, stages, packs)
     config = ParallelLayout(tp=8, sp=True, pp=stages, vpp=chunks, tokens_per_pack=2048).apply(config)
     (rank,) = in_processes(simulate_rank, (config, 0, 8 * stages, Sequences((2048,) * packs, (2047,) * packs)))

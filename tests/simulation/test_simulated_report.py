@@ -133,8 +133,8 @@ BOTH = frozenset({"reduce_scatter", "all_gather"})
 
 
 def test_hidden_communication():
-    """By hand: rings send halves, of 40 bytes in 4 s and of 20 in 2 s; the message over the network takes 6 s. A pack
-    computes 40 s: it has room for three of four buckets of gradients and one of two of weights."""
+    """Compute by hand: rings send halves, of 40 bytes in 4 s and of 20 in 2 s; the message over the network takes 6 s.
+    A pack computes for 40 s, which hides three of four buckets of gradients and one of two of weights."""
     assert GPU.communication_seconds(REPORT) == GPU.exposed_seconds(REPORT, "float32") == pytest.approx(4 + 2 + 6)
     overlapping = dataclasses.replace(REPORT, overlapped=BOTH)
     assert GPU.exposed_seconds(overlapping, "float32") == pytest.approx(1 + 1 + 6)

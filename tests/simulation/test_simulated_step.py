@@ -163,8 +163,8 @@ def test_simulated_rank_of_mixture_equals_real_rank(layout, options, mixture):
 
 @pytest.mark.long
 def test_balanced_routing(tmp_path):
-    """Compute by hand: a rank with T tokens sends and receives T·topk rows in each direction, and its experts multiply
-    as many."""
+    """By arithmetic, a rank with T tokens sends and receives T·topk rows in each direction, and its experts multiply as
+    many."""
     layers, hidden, width, experts, ep, tokens = 4, 256, 128, 8, 4, 2 * 192
     configs = []
     for topk in (2, 3):

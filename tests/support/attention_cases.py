@@ -78,7 +78,7 @@ def in_one_process(attend, in_place, layout, heads, groups, window, dtype, devic
         visible = AttentionPattern(layout, rank)
         visible.put(*(tensor.to(device) for tensor in visible.on_host()))
         query, grad = (slice_context_parallel(x, layout, rank) for x in (leaves[0], upstream))
-        # As parts of a larger tensor, which is how attention gets them.
+        # Attention receives these as parts of a larger tensor.
         key, value = torch.cat((leaves[1], leaves[2]), dim=-1)[order].split(DIM, dim=-1)
         if not in_place and visible.index is not None:
             key, value = key[visible.index], value[visible.index]
