@@ -35,7 +35,7 @@ def write_report(paths: Sequence[Path], output: Path) -> Path:
         raise UserError(f"{output}: exists and was not written by mcore-rl report; choose another file (--output FILE)")
     for run in runs:
         if run.directory.writes(output) and output.resolve() != (run.path / REPORT).resolve():
-            raise UserError(f"--output {output}: is what the run in {run.path} writes itself; name another file")
+            raise UserError(f"--output {output}: the run in {run.path} writes this file; choose another file")
     try:
         from mcore_rl.report.page import page
     except ModuleNotFoundError as error:

@@ -186,7 +186,7 @@ class VLLMConfig(Section):
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("urls: a server is listed twice")
         if self.port + self.num_servers > 2**16:
-            raise ValueError(f"port: there are not {self.num_servers} ports from {self.port} on")
+            raise ValueError(f"port: {self.num_servers} servers from port {self.port} on need ports above 65535")
         needed = self.num_servers * self.tensor_parallel_size
         if self.devices and (len(self.devices) != needed or len(set(self.devices)) != needed):
             raise ValueError(f"devices: name {needed} different GPUs (num_servers x tensor_parallel_size)")

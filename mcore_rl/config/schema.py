@@ -53,7 +53,7 @@ def section_of(config: type[BaseModel], name: str) -> SectionReference:
     sections = {section.name: section for section in reference_of(config)}
     if name not in sections:
         known = ", ".join(filter(None, sections))
-        raise UserError(f"--help {name}: there is no such section; there are {known}")
+        raise UserError(f"--help {name}: no such section; sections are {known}")
     return sections[name]
 
 

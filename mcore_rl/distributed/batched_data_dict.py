@@ -112,7 +112,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         else:
             raise ContractError("get_batch: this shard was not packed: give its batch_size")
         if not 0 <= batch_idx < count:
-            raise ContractError(f"get_batch: there is no batch {batch_idx} of {count}")
+            raise ContractError(f"get_batch: no batch {batch_idx} of {count}")
         batch = self.slice(start, end)
         if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
             batch.micro_batch_indices = [self.micro_batch_indices[batch_idx]]
@@ -130,7 +130,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         if size % chunks:
             raise ContractError(f"batch size ({size}) is not a multiple of chunks ({chunks})")
         if not 0 <= rank < chunks:
-            raise ContractError(f"index OOB: there is no chunk {rank} of {chunks}")
+            raise ContractError(f"index OOB: no chunk {rank} of {chunks}")
         return self.slice(rank * size // chunks, (rank + 1) * size // chunks)
 
     def reorder_data(self, reordered_indices: Sequence[int]) -> None:

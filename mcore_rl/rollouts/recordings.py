@@ -35,7 +35,7 @@ def check_record(path: Path, run: dict[str, Any], goes_on: bool) -> None:
         UserError: the file cannot be written, or is not the recording of this run.
     """
     if not path.parent.is_dir():
-        raise UserError(f"--record {path}: there is no directory {path.parent}")
+        raise UserError(f"--record {path}: the directory {path.parent} does not exist")
     if path.exists() and not goes_on:
         raise UserError(f"--record {path}: exists already, and is not written over; name another file")
     if path.exists():
@@ -84,7 +84,7 @@ def read_recording(
     for name, value in sorted(required.items()):
         if found[name] != value:
             if name == "data":
-                raise UserError(f"--replay {path}: was recorded on other prompts than those of data.train")
+                raise UserError(f"--replay {path}: was recorded with prompts other than data.train's")
             raise UserError(f"--replay {path}: was sampled with {section}.{name}={found[name]}; here it is {value}")
     return recorded
 

@@ -69,7 +69,7 @@ def check_vllm(config: RLConfig) -> None:
         return
     if not os.access(generation.vllm.python, os.X_OK):
         raise UserError(
-            f"generation.vllm.python: there is no {generation.vllm.python}; `make install-vllm` makes it, or give "
+            f"generation.vllm.python: not found: {generation.vllm.python}; `make install-vllm` makes it, or give "
             "generation.vllm.urls of servers that run already"
         )
     if config.model.moe_router_replay:
@@ -87,7 +87,7 @@ def _check_files(files: Mapping[str, Path | None], directory: RunDirectory) -> N
     if record and replay:
         raise UserError("--record and --replay exclude each other: a replay generates nothing that could be recorded")
     if record and not record.parent.is_dir():
-        raise UserError(f"--record {record}: there is no directory {record.parent}")
+        raise UserError(f"--record {record}: the directory {record.parent} does not exist")
     for option, file in files.items():
         if file and directory.writes(file):
             raise UserError(f"--{option} {file}: is a file that this run writes; name another")

@@ -59,7 +59,7 @@ def download(name: str, key: str, with_code: bool = False, with_weights: bool = 
         reason = f"is not in the hub's cache, and the hub cannot be reached; `hf download {match['name']}` gets it"
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-    raise UserError(f"{key}: {name} is no directory, and as a name on the hub: {reason}")
+    raise UserError(f"{key}: {name} is not a directory, and as a name on the hub: {reason}")
 
 
 def is_repository_name(name: str) -> bool:

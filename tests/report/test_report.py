@@ -177,7 +177,7 @@ def test_the_command(tmp_path):
             "mine.html: exists and was not written by mcore-rl report; choose another file",
         ),
         ((run, "--output", tmp_path / "no" / "where.html"), "where.html: cannot be written (No such file"),
-        ((run, "--output", run / "hf" / "a.html"), "is what the run in"),
+        ((run, "--output", run / "hf" / "a.html"), "the run in"),
     ]:
         done = call(*arguments)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -58,13 +58,16 @@ def test_train_loads_model_by_hub_name(cache, name):
         [
             (
                 "someone/other",
-                "someone/other is no directory, and as a name on the hub: is not in the hub's cache, and the ",
+                "someone/other is not a directory, and as a name on the hub: is not in the hub's cache, and the ",
             ),
         ],
         [
-            ("someone/tiny@v2", "someone/tiny@v2 is no directory, and as a name on the hub: is not in the hub's cache"),
+            (
+                "someone/tiny@v2",
+                "someone/tiny@v2 is not a directory, and as a name on the hub: is not in the hub's cache",
+            ),
             ("tiny", "tiny must be a Hugging Face model directory with a config.json"),
-            ("some/-where", "some/-where is no directory, and as a name on the hub: "),
+            ("some/-where", "some/-where is not a directory, and as a name on the hub: "),
         ],
     ),
 )

@@ -61,7 +61,7 @@ def _load(encoded: str) -> np.ndarray[Any, Any]:
     try:
         return np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"routed_experts that are no array ({error})") from None
+        raise ValueError(f"routed_experts that are not an array ({error})") from None
 
 
 T = TypeVar("T")

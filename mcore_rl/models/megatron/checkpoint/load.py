@@ -386,7 +386,7 @@ def load(iteration: Path, run: TrainingState, allow_partial: bool = False) -> Re
     if restored.missing and not allow_partial:
         raise UserError(
             f"{iteration} lacks {', '.join(restored.missing)}; "
-            "set checkpoint.allow_partial=true to go on from what it has"
+            "set checkpoint.allow_partial=true to resume with the parts that it has"
         )
     restored.has_reference = _has_reference(index)
     reference = run.reference if restored.has_reference else None
