@@ -110,9 +110,20 @@ def test_torch_cuda_is_used_in_the_platform_only():
     assert not found
 
 
-def test_files_and_the_root_are_small():
+LONG_FUNCTIONS = {"train_step": 80}  # a training step is written out in one function
+
+
+def test_files_functions_and_the_root_are_small():
     long = [path.name for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 800]
     assert not long, "files of more than 800 lines"
+    functions = [
+        (name, node.name)
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno - node.lineno >= LONG_FUNCTIONS.get(node.name, 60)
+    ]
+    assert not functions, "functions of more than 60 lines"
     root = [path.name for path in PACKAGE.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
     assert len(root) <= 4, root
 
