@@ -71,10 +71,10 @@ WRONG = {
     "negative": (changed((0, 4, 0), -1), "from -1 to"),
     "twice": (changed((7, 1), (4, 4)), "that name an expert twice"),
     "not written": (changed((5,), 0), "that name an expert twice"),
-    "not base64": ("%%%", "that are no array"),
-    "empty": ("", "that are no array"),
-    "cut off": (base64.b64encode(base64.b64decode(encode(told(9)))[:-9]).decode(), "that are no array"),
-    "pickled": (encode(np.array([{}]), allow_pickle=True), "that are no array"),
+    "not base64": ("%%%", "that are not an array"),
+    "empty": ("", "that are not an array"),
+    "cut off": (base64.b64encode(base64.b64decode(encode(told(9)))[:-9]).decode(), "that are not an array"),
+    "pickled": (encode(np.array([{}]), allow_pickle=True), "that are not an array"),
 }
 
 
