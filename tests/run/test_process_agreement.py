@@ -135,7 +135,7 @@ def test_a_process_that_ends_alone_is_told_by_the_others(files, tmp_path):
     of_second = {"data.train": files / "nowhere.jsonl"}
     status, told = start_nodes(files, tmp_path / "out", of_second, **{"parallel.timeout_seconds": 12})
     assert status == [2, 2] and "nowhere.jsonl does not exist" in told[1][1], told
-    assert told[0][1].startswith("error: parallel.timeout_seconds=12: not all 2 processes have come")
+    assert told[0][1].startswith("error: parallel.timeout_seconds=12: not all 2 processes have joined within this time")
     assert told[0][1].count("\n") == 1
 
 

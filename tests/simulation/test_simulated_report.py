@@ -7,24 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from simulated_cases import MIXTURE, config_of, in_processes
+from simulated_cases import MIXTURE, config_of, in_processes, memory_of_offloaded_critic
 from simulated_report import REPORT
 from small_models import and_long, make_config, make_model
 
-from mcore_rl import platform
 from mcore_rl.cli.dry_run import first_batch
 from mcore_rl.config import DistillationConfig, DPOConfig, GRPOConfig, PPOConfig, SFTConfig
-from mcore_rl.config.algorithms import critic_config
 from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.data.batching import MicrobatchPlanner
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
 from mcore_rl.simulation import counters
-from mcore_rl.simulation.counters import HostReads, LiveBytes, bytes_of
+from mcore_rl.simulation.counters import HostReads, LiveBytes
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.search import describe
-from mcore_rl.simulation.step import Sequences, invented_batch, sequences_of, simulate_rank
+from mcore_rl.simulation.step import Sequences, sequences_of, simulate_rank
 
 ROWS, LENGTH, RESPONSE = 8, 384, 192
 SEQUENCES = Sequences((LENGTH,) * ROWS, (RESPONSE,) * ROWS)
@@ -325,19 +323,6 @@ def ppo_of(path, **critic):
     return config_of(path, PPOConfig, ppo=rollouts, critic=critic, batch={"tokens_per_pack": TOKENS})
 
 
-def given_up(config):
-    """Return the memory that a real critic releases on the device, and the part of it that is zero afterwards."""
-    platform.initialize_platform()
-    from mcore_rl.algorithms.loss_functions import ValueLossFn
-    from mcore_rl.models.megatron.optimizer import gradient_buffers
-    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-
-    critic = MegatronPolicy(critic_config(config), 2)
-    critic.train(critic.own_rows(invented_batch(config, SEQUENCES)), ValueLossFn(None))
-    zeros = bytes_of(gradient_buffers(critic.chunks))
-    return critic.offload_after_refit(), zeros
-
-
 @pytest.mark.long
 def test_a_critic_that_goes_to_the_host(tmp_path):
     """The memory that a real critic releases does not count while the policy is trained."""
@@ -345,7 +330,7 @@ def test_a_critic_that_goes_to_the_host(tmp_path):
     at_hand, away = (ppo_of(path, offload=offload) for offload in (False, True))
     both = ppo_of(path, offload=True, optimizer={"offload": True})
     reports = in_processes(simulate_rank, *[(config, 0, 1, SEQUENCES) for config in (at_hand, away, both)])
-    ((freed, zeros),) = in_processes(given_up, (at_hand,))
+    ((freed, zeros),) = in_processes(memory_of_offloaded_critic, (at_hand, SEQUENCES))
     assert [report.peak_phase for report in reports] == ["training"] * 3
     assert [reports[0].peak - report.peak for report in reports] == [0, freed, freed]
     for kind in ("weights", "gradients", "optimizer"):

@@ -10,7 +10,9 @@ from programs import ROOT
 
 from mcore_rl import platform
 from mcore_rl.config import RLConfig, SFTConfig
-from mcore_rl.simulation.step import RankReport, Sequences, measure_step
+from mcore_rl.config.algorithms import critic_config
+from mcore_rl.simulation.counters import bytes_of
+from mcore_rl.simulation.step import RankReport, Sequences, invented_batch, measure_step
 
 LENGTHS = (270, 99, 384, 2, 231, 192, 303, 45)
 SEQUENCES = Sequences(LENGTHS, tuple(max(1, n // 2) for n in LENGTHS))
@@ -47,6 +49,19 @@ def real_rank(config, rank, world_size, port, sequences) -> RankReport:
     traffic = count_traffic(perform=True)
     platform.initialize_platform()
     return measure_step(config, sequences, traffic, HostReads(), AttentionFlops(), ("cpu",))
+
+
+def memory_of_offloaded_critic(config, sequences):
+    """Return the memory that a real critic releases on the device, and the part of it that is zero afterwards."""
+    platform.initialize_platform()
+    from mcore_rl.algorithms.loss_functions import ValueLossFn
+    from mcore_rl.models.megatron.optimizer import gradient_buffers
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    critic = MegatronPolicy(critic_config(config), 2)
+    critic.train(critic.own_rows(invented_batch(config, sequences)), ValueLossFn(None))
+    zeros = bytes_of(gradient_buffers(critic.chunks))
+    return critic.offload_after_refit(), zeros
 
 
 MIXTURE = {
