@@ -3,7 +3,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: install install-vllm demo demo-grpo demo-ppo test test-long test-exhaustive test-vllm test-browser gpu faults layouts bench lint docs clean
+.PHONY: install install-vllm demo demo-grpo demo-ppo test test-long test-exhaustive test-te test-vllm test-browser gpu faults layouts bench lint docs clean
 
 install: .venv/installed
 
@@ -72,6 +72,12 @@ test-long: install
 
 test-exhaustive: install
 	$(BIN)/pytest $(IN_PARALLEL) -m exhaustive
+
+# Layers of Transformer Engine's modules, with a stand-in for the package on the CPU. Megatron looks for the package
+# when it is imported, so these tests have a run of their own.
+test-te: install
+	PYTHONPATH=tests/support/te_stand_in $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/te
+	$(BIN)/python tests/support/check_te_signatures.py
 
 test-vllm: install install-vllm
 	$(BIN)/pytest -m vllm

@@ -30,9 +30,10 @@ def main() -> None:
 
 
 def serve(config: GRPOConfig) -> None:
-    from mcore_rl.platform import initialize_platform
+    from mcore_rl.platform import initialize_platform, resolve
 
     initialize_platform()
+    config = resolve(config)
     from mcore_rl.config.rl import SERVER_LOGS
     from mcore_rl.models.generation.vllm_client import VLLMServer
     from mcore_rl.models.generation.vllm_generation import wait_until_ready

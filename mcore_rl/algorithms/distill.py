@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mcore_rl import platform
 from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.algorithms.supervised import Columns, Objective, SupervisedTrainer, TrainingBatch
 from mcore_rl.config import DistillationConfig
@@ -24,6 +25,7 @@ from mcore_rl.utils.console import rank_zero_printer
 def train_distill(config: DistillationConfig) -> Path | None:
     """Train the student's next-token distributions towards the teacher's, over the teacher's top-k tokens or all
     tokens."""
+    config = platform.resolve(config)
     inputs = claim_output_dir(config, load_inputs(config))
     student = MegatronPolicy(config, config.total_steps(len(inputs.train)))
     teacher = TeacherModel(teacher_config(config), inputs.hf_config.vocab_size)

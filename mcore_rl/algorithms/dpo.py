@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from mcore_rl import platform
 from mcore_rl.algorithms.supervised import Columns, Objective, SupervisedTrainer, TrainingBatch
 from mcore_rl.config import DPOConfig
 from mcore_rl.config.algorithms import reference_config
@@ -33,6 +34,7 @@ FIRST_MARGIN_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 def train_dpo(config: DPOConfig) -> Path | None:
     """Make chosen responses more likely than rejected ones, relative to the reference."""
+    config = platform.resolve(config)
     inputs = claim_output_dir(config, load_inputs(config))
     # Rank 0 decides: other ranks may see other files.
     stored: bool = broadcast_object(torchrun.rank() == 0 and precomputes_reference(config, inputs))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from mcore_rl import platform
 from mcore_rl.algorithms.advantages import advantages_of
 from mcore_rl.config import GRPOConfig, RLConfig, RolloutOptions
 from mcore_rl.data.datasets import PromptDataset
@@ -163,6 +164,7 @@ def train_grpo(config: GRPOConfig, record: Path | None = None, replay: Path | No
     Raises:
         UserError: the configuration, the data or one of the files is not usable.
     """
+    config = platform.resolve(config)
     inputs, recorded = prepare(config, record, replay)
     policy = build_policy(config, inputs)
     with rollout_worker(config, inputs, policy) as worker:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from mcore_rl import platform
 from mcore_rl.algorithms.dpo import FIRST_MARGIN_TOLERANCE
 from mcore_rl.algorithms.supervised import Columns, Objective, SupervisedTrainer, TrainingBatch
 from mcore_rl.config import KTOConfig
@@ -23,6 +24,7 @@ from mcore_rl.run.setup import claim_output_dir, load_inputs
 
 def train_kto(config: KTOConfig) -> Path | None:
     """Make desirable responses more likely and undesirable ones less likely, relative to the reference."""
+    config = platform.resolve(config)
     inputs = claim_output_dir(config, load_inputs(config))
     policy = MegatronPolicy(config, config.total_steps(len(inputs.train)), keep_reference=config.keeps_reference)
     objective = KTOObjective(config, policy, inputs.tokenizer.pad_token_id)

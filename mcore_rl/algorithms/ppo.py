@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_rl import platform
 from mcore_rl.algorithms.advantages import gae_advantages, whiten
 from mcore_rl.algorithms.grpo import GRPOTrainer, build_policy, prepare, rollout_worker
 from mcore_rl.config import PPOConfig
@@ -172,6 +173,7 @@ def train_ppo(config: PPOConfig, record: Path | None = None, replay: Path | None
     Raises:
         UserError: the configuration, the data or one of the files is not usable.
     """
+    config = platform.resolve(config)
     inputs, recorded = prepare(config, record, replay)
     policy = build_policy(config, inputs)
     with rollout_worker(config, inputs, policy) as worker:

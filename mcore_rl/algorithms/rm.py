@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mcore_rl import platform
 from mcore_rl.algorithms.supervised import Objective, SupervisedTrainer
 from mcore_rl.config import RMConfig
 from mcore_rl.losses.preference import BradleyTerryLoss
@@ -13,6 +14,7 @@ from mcore_rl.run.setup import claim_output_dir, load_inputs
 
 def train_rm(config: RMConfig) -> Path | None:
     """Train a model to give the chosen response of each pair a higher reward than the rejected one."""
+    config = platform.resolve(config)
     inputs = claim_output_dir(config, load_inputs(config))
     policy = MegatronPolicy(config, config.total_steps(len(inputs.train)), rows_per_unit=2)
     objective = Objective(BradleyTerryLoss(config.reward.center_rewards_coefficient))

@@ -112,9 +112,10 @@ def run_script(
             processes = "1 process" if world_size() == 1 else f"{world_size()} processes"
             print(f"{source}: {processes}; importing PyTorch and Megatron …", flush=True)
         quiet_libraries()
-        from mcore_rl.platform import initialize_platform  # imports PyTorch
+        from mcore_rl.platform import initialize_platform, resolve  # imports PyTorch
 
         initialize_platform()
+        config = resolve(config)
         if config.dry_run:
             from mcore_rl.cli.dry_run import run_dry  # imports the simulator, which training does not need
 

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import model_validator
 
@@ -235,10 +235,11 @@ class ParallelConfig(PipelineConfig):
     """Processes that share the weights of each expert; the default is `tensor_model_parallel_size`."""
     sequence_parallel: bool = False
     """Divide the activations of norms over the tensor-parallel processes; results do not change."""
-    overlap_grad_reduce: bool = False
-    """Reduce gradients bucket by bucket during the backward pass; results do not change."""
-    overlap_param_gather: bool = False
-    """Gather updated weights bucket by bucket during the next forward pass of training; results do not change."""
+    overlap_grad_reduce: bool | Literal["auto"] = "auto"
+    """Reduce gradients bucket by bucket during the backward pass; results do not change. auto: true on GPUs."""
+    overlap_param_gather: bool | Literal["auto"] = "auto"
+    """Gather updated weights bucket by bucket during the next forward pass of training; results do not change. auto:
+    true on GPUs where overlap_grad_reduce is."""
     timeout_seconds: PositiveInt = 600
     """Time limit for a collective. One that takes longer ends the run."""
 
@@ -252,9 +253,18 @@ class ParallelConfig(PipelineConfig):
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError("sequence_parallel: needs tensor_model_parallel_size > 1")
-        if self.overlap_param_gather and not self.overlap_grad_reduce:
+        if self.overlap_param_gather is True and self.overlap_grad_reduce is False:
             raise ValueError("overlap_param_gather: needs overlap_grad_reduce=true, which makes the buckets")
         return self
+
+    def for_device(self, on_gpu: bool) -> ParallelConfig:
+        """Return this section with each `auto` replaced; `on_gpu`: whether the run is on GPUs."""
+        reduces, gathers = self.overlap_grad_reduce, self.overlap_param_gather
+        if reduces == "auto":
+            reduces = on_gpu or gathers is True
+        if gathers == "auto":
+            gathers = on_gpu and reduces
+        return self.model_copy(update={"overlap_grad_reduce": reduces, "overlap_param_gather": gathers})
 
     @property
     def expert_tensor_size(self) -> int:

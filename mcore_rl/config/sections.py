@@ -7,7 +7,7 @@ import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -57,8 +57,12 @@ class ModelConfig(Section):
     path: Directory
     """A Hugging Face model directory with weights in safetensors and a tokenizer. Or NAME or NAME@REVISION of a model
     on the hub, which is downloaded to the hub's cache."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of weights and activations. Gradients and optimizer state are in fp32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of weights and activations. Gradients and optimizer state are in fp32. auto: bfloat16 on GPUs, float32
+    on the CPU."""
+    transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
+    """Implementation of the layers: transformer_engine, or local (PyTorch only). auto: transformer_engine if it is
+    installed and there is a GPU. Numbers and checkpoints are the same."""
     head: Literal["lm", "reward"] = "lm"
     """reward: the model predicts one number per sequence, at its last token, instead of logits."""
     trust_remote_code: bool = False
@@ -83,6 +87,28 @@ class ModelConfig(Section):
     (arXiv:2510.11370); for GRPO and PPO."""
     moe_router_bias_update_rate: NonNegative = 0.0
     """Amount by which each step moves the biases that experts are chosen with, in families that have such biases."""
+
+    def for_device(self, on_gpu: bool, has_te: bool, simulates: bool) -> Self:
+        """Return this section with each `auto` replaced; a simulation always simulates local layers.
+
+        Args:
+            on_gpu: whether the run is on GPUs.
+            has_te: whether Transformer Engine is installed.
+
+        Raises:
+            UserError: the section requires Transformer Engine, which is not installed.
+        """
+        if self.transformer_impl == "transformer_engine" and not (has_te or simulates):
+            raise UserError(
+                "model.transformer_impl=transformer_engine: Transformer Engine is not installed; install it with "
+                "pip install 'mcore_rl[gpu]', or set local"
+            )
+        choices: dict[str, Any] = {}
+        if self.transformer_impl == "auto" or simulates:
+            choices["transformer_impl"] = "transformer_engine" if on_gpu and has_te and not simulates else "local"
+        if self.dtype == "auto":
+            choices["dtype"] = "bfloat16" if on_gpu else "float32"
+        return self.model_copy(update=choices) if choices else self
 
     @property
     def begins_with_dropout(self) -> bool:
@@ -451,6 +477,11 @@ class TrainingConfig(Section):
     trainer: TrainerConfig = TrainerConfig(max_epochs=1)
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    def for_device(self, on_gpu: bool, has_te: bool, simulates: bool) -> Self:
+        """Return this configuration with each `auto` of model and layout replaced; see `ModelConfig.for_device`."""
+        model = self.model.for_device(on_gpu, has_te, simulates)
+        return self.model_copy(update={"model": model, "parallel": self.parallel.for_device(on_gpu)})
 
     @model_validator(mode="after")
     def _validates_something(self) -> TrainingConfig:

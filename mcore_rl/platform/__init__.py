@@ -9,12 +9,13 @@ CPU. No other file of the package uses `torch.cuda`.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +43,25 @@ def device() -> torch.device:
     if _simulates:
         return torch.device("meta")
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
+
+
+class DeviceConfig(Protocol):
+    """A configuration, or section of one, with values that depend on the device."""
+
+    def for_device(self, on_gpu: bool, has_te: bool, simulates: bool) -> Self: ...
+
+
+ConfigT = TypeVar("ConfigT", bound=DeviceConfig)
+
+
+def resolve(config: ConfigT) -> ConfigT:
+    """Return a configuration with each `auto` replaced by the choice for this device.
+
+    Raises:
+        UserError: the configuration requires Transformer Engine, which is not installed.
+    """
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    return config.for_device(on_gpu=has_gpu() or _simulates, has_te=has_te, simulates=_simulates)
 
 
 def device_id(of: torch.device | None = None) -> str:

@@ -322,6 +322,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         """Print a description of the run: model, data and layout."""
         policy = self.policy
         self.say(f"model: {policy.describe()}, {policy.describe_layout()}")
+        self.say(f"optimizer: {policy.describe_optimizer()}")
         if lora := policy.model.lora:
             self.say(f"LoRA: {lora}")
         if policy.reference is not None:

@@ -51,7 +51,7 @@ def load(config_type, tmp_path, overrides=(), **sections):
         **sections,
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    return load_config(config_type, tmp_path / "config.yaml", list(overrides))
+    return platform.resolve(load_config(config_type, tmp_path / "config.yaml", list(overrides)))
 
 
 # ------------------------------------------------------------------ grpo.*: a step whose worker and policy take notes

@@ -1,5 +1,7 @@
 """Tests that logits equal Hugging Face's, and exports equal the input, for each family and layout."""
 
+import importlib.util
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -172,17 +174,14 @@ def test_unsupported_architectures_are_refused(changes, message):
         check_model_fits(make_config("llama", **changes), ParallelConfig(), 64)
 
 
-def test_what_transformer_engine_lacks_is_refused_there(monkeypatch):
-    from mcore_rl.models.megatron import hf_config
+def test_missing_transformer_engine_is_refused(monkeypatch):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
 
-    monkeypatch.setattr(hf_config, "uses_transformer_engine", lambda: True)
-    hf_config.check_model_fits(make_config("windows"), ParallelConfig(), 13)
-    for family in ("windows", "gemma3", "olmo2"):
-        with pytest.raises(UserError, match="where Transformer Engine is installed"):
-            hf_config.check_model_fits(make_config(family), ParallelConfig(), 14)
-    hf_config.check_model_fits(make_config("llama"), ParallelConfig(), 14, ModelConfig(path="m", dtype="bfloat16"))
-    with pytest.raises(UserError, match="no attention kernel for packed sequences in float32"):
-        hf_config.check_model_fits(make_config("llama"), ParallelConfig(), 14, ModelConfig(path="m"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_model_fits(make_config("llama"), ParallelConfig(), 14, ModelConfig(path="m"))
+    model = ModelConfig(path="m", transformer_impl="transformer_engine")
+    with pytest.raises(UserError, match=r"model.transformer_impl=transformer_engine: .* is not installed; install it"):
+        check_model_fits(make_config("llama"), ParallelConfig(), 14, model)
 
 
 @pytest.mark.parametrize(

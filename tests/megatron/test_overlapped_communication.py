@@ -285,4 +285,4 @@ def test_whoever_takes_weights_between_steps_has_them_whole(take, model_of, tmp_
 
 def test_buckets_are_asked_for():
     with pytest.raises(ValueError, match="overlap_param_gather: needs overlap_grad_reduce=true"):
-        ParallelConfig(overlap_param_gather=True)
+        ParallelConfig(overlap_param_gather=True, overlap_grad_reduce=False)

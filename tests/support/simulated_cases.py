@@ -30,6 +30,8 @@ def config_of(directory, algorithm=SFTConfig, **sections):
         **batch,
         **sections,
     }
+    values["model"].setdefault("dtype", "float32")  # of the real steps on the CPU, with which a test compares
+    values["parallel"] = {"overlap_grad_reduce": False, "overlap_param_gather": False, **values.get("parallel", {})}
     return algorithm.model_validate(values)
 
 

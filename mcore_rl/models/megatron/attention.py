@@ -1,4 +1,4 @@
-"""Core attention over packs, for Megatron's layer specs where Transformer Engine is not used.
+"""Core attention over packs, for Megatron's layer specs.
 
 A pack [T / CP, heads, head_dim] attends causally inside each of its segments. Under context parallelism each rank
 gathers the keys and values of its pack and attends with its own queries. The keys of a gathered pack are ordered by
@@ -493,11 +493,13 @@ class PackParams(PackedSeqParams):
     """Megatron's parameters of a pack, plus the data that this package's layers need.
 
     `visible` describes the keys that queries see; `positions` [T / CP] are the local tokens' positions in their rows.
-    With Transformer Engine both are None and `cu_seqlens_*` are set instead. `routed` is for mixtures of experts.
+    `cu_seqlens` [segments + 1] are the padded segments' cumulative lengths for Transformer Engine's attention, on the
+    device; None if it is not used or segments share a prefix. `routed` is for mixtures of experts.
     """
 
     visible: AttentionPattern | None = None
     positions: Tensor | None = None
+    cu_seqlens: Tensor | None = None
     routed: Any = None  # RoutedTokens, which `moe` defines above this module
 
 

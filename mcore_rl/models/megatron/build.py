@@ -32,7 +32,6 @@ from mcore_rl.models.megatron.layers import (
     RMSNorm,
     RowLinear,
     WideRMSNorm,
-    uses_transformer_engine,
 )
 from mcore_rl.models.megatron.lora import LoRA
 from mcore_rl.models.megatron.moe import CountingExperts, GroupedExperts, PackMoELayer, Router, balance_routing
@@ -41,13 +40,12 @@ from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -61,21 +59,57 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 
+@dataclass(frozen=True)
+class LayerModules:
+    """The modules of transformer layers in one implementation; layers of all families consist of these."""
+
+    norm: Any
+    head_norm: Any
+    column_linear: Any
+    row_linear: Any
+    normed_row_linear: Any
+    attention: Any
+    grouped_experts: Any
+    grouped_linears: tuple[Any, Any] | None = None
+    """Column- and row-parallel linear layers of all experts together. None: experts have a linear layer each."""
+
+
+LOCAL = LayerModules(
+    norm=RMSNorm,
+    head_norm=HeadRMSNorm,
+    column_linear=ColumnLinear,
+    row_linear=RowLinear,
+    normed_row_linear=NormedRowLinear,
+    attention=PackedCausalAttention,
+    grouped_experts=GroupedExperts,
+)
+
+
+def layer_modules(config: TransformerConfig) -> LayerModules:
+    """Return the modules of the configuration's `transformer_impl`."""
+    if config.transformer_impl == "local":
+        return LOCAL
+    from mcore_rl.models.megatron import te_layers as te
+
+    return LayerModules(
+        norm=te.TERMSNorm,
+        head_norm=te.TERMSNorm,
+        column_linear=te.TEColumnLinear,
+        row_linear=te.TERowLinear,
+        normed_row_linear=te.TENormedRowLinear,
+        attention=te.TEPackedCausalAttention,
+        grouped_experts=te.TEGroupedExperts,
+        grouped_linears=(te.TEGroupedColumnLinear, te.TEGroupedRowLinear),
+    )
+
+
 def block_spec(config: TransformerConfig, family: Family, pipeline_rank: int, vp_stage: int | None = None) -> Any:
     """Return the specs of the transformer layers of one chunk of a pipeline stage."""
-    if uses_transformer_engine():
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pipeline_rank)
-        for layer in spec.layer_specs:
-            layer.module = PackLayer
-            if layer.submodules.mlp.module is MoELayer:
-                layer.submodules.mlp.module = PackMoELayer
-                layer.submodules.mlp.submodules.router = _router(family)
-                layer.submodules.mlp.submodules.experts.module = CountingExperts  # with Transformer Engine's linears
-        return spec
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pipeline_rank)
-    layers = [_layer_spec(config, family, layer) for layer in range(first, first + count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    modules = layer_modules(config)
+    layers = [_layer_spec(config, family, modules, layer) for layer in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=modules.norm)
 
 
 def _router(family: Family) -> Any:
@@ -83,32 +117,33 @@ def _router(family: Family) -> Any:
     return functools.partial(Router, experts=family.experts)
 
 
-def _layer_spec(config: TransformerConfig, family: Family, layer: int) -> ModuleSpec:
-    before = RMSNorm if family.norms_before else IdentityOp
+def _layer_spec(config: TransformerConfig, family: Family, modules: LayerModules, layer: int) -> ModuleSpec:
+    before = modules.norm if family.norms_before else IdentityOp
     is_sparse = isinstance(family, Mixture) and family.experts.sparse_layers[layer]
+    mlp = ModuleSpec(module=MLP, submodules=_linears(family, modules))
     keys = FUSED_NORM_KEYS if is_sparse else {**FUSED_NORM_KEYS, **FUSED_MLP_NORM_KEYS}
     return ModuleSpec(
         module=PackLayer,
         params={"rope": _rope_of(family, layer)},
         submodules=TransformerLayerSubmodules(
             input_layernorm=before,
-            self_attention=_attention(family, layer),
+            self_attention=_attention(family, modules, layer),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=before,
-            mlp=_sparse_mlp(family, config) if is_sparse else ModuleSpec(module=MLP, submodules=_linears(family)),
+            mlp=_sparse_mlp(family, config, modules) if is_sparse else mlp,
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=keys if family.norms_before else {},
         ),
     )
 
 
-# Names of the norms in Megatron's checkpoints, where Transformer Engine fuses them into the linear layers.
+# Names of the norms in Megatron's checkpoints, whose own layers fuse them into the linear layers.
 FUSED_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 FUSED_MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
-def _attention(family: Family, layer: int) -> ModuleSpec:
-    norms: dict[str, Any] = dict.fromkeys("qk", HeadRMSNorm if family.has_qk_norm else IdentityOp)
+def _attention(family: Family, modules: LayerModules, layer: int) -> ModuleSpec:
+    norms: dict[str, Any] = dict.fromkeys("qk", modules.head_norm if family.has_qk_norm else IdentityOp)
     if family.has_wide_qk_norm:
         heads = {"q": family.num_attention_heads, "k": family.num_query_groups}
         norms = {name: ModuleSpec(module=WideRMSNorm, params={"heads": count}) for name, count in heads.items()}
@@ -116,9 +151,9 @@ def _attention(family: Family, layer: int) -> ModuleSpec:
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnLinear,
-            core_attention=ModuleSpec(module=PackedCausalAttention, params={"window": family.window(layer)}),
-            linear_proj=_output_linear(family),
+            linear_qkv=modules.column_linear,
+            core_attention=ModuleSpec(module=modules.attention, params={"window": family.window(layer)}),
+            linear_proj=_output_linear(family, modules),
             q_layernorm=norms["q"],
             k_layernorm=norms["k"],
         ),
@@ -132,21 +167,32 @@ def _rope_of(family: Family, layer: int) -> slice | None:
     return slice(ends[kind], ends[kind + 1]) if len(ends) > 2 else None
 
 
-def _output_linear(family: Family) -> type[RowLinear]:
-    return NormedRowLinear if family.norms_after else RowLinear
+def _output_linear(family: Family, modules: LayerModules) -> Any:
+    return modules.normed_row_linear if family.norms_after else modules.row_linear
 
 
-def _linears(family: Family) -> MLPSubmodules:
-    return MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=_output_linear(family), activation_func=GatedActivation)
+def _linears(family: Family, modules: LayerModules) -> MLPSubmodules:
+    return MLPSubmodules(
+        linear_fc1=modules.column_linear,
+        linear_fc2=_output_linear(family, modules),
+        activation_func=GatedActivation,
+    )
 
 
-def _sparse_mlp(family: Family, config: TransformerConfig) -> ModuleSpec:
-    linears, experts = _linears(family), GroupedExperts if config.moe_grouped_gemm else CountingExperts
+def _sparse_mlp(family: Family, config: TransformerConfig, modules: LayerModules) -> ModuleSpec:
+    linears = _linears(family, modules)
+    experts = ModuleSpec(module=CountingExperts, submodules=linears)
+    if config.moe_grouped_gemm:
+        of_all = linears
+        if modules.grouped_linears is not None:
+            first, second = modules.grouped_linears
+            of_all = MLPSubmodules(linear_fc1=first, linear_fc2=second, activation_func=GatedActivation)
+        experts = ModuleSpec(module=modules.grouped_experts, submodules=of_all)
     return ModuleSpec(
         module=PackMoELayer,
         submodules=MoESubmodules(
             router=_router(family),
-            experts=ModuleSpec(module=experts, submodules=linears),
+            experts=experts,
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
         ),
     )

@@ -16,7 +16,13 @@ from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.distributed.collectives import all_gather_forward_split_backward
 from mcore_rl.distributed.divergences import FinalHiddenStates, HiddenAndHead
 from mcore_rl.distributed.logprobs import gather_hidden_states, linear_logprobs, linear_topk, valid_columns
-from mcore_rl.distributed.packs import LossPositions, PackLayout, gather_context_parallel, slice_context_parallel
+from mcore_rl.distributed.packs import (
+    LossPositions,
+    PackLayout,
+    PrefixLayout,
+    gather_context_parallel,
+    slice_context_parallel,
+)
 from mcore_rl.losses.common import (
     LossFunction,
     reads_counted_tokens_only,
@@ -28,7 +34,6 @@ from mcore_rl.losses.packing import SequencePackingLossWrapper, accepted_groups,
 from mcore_rl.models.megatron.attention import PackParams, visible_keys
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.families.mixtures import Mixture
-from mcore_rl.models.megatron.layers import uses_transformer_engine
 from mcore_rl.models.megatron.moe import RoutedTokens
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -75,21 +80,17 @@ def run_microbatches(
 
 def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
     """Return the model's arguments for one pack: this context-parallel rank's tokens, [1, T / CP]."""
-    device, topology = platform.device(), model.topology
+    topology = model.topology
     layout, input_ids = microbatch.layout, microbatch.data["input_ids"]
     cp_rank = topology.context.rank
     tokens = slice_context_parallel(layout.pack_rows(input_ids), layout, cp_rank)
     positions = slice_context_parallel(layout.position_ids, layout, cp_rank)
     routed = RoutedTokens.of(microbatch, topology).tensors() if isinstance(model.family, Mixture) else []
-    if uses_transformer_engine():
-        tokens, positions, cu_seqlens, *routed = platform.sent_together(
-            (tokens, positions, layout.cu_seqlens_padded, *routed), device
-        )
-        longest = max(layout.segment_lengths)
-        params = PackParams("thd", cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens, longest, longest)
-    else:
-        visible, (tokens, positions, *routed) = visible_keys(layout, cp_rank, tokens, positions, *routed)
-        params = PackParams(qkv_format="thd", visible=visible, positions=positions)
+    uses_te = model.chunks[0].config.transformer_impl == "transformer_engine" and not isinstance(layout, PrefixLayout)
+    ends = [layout.cu_seqlens_padded] if uses_te else []
+    visible, (tokens, positions, *rest) = visible_keys(layout, cp_rank, tokens, positions, *ends, *routed)
+    cu_seqlens, routed = (rest[0], rest[1:]) if uses_te else (None, rest)
+    params = PackParams(qkv_format="thd", visible=visible, positions=positions, cu_seqlens=cu_seqlens)
     if routed:
         params.routed = RoutedTokens(*routed)
     return {

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from mcore_rl import platform
 from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.families.base import REWARD_ARCHITECTURE, has_reward_head
 from mcore_rl.models.megatron.families.mixtures import Mixture
-from mcore_rl.models.megatron.layers import concentration_scale, uses_transformer_engine
+from mcore_rl.models.megatron.layers import concentration_scale
 from mcore_rl.models.megatron.lora import is_expert_target, lora_of
 from mcore_rl.utils.model_directory import check_model_directory
 
@@ -55,21 +56,11 @@ def check_model_fits(
     """
     family = family_of(hf)
     family.check(max_sequence_length)
-    windows = {family.window(layer) or max_sequence_length for layer in range(family.num_layers)}
-    if uses_transformer_engine() and (family.needs_torch_layers or min(windows) < max_sequence_length):
-        raise UserError(
-            f"model.path: {family.model_type}, and sliding windows shorter than data.max_sequence_length, are not "
-            "supported where Transformer Engine is installed"
-        )
-    if uses_transformer_engine() and model is not None and model.dtype == "float32":
-        raise UserError(
-            "model.dtype=float32: Transformer Engine has no attention kernel for packed sequences in float32; set "
-            "model.dtype=bfloat16"
-        )
     _check_experts(family, parallel)
     if model is not None:
+        model = platform.resolve(model)
         _check_options(family, model)
-        if model.moe_grouped_gemm and isinstance(family, Mixture):
+        if model.moe_grouped_gemm and isinstance(family, Mixture) and model.transformer_impl == "local":
             _check_grouped_gemm(family, model, parallel.expert_tensor_size)
     stages = parallel.layers_of_stages(family.num_layers)
     if model is not None and model.lora and 0 in stages:
@@ -124,10 +115,6 @@ def _check_options(family: Family, model: ModelConfig) -> None:
         if getattr(model, name) and not possible:
             raise UserError(f"model.{name}: {family.model_type} has no {what}; leave it out")
     _check_recomputed(family, model)
-    if model.moe_grouped_gemm and not hasattr(torch.nn.functional, "grouped_mm"):
-        raise UserError(f"model.moe_grouped_gemm: torch {torch.__version__} has no grouped_mm; leave it out")
-    if model.moe_grouped_gemm and uses_transformer_engine():
-        raise UserError("model.moe_grouped_gemm: is not supported where Transformer Engine is installed; leave it out")
 
 
 def _check_recomputed(family: Family, model: ModelConfig) -> None:
@@ -140,7 +127,9 @@ def _check_recomputed(family: Family, model: ModelConfig) -> None:
 
 
 def _check_grouped_gemm(family: Mixture, model: ModelConfig, expert_tensor_size: int) -> None:
-    """Raise UserError unless matrices fit `grouped_mm`, whose rows must be multiples of 16 bytes."""
+    """Raise UserError unless torch has `grouped_mm` and matrices fit it: their rows must be multiples of 16 bytes."""
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        raise UserError(f"model.moe_grouped_gemm: torch {torch.__version__} has no grouped_mm; leave it out")
     multiple = 16 // getattr(torch, model.dtype).itemsize
     of_rank = f" on each of {expert_tensor_size} processes" if expert_tensor_size > 1 else ""
     for what, size in (
@@ -165,14 +154,12 @@ def _check_adapters(family: Family, model: ModelConfig, lora: LoRAConfig) -> Non
         raise UserError("model.lora: a reward model's head has no adapter and must be trained whole; leave it out")
     if model.moe_router_bias_update_rate:
         raise UserError("model.moe_router_bias_update_rate: changes the model's own weights, which model.lora freezes")
-    if uses_transformer_engine():
-        raise UserError("model.lora: adapters are not supported where Transformer Engine is installed")
 
 
 def transformer_config(family: Family, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
     """Return Megatron's configuration of the family's architecture under `parallel`."""
-    dtype = getattr(torch, model.dtype)
-    use_te, chunks = uses_transformer_engine(), parallel.chunks_per_stage
+    model = platform.resolve(model)
+    dtype, chunks = getattr(torch, model.dtype), parallel.chunks_per_stage
     config = TransformerConfig(
         **family.megatron_fields(),
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,
@@ -201,14 +188,15 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         # A per-token loss stops the schedule and DDP from rescaling gradients: see optimizer.py.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
+        transformer_impl=model.transformer_impl,
         # Megatron's fused kernel for packed sequences ignores YaRN's factor on cos and sin.
         apply_rope_fusion=False,
-        bias_dropout_fusion=use_te,
+        bias_dropout_fusion=platform.has_gpu(),
         masked_softmax_fusion=False,
         **_recomputation(model),
     )
     # Set after the configuration's own checks, which accept only Transformer Engine's activations.
-    config.use_te_activation_func = not use_te
+    config.use_te_activation_func = True
     if family.rope_factor() != 1.0:
         config.yarn_rotary_scaling_factor = concentration_scale(family.rope_factor())
     return config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -52,9 +51,13 @@ class GenerationFastPath:
 
 
 class LoRALinearMixin(GenerationFastPath):
-    """A linear layer that may have an adapter, whose output is added to the layer's output."""
+    """A linear layer that may have an adapter, whose output is added to the layer's output.
+
+    is_column: whether the weight is sharded by rows; otherwise by columns.
+    """
 
     weight: Tensor
+    is_column: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,6 +71,8 @@ class LoRALinearMixin(GenerationFastPath):
 
 class ColumnLinear(LoRALinearMixin, ColumnParallelLinear):
     """A linear layer whose weight is sharded by rows over tensor-parallel ranks."""
+
+    is_column = True
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         output, bias = self._plain(input_, *args, **kwargs)
@@ -85,6 +90,8 @@ class ColumnLinear(LoRALinearMixin, ColumnParallelLinear):
 class RowLinear(LoRALinearMixin, RowParallelLinear):
     """A linear layer whose weight is sharded by columns over tensor-parallel ranks; its output is summed over them."""
 
+    is_column = False
+
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = self._plain(input_)
         return self._with_adapter(input_, output), bias
@@ -99,11 +106,6 @@ class RowLinear(LoRALinearMixin, RowParallelLinear):
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(partial, group=self.tp_group), None
         return reduce_from_tensor_model_parallel_region(partial, group=self.tp_group), None
-
-
-def uses_transformer_engine() -> bool:
-    """Return whether there is a GPU and Transformer Engine is installed."""
-    return platform.has_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
 class PackLayer(TransformerLayer):
@@ -209,20 +211,20 @@ class WideRMSNorm(torch.nn.Module):
         )
 
 
-class NormedRowLinear(RowLinear):
+class PostNormMixin:
     """The last projection of attention or MLP, followed by a norm of the block's output."""
 
     def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
-        super().__init__(*args, config=config, **kwargs)
-        self.post_norm = RMSNorm(config, self.output_size, config.layernorm_epsilon)
+        super().__init__(*args, config=config, **kwargs)  # type: ignore[call-arg]
+        self.post_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        output, bias = super().forward(input_)
+        output, bias = super().forward(input_)  # type: ignore[misc]
         return self.post_norm(output), bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """Return Megatron's description: the norm's weight is replicated on all ranks."""
-        described = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        described = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         groups, name = process_groups(), "post_norm.weight"
         del described[prefix + name]
         norm = {name: self.post_norm.weight}
@@ -232,6 +234,10 @@ class NormedRowLinear(RowLinear):
             )
         )
         return described
+
+
+class NormedRowLinear(PostNormMixin, RowLinear):
+    """`RowLinear` with a norm of the block's output."""
 
 
 class GatedActivation:

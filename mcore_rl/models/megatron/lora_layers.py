@@ -19,7 +19,7 @@ from torch import Tensor
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import copy_forward_all_reduce_backward
 from mcore_rl.models.megatron.build import HiddenStateGPTModel, ModelShard
-from mcore_rl.models.megatron.layers import ColumnLinear, LoRALinearMixin
+from mcore_rl.models.megatron.layers import LoRALinearMixin
 from mcore_rl.models.megatron.lora import NO_ADAPTER_ROWS, LoRA, SourceByOwner, stack_experts
 from mcore_rl.models.megatron.parallel_state import process_groups
 from mcore_rl.models.megatron.weight_mapping import GateUp, Mapping
@@ -153,7 +153,7 @@ def _adapter(layer: LoRALinearMixin, path: str, lora: LoRA, model: ModelShard) -
     of_rows = replace(b, parts=tuple(replace(part, shape=(part.shape[0], 1)) for part in b.parts))
     owners = read_shard(of_rows, SourceByOwner(names), model.topology)
     first, second = (read_shard(mapping, lora.source, model.topology).to(platform.device()) for mapping in (a, b))
-    is_column, parallel = isinstance(layer, ColumnLinear), model.topology.sequence_parallel
+    is_column, parallel = layer.is_column, model.topology.sequence_parallel
     adapter: Adapter
     if a.is_expert:
         adapter = ExpertAdapter(

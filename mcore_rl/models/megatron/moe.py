@@ -273,13 +273,14 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_rows, None, *grad_weights
 
 
-class CountingExperts(SequentialMLP):
-    """Megatron's experts, which count the tokens that reach them.
+class TokenCountMixin:
+    """Experts that count the tokens that reach them.
 
     load: statistics of the current training step; None outside of a step.
     """
 
     load: RouterStatistics | None = None
+    training: bool
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Map tokens [T, hidden], sorted by expert, and the weights [T] of their outputs to [T, hidden]."""
@@ -289,8 +290,12 @@ class CountingExperts(SequentialMLP):
         return self._compute(hidden, tokens_per_expert, probs)
 
     def _compute(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        output: tuple[Tensor, None] = super().forward(hidden, tokens_per_expert, probs)
+        output: tuple[Tensor, None] = super().forward(hidden, tokens_per_expert, probs)  # type: ignore[misc]
         return output
+
+
+class CountingExperts(TokenCountMixin, SequentialMLP):
+    """Megatron's experts, which are computed one after the other."""
 
 
 class GroupedExperts(GenerationFastPath, CountingExperts):

@@ -50,8 +50,8 @@ def wrap_for_training(model: ModelShard, parallel: ParallelConfig) -> list[Distr
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
         average_in_collective=False,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
+        overlap_grad_reduce=parallel.overlap_grad_reduce is True,
+        overlap_param_gather=parallel.overlap_param_gather is True,
         bucket_size=BUCKET_SIZE,
     )
     wrapped = [
@@ -59,7 +59,9 @@ def wrap_for_training(model: ModelShard, parallel: ParallelConfig) -> list[Distr
     ]
     for chunk in model.chunks:
         chunk.config.finalize_model_grads_func = finalize_gradients
-        if parallel.overlap_grad_reduce:  # the schedules disable the reduction for all microbatches but the last
+        if (
+            parallel.overlap_grad_reduce is True
+        ):  # the schedules disable the reduction for all microbatches but the last
             functions = [ddp.no_sync for ddp in wrapped]
             chunk.config.no_sync_func = functions if len(functions) > 1 else functions[0]
     return wrapped

@@ -37,6 +37,7 @@ from mcore_rl.models.megatron.optimizer import (
     build_optimizer,
     build_scheduler,
     clip_gradients,
+    optimizers_with_parameters,
     update_weights,
     wrap_for_training,
 )
@@ -69,6 +70,7 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         self, config: TrainingConfig, total_steps: int = 0, rows_per_unit: int = 1, keep_reference: bool = False
     ) -> None:
         super().__init__(config, rows_per_unit)
+        config = self.config
         seed_everything(config.seed)
         lora = config.model.lora
         self.reference: Reference | None = None
@@ -94,6 +96,14 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         self.generation: MegatronGeneration | None = None
         self._router_load: StepRouterStatistics | None = None
         self._metric_names = InternedObjects()
+
+    def describe_optimizer(self) -> str:
+        """Describe the optimizer in one line: its implementation, and what overlaps with computation."""
+        kinds = {type(inner.optimizer) for inner in optimizers_with_parameters(self.optimizer)}
+        names = ", ".join(sorted(f"{kind.__name__} of {kind.__module__.partition('.')[0]}" for kind in kinds))
+        parallel = self.config.parallel
+        overlaps = [name for name in ("overlap_grad_reduce", "overlap_param_gather") if getattr(parallel, name)]
+        return ", ".join([names or "no parameters on this rank", "fp32 state", *overlaps])
 
     # ------------------------------------------------------------ a training step
 

@@ -32,7 +32,6 @@ from mcore_rl.models.megatron.forward_step import (
 )
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 from mcore_rl.models.megatron.hf_config import load_hf_config
-from mcore_rl.models.megatron.layers import uses_transformer_engine
 from mcore_rl.models.megatron.lora import lora_of
 from mcore_rl.models.megatron.lora_layers import add_adapters
 from mcore_rl.models.megatron.optimizer import Offload
@@ -56,7 +55,7 @@ class ScoringModel:
     """
 
     def __init__(self, config: TrainingConfig, rows_per_unit: int = 1) -> None:
-        self.config = config
+        config = self.config = platform.resolve(config)
         if config.deterministic:
             platform.make_deterministic()
         self.hf_config = load_hf_config(config.model.path, config.model.trust_remote_code, config.model.head)
@@ -70,11 +69,8 @@ class ScoringModel:
     def _build(self, rows_per_unit: int) -> None:
         config = self.config
         batching = microbatch_planner(config, rows_per_unit, self.topology.data.size)
-        is_mixture = isinstance(family_of(self.hf_config), Mixture)
-        if batching.rows_per_group and (uses_transformer_engine() or is_mixture):
-            raise UserError(
-                "batch.share_prefixes: not for mixtures of experts, nor with Transformer Engine; leave it out"
-            )
+        if batching.rows_per_group and isinstance(family_of(self.hf_config), Mixture):
+            raise UserError("batch.share_prefixes: not for mixtures of experts; leave it out")
         self.model = build_model(self.hf_config, config.model, config.parallel, self.topology)
         load_hf_weights(self.model, SafetensorsDirectory(config.model.path))
         if config.model.lora is not None:
@@ -104,8 +100,11 @@ class ScoringModel:
     def describe(self) -> str:
         """Describe the model in one line: its family, its size, and its memory on this rank."""
         held = sum(tensor.nbytes for tensor in self.parameters()) / 2**30
-        path, dtype = self.config.model.path, self.config.model.dtype
-        return f"{path}, {self.num_parameters:,} parameters, weights of {held:.2f} GiB a rank in {dtype}"
+        model, layers = self.config.model, "local layers"
+        if model.transformer_impl == "transformer_engine":
+            layers = "layers of Transformer Engine"
+        size = f"{self.num_parameters:,} parameters, weights of {held:.2f} GiB a rank in {model.dtype}"
+        return f"{model.path}, {size}, {layers}"
 
     def offload(self) -> int:
         """Move the weights to the host until they are needed; return the device bytes freed."""

@@ -41,13 +41,11 @@ class Family:
     """The architecture of a configuration: dimensions, Megatron's fields, and every tensor.
 
     model_type: name of the family in `config.json`.
-    needs_torch_layers: whether the family needs features that Megatron's Transformer Engine layers lack.
     norms_before, norms_after: whether there are norms before attention and MLP, and after them.
     norm_names: Hugging Face names of a layer's norms: before and after attention, before and after the MLP.
     """
 
     model_type: ClassVar[str]
-    needs_torch_layers: ClassVar[bool] = False
     norms_before: ClassVar[bool] = True
     norms_after: ClassVar[bool] = False
     norm_names: ClassVar[tuple[str, str, str, str]] = ("input_layernorm", "", "post_attention_layernorm", "")

@@ -35,7 +35,6 @@ class Qwen3(Family):
 class Olmo2(Family):
     model_type = "olmo2"
     has_windows = False
-    needs_torch_layers = True
     norms_before = False
     norms_after = True
     norm_names = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
@@ -76,7 +75,6 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 class Gemma3(Family):
     model_type = "gemma3_text"
-    needs_torch_layers = True
     norms_after = True
     norm_names = (
         "input_layernorm",

@@ -1,0 +1,131 @@
+"""Layers that consist of Transformer Engine's modules; `build.layer_modules` imports this file where they are used.
+
+Norms stay outside the linear layers, under the names of the local layers. An adapter then needs nothing special, and
+a checkpoint of one implementation loads under the other. In bf16 Transformer Engine's fused layer runs the norm and the
+product one after the other and keeps the same tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl import platform
+from mcore_rl.models.megatron.attention import PackedCausalAttention, PackParams
+from mcore_rl.models.megatron.layers import LoRALinearMixin, PostNormMixin
+from mcore_rl.models.megatron.moe import TokenCountMixin
+
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelGroupedLinear,
+    TEColumnParallelLinear,
+    TEDotProductAttention,
+    TENorm,
+    TERowParallelGroupedLinear,
+    TERowParallelLinear,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def te_config(config: TransformerConfig) -> TransformerConfig:
+    """Return the configuration with which Transformer Engine's modules are built.
+
+    They create their weights on the run's device, or on the meta device inside its context. With
+    `use_cpu_initialization`, Megatron's wrappers would create each unsharded weight on the host and copy a part of it.
+
+    They add weight gradients to the fp32 buffer in the product itself. Only these modules get that option: Megatron's
+    own linear layers, such as the LM head, need a kernel of apex for it.
+    """
+    built = copy.copy(config)
+    built.use_cpu_initialization, built.init_model_with_meta_device = False, torch.empty(0).is_meta
+    built.gradient_accumulation_fusion = True
+    return built
+
+
+class TEConfigMixin:
+    """A module that is built with `te_config`."""
+
+    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(*args, config=te_config(config), **kwargs)  # type: ignore[call-arg]
+        self.config = config
+
+
+class TERMSNorm:
+    """Constructor of Transformer Engine's norm; Megatron's specs need a class."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> Any:
+        return TENorm(te_config(config), hidden_size, eps)
+
+
+class TEColumnLinear(LoRALinearMixin, TEConfigMixin, TEColumnParallelLinear):
+    """A linear layer whose weight is sharded by rows over tensor-parallel ranks."""
+
+    is_column = True
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        return self._with_adapter(input_, output), bias
+
+
+class TERowLinear(LoRALinearMixin, TEConfigMixin, TERowParallelLinear):
+    """A linear layer whose weight is sharded by columns over tensor-parallel ranks; its output is summed over them."""
+
+    is_column = False
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        return self._with_adapter(input_, output), bias
+
+
+class TENormedRowLinear(PostNormMixin, TERowLinear):
+    """`TERowLinear` with a norm of the block's output."""
+
+
+class TEPackedCausalAttention(PackedCausalAttention):
+    """Transformer Engine's attention where it supports the pack, the local attention otherwise.
+
+    The local attention computes segments that share a prefix and windows shorter than the longest segment. On CUDA it
+    also computes fp32, for which Transformer Engine before 2.11 has no kernel for packs, and simulated steps.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, window: int | None = None, **kwargs: Any) -> None:
+        super().__init__(config, layer_number, window=window, **kwargs)
+        self.te_attention = TEDotProductAttention(config, layer_number, **kwargs)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackParams | None = None,
+    ) -> Tensor:
+        """Map queries [T / CP, heads, d] and keys and values [T / CP, groups, d] to [T / CP, heads · d]."""
+        assert packed_seq_params is not None and packed_seq_params.visible is not None, "attention runs on packs"
+        ends, longest = packed_seq_params.cu_seqlens, max(packed_seq_params.visible.layout.segment_lengths)
+        has_kernel = not query.is_cuda or query.dtype in (torch.float16, torch.bfloat16)
+        sees_all = self.window is None or self.window >= longest
+        if ends is None or not (has_kernel and sees_all) or platform.simulates():
+            return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        pack = PackedSeqParams("thd", ends, ends, ends, ends, longest, longest)
+        out: Tensor = self.te_attention(query, key, value, None, AttnMaskType.causal, packed_seq_params=pack)
+        return out
+
+
+class TEGroupedColumnLinear(TEConfigMixin, TEColumnParallelGroupedLinear):
+    """The linear layers of all of a rank's experts in one call; their weights are sharded by rows."""
+
+
+class TEGroupedRowLinear(TEConfigMixin, TERowParallelGroupedLinear):
+    """The linear layers of all of a rank's experts in one call; their weights are sharded by columns."""
+
+
+class TEGroupedExperts(TokenCountMixin, TEGroupedMLP):
+    """Megatron's experts, of which one call computes each linear layer."""

@@ -1,0 +1,85 @@
+"""Comparison of the stand-in's signatures with those in the sources of Transformer Engine, without importing them.
+
+    python tests/support/check_te_signatures.py [2.9.0 2.10.0 2.11.0]
+
+It downloads each version's wheel from the package registry to a temporary directory. With the first version every
+function must be equal: names, order, kinds and defaults of the parameters. Of later versions, every parameter of the
+stand-in must exist with the same default, and no other parameter may be required. Exit status 1: a difference.
+"""
+
+import ast
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+STAND_IN = Path(__file__).parent / "te_stand_in"
+NOT_COMPARED = ("jax", "ops", "debug", "onnx_extensions.py", "transformer.py", "cpu_offload_v1.py")
+FUNCTIONS = {"fp8_autocast", "checkpoint", "get_dummy_wgrad", "get_cpu_offload_context", "apply_rotary_pos_emb"}
+FUNCTIONS |= {"fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss"}
+METHODS = {
+    **dict.fromkeys(("Linear", "LayerNormLinear", "GroupedLinear"), ("__init__", "forward")),
+    **dict.fromkeys(("LayerNorm", "RMSNorm", "FusedSGD"), ("__init__",)),
+    "DotProductAttention": ("__init__", "forward", "set_context_parallel_group"),
+    "FusedAdam": ("__init__", "step"),
+    "CudaRNGStatesTracker": ("__init__", "reset", "get_states", "set_states", "add", "fork"),
+}
+
+
+def signatures(root):
+    """Return the parameters (name, kind, default) of each compared function below a folder with the package."""
+    found = {}
+    for path in sorted((root / "transformer_engine" / "pytorch").rglob("*.py")):
+        if {*path.relative_to(root).parts} & {*NOT_COMPARED}:
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS:
+                found[node.name] = parameters(node.args)
+            if isinstance(node, ast.ClassDef) and node.name in METHODS:
+                methods = (x for x in node.body if isinstance(x, ast.FunctionDef) and x.name in METHODS[node.name])
+                found |= {f"{node.name}.{method.name}": parameters(method.args) for method in methods}
+    return found
+
+
+def parameters(arguments):
+    positional = arguments.posonlyargs + arguments.args
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
+    pairs = [(x.arg, "positional", default) for x, default in zip(positional, defaults, strict=True)]
+    pairs += [(x.arg, "keyword", d) for x, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    named = [(name, kind, "required" if default is None else ast.unparse(default)) for name, kind, default in pairs]
+    rest = ((arguments.vararg, "*"), (arguments.kwarg, "**"))
+    return named + [(x.arg, kind, "") for x, kind in rest if x is not None]
+
+
+def differences(version, directory, equal):
+    """Yield a line for each difference of the stand-in from a version of Transformer Engine."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", directory]
+    subprocess.run([*command, f"transformer_engine=={version}"], check=True, timeout=300)
+    (wheel,) = Path(directory).glob(f"transformer_engine-{version}-*.whl")
+    real = Path(directory) / version
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(real)
+    theirs = signatures(real)
+    for name, own in signatures(STAND_IN).items():
+        if name not in theirs:
+            yield f"{version}: {name} does not exist"
+        elif equal and own != theirs[name]:
+            yield f"{version}: {name} differs: {sorted({*own} ^ {*theirs[name]})}"
+        elif gone := [parameter for parameter in own if parameter not in theirs[name]]:
+            yield f"{version}: {name} lacks {gone}"
+        elif new := [p for p in theirs[name] if p[2] == "required" and p not in own]:
+            yield f"{version}: {name} requires {new}"
+
+
+def main(versions):
+    found, count = [], len(signatures(STAND_IN))
+    with tempfile.TemporaryDirectory() as directory:
+        for index, version in enumerate(versions):
+            found += differences(version, directory, equal=index == 0)
+    print("\n".join([*found, f"{count} functions compared with {', '.join(versions)}"]))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or ["2.9.0", "2.10.0", "2.11.0"]))

@@ -1,0 +1,37 @@
+"""Training steps on layers of Transformer Engine's modules, and on the local layers."""
+
+from collections import Counter
+
+from layout_cases import STEPS, make_config
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from mcore_rl.config.parallel import ParallelLayout
+from mcore_rl.testing.layout_check import compute_layout_result, invent_adapter
+
+TP2 = ParallelLayout(tp=2, sp=True)
+EP2 = ParallelLayout(dp=2, ep=2)
+
+
+def te_config(path, layout, model=None, parallel=None, lora=None, directory=None, local=False):
+    """Return a DPO configuration; with `lora`, random adapters are written to `directory`."""
+    values = make_config(path).model_dump()
+    implementation = "local" if local else "transformer_engine"
+    values["model"].update({"transformer_impl": implementation, "lora": lora, **(model or {})})
+    values["parallel"].update(parallel or {})
+    config = type(make_config(path)).model_validate(values)
+    if lora is not None:
+        config = config.model_copy(update={"model": invent_adapter(config.model, directory)})
+    return layout.apply(config)
+
+
+def counted_result(config, data):
+    """Return the layout's result, and how often each module of Transformer Engine ran on this rank."""
+    calls = Counter()
+
+    def count(module, inputs):
+        kinds = (kind for kind in type(module).__mro__ if kind.__module__.startswith("transformer_engine"))
+        calls.update([kind.__name__ for kind in kinds][:1])
+
+    with register_module_forward_pre_hook(count):
+        result = compute_layout_result(config, data, STEPS)
+    return result, dict(calls)

@@ -1,0 +1,20 @@
+"""FP8 is never enabled."""
+
+from contextlib import contextmanager
+
+
+class FP8GlobalStateManager:
+    @classmethod
+    def is_fp8_enabled(cls):
+        return False
+
+    @classmethod
+    def set_skip_fp8_weight_update_tensor(cls, skip):
+        raise NotImplementedError("the stand-in has no FP8")
+
+
+@contextmanager
+def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False):
+    if enabled or calibrating:
+        raise NotImplementedError("the stand-in has no FP8")
+    yield

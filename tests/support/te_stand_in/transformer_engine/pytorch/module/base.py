@@ -1,0 +1,112 @@
+"""The base class of TE's modules: parameters and their marks, and a product that can add gradients to `main_grad`."""
+
+import torch
+import torch.nn.functional as F
+
+_dummies = {}
+
+
+def get_dummy_wgrad(shape, dtype, zero=False):
+    """Return a tensor that stands for a gradient which was added to `main_grad`.
+
+    The real one holds arbitrary values. These are NaN, so that code which reads them is noticed.
+    """
+    key = (*shape, dtype)
+    if key not in _dummies:
+        _dummies[key] = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    return _dummies[key].fill_(0.0 if zero else torch.nan).detach()
+
+
+class Product(torch.autograd.Function):
+    """x · weightᵀ (+ bias). With `fuse`, the weight's gradient is added to `main_grad`, as a fused kernel does."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, fuse):
+        ctx.weight, ctx.fuse = weight, fuse
+        ctx.save_for_backward(x if weight.requires_grad else None)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        rows = grad.reshape(-1, grad.shape[-1])
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = grad @ weight
+        if ctx.needs_input_grad[1]:
+            of_weight = rows.T @ x.reshape(-1, x.shape[-1])
+            if ctx.fuse:
+                weight.main_grad.add_(of_weight)
+                of_weight = None
+                if hasattr(weight, "grad_added_to_main_grad"):
+                    weight.grad_added_to_main_grad = True
+                    is_zero = getattr(weight, "zero_out_wgrad", False)
+                    of_weight = get_dummy_wgrad(list(weight.main_grad.shape), weight.dtype, zero=is_zero)
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0)
+        return of_x, of_weight, of_bias, None
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    """A module whose FP8 state is empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.fp8 = self.fp8_calibration = False
+        self.fp8_meta = {"fp8_checkpoint": False, "recipe": None}
+        self.tp_group, self.tp_size, self.sequence_parallel = None, 1, False
+
+    def set_tensor_parallel_group(self, tp_group):
+        self.tp_group = tp_group
+
+    def init_fp8_metadata(self, num_gemms=1):
+        pass
+
+    def get_extra_state(self):
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        if torch.is_tensor(state) and state.numel():
+            raise NotImplementedError("the stand-in has no FP8, but the state has")
+
+    def set_sizes(self, in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel):
+        """Set this rank's sizes of a linear layer."""
+        if parallel_mode not in ("row", "column", None):
+            raise AssertionError(f"parallel_mode {parallel_mode} not supported")
+        self.tp_group, self.parallel_mode = tp_group, parallel_mode
+        self.tp_size = tp_size if tp_group is None else tp_group.size()
+        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+        self.in_features = in_features // (self.tp_size if parallel_mode == "row" else 1)
+        self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)
+
+    def add_weight(self, name, dtype, device, init_method, get_rng_state_tracker, rng_tracker_name):
+        """Register a weight [out, in] with the marks that TE sets in Megatron's manner."""
+        shape = self.out_features, self.in_features
+        weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype or torch.get_default_dtype(), device=device))
+        self.register_parameter(name, weight)
+        if not weight.is_meta:
+            init = init_method or (lambda w: torch.nn.init.normal_(w, mean=0.0, std=0.023))
+            with torch.no_grad():
+                if get_rng_state_tracker is None:
+                    init(weight)
+                else:
+                    with get_rng_state_tracker().fork(*([rng_tracker_name] if rng_tracker_name else [])):
+                        init(weight)
+        _mark(weight, 1 if self.parallel_mode == "row" else 0)
+
+    def add_bias(self, name, has_bias, dtype, device):
+        """Register a bias [out]; without one, set an empty tensor as TE does."""
+        dtype = dtype or torch.get_default_dtype()
+        if not has_bias:
+            setattr(self, name, torch.tensor([], dtype=dtype, device=device))
+            return
+        bias = torch.nn.Parameter(torch.zeros(self.out_features, dtype=dtype, device=device))
+        self.register_parameter(name, bias)
+        if self.parallel_mode == "row":
+            bias.sequence_parallel = self.sequence_parallel
+        elif self.parallel_mode == "column":
+            _mark(bias, 0)
+
+
+def _mark(parameter, dimension):
+    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dimension, 1

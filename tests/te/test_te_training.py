@@ -1,0 +1,132 @@
+"""Every feature gives the same numbers with Transformer Engine's modules as with the local layers on one process."""
+
+import pytest
+import torch
+from layout_cases import make_data, run_steps
+from prefix_cases import make_pairs
+from small_models import and_long
+from te_cases import EP2, TP2, counted_result, te_config
+
+from mcore_rl.config.parallel import ParallelLayout
+from mcore_rl.testing.layout_check import compare
+from mcore_rl.testing.processes import run_processes
+
+ONE, CP2, PP2, DP2 = (ParallelLayout(**sizes) for sizes in ({}, {"cp": 2}, {"pp": 2}, {"dp": 2}))
+GROUPED = {"moe_grouped_gemm": True}
+LORA = {"rank": 4, "alpha": 8}
+EXPERTS = {**LORA, "target_modules": ("q_proj", "experts.gate_up_proj", "experts.down_proj")}
+OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+CASES = {
+    "llama one process": ("llama", ONE, {}),
+    "qwen2 with YaRN and biases, one process": ("qwen2", ONE, {}),
+    "qwen3 tp2 sp": ("qwen3", TP2, {}),
+    "qwen3 tp2 cp2 sp": ("qwen3", ParallelLayout(tp=2, cp=2, sp=True), {}),
+    "gemma3 tp2 sp": ("gemma3", TP2, {}),
+    "windows cp2": ("windows", CP2, {}),
+    "adapters tp2 sp": ("qwen3", TP2, {"lora": LORA}),
+    "shared prefixes tp2 sp": ("qwen3", ParallelLayout(tp=2, sp=True, prefix=True), {}),
+    "grouped experts ep2": ("qwen3_moe", EP2, {"model": GROUPED}),
+    "adapters of experts ep2": ("qwen3_moe", EP2, {"lora": EXPERTS}),
+}
+LONG_CASES = {
+    "qwen3 one process": ("qwen3", ONE, {}),
+    "qwen3 tp2": ("qwen3", ParallelLayout(tp=2), {}),
+    "qwen3 cp2": ("qwen3", CP2, {}),
+    "qwen3 pp2": ("qwen3", PP2, {}),
+    "qwen3 dp2, overlaps": ("qwen3", DP2, {"parallel": OVERLAPS}),
+    "tied embeddings pp2 vpp3": ("deep", ParallelLayout(pp=2, vpp=3), {}),
+    "qwen2 tp2 sp": ("qwen2", TP2, {}),
+    "phi3 one process": ("phi3", ONE, {}),
+    "mistral one process": ("mistral", ONE, {}),
+    "olmo2 tp2 sp": ("olmo2", TP2, {}),
+    "gemma3 cp2": ("gemma3", CP2, {}),
+    "adapters one process": ("qwen3", ONE, {"lora": LORA}),
+    "adapters tp2": ("qwen3", ParallelLayout(tp=2), {"lora": LORA}),
+    "adapters and shared prefixes tp2 sp": ("qwen3", ParallelLayout(tp=2, sp=True, prefix=True), {"lora": LORA}),
+    "shared prefixes one process": ("qwen3", ParallelLayout(prefix=True), {}),
+    "shared prefixes cp2": ("qwen3", ParallelLayout(cp=2, prefix=True), {}),
+    "recomputed layers tp2 sp": ("qwen3", TP2, {"model": {"recompute_activations": True}}),
+    "recomputed MLPs": ("qwen3", ONE, {"model": {"recompute_modules": ("mlp",)}}),
+    "grouped experts one process": ("qwen3_moe", ONE, {"model": GROUPED}),
+    "grouped experts, overlaps, ep2": ("qwen3_moe", EP2, {"model": GROUPED, "parallel": OVERLAPS}),
+    "grouped experts tp2 ep2 etp1": ("qwen3_moe", ParallelLayout(tp=2, ep=2, etp=1, sp=True), {"model": GROUPED}),
+    "grouped experts tp2 etp2": ("qwen3_moe", ParallelLayout(tp=2, etp=2, sp=True), {"model": GROUPED}),
+    "grouped experts, losses, recomputed, pp2": (
+        "qwen3_moe",
+        PP2,
+        {"model": {**GROUPED, "recompute_modules": ("moe",), "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1}},
+    ),
+    "experts ep2": ("qwen3_moe", EP2, {}),
+    "shared experts tp2 sp": ("qwen2_moe", TP2, {}),
+    "groups of experts ep2": ("glm4_moe", EP2, {"model": GROUPED}),
+    "mixtral tp2 sp": ("mixtral", TP2, {"model": GROUPED}),
+}
+
+
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory, model_of):
+    """Return a function from a case to the result of the local layers on one process, which is computed once."""
+    made = {}
+
+    def get(family, layout, changes):
+        # The same numbers without shared prefixes, recomputation, overlaps, and with experts one after the other.
+        kept = {key: x for key, x in changes.get("model", {}).items() if key.endswith("_coeff")}
+        key = (family, layout.prefix, str(kept), str(changes.get("lora")))
+        if key not in made:
+            directory = tmp_path_factory.mktemp("adapter") / "adapter"
+            config = te_config(model_of(family), ONE, kept, lora=changes.get("lora"), directory=directory, local=True)
+            data = make_pairs() if layout.prefix else make_data()
+            made[key] = run_processes(counted_result, config, data, world_size=1)[0][0]
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize("name", and_long(list(CASES), list(LONG_CASES)))
+def test_training_equals_local_layers(name, model_of, reference_of, tmp_path):
+    """Loss, metrics, scores, every gradient and the weights after three steps."""
+    family, layout, changes = {**CASES, **LONG_CASES}[name]
+    config = te_config(model_of(family), layout, directory=tmp_path / "adapter", **changes)
+    data = make_pairs() if layout.prefix else make_data()
+    result, calls = run_processes(counted_result, config, data, world_size=layout.world_size)[0]
+    difference = compare(result, reference_of(family, layout, changes))
+    assert difference.within(), difference
+    assert calls["Linear"] and calls["RMSNorm"]
+    if changes.get("model", {}).get("moe_grouped_gemm"):
+        assert calls["GroupedLinear"]
+    # Scoring is not shared here: `own_rows` shares the prefixes of training only.
+    if family in ("windows", "gemma3") or layout.prefix:
+        assert calls.get("DotProductAttention", 0) < calls["RMSNorm"] / 2
+    else:
+        assert calls["DotProductAttention"]
+
+
+def trained_on(config, save_to, load_from, steps):
+    metrics, weights, saved = run_steps(config, save_to, load_from, steps)
+    return [step["loss"] for step in metrics], weights, saved
+
+
+@pytest.mark.parametrize(
+    "family, layout, model",
+    and_long([("qwen3", TP2, {})], [("qwen3_moe", EP2, GROUPED), ("gemma3", CP2, {})]),
+)
+def test_checkpoint_resumes_under_the_other_implementation(family, layout, model, model_of, tmp_path):
+    """Two steps, a checkpoint, one step: on each implementation, and from each one's checkpoint on the other."""
+    configs = {
+        local: te_config(model_of(family), ONE if local else layout, model, local=local) for local in (True, False)
+    }
+    sizes = {True: 1, False: layout.world_size}
+    whole, saved = {}, {}
+    for local, config in configs.items():
+        arguments = (config, tmp_path / str(local), None)
+        _, _, saved[local] = run_processes(trained_on, *arguments, 2, world_size=sizes[local])[0]
+        whole[local] = run_processes(trained_on, config, tmp_path / f"whole {local}", None, 3, world_size=sizes[local])[
+            0
+        ]
+    for local, config in configs.items():
+        losses, weights, _ = run_processes(
+            trained_on, config, tmp_path / f"resumed {local}", saved[not local], 1, world_size=sizes[local]
+        )[0]
+        assert losses[-1] == pytest.approx(whole[not local][0][-1], rel=1e-6)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, whole[not local][1][name], rtol=0, atol=1e-6)
