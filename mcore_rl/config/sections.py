@@ -271,6 +271,8 @@ class CheckpointConfig(Section):
     """Export the weights of the best checkpoint instead of the last weights."""
     export_hf: bool = True
     """Write the trained model to output_dir/hf at the end, and adapters to output_dir/adapter."""
+    export_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the exported model. auto: each tensor has the precision that it has in model.path."""
     push_to_hub: Name | None = None
     """OWNER/NAME on the Hugging Face hub, to which output_dir/hf is uploaded at the end. A new repository is private.
     This needs `hf auth login` or $HF_TOKEN; write access is checked before training."""

@@ -323,6 +323,10 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         policy = self.policy
         self.say(f"model: {policy.describe()}, {policy.describe_layout()}")
         self.say(f"optimizer: {policy.describe_optimizer()}")
+        if self.config.checkpoint.export_hf:
+            exported = self.config.checkpoint.export_dtype
+            own = "the precision of its directory" if exported == "auto" else exported
+            self.say(f"precision: trained in {self.config.model.dtype}, exported in {own}")
         if lora := policy.model.lora:
             self.say(f"LoRA: {lora}")
         if policy.reference is not None:

@@ -1,11 +1,13 @@
 """Tests of weight export: the checkpoint's own tensors on the first rank or on all, with few collectives."""
 
+import json
+import shutil
 from collections import Counter
 
 import pytest
 import torch
 from layout_cases import make_config
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_models import and_long
 
 from mcore_rl.testing.layout_check import ParallelLayout
@@ -101,3 +103,32 @@ def test_large_tensors_are_gathered_in_pieces(model_of):
     for tensors, calls, *_ in ranks:
         assert_whole(tensors, expected)
         assert calls["all_gather"] > 10
+
+
+def exported_directory(config, destination):
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config)
+    policy.export_hf(destination)
+    policy.shutdown()
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+def test_an_export_has_the_precision_of_the_directory(dtype, model_of, tmp_path):
+    """A base in bfloat16 with float32 norms, loaded in float32: each tensor comes back as it was."""
+    source = tmp_path / "source"
+    shutil.copytree(model_of("llama"), source)
+    tensors = {
+        name: x if "norm" in name else x.bfloat16() for name, x in load_file(source / "model.safetensors").items()
+    }
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    config = make_config(source)
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"export_dtype": dtype})})
+    run_processes(exported_directory, ParallelLayout(tp=2).apply(config), tmp_path / "out", world_size=2)
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        expected = tensor if dtype == "auto" else tensor.to(getattr(torch, dtype))
+        assert back[name].dtype == expected.dtype and torch.equal(back[name], expected)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["dtype"]
+    assert written == ("bfloat16" if dtype == "auto" else dtype)

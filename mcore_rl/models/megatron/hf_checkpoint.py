@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,20 @@ class SafetensorsDirectory:
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{self.path / file}: is not a whole safetensors file ({error})") from None
         return self._open[file]
+
+
+def in_precision(
+    tensors: Iterable[tuple[str, Tensor]], source: SafetensorsDirectory, dtype: str = "auto"
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in the precision `dtype`; with "auto", each in the precision that it has in `source`.
+
+    A tensor that `source` lacks, such as a new reward head, gets the precision of the source's first tensor.
+    """
+    names = source.names()
+    first = min(names)
+    for name, tensor in tensors:
+        own = source.dtype(name if name in names else first) if dtype == "auto" else getattr(torch, dtype)
+        yield name, tensor.to(own)
 
 
 class ShardedWriter:
@@ -163,7 +179,10 @@ def write_hf_directory(
     for name, tensor in tensors:
         writer.add(name, tensor)
     writer.finish()
-    dtype = next(iter(writer.expected.values()))[1]
+    numbers: Counter[torch.dtype] = Counter()
+    for shape, of_tensor in writer.expected.values():
+        numbers[of_tensor] += math.prod(shape)
+    dtype = max(numbers, key=numbers.__getitem__)  # a few tensors may have another precision
     config = type(hf_config).from_dict({**hf_config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
     config.architectures = hf_config.architectures
     config.save_pretrained(temporary)

@@ -28,7 +28,7 @@ from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.models.megatron.checkpoint.load import Restored
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.forward_step import LossHead
-from mcore_rl.models.megatron.hf_checkpoint import write_hf_directory
+from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory, in_precision, write_hf_directory
 from mcore_rl.models.megatron.lora import write_peft_directory
 from mcore_rl.models.megatron.lora_layers import export_adapters
 from mcore_rl.models.megatron.moe import ROUTED_EXPERTS, StepRouterStatistics, reset_router_statistics
@@ -344,8 +344,10 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
     def export_hf(self, destination: Path) -> None:
         """Write the current weights, with adapters merged, as a Hugging Face model directory. Collective."""
         self.finish_param_gather()
+        tensors = export_hf_weights(self.model, first_only=True)
+        source = SafetensorsDirectory(self.config.model.path)
         write_hf_directory(
-            export_hf_weights(self.model, first_only=True),
+            in_precision(tensors, source, self.config.checkpoint.export_dtype),
             destination,
             self.config.model.path,
             self.hf_config,

@@ -27,7 +27,12 @@ from mcore_rl.models.megatron.checkpoint.load import (
 from mcore_rl.models.megatron.checkpoint.save import PlannedShards, write_common
 from mcore_rl.models.megatron.checkpoint.state import METADATA, model_state, parts_of
 from mcore_rl.models.megatron.families import Family, family_of
-from mcore_rl.models.megatron.hf_checkpoint import MAX_SHARD_BYTES, SafetensorsDirectory, write_hf_directory
+from mcore_rl.models.megatron.hf_checkpoint import (
+    MAX_SHARD_BYTES,
+    SafetensorsDirectory,
+    in_precision,
+    write_hf_directory,
+)
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.models.megatron.lora import lora_of, write_peft_directory
 from mcore_rl.models.megatron.lora_layers import add_adapters, export_adapters
@@ -134,6 +139,8 @@ def megatron_to_hf(
 ) -> None:
     """Write the weights of a checkpoint as a Hugging Face directory, or its adapters as a PEFT directory.
 
+    Each tensor has the precision that it has in `source`.
+
     Args:
         source: a Hugging Face directory of the same architecture, for config and tokenizer.
         max_shard_bytes: size of the written files; one file is held in memory.
@@ -160,7 +167,7 @@ def megatron_to_hf(
     if len(dtypes) != 1:
         raise UserError(f"{iteration}: holds weights of {len(dtypes)} precisions")
     with _memoryless_model(hf_config, source, dtypes.pop()) as model:
-        tensors = _load_all(iteration, index, model, progress)
+        tensors = in_precision(_load_all(iteration, index, model, progress), SafetensorsDirectory(source))
         write_hf_directory(tensors, destination, source, hf_config, True, max_shard_bytes, chat_template)
 
 
