@@ -157,11 +157,6 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 # Experts are stored as a list of modules, or as numbered weights of one grouped module (Transformer Engine).
 _LISTED_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 _GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
-# Norms that Transformer Engine fuses into a linear module.
-_FUSED = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
 
 FLOAT32_BUFFER = ".router.expert_bias"
 ADAPTER = ".adapter."
@@ -175,10 +170,7 @@ def name_in_model(name: str, first_layer: int = 0, first_expert: int = 0) -> str
     """
     name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
     name = _LISTED_EXPERT.sub(lambda match: f".experts.{int(match[1]) + first_expert}.", name)
-    name = _GROUPED_EXPERT.sub(lambda match: f".experts.{int(match[2]) + first_expert}.{match[1]}.weight", name)
-    for fused, plain in _FUSED.items():
-        name = name.replace(fused, plain)
-    return name
+    return _GROUPED_EXPERT.sub(lambda match: f".experts.{int(match[2]) + first_expert}.{match[1]}.weight", name)
 
 
 def named_mappings(model: ModelShard) -> Iterator[tuple[Mapping, Tensor]]:
