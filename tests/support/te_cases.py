@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from layout_cases import STEPS, make_config
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -25,13 +26,26 @@ def te_config(path, layout, model=None, parallel=None, lora=None, directory=None
 
 
 def counted_result(config, data):
-    """Return the layout's result, and how often each module of Transformer Engine ran on this rank."""
+    """Return the layout's result, and how often each module of Transformer Engine ran on this rank.
+
+    `CoreAttention` counts all attention layers: those that did not run `DotProductAttention` ran the local attention.
+    """
     calls = Counter()
 
     def count(module, inputs):
         kinds = (kind for kind in type(module).__mro__ if kind.__module__.startswith("transformer_engine"))
         calls.update([kind.__name__ for kind in kinds][:1])
+        calls["CoreAttention"] += type(module).__name__ == "TEPackedCausalAttention"
 
     with register_module_forward_pre_hook(count):
         result = compute_layout_result(config, data, STEPS)
-    return result, dict(calls)
+    return result, calls
+
+
+def result_with_index(config, data):
+    """Return `counted_result` with a local attention that does not read keys in place, as on a GPU."""
+    from mcore_rl.models.megatron import attention
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(attention.KERNELS, "cpu", attention.Kernel(attention.sdpa_by_segment))
+        return counted_result(config, data)

@@ -5,7 +5,7 @@ import torch
 from layout_cases import make_data, run_steps
 from prefix_cases import make_pairs
 from small_models import and_long
-from te_cases import EP2, TP2, counted_result, te_config
+from te_cases import EP2, TP2, counted_result, result_with_index, te_config
 
 from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.testing.layout_check import compare
@@ -94,11 +94,25 @@ def test_training_equals_local_layers(name, model_of, reference_of, tmp_path):
     assert calls["Linear"] and calls["RMSNorm"]
     if changes.get("model", {}).get("moe_grouped_gemm"):
         assert calls["GroupedLinear"]
-    # Scoring is not shared here: `own_rows` shares the prefixes of training only.
+    assert_attention_is_chosen(family, layout, calls)
+
+
+def assert_attention_is_chosen(family, layout, calls):
+    """Every layer runs Transformer Engine's attention, except on packs and in layers that it does not support."""
     if family in ("windows", "gemma3") or layout.prefix:
-        assert calls.get("DotProductAttention", 0) < calls["RMSNorm"] / 2
+        assert calls["DotProductAttention"] < calls["CoreAttention"]
     else:
-        assert calls["DotProductAttention"]
+        assert calls["DotProductAttention"] == calls["CoreAttention"] > 0
+
+
+@pytest.mark.parametrize(("family", "layout"), and_long([("windows", CP2)], [("gemma3", ONE), ("gemma3", TP2)]))
+def test_local_attention_that_needs_index_tensors(family, layout, model_of, reference_of):
+    """The layers that fall back send the index tensors of the pack; on the CPU nothing else needs them."""
+    config = te_config(model_of(family), layout)
+    result, calls = run_processes(result_with_index, config, make_data(), world_size=layout.world_size)[0]
+    difference = compare(result, reference_of(family, layout, {}))
+    assert difference.within(), difference
+    assert_attention_is_chosen(family, layout, calls)
 
 
 def trained_on(config, save_to, load_from, steps):

@@ -282,6 +282,12 @@ class AttentionPattern:
         """Set the tensors of `on_host()` after they were copied to the device."""
         self._on_device = cu_queries, cu_keys, index
 
+    def ensure_on_device(self) -> None:
+        """Copy the tensors of `on_host()` to the device, unless they are there or the kernel reads in place."""
+        device = platform.device()
+        if self._on_device is None and not KERNELS[device.type].reads_in_place:
+            self.put(*platform.sent_together(self.on_host(), device))
+
     @property
     def on_device(self) -> tuple[Tensor, Tensor, Tensor]:
         assert self._on_device is not None, "the pack's index tensors are on the host"
@@ -316,10 +322,16 @@ class AttentionPattern:
         return self._masks[key]
 
 
-def visible_keys(layout: PackLayout, cp_rank: int, *others: Tensor) -> tuple[AttentionPattern, list[Tensor]]:
-    """Return a pack's visible keys for the kernels of `platform.device()`, and `others` there, with one copy."""
+def visible_keys(
+    layout: PackLayout, cp_rank: int, *others: Tensor, sends_index: bool = True
+) -> tuple[AttentionPattern, list[Tensor]]:
+    """Return a pack's visible keys for the kernels of `platform.device()`, and `others` there, with one copy.
+
+    Args:
+        sends_index: whether the copy includes the index tensors of the local attention.
+    """
     visible, device = AttentionPattern(layout, cp_rank), platform.device()
-    if KERNELS[device.type].reads_in_place:
+    if KERNELS[device.type].reads_in_place or not sends_index:
         return visible, platform.sent_together(others, device)
     *there, cu_queries, cu_keys, index = platform.sent_together((*others, *visible.on_host()), device)
     visible.put(cu_queries, cu_keys, index)

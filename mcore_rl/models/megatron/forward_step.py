@@ -88,7 +88,9 @@ def model_inputs(microbatch: Microbatch, model: ModelShard) -> dict[str, Any]:
     routed = RoutedTokens.of(microbatch, topology).tensors() if isinstance(model.family, Mixture) else []
     uses_te = model.chunks[0].config.transformer_impl == "transformer_engine" and not isinstance(layout, PrefixLayout)
     ends = [layout.cu_seqlens_padded] if uses_te else []
-    visible, (tokens, positions, *rest) = visible_keys(layout, cp_rank, tokens, positions, *ends, *routed)
+    tensors = tokens, positions, *ends, *routed
+    # Transformer Engine's attention needs no index tensors; a layer that falls back to the local attention sends them.
+    visible, (tokens, positions, *rest) = visible_keys(layout, cp_rank, *tensors, sends_index=not uses_te)
     cu_seqlens, routed = (rest[0], rest[1:]) if uses_te else (None, rest)
     params = PackParams(qkv_format="thd", visible=visible, positions=positions, cu_seqlens=cu_seqlens)
     if routed:

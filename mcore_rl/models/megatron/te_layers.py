@@ -113,6 +113,7 @@ class TEPackedCausalAttention(PackedCausalAttention):
         has_kernel = not query.is_cuda or query.dtype in (torch.float16, torch.bfloat16)
         sees_all = self.window is None or self.window >= longest
         if ends is None or not (has_kernel and sees_all) or platform.simulates():
+            packed_seq_params.visible.ensure_on_device()
             return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
         pack = PackedSeqParams("thd", ends, ends, ends, ends, longest, longest)
         out: Tensor = self.te_attention(query, key, value, None, AttnMaskType.causal, packed_seq_params=pack)
