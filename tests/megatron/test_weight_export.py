@@ -115,7 +115,7 @@ def exported_directory(config, destination):
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
 def test_an_export_has_the_precision_of_the_directory(dtype, model_of, tmp_path):
-    """A base in bfloat16 with float32 norms, loaded in float32: each tensor comes back as it was."""
+    """The directory has bfloat16 weights and float32 norms, and the model is loaded in float32."""
     source = tmp_path / "source"
     shutil.copytree(model_of("llama"), source)
     tensors = {

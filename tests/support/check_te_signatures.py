@@ -1,10 +1,11 @@
-"""Comparison of the stand-in's signatures with those in the sources of Transformer Engine, without importing them.
+"""Compare the signatures of the stand-in with the sources of Transformer Engine.
 
     python tests/support/check_te_signatures.py [2.9.0 2.10.0 2.11.0]
 
-It downloads each version's wheel from the package registry to a temporary directory. With the first version every
-function must be equal: names, order, kinds and defaults of the parameters. Of later versions, every parameter of the
-stand-in must exist with the same default, and no other parameter may be required. Exit status 1: a difference.
+The script downloads each version's wheel from the package registry to a temporary directory and parses its files. With
+the first version every function must be equal: names, order, kinds and defaults of the parameters. Of later versions,
+every parameter of the stand-in must exist with the same default, and no other parameter may be required. Exit status 1:
+a difference.
 """
 
 import ast
@@ -53,7 +54,7 @@ def parameters(arguments):
 
 
 def differences(version, directory, equal):
-    """Yield a line for each difference of the stand-in from a version of Transformer Engine."""
+    """Yield a line for each difference between the stand-in and a version of Transformer Engine."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", directory]
     subprocess.run([*command, f"transformer_engine=={version}"], check=True, timeout=300)
     (wheel,) = Path(directory).glob(f"transformer_engine-{version}-*.whl")

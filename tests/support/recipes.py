@@ -8,7 +8,7 @@ from mcore_rl.config import DPOConfig, GRPOConfig, SFTConfig, load_config
 LARGE = ROOT / "configs" / "large"
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPE |= {"original_max_position_embeddings": 8192}
-# The values are those of the models' config.json.
+# Values from the config.json of each model.
 MODELS = {
     "1.5b": Qwen2Config(
         vocab_size=151_936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,

@@ -1,4 +1,4 @@
-"""Sampling and refused options with layers of Transformer Engine's modules."""
+"""Sampling with layers of Transformer Engine's modules."""
 
 import pytest
 import torch

@@ -49,7 +49,7 @@ def test_a_recipe_trains_a_small_model(path, tmp_path, monkeypatch):
     config, _ = read_recipe(path, tmp_path, monkeypatch)
     family = FAMILIES[path.stem.split("_")[1]]
     small = {"path": make_model(family, tmp_path / "small"), "dtype": "float32"}
-    # One process; Adam would blow rounding in near-zero gradients up to a whole step.
+    # With a small epsilon, Adam would enlarge the rounding of near-zero gradients to a whole step.
     optimizer = config.optimizer.model_copy(update={"adam_eps": 1e-4})
     config = ParallelLayout(prefix=config.batch.share_prefixes).apply(
         config.model_copy(update={"optimizer": optimizer})
