@@ -350,7 +350,7 @@ def test_a_sampler_that_disagrees_stops_the_first_step(files):
     from mcore_rl.errors import TrainingError
 
     run_ = object.__new__(GRPOTrainer)
-    run_.config = load_config(GRPOConfig, files / "grpo.yaml", [f"output_dir={files}"])
+    run_.config = load_config(GRPOConfig, files / "grpo.yaml", [f"output_dir={files}", "model.dtype=float32"])
     agreeing = {"kl_penalty": 1e-6, "token_mult_prob_error": 1.0001, "probs_ratio": 0.9999}
     run_._check_first(agreeing)
     for name, value in (("kl_penalty", 0.1), ("token_mult_prob_error", 1.2), ("probs_ratio", 0.9)):
