@@ -297,6 +297,11 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         self.worker.finish()
         return sums.metrics(if_none_judged=math.nan)  # which is never the best validation
 
+    def release_engines(self) -> None:
+        self.worker.cancel()
+        with contextlib.suppress(TrainingError):  # no server is left, so none uses the device
+            self.worker.finish()
+
     @property
     def updates_per_step(self) -> int:
         return self.config.updates_per_step

@@ -23,7 +23,7 @@ from typing import Any
 
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.environments.interfaces import Sample, Step
-from mcore_rl.errors import UserError
+from mcore_rl.errors import TrainingError, UserError
 
 ALWAYS = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "PWD", "TMPDIR", "TMP", "TEMP", "TZ", "XDG_*"),
@@ -109,9 +109,12 @@ class JudgeProcesses:
         while batch := self._next_batch():
             try:
                 steps = self._judge(worker, [sample for sample, _ in batch])
-            except Exception as error:  # the worker cannot be started again
+            except Exception as error:
+                lost: Exception = error
+                if isinstance(error, UserError | OSError):
+                    lost = TrainingError(f"a judging process has ended and cannot be started again: {error}")
                 for _, future in batch:
-                    future.set_exception(error)
+                    future.set_exception(lost)
                 continue
             for (_, future), step in zip(batch, steps, strict=True):
                 future.set_result(step)
@@ -159,8 +162,11 @@ def probe(config: EnvironmentConfig, samples: Sequence[Sample], seconds: float =
     with contextlib.closing(environment):
         judging = {environment.submit(_answered(sample)): index for index, sample in enumerate(samples)}
         for future in as_completed(judging):
-            if (error := future.result().error) is None:
-                return
+            try:
+                if (error := future.result().error) is None:
+                    return
+            except TrainingError as lost:
+                error = str(lost)
             errors[judging[future]] = error
     fields = ", ".join(sorted(samples[0].record)) or "no field beside prompt"
     shortened = "; shortened for this trial, while other ranks wait" if limit < config.time_limit_seconds else ""

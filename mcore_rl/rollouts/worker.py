@@ -82,7 +82,8 @@ class Conversation:
 
 
 class RolloutWorker:
-    """Runs the policy's conversations in an environment. All methods except `begin` and `close` are collective.
+    """Runs the policy's conversations in an environment. All methods except `begin`, `cancel` and `close` are
+    collective.
 
     Each replica runs the conversations of its own prompts. With a generation engine that returns responses one by one,
     the first rank of the replica runs them in the background, independently of each other. Otherwise all ranks of the
@@ -121,9 +122,13 @@ class RolloutWorker:
         """End generation. No requests are sent until the next `prepare`."""
         self.generation.finish_generation()
 
+    def cancel(self) -> None:
+        """Cancel all conversations of this rank. Not collective."""
+        wait([asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)], CLOSE_SECONDS)
+
     def close(self) -> None:
         """Close the worker: cancel all conversations, and send no more requests."""
-        wait([asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)], CLOSE_SECONDS)
+        self.cancel()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     # ------------------------------------------------------------ conversations

@@ -250,7 +250,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         """Run a part of a step and return its metrics; end the run on an error that training cannot survive.
 
         The pending checkpoint is finished first. After a TrainingError (judges or servers are gone) in a part that
-        made no update, the weights are valid, and they are saved as well.
+        made no update, the weights are valid. They are saved as well, also if they are offloaded for an engine.
 
         Args:
             trained: the last completed step, whose weights the part starts with.
@@ -271,10 +271,17 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             raise NotFiniteError(message) from None
         except TrainingError:  # raised on every rank
             self.checkpoints.poll(step, wait=True)
-            is_sound = self.policy.updates_made == updates and self.policy.checkpoint.can_be_saved
+            is_sound = self.policy.updates_made == updates
             if is_sound and trained > 0 and not self.checkpoints.has(trained):
-                self.checkpoints.save(trained, self._state(consumed), wait=True)
+                self.release_engines()
+                if self.policy.checkpoint.restore_to_device():
+                    self.checkpoints.save(trained, self._state(consumed), wait=True)
+                else:
+                    self.say(f"step {trained} is not saved: a device has no room for its weights and optimizer state")
             raise
+
+    def release_engines(self) -> None:
+        """End the use of the device by engines, after an error of theirs. Collective."""
 
     def _take_weights_of(self, best: BestValidation) -> None:
         if best.step and self.checkpoints.has(best.step):

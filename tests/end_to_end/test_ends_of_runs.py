@@ -149,6 +149,46 @@ def test_run_saves_checkpoint_when_judge_fails(files, monkeypatch):
     assert step >= 1 and state["consumed_samples"] == 2 * step
 
 
+DYING_JUDGE = """
+import os
+from pathlib import Path
+
+calls = Path(__file__).with_name("calls_of_dying")
+if calls.exists() and calls.stat().st_size > 8:
+    raise RuntimeError("the judge is gone")
+
+def judge(message_log, record):
+    with calls.open("a") as file:
+        file.write("x")
+    if calls.stat().st_size > 8:
+        os._exit(1)
+    return float(calls.stat().st_size % 2)
+"""
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_run_saves_offloaded_state_when_judge_is_lost(processes, files, monkeypatch):
+    """The judge's process dies while the responses of the third step are judged, and it does not start again."""
+    out = files / f"judge_lost_{processes}"
+    (files / "dying_judge.py").write_text(DYING_JUDGE)
+    monkeypatch.setenv("PYTHONPATH", str(files), prepend=os.pathsep)
+    overrides = [f"output_dir={out}", f"model.path={files / 'model'}", f"data.train={files / 'prompts.jsonl'}"]
+    overrides += ["data.max_sequence_length=32", "trainer.max_steps=5", "checkpoint.export_hf=false"]
+    overrides += ["environment.name=function", "environment.function=dying_judge:judge", "environment.num_workers=1"]
+    overrides += ["grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", "grpo.max_new_tokens=4"]
+    overrides += ["generation.offload=true", "environment.max_failed_steps=100", "parallel.timeout_seconds=60"]
+    overrides += [f"parallel.tensor_model_parallel_size={processes}"]
+    (files / "calls_of_dying").unlink(missing_ok=True)
+    ended = run("train_grpo.py", *overrides, processes=processes, check=False)
+    assert ended.returncode == 3, ended.stdout_text + ended.stderr_text
+    assert "a judging process has ended and cannot be started again" in ended.stderr_text
+    assert "RuntimeError: the judge is gone" in ended.stderr_text
+    (name,) = saved(out)
+    state = torch.load(out / "checkpoints" / name / "common.pt", weights_only=True)["state"]
+    step = int(name.removeprefix("iter_"))
+    assert step >= 1 and state["consumed_samples"] == 2 * step
+
+
 POISONED = """
 import torch
 from mcore_rl.platform import initialize_platform

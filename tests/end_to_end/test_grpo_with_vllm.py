@@ -7,9 +7,12 @@ import re
 import signal
 
 import pytest
+import torch
 from stand_in_vllm import calls, serving
 from vllm_cases import root as root
 from vllm_cases import train
+
+from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
 
 pytestmark = pytest.mark.long
 
@@ -174,3 +177,23 @@ def test_the_last_server_ahead_of_training_ends_the_run(root, tmp_path):
     errors = [line for line in process.stderr_text.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "no vLLM server is left; the last one's failure: http://127.0.0.1:" in errors[0]
     assert [step["step"] for step in metrics] == [1, 2]
+
+
+@pytest.mark.parametrize(("layout", "processes"), [*LAYOUTS, ((), 2)], ids=["one process", "TP2", "two replicas"])
+def test_the_last_server_of_an_offloaded_policy_loses_no_step(layout, processes, root, tmp_path):
+    """Weights and optimizer are in host memory while the server, which dies in the third step, uses the device."""
+    dies = ["--sleeps", "--die", "/inference/v1/generate", "36", tmp_path / "dead"]  # 16 requests a step
+    with serving(root / "dense", tmp_path, dies) as (urls, _, _):
+        options = ("generation.offload=true", "checkpoint.save_interval=null", *layout)
+        process, metrics = train(root, tmp_path.name, *options, urls, processes=processes, check=False)
+    assert process.returncode == 3, process.stderr_text
+    assert "no vLLM server is left" in process.stderr_text
+    assert [step["step"] for step in metrics] == [1, 2]
+    store = CheckpointStore(root / tmp_path.name / "checkpoints")
+    (saved,) = store.iterations()
+    assert saved.name == "iter_0000002" and digest_problems(saved) == []
+    state = torch.load(saved / "common.pt", weights_only=True)["state"]
+    assert state["consumed_samples"] == 4
+    with serving(root / "dense", tmp_path / "again", ["--sleeps"]) as (urls, _, _):
+        _, metrics = train(root, tmp_path.name, *options, urls, processes=processes)
+    assert [step["step"] for step in metrics] == [1, 2, 3]

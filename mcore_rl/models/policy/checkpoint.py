@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_rl.distributed.collectives import all_ranks_true
 from mcore_rl.models.megatron.checkpoint import load
 from mcore_rl.models.megatron.checkpoint.save import HostStaging, PendingSave, SaveError
 from mcore_rl.models.megatron.checkpoint.state import ModelState, TrainingState
@@ -39,10 +40,19 @@ class PolicyCheckpoint:
         """Include a second model under `name` in later checkpoints. It may be offloaded during `save`."""
         self.second, self.second_name = second, name
 
-    @property
-    def can_be_saved(self) -> bool:
-        """Whether no part of a checkpoint is offloaded for an inference engine."""
-        return not (self.policy.weights_offload.is_away or self.policy.memory.optimizer.is_away)
+    def restore_to_device(self) -> bool:
+        """Restore what a checkpoint holds and what is offloaded for an inference engine. Collective.
+
+        Returns:
+            Whether the device of every rank had room for it.
+        """
+        has_room = True
+        try:
+            for offload in (self.policy.weights_offload, self.policy.memory.optimizer):
+                offload.restore()
+        except RuntimeError:  # torch's error for memory
+            has_room = False
+        return all_ranks_true(has_room)[0]
 
     @contextmanager
     def _all_on_device(self) -> Iterator[None]:
