@@ -180,16 +180,16 @@ class RunCheckpoints:
         committed.
         """
         wait = wait or not self.config.checkpoint.asynchronous
-        self.poll(step, wait=True)
+        self.poll(wait=True)
         path = self.store.iteration(step)
         self._passing = [earlier for earlier in self._passing if earlier != path] + [path] * passing
         state = {**state, "identity": self.identity, "passing": [step_of(path) for path in self._passing]}
         self._or_fail(step, lambda: self.policy.save_checkpoint(self.store.directory, step, state, wait))
 
-    def poll(self, step: int, wait: bool = False) -> None:
-        """Commit a pending checkpoint that has been written, and report its failure."""
-        if self.policy.checkpoint.pending is not None:
-            self._or_fail(step, lambda: self.policy.checkpoint.finish(wait))
+    def poll(self, wait: bool = False) -> None:
+        """Commit a pending checkpoint that has been written, and report its failure with the step that it is of."""
+        if (pending := self.policy.checkpoint.pending) is not None:
+            self._or_fail(pending.step, lambda: self.policy.checkpoint.finish(wait))
 
     def finish_alone(self, error: BaseException) -> None:
         """Finish or discard the pending checkpoint when `error` ends this rank's run; not collective.

@@ -207,7 +207,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         signal = self.signals.requested()
         last = step == self.total_steps or signal is not None or self._patience_is_over
         watchdog.enter(f"step {step}: checkpoint")
-        self.checkpoints.poll(step)
+        self.checkpoints.poll()
         by_interval = last or bettered or _divides(self.config.checkpoint.save_interval, step)
         if by_interval or self.signals.save_is_due:
             self.checkpoints.save(step, self._state(), last, passing=not by_interval)
@@ -260,7 +260,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
             return part(step)
         except FloatingPointError as error:
             try:
-                self.checkpoints.poll(step, wait=True)
+                self.checkpoints.poll(wait=True)
             except TrainingError as failed_save:  # the run ends because of the number, which would come again
                 self.say(str(failed_save))
             newest = self.checkpoints.newest() or "none"
@@ -270,7 +270,7 @@ class TrainingLoop(ABC, Generic[DatasetT]):
                 RunDirectory(self.config.output_dir).mark_not_finite(message)
             raise NotFiniteError(message) from None
         except TrainingError:  # raised on every rank
-            self.checkpoints.poll(step, wait=True)
+            self.checkpoints.poll(wait=True)
             is_sound = self.policy.updates_made == updates
             if is_sound and trained > 0 and not self.checkpoints.has(trained):
                 self.release_engines()

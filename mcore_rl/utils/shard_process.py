@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,8 +46,10 @@ DEATH_SIGNAL_OPTION = 1
 """PR_SET_PDEATHSIG of Linux's prctl: sets the signal that a process gets when its parent ends."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 MESSAGE_BYTES = 1 << 15
-READY = b"ready"
-"""First message of the process."""
+READY, WRITTEN = b"ready", b"written"
+"""Messages of the process: after its imports; and of a job, once the shard is on disk and before a commit."""
+KILL_SECONDS = 5.0
+"""Maximum time in which a killed process ends, unless the file system hangs."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +114,14 @@ class ShardJob:
     tensors: list[StagedTensor]
     commit: Commit | None
 
-    def run(self, block: memoryview) -> None:
+    def run(self, block: memoryview, say_written: Callable[[], object]) -> None:
         """Write and flush the shard, compute its digest by reading it, and report; the first rank then commits."""
         results = self._write(block)
         written = Written(results, digests_of(self.directory, sorted({r.storage_data.relative_path for r in results})))
         temporary = self.directory / f"rank_{self.rank:05d}.partial"
         temporary.write_bytes(pickle.dumps(written))
         temporary.rename(report_file(self.directory, self.rank))
+        say_written()
         if self.commit is not None:
             self.commit(_everyone_written(self.directory, self.ranks))
 
@@ -191,6 +194,8 @@ class ShardProcess:
         self._socket: socket.socket | None = None
         self.is_ready = False
         """Whether the process has reported the end of its imports to `poll`."""
+        self.has_written = False
+        """Whether the process has reported to `poll` that the job's shard is on disk."""
         atexit.register(self.kill)
 
     @property
@@ -231,6 +236,7 @@ class ShardProcess:
         """
         self.start()
         assert self._socket is not None
+        self.has_written = False
         with shared_file() as file:
             file.write(pickle.dumps(job))
             file.flush()
@@ -240,10 +246,8 @@ class ShardProcess:
         """Return the job's report; None while the process works."""
         assert self._socket is not None and self._process is not None
         try:
-            message = self._socket.recv(MESSAGE_BYTES)
-            if message == READY:
-                self.is_ready = True
-                message = self._socket.recv(MESSAGE_BYTES)
+            while (message := self._socket.recv(MESSAGE_BYTES)) in (READY, WRITTEN):
+                self.is_ready, self.has_written = True, message == WRITTEN
         except BlockingIOError:
             return None
         except OSError:
@@ -255,10 +259,14 @@ class ShardProcess:
         return Report(f"the process that wrote died (exit status {self._process.returncode})")
 
     def kill(self) -> None:
-        """End the process, even while it writes."""
+        """End the process, even while it writes.
+
+        A process in a call to a hung file system ends only when that call returns; it is not waited for.
+        """
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(KILL_SECONDS)
         if self._socket is not None:
             self._socket.close()
         self._process, self._socket, self.is_ready = None, None, False
@@ -310,17 +318,19 @@ def main() -> None:
             _, files, *_ = socket.recv_fds(trainer, MESSAGE_BYTES, 2)
             if not files:  # the trainer has closed its end
                 return
-            trainer.send(json.dumps({"error": _outcome(*files)}).encode())
+            job, block = files
+            error = _outcome(job, block, lambda: trainer.send(WRITTEN))
+            trainer.send(json.dumps({"error": error}).encode())
 
 
-def _outcome(job: int, block: int) -> str | None:
+def _outcome(job: int, block: int, say_written: Callable[[], object]) -> str | None:
     """Run a job; return an error message, or None."""
     try:
         with open(job, "rb") as file, open(block, "rb") as shared:
             file.seek(0)
             size = os.fstat(block).st_size
             memory = mmap.mmap(shared.fileno(), size) if size else b""
-            pickle.load(file).run(memoryview(memory))
+            pickle.load(file).run(memoryview(memory), say_written)
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}"
     return None

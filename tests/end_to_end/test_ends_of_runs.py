@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -115,6 +116,93 @@ def test_failed_run_discards_checkpoint_after_time_limit(files, monkeypatch):
     ended = run(files / "breaking.py", files / "sft.yaml", *overrides, check=False)
     assert ended.returncode == 1 and "RuntimeError: something breaks" in ended.stderr_text, ended.stderr_text
     assert saved(out) == ["iter_0000001"]
+
+
+HANGING = """
+import os, shutil, signal, threading
+from mcore_rl.platform import initialize_platform
+initialize_platform()
+from mcore_rl.algorithms.sft import train_sft
+from mcore_rl.algorithms.supervised import SupervisedTrainer
+from mcore_rl.cli.entry_point import run_script
+from mcore_rl.config import SFTConfig
+from mcore_rl.utils.checkpoint_store import CheckpointStore
+from mcore_rl.utils.shard_process import ShardProcess
+
+step, begin, submit, remove = SupervisedTrainer.train_step, CheckpointStore.begin, ShardProcess.submit, shutil.rmtree
+case = os.environ["CASE"]
+
+def hang():
+    threading.Event().wait()
+
+def begin_or_hang(self, number):
+    return hang() if number == 2 else begin(self, number)
+
+def submit_and_stop(self, job, block):
+    if "iter_0000002" in str(job.directory):
+        os.kill(self.pid, signal.SIGSTOP)
+        if case == "the writer dies":
+            threading.Timer(2.0, os.kill, (self.pid, signal.SIGKILL)).start()
+    submit(self, job, block)
+
+def step_or_break(self, number):
+    if number == 3:
+        raise RuntimeError("something breaks")
+    return step(self, number)
+
+def remove_or_hang(path, **options):
+    return hang() if ".partial" in str(path) else remove(path, **options)
+
+if __name__ == "__main__":
+    if case == "a directory cannot be made":
+        CheckpointStore.begin = begin_or_hang
+    else:
+        ShardProcess.submit = submit_and_stop
+    if case == "nothing can be removed":
+        SupervisedTrainer.train_step, shutil.rmtree = step_or_break, remove_or_hang
+    run_script("sft", SFTConfig, train_sft, "")
+"""
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_save_on_hung_file_system_fails_after_time_limit(processes, files, monkeypatch):
+    (files / "hanging.py").write_text(HANGING)
+    monkeypatch.setenv("CASE", "a directory cannot be made")
+    overrides = (f"output_dir={files / f'hung_{processes}'}", "checkpoint.timeout_seconds=3")
+    ended = run(files / "hanging.py", files / "sft.yaml", *overrides, processes=processes, check=False)
+    assert ended.returncode == 3, ended.stderr_text
+    told = (
+        "error: step 2: the checkpoint could not be written: rank 0: TimeoutError: the file system has not answered "
+        "within 3 s; it hangs, or the limit is too short"
+    )
+    assert told in ended.stderr_text
+    assert saved(files / f"hung_{processes}") == ["iter_0000001"]
+
+
+@pytest.mark.long
+def test_run_ends_although_file_system_hangs(files, monkeypatch):
+    """The checkpoint of the second step cannot be written, and then not be removed."""
+    (files / "hanging.py").write_text(HANGING)
+    monkeypatch.setenv("CASE", "nothing can be removed")
+    overrides = (f"output_dir={files / 'hung_at_end'}", "checkpoint.timeout_seconds=3")
+    started = time.monotonic()
+    ended = run(files / "hanging.py", files / "sft.yaml", *overrides, check=False)
+    assert ended.returncode == 1 and "RuntimeError: something breaks" in ended.stderr_text, ended.stderr_text
+    assert time.monotonic() - started < 60
+    assert [path.name for path in CheckpointStore(files / "hung_at_end" / "checkpoints").iterations()] == [
+        "iter_0000001"
+    ]
+
+
+def test_failed_save_is_reported_with_its_own_step(files, monkeypatch):
+    """The process that writes dies while later steps are trained."""
+    (files / "hanging.py").write_text(HANGING)
+    monkeypatch.setenv("CASE", "the writer dies")
+    overrides = (f"output_dir={files / 'own_step'}", "checkpoint.save_interval=2", "checkpoint.on_failure=continue")
+    ended = run(files / "hanging.py", files / "sft.yaml", *overrides, "trainer.max_steps=3")
+    (told,) = [line for line in ended.stdout_text.splitlines() if "could not be written" in line]
+    assert told.startswith("step 2: the checkpoint could not be written: rank 0: the process that wrote died")
+    assert saved(files / "own_step") == ["iter_0000003"]
 
 
 JUDGE = """

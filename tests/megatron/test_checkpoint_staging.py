@@ -16,6 +16,7 @@ from mcore_rl.algorithms.build_loss import build_loss
 from mcore_rl.models.megatron.checkpoint.save import HostStaging
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
+from mcore_rl.utils.shard_process import ShardProcess
 
 
 def test_copies_are_what_was_there():
@@ -194,3 +195,28 @@ def test_the_process_that_writes_dies_with_a_trainer_that_is_killed(seconds):
     while is_alive(pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+class HungProcess:
+    """A process in a call to a hung file system: a signal has no effect before the call returns."""
+
+    returncode, pid = None, 0
+
+    def kill(self):
+        pass
+
+    def poll(self):
+        return None
+
+    def wait(self, timeout=None):
+        assert timeout is not None, "the wait has no limit"
+        raise subprocess.TimeoutExpired("writer", timeout)
+
+
+def test_hung_process_that_writes_is_replaced():
+    process = ShardProcess()
+    process._process = HungProcess()
+    process.kill()
+    process.start()
+    assert process.pid
+    process.kill()

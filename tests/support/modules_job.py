@@ -9,5 +9,5 @@ from pathlib import Path
 class ModulesJob:
     path: str
 
-    def run(self, _block):
+    def run(self, _block, _say_written):
         Path(self.path).write_text(" ".join(sys.modules))

@@ -11,13 +11,15 @@ import contextlib
 import mmap
 import queue
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,7 +44,7 @@ from mcore_rl.models.megatron.parallel_state import process_groups, random_state
 from mcore_rl.platform import bytes_for, views_of
 from mcore_rl.utils import shard_process
 from mcore_rl.utils.checkpoint_store import CheckpointStore
-from mcore_rl.utils.shard_process import POLL_SECONDS, Commit, Report, ShardJob, ShardProcess, StagedTensor, report_file
+from mcore_rl.utils.shard_process import POLL_SECONDS, Commit, Report, ShardJob, ShardProcess, StagedTensor
 
 from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
@@ -58,6 +60,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistSaveShardedStrategy,
     mcore_to_pyt_state_dict,
 )
+
+T = TypeVar("T")
 
 
 class HostStaging:
@@ -117,12 +121,38 @@ START_SECONDS = 60.0
 """Seconds that the writing process may take to start before the time limit for writing begins."""
 COMMIT_SECONDS = 60.0
 """Seconds after the time limit for writing in which the first rank's process may still wait and commit."""
+DISCARD_SECONDS = 10.0
+"""Seconds in which a checkpoint that was given up is removed, unless the file system hangs."""
 FAILED = "failed"
 """Name of a file in the partial directory that marks a failure of some rank to write its part."""
 
 
 class SaveError(RuntimeError):
     """Error raised on every rank if a checkpoint could not be written. Earlier checkpoints are untouched."""
+
+
+def within(seconds: float, action: Callable[[], T]) -> T:
+    """Return `action()`, which uses a file system.
+
+    Raises:
+        TimeoutError: the action takes longer, as it does if the file system hangs. It then continues in its thread.
+    """
+    done: Future[T] = Future()
+
+    def act() -> None:
+        try:
+            done.set_result(action())
+        except BaseException as error:  # raised by `done.result`
+            done.set_exception(error)
+
+    threading.Thread(target=act, name="checkpoint files", daemon=True).start()
+    wait([done], seconds)
+    if not done.done():
+        raise TimeoutError(
+            f"the file system has not answered within {seconds:g} s; it hangs, or the limit is too short "
+            "(checkpoint.timeout_seconds, at most half of parallel.timeout_seconds)"
+        )
+    return done.result()
 
 
 @dataclass(frozen=True)
@@ -179,6 +209,10 @@ class _Planner(MCoreSavePlanner):
 
 class OneFileWriter(FileSystemWriterAsync):
     """A writer of a rank's tensors and objects into one file."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan. The directory exists: no rank uses a file system that may hang while others wait."""
+        return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         self.prefix, self.file_name = plan.storage_data, f"{plan.storage_data.prefix}0.distcp"
@@ -268,19 +302,29 @@ class ShardWriter:
         now = time.monotonic()
         if self._is_submitted and not self._process.is_ready and now < self._begun + START_SECONDS:
             self._deadline = now + self._timeout
-        waits_for_others = self._rank == 0 and report_file(self.directory, 0).exists()
+        waits_for_others = self._rank == 0 and self._process.has_written
         if now <= self._deadline + (COMMIT_SECONDS if waits_for_others else 0.0):
             return None
         self.abandon()
-        return Report(error="writing took longer than checkpoint.timeout_seconds")
+        return Report(error=f"writing took longer than checkpoint.timeout_seconds={self._timeout:g}")
 
     def finish_alone(self, seconds: float) -> bool:
         """Wait, without other ranks, until the checkpoint is committed, and return True; otherwise discard it.
 
+        If the file system hangs, the files stay.
+
         Args:
             seconds: maximum time to wait; the time limit for writing also applies.
         """
-        deadline = min(time.monotonic() + seconds, self._deadline + COMMIT_SECONDS)
+        limit = min(seconds, self._deadline + COMMIT_SECONDS - time.monotonic())
+        try:
+            return within(max(limit, 0.0) + DISCARD_SECONDS, lambda: self._finish_alone(limit))
+        except TimeoutError:
+            self.abandon()
+            return False
+
+    def _finish_alone(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
         while (report := self.poll()) is None or report.error is None:
             if report is not None and not self.directory.exists():
                 return True
@@ -350,7 +394,9 @@ class PendingSave:
         self, store: CheckpointStore, step: int, run: TrainingState, state: dict[str, Any], staging: HostStaging
     ) -> None:
         self.store, self.step = store, step
-        self.partial: Path = run_on_rank_zero(lambda: store.begin(step))
+        # Other ranks wait meanwhile in a collective, whose time limit must be longer.
+        self._file_seconds = min(run.config.checkpoint.timeout_seconds, run.config.parallel.timeout_seconds / 2)
+        self.partial: Path = self._on_rank_zero(lambda: store.begin(step))
         weights = run.policy.weights()
         weights_beside = {part.name: part.weights() for part in run.beside}
         own = list(run.policy.optimizer_shards(weights))
@@ -368,7 +414,7 @@ class PendingSave:
                 "content_metadata": METADATA,
             }
         )
-        run_on_rank_zero(lambda: write_common(common, resolved_yaml(_described(run)), self.partial))
+        self._on_rank_zero(lambda: write_common(common, resolved_yaml(_described(run)), self.partial))
         planned = PlannedShards.of(shards, own, self.partial, process_groups().dp_cp)
         asked, best = run.config.checkpoint, state.get("best", {}).get("step")
         commit = None
@@ -379,6 +425,11 @@ class PendingSave:
         except SaveError:
             staging.process.kill()  # where it could begin, it would answer the next save with this one's report
             raise
+
+    def _on_rank_zero(self, action: Callable[[], T]) -> T:
+        """Run an action on files on rank 0; return its result on all ranks."""
+        result: T = run_on_rank_zero(lambda: within(self._file_seconds, action))
+        return result
 
     @property
     def final(self) -> Path:
@@ -405,7 +456,8 @@ class PendingSave:
             raise_on_all_ranks(error)
         finally:
             if torch.distributed.get_rank() == 0:
-                shutil.rmtree(self.partial, ignore_errors=True)
+                with contextlib.suppress(TimeoutError):
+                    within(DISCARD_SECONDS, lambda: shutil.rmtree(self.partial, ignore_errors=True))
 
     def finish_alone(self, seconds: float) -> bool:
         """Wait at most `seconds` for the commit and return True; otherwise discard the checkpoint. Not collective."""
