@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -309,6 +310,11 @@ ALIGNMENT = 64
 def bytes_for(tensors: Sequence[Tensor]) -> int:
     """Return the size in bytes of a block that holds the tensors."""
     return sum(map(_room, tensors))
+
+
+def offsets_of(tensors: Sequence[Tensor], start: int = 0) -> list[int]:
+    """Return the offsets of the tensors in such a block, from `start` on."""
+    return list(accumulate(map(_room, tensors[:-1]), initial=start))[: len(tensors)]
 
 
 def views_of(block: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

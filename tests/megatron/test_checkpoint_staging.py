@@ -26,14 +26,17 @@ def test_copies_are_what_was_there():
         torch.randn(33).bfloat16(), torch.arange(5, dtype=torch.int8), torch.tensor([True, False]),
     ]  # fmt: skip
     before = [tensor.clone() for tensor in tensors]
-    places = staging.copy(tensors)
+    places = staging.add(tensors[:2]) + staging.add(tensors[2:])  # the second call enlarges the block
+    staging.settle()
     for tensor in tensors:
         tensor.zero_()
     assert staging.is_done
     for place, original in zip(places, before, strict=True):
         assert torch.equal(staging.read(place, like=original), original)
     block = staging._block.data_ptr()
-    staging.copy(before[:2])
+    staging.clear()
+    staging.add(before[:2])
+    staging.settle()
     assert staging._block.data_ptr() == block, "the block is kept"
 
 
@@ -109,12 +112,12 @@ def fails_to_begin(config, directory):
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
 
-    def no_memory(self, tensors):
+    def no_memory(self, size):
         raise OSError(12, "Cannot allocate memory")
 
     with pytest.MonkeyPatch.context() as patch:
         if policy.rank == 1:
-            patch.setattr(HostStaging, "copy", no_memory)
+            patch.setattr(HostStaging, "_allocate", no_memory)
         with pytest.raises(SaveError, match=r"rank 1: OSError: .*Cannot allocate memory"):
             policy.save_checkpoint(directory, 1, {}, wait=False)
     policy.save_checkpoint(directory, 2, {})
@@ -220,3 +223,28 @@ def test_hung_process_that_writes_is_replaced():
     process.start()
     assert process.pid
     process.kill()
+
+
+def reserved_before_first_save(config, directory):
+    """Return the size of the block before and after the first save, and the addresses of both."""
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    policy.train(make_data(), build_loss(config))
+    staging = policy.checkpoint._staging
+    policy.checkpoint.reserve()
+    staging.settle()
+    before = len(staging._block), staging._block.data_ptr()
+    policy.save_checkpoint(directory, 1, {})
+    after = len(staging._block), staging._block.data_ptr()
+    policy.shutdown()
+    return before, after
+
+
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(), pytest.param(ParallelLayout(tp=2), marks=pytest.mark.long)], ids=str
+)
+def test_memory_of_first_save_is_allocated_before(layout, model_of, tmp_path):
+    config = layout.apply(make_config(model_of("llama")))
+    for before, after in run_processes(reserved_before_first_save, config, tmp_path, world_size=layout.world_size):
+        assert before == after and before[0] > 0

@@ -9,12 +9,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mcore_rl.distributed.collectives import all_ranks_true
 from mcore_rl.models.megatron.checkpoint import load
 from mcore_rl.models.megatron.checkpoint.save import HostStaging, PendingSave, SaveError
 from mcore_rl.models.megatron.checkpoint.state import ModelState, TrainingState
 from mcore_rl.models.megatron.lora_layers import adapters_in
+from mcore_rl.models.megatron.optimizer import optimizer_tensors
+from mcore_rl.models.megatron.parallel_state import process_groups
 from mcore_rl.models.policy.reference import AdaptersDisabled, ReferenceWeights, initial_reference
+from mcore_rl.platform import bytes_for
 from mcore_rl.utils.checkpoint_store import CheckpointStore
 
 if TYPE_CHECKING:
@@ -82,6 +87,13 @@ class PolicyCheckpoint:
             store, run = CheckpointStore(directory), self._training_state()
             self.pending = PendingSave(store, step, run, state, self._staging)
         return self.finish() if wait else None
+
+    def reserve(self) -> None:
+        """Start to allocate the memory that a save needs, so that the first save need not wait for it."""
+        models = (self.policy,) if self.second is None else (self.policy, self.second)
+        replicas = torch.distributed.get_world_size(process_groups().dp_cp)  # they divide the weights
+        weights = sum(bytes_for(list(model.parameters())) for model in models) // replicas
+        self._staging.reserve(weights + sum(bytes_for(optimizer_tensors(model.optimizer, ())) for model in models))
 
     def finish(self, wait: bool = True) -> Path | None:
         """Return the directory of the pending checkpoint after it is written and committed.

@@ -8,13 +8,14 @@ model, optimizer and schedule (also of a second trained model), random states, t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -41,7 +42,7 @@ from mcore_rl.models.megatron.checkpoint.state import (
     TrainingState,
 )
 from mcore_rl.models.megatron.parallel_state import process_groups, random_states
-from mcore_rl.platform import bytes_for, views_of
+from mcore_rl.platform import bytes_for, offsets_of, views_of
 from mcore_rl.utils import shard_process
 from mcore_rl.utils.checkpoint_store import CheckpointStore
 from mcore_rl.utils.shard_process import POLL_SECONDS, Commit, Report, ShardJob, ShardProcess, StagedTensor
@@ -67,13 +68,18 @@ T = TypeVar("T")
 class HostStaging:
     """A block of host memory that the writing process maps; it holds one copy of a set of tensors.
 
-    The block is page-locked, so that the host need not wait for copies. It is reused, because page-locking takes
-    longer than filling it. The process may read the block after the copies are complete.
+    A thread allocates the block, because page faults take longer than copies, and copies tensors of the host. The block
+    is kept for later saves. On machines with a GPU it is page-locked, so that the host need not wait for copies. The
+    process may read the block after the copies are complete.
     """
 
     def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)
         self._file = shard_process.shared_file()
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._size = self._end = 0
+        """Bytes that are requested for the block, and bytes of it that are in use."""
+        self._is_locked = False
+        self._beside, self._work = ThreadPoolExecutor(1, "staging"), list[Future[None]]()
         self._copied: platform.Event | None = None
 
     @cached_property
@@ -86,26 +92,59 @@ class HostStaging:
         """File descriptor of the block, which is sent to the process."""
         return int(self._file.fileno())
 
-    def copy(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Copy tensors into the block and return their byte offsets. The values are complete when `is_done`.
+    def reserve(self, size: int) -> None:
+        """Start to allocate a block of at least `size` bytes; the contents stay."""
+        if size > self._size:
+            if self._is_locked:
+                platform.synchronize()
+                platform.release_page_lock(self._block)
+            self._size, self._is_locked = size, False
+            self._work.append(self._beside.submit(self._allocate, size))
 
-        Later work of the device runs after the copies. The previous contents of the block are lost.
+    def _allocate(self, size: int) -> None:
+        self._file.truncate(size)
+        block = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
+        known = len(self._block)
+        ctypes.memset(block.data_ptr() + known, 0, size - known)  # without the interpreter's lock, unlike MAP_POPULATE
+        self._block = block
+
+    def clear(self) -> None:
+        """Drop the contents, for the next save."""
+        self._end = 0
+
+    def add(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Start to copy tensors into the block; return their byte offsets.
+
+        Later work of the device runs after the copies. Tensors of the host must stay unchanged until `settle`.
         """
-        size = bytes_for(tensors)
-        if size > len(self._block):
-            platform.release_page_lock(self._block)
-            self._block = torch.empty(0, dtype=torch.uint8)
-            self._file.truncate(size)
-            # Populate the pages now: page faults one by one would take longer than the copies.
-            populate = getattr(mmap, "MAP_POPULATE", 0)
-            memory = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED | populate)
-            self._block = torch.frombuffer(memory, dtype=torch.uint8)
-            platform.page_lock(self._block)
-        copies = views_of(self._block, tensors)
-        for copy, tensor in zip(copies, tensors, strict=True):
-            copy.copy_(tensor.detach(), non_blocking=True)
-        self._copied = platform.record_event()
-        return [copy.data_ptr() - self._block.data_ptr() for copy in copies]
+        start = self._end
+        self._end += bytes_for(tensors)
+        self.reserve(self._end)
+        if not platform.is_asynchronous():
+            self._work.append(self._beside.submit(self._copy, start, tensors))
+        elif not any(work.exception() for work in self._work):  # otherwise `settle` raises the error
+            if not self._is_locked:
+                platform.page_lock(self._block)
+                self._is_locked = True
+            self._copy(start, tensors)
+            self._copied = platform.record_event()
+        return offsets_of(tensors, start)
+
+    def _copy(self, start: int, tensors: Sequence[Tensor]) -> None:
+        if tensors:
+            # One call: between several calls the thread would wait for the interpreter's lock.
+            torch._foreach_copy_(views_of(self._block[start:], tensors), [t.detach() for t in tensors], True)
+
+    def settle(self) -> None:
+        """Wait for the thread, and raise its error. The values are complete when `is_done`."""
+        work, self._work = self._work, []
+        wait(work)
+        try:
+            for one in work:
+                one.result()
+        except BaseException:
+            self._size = len(self._block)  # the next save allocates it again
+            raise
 
     def read(self, place: int, like: Tensor) -> Tensor:
         """Return the staged value at an offset, with the shape and dtype of `like`."""
@@ -254,10 +293,18 @@ class ShardWriter:
         planned: the shards to write.
         timeout: seconds after which the save is given up.
         staging: memory and process; no other save may use them before the file is written.
+        staged: offsets of the tensors that are in the memory already, by their indices in the plan.
         commit: action of the first rank's process after all ranks have written.
     """
 
-    def __init__(self, planned: PlannedShards, timeout: float, staging: HostStaging, commit: Commit | None) -> None:
+    def __init__(
+        self,
+        planned: PlannedShards,
+        timeout: float,
+        staging: HostStaging,
+        staged: Mapping[Any, int],
+        commit: Commit | None,
+    ) -> None:
         storage, self.staging = planned.storage, staging
         self.directory, self._rank = Path(storage.checkpoint_dir), torch.distributed.get_rank()
         self._timeout, self._begun = timeout, time.monotonic()
@@ -266,11 +313,18 @@ class ShardWriter:
         self._is_submitted = False
         self._process = staging.process
         self._process.start()
-        places = staging.copy([tensor for _, tensor in storage.tensors])
+        others = [tensor for item, tensor in storage.tensors if item.index not in staged]
+        places = iter(staging.add(others))
         tensors = [
-            StagedTensor(item, offset, tensor.dtype, tuple(tensor.shape))
-            for (item, tensor), offset in zip(storage.tensors, places, strict=True)
+            StagedTensor(
+                item,
+                staged[item.index] if item.index in staged else next(places),
+                tensor.dtype,
+                tuple(tensor.shape),
+            )
+            for item, tensor in storage.tensors
         ]
+        staging.settle()
         objects = [(item, data.getvalue()) for item, data in storage.objects]
         ranks = torch.distributed.get_world_size()
         self._job = ShardJob(self.directory, storage.prefix, self._rank, ranks, objects, tensors, commit)
@@ -396,12 +450,15 @@ class PendingSave:
         self.store, self.step = store, step
         # Other ranks wait meanwhile in a collective, whose time limit must be longer.
         self._file_seconds = min(run.config.checkpoint.timeout_seconds, run.config.parallel.timeout_seconds / 2)
-        self.partial: Path = self._on_rank_zero(lambda: store.begin(step))
         weights = run.policy.weights()
         weights_beside = {part.name: part.weights() for part in run.beside}
         own = list(run.policy.optimizer_shards(weights))
         for part in run.beside:
             own += part.optimizer_shards(weights_beside[part.name])
+        # Most of the bytes are of the optimizer, and no other rank has them: they are copied during the planning.
+        staging.clear()
+        staged = dict(zip((item.index for item, _ in own), staging.add([tensor for _, tensor in own]), strict=True))
+        self.partial: Path = self._on_rank_zero(lambda: store.begin(step))
         shards, common = save_preprocess(
             {
                 **weights,
@@ -421,7 +478,7 @@ class PendingSave:
         if torch.distributed.get_rank() == 0:
             commit = Commit(store, step, self.partial, planned.metadata, asked.keep_last, asked.keep_every, best)
         try:
-            self._writer = on_every_rank(lambda: ShardWriter(planned, asked.timeout_seconds, staging, commit))
+            self._writer = on_every_rank(lambda: ShardWriter(planned, asked.timeout_seconds, staging, staged, commit))
         except SaveError:
             staging.process.kill()  # where it could begin, it would answer the next save with this one's report
             raise
