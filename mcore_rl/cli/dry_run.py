@@ -6,12 +6,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.constants import HF_HUB_CACHE
+
 from mcore_rl.algorithms.grpo import check_inputs
 from mcore_rl.config import ParallelConfig, PPOConfig, RLConfig, TrainingConfig
 from mcore_rl.data.batching import microbatch_planner
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
+from mcore_rl.run.identity import model_directories
 from mcore_rl.run.setup import check_output_dir, load_inputs
 from mcore_rl.simulation.search import chosen_ranks, simulate
 from mcore_rl.simulation.step import Sequences
@@ -35,10 +38,12 @@ def run_dry(config: TrainingConfig, record: Path | None = None, replay: Path | N
     inputs, steps = check_output_dir(config, inputs), config.total_steps(len(inputs.train))
     for line in (*inputs.checkpoints[1], *describe_run(config, inputs, steps, torchrun.world_size())):
         print(line, flush=True)
-    if inputs.cache is None:
-        print("nothing was written: this was a dry run")
-    else:
-        print(f"this was a dry run: it wrote tokenized data to {inputs.cache} (data.cache_dir) and nothing else")
+    written = [] if inputs.cache is None else [f"tokenized data to {inputs.cache} (data.cache_dir)"]
+    hub = Path(HF_HUB_CACHE)
+    if any(path.is_relative_to(hub) for path in model_directories(config).values()):
+        written.append(f"models that were missing to the hub's cache ({hub})")
+    told = f"it wrote {' and '.join(written)}, and nothing else" if written else "nothing was written"
+    print(f"this was a dry run: {told}")
 
 
 def describe_run(config: TrainingConfig, inputs: Any, steps: int, world_size: int) -> Iterator[str]:

@@ -126,9 +126,7 @@ def test_dry_run_prints_plan_and_writes_nothing(config, tmp_path):
     assert "2,000 steps, of 2 sequences" in done.stdout
     assert len([line for line in lines if re.match(r"  s a y +\d +»a b", line) and line.endswith("«")]) == 2
     assert len([line for line in lines if line.startswith("memory of rank 0 at the peak of a step")]) == 1
-    assert lines[-1].startswith(
-        ("nothing was written: this was a dry run", "this was a dry run: it wrote tokenized data")
-    )
+    assert lines[-1].startswith("this was a dry run: ")
     assert not (tmp_path / "out").exists()
     refused = call("train", "sft", config, "--dry-run", 3, "parallel.tensor_model_parallel_size=2")
     assert refused.returncode == 2 and "must divide the number of processes (3)" in refused.stderr

@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -231,10 +232,14 @@ def test_nothing_is_written_before_all_checks(cache, tmp_path):
     common = ["trainer.max_steps=1", f"output_dir={tmp_path / 'out'}", "checkpoint.push_to_hub=someone/trained"]
     with hub_of() as (hub, endpoint):
         dry = train(cache, model, *common, f"data.cache_dir={tmp_path / 'a'}", "--dry-run", endpoint=endpoint)
-        told = f"this was a dry run: it wrote tokenized data to {tmp_path / 'a'} (data.cache_dir) and nothing else"
-        assert dry.stdout.splitlines()[-1] == told, dry.stderr
-        dry = train(cache, model, *common, f"data.cache_dir={tmp_path / 'a'}", "--dry-run", endpoint=endpoint)
-        assert dry.stdout.splitlines()[-1] == "nothing was written: this was a dry run", dry.stderr
+        told = f"this was a dry run: it wrote tokenized data to {tmp_path / 'a'} (data.cache_dir)"
+        models = f"models that were missing to the hub's cache ({cache})"
+        assert dry.stdout.splitlines()[-1] == f"{told} and {models}, and nothing else", dry.stderr
+        plain = shutil.copytree(model, tmp_path / "model")  # not in the cache
+        dry = train(cache, str(plain), *common, f"data.cache_dir={tmp_path / 'c'}", "--dry-run", endpoint=endpoint)
+        assert dry.stdout.splitlines()[-1].endswith(f"{tmp_path / 'c'} (data.cache_dir), and nothing else"), dry.stderr
+        dry = train(cache, str(plain), *common, f"data.cache_dir={tmp_path / 'c'}", "--dry-run", endpoint=endpoint)
+        assert dry.stdout.splitlines()[-1] == "this was a dry run: nothing was written", dry.stderr
         done = train(cache, model, *common[:2], "checkpoint.export_hf=false")
         assert done.returncode == 0, done.stderr
         refused = train(cache, model, *common, f"data.cache_dir={tmp_path / 'b'}", "seed=5", endpoint=endpoint)

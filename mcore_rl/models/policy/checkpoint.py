@@ -85,7 +85,13 @@ class PolicyCheckpoint:
         self.policy.require("save_checkpoint", self.policy.weights_offload, self.policy.memory.optimizer)
         with self._all_on_device():
             store, run = CheckpointStore(directory), self._training_state()
-            self.pending = PendingSave(store, step, run, state, self._staging)
+            try:
+                self.pending = PendingSave(store, step, run, state, self._staging)
+            except BaseException:
+                # A copy of the optimizer's state may still run; after this context the state may be offloaded.
+                with contextlib.suppress(Exception):
+                    self._staging.settle()
+                raise
         return self.finish() if wait else None
 
     def reserve(self) -> None:
