@@ -206,7 +206,7 @@ class _LinearDivergences(torch.autograd.Function):
                     log_m = _log_mixture(log_p, log_q, ctx.js_beta)
                     factor += (1 - ctx.js_beta) * of_js[rows] * (log_q - log_m - q_to_m[rows, None])
                 grad = factor.mul_(log_q.exp_()).sub_(log_p.exp_().mul_(of_forward[rows]))
-                gradients.add(rows, at, grad)
+                gradients.add(rows, at, student.tempered(grad))
         return (*gradients.results(), None, None, None, None, None)
 
 
@@ -222,14 +222,14 @@ class _Pair:
         both = []
         for tiles in (self.student, self.teacher):
             nothing = torch.empty(tiles.count, 0, dtype=torch.long, device=tiles.device)
-            both.append(shard_statistics(tiles, nothing, with_mean=False)[0].to(self.dtype))
+            both.append(shard_statistics(tiles, nothing, with_entropy=False)[0].to(self.dtype))
         lse = torch.cat(both)
         return combine_over_vocabulary(lse, lse.new_empty(0, len(lse)), torch.zeros_like(lse), group)[0].view(2, -1)
 
     def logprobs(self, rows: slice, columns: slice, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Return log q and log p of a tile, as two tensors that the caller may overwrite."""
-        log_q = self.student.product(rows, columns).sub_(lse[0, rows, None])
-        log_p = self.teacher.product(rows, columns).to(self.dtype).sub_(lse[1, rows, None])
+        log_q = self.student.logits(rows, columns).sub_(lse[0, rows, None])
+        log_p = self.teacher.logits(rows, columns).to(self.dtype).sub_(lse[1, rows, None])
         return log_q, log_p
 
 

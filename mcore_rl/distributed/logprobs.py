@@ -8,8 +8,8 @@ to a few numbers per token, and computed again in the backward pass. The logits 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,22 +48,40 @@ def valid_columns(shard_size: int, rank: int, vocab_size: int | None) -> int:
 def combine_over_vocabulary(
     lse: Float[Tensor, " tokens"],
     sums: Float[Tensor, "k tokens"],
-    mean: Float[Tensor, " tokens"],
+    entropy: Float[Tensor, " tokens"],
     group: ProcessGroup | None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, "k tokens"], Float[Tensor, " tokens"]]:
     """Combine a shard's statistics into statistics of the whole vocabulary, with one all-gather.
 
+    With w the shards' probabilities, the entropy is Σ w·(H − log w). No term is negative, so nothing cancels.
+
     Args:
         lse: log Σ exp x over the shard, [T].
         sums: quantities that are non-zero on only one rank, [K, T].
-        mean: Σ softmax(x)·x with the softmax over the shard, [T]; 0 for a shard that is all −inf.
+        entropy: H of the softmax over the shard, [T]; 0 for a shard that is all −inf.
     """
     if group_size(group) == 1:
-        return lse, sums, mean
-    stats = all_gather(torch.cat((lse[None], mean[None], sums)), group)
-    shard_lse, shard_mean = stats[:, 0], stats[:, 1]
+        return lse, sums, entropy
+    stats = all_gather(torch.cat((lse[None], entropy[None], sums)), group)
+    shard_lse, shard_entropy = stats[:, 0], stats[:, 1]
     lse = torch.logsumexp(shard_lse, dim=0)
-    return lse, stats[:, 2:].sum(0), (torch.exp(shard_lse - lse) * shard_mean).sum(0)
+    log_share = shard_lse - lse
+    # A share of 0 adds 0, and must not be multiplied with its infinite logarithm.
+    entropy = (log_share.exp() * (shard_entropy - log_share.clamp(min=LOWEST_LOGPROB))).sum(0)
+    return lse, stats[:, 2:].sum(0), entropy
+
+
+def entropy_of_sums(total: Float[Tensor, " tokens"], moment: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
+    """Return the entropy log Σ z − Σ z·log z / Σ z of weights z = exp(x − peak); 0 if there are none.
+
+    The difference of log Σ exp x and E[x], which is the same number, would have the rounding errors of the logits: for
+    logits of 20, ten times those of an entropy of 1.
+
+    Args:
+        total: Σ z.
+        moment: Σ z·log z.
+    """
+    return torch.where(total == 0, 0, total.log() - moment / total)
 
 
 class _LogprobsFromLogits(torch.autograd.Function):
@@ -85,7 +103,7 @@ class _LogprobsFromLogits(torch.autograd.Function):
         count, dtype = logits.shape[0], accumulation_dtype(logits.dtype)
         local, owned = local_targets(targets, rank * logits.shape[1], columns)
         lse = torch.full((count,), -torch.inf, dtype=dtype, device=logits.device)
-        mean, chosen = torch.zeros_like(lse), torch.zeros_like(targets, dtype=dtype)
+        entropy, chosen = torch.zeros_like(lse), torch.zeros_like(targets, dtype=dtype)
         scratch = torch.empty(min(chunk, count), columns, dtype=dtype, device=logits.device)
         for rows in slices(count if columns else 0, chunk):
             x = _scaled(logits[rows, :columns], dtype, temperature)
@@ -95,16 +113,17 @@ class _LogprobsFromLogits(torch.autograd.Function):
             lse[rows] = peak + total.log()
             chosen[rows] = torch.where(owned[rows], x.gather(1, local[rows]), 0)
             if with_entropy:
-                mean[rows] = weighted_mean(z, x, total)
-        lse, picked, mean = combine_over_vocabulary(lse, chosen.T, mean, group)
-        ctx.save_for_backward(logits, local, owned, lse, mean)
+                log_z = torch.sub(x, peak[:, None]).clamp_(min=LOWEST_LOGPROB)
+                entropy[rows] = entropy_of_sums(total, torch.linalg.vecdot(z, log_z))
+        lse, picked, entropy = combine_over_vocabulary(lse, chosen.T, entropy, group)
+        ctx.save_for_backward(logits, local, owned, lse, entropy)
         ctx.columns, ctx.temperature, ctx.with_entropy, ctx.chunk = columns, temperature, with_entropy, chunk
         ctx.normalize = normalize
-        return picked.T - lse[:, None] if normalize else picked.T, lse - mean
+        return picked.T - lse[:, None] if normalize else picked.T, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, local, owned, lse, mean = ctx.saved_tensors
+        logits, local, owned, lse, entropy = ctx.saved_tensors
         g, h = grads[0], grads[1] if ctx.with_entropy else None
         grad_logits, columns = torch.empty_like(logits), ctx.columns
         grad_logits[:, columns:] = 0
@@ -114,7 +133,7 @@ class _LogprobsFromLogits(torch.autograd.Function):
         for rows in slices(logits.shape[0] if columns else 0, ctx.chunk):
             x = _scaled(logits[rows, :columns], lse.dtype, ctx.temperature)
             grad = grad_logits[rows, :columns] if logits.dtype == lse.dtype else torch.empty_like(x)
-            logprob_gradient(x, lse[rows], mean[rows], total[rows, 0], None if h is None else h[rows], out=grad)
+            logprob_gradient(x, lse[rows], entropy[rows], total[rows, 0], None if h is None else h[rows], out=grad)
             grad.scatter_add_(1, local[rows], torch.where(owned[rows], g[rows], 0))
             if ctx.temperature != 1:
                 grad.mul_(1 / ctx.temperature)
@@ -128,14 +147,6 @@ def finite_peak(x: Float[Tensor, "tokens columns"]) -> Float[Tensor, " tokens"]:
     """Return the largest logit of each row, to be subtracted before exp; 0 if all are −inf (a masked shard)."""
     peak = x.amax(dim=1)
     return torch.where(peak == -torch.inf, 0, peak)
-
-
-def weighted_mean(
-    z: Float[Tensor, "tokens columns"], x: Float[Tensor, "tokens columns"], total: Float[Tensor, " tokens"]
-) -> Float[Tensor, " tokens"]:
-    """Return Σ z·x / total with z = exp(x − peak) and total = Σ z. Logits of −inf add 0, also if all are −inf."""
-    finite = x.clamp(min=torch.finfo(x.dtype).min)
-    return torch.linalg.vecdot(z, finite) / total.clamp(min=torch.finfo(x.dtype).tiny)
 
 
 def slices(total: int, step: int) -> Iterator[slice]:
@@ -152,12 +163,14 @@ def _scaled(logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
 def logprob_gradient(
     x: Float[Tensor, "tokens columns"],
     lse: Float[Tensor, " tokens"],
-    mean: Float[Tensor, " tokens"],
+    entropy: Float[Tensor, " tokens"],
     g: Float[Tensor, " tokens"],
     h: Float[Tensor, " tokens"] | None,
     out: Float[Tensor, "tokens columns"],
 ) -> Float[Tensor, "tokens columns"]:
-    """Return the gradient with respect to logits x of g·(−log Z) + h·entropy: −p·(g + h·(x − E[x])), p = exp(x − lse).
+    """Return the gradient with respect to logits x of g·(−log Z) + h·entropy: −p·(g + h·(log p + entropy)).
+
+    log p = x − lse.
 
     The caller adds the target's own +g. `out` may be x.
     """
@@ -165,7 +178,7 @@ def logprob_gradient(
     if h is None:
         return logp.exp_().mul_(-g[:, None])
     # A logit of −inf has p = 0, which must not be multiplied with an infinite weight.
-    weight = logp.clamp(min=LOWEST_LOGPROB).add_((lse - mean)[:, None]).mul_(-h[:, None]).sub_(g[:, None])
+    weight = logp.clamp(min=LOWEST_LOGPROB).add_(entropy[:, None]).mul_(-h[:, None]).sub_(g[:, None])
     return logp.exp_().mul_(weight)
 
 
@@ -449,29 +462,88 @@ class _LinearLogprobs(torch.autograd.Function):
         with_entropy: bool,
         normalize: bool,
     ) -> tuple[Tensor, Tensor]:
-        local = targets - group_rank(group) * weight.shape[0]
+        local = (targets - group_rank(group) * weight.shape[0]).contiguous()
         tiles = Tiles(hidden, weight, columns, temperature)
-        lse, target_logits, mean = shard_statistics(tiles, local, with_entropy)
-        lse, picked, mean = combine_over_vocabulary(lse, target_logits.T, mean, group)
-        ctx.save_for_backward(hidden, local, lse, mean)
+        lse, target_logits, entropy = shard_statistics(tiles, local, with_entropy)
+        lse, picked, entropy = combine_over_vocabulary(lse, target_logits.T, entropy, group)
+        ctx.save_for_backward(hidden, local, lse, entropy)
         ctx.weight, ctx.columns, ctx.temperature = weight, columns, temperature
         ctx.with_entropy, ctx.normalize = with_entropy, normalize
-        return picked.T - lse[:, None] if normalize else picked.T, lse - mean
+        return picked.T - lse[:, None] if normalize else picked.T, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, local, lse, mean = ctx.saved_tensors
+        hidden, local, lse, entropy = ctx.saved_tensors
         tiles = Tiles(hidden, ctx.weight, ctx.columns, ctx.temperature)
         gradients = HeadGradients(tiles, ctx.weight, *ctx.needs_input_grad[:2])
-        g, h = grads[0], grads[1] if ctx.with_entropy else None
-        total = g.sum(dim=1) if ctx.normalize else g.new_zeros(len(g))
+        g, h = grads[0].contiguous(), grads[1].contiguous() if ctx.with_entropy else None
+        of_lse = g.sum(dim=1) if ctx.normalize else g.new_zeros(len(g))
+        upstream = TokenGradients(lse, entropy, local, g, of_lse, h)
+        steps = tile_steps(tiles.device.type, tiles.dtype)
         for columns in tiles.column_tiles():
             for rows in tiles.row_tiles():
                 x = tiles.product(rows, columns)
-                grad = logprob_gradient(x, lse[rows], mean[rows], total[rows], None if h is None else h[rows], out=x)
-                _add_at_targets(grad, local[rows] - columns.start, g[rows])
-                gradients.add(rows, columns, grad)
+                gradients.add(rows, columns, steps.gradient(x, upstream.of(rows), columns.start, tiles))
         return (*gradients.results(), None, None, None, None, None, None)
+
+
+class SoftmaxSums(NamedTuple):
+    """Running sums over the columns of a shard, from which its softmax statistics follow.
+
+    peak: the largest logit x so far, [T]; −inf if there was none.
+    total: Σ exp(x − peak), [T].
+    moment: Σ exp(x − peak)·(x − peak), [T]; 0 if the entropy is not wanted.
+    picked: the targets' logits, [T, K]; 0 if another shard has the target.
+    """
+
+    peak: Tensor
+    total: Tensor
+    moment: Tensor
+    picked: Tensor
+
+    def of(self, rows: slice) -> SoftmaxSums:
+        return SoftmaxSums(*(x[rows] for x in self))
+
+
+class TokenGradients(NamedTuple):
+    """What the gradient of a tile of logits needs of each token.
+
+    lse, entropy: of the whole vocabulary, [T].
+    local: the targets' columns in this shard, [T, K]; outside of 0 … Vp − 1 if another shard has the target.
+    of_targets: gradients of the targets' logits, [T, K].
+    of_lse: gradient of −log Z, [T].
+    of_entropy: gradient of the entropy, [T], or None.
+    """
+
+    lse: Tensor
+    entropy: Tensor
+    local: Tensor
+    of_targets: Tensor
+    of_lse: Tensor
+    of_entropy: Tensor | None
+
+    def of(self, rows: slice) -> TokenGradients:
+        of_entropy = None if self.of_entropy is None else self.of_entropy[rows]
+        of_tokens = self.lse[rows], self.entropy[rows], self.local[rows], self.of_targets[rows], self.of_lse[rows]
+        return TokenGradients(*of_tokens, of_entropy)
+
+
+class TileSteps(NamedTuple):
+    """The two computations on a tile of products [rows, columns], between matrix products.
+
+    Both divide by the temperature of the `Tiles`, may overwrite the products, and get the tile's first column.
+
+    add: adds the tile to the sums of its rows, in place; with the last argument, also to their moments.
+    gradient: returns the gradient of the products, in the accumulation type or in that of factors.
+    """
+
+    add: Callable[[Tensor, SoftmaxSums, Tensor, int, Tiles, bool], None]
+    gradient: Callable[[Tensor, TokenGradients, int, Tiles], Tensor]
+
+
+def tile_steps(device_type: str, dtype: torch.dtype) -> TileSteps:
+    """Return the computations for tiles of this dtype on this kind of device."""
+    return TORCH_STEPS
 
 
 WIDENING_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()
@@ -493,7 +565,7 @@ def adds_widened(device: torch.device) -> bool:
 
 
 class Tiles:
-    """The product hidden × weightᵀ / temperature, computed in tiles in the accumulation type.
+    """The product hidden × weightᵀ, computed in tiles in the accumulation type, and the temperature that divides it.
 
     On a GPU, half-precision factors are multiplied without conversion; the products are accumulated in fp32.
     """
@@ -516,9 +588,13 @@ class Tiles:
     def zeros_of_hidden(self) -> Tensor:
         return torch.zeros_like(self._hidden, dtype=self.dtype)
 
+    @property
+    def factor_dtype(self) -> torch.dtype:
+        return self.hidden_dtype if self.is_half else self.dtype
+
     def factor(self, x: Tensor) -> Tensor:
         """Return `x` in the dtype of factors."""
-        return x.to(self.hidden_dtype if self.is_half else self.dtype)
+        return x.to(self.factor_dtype)
 
     def hidden(self, rows: slice) -> Tensor:
         return self.factor(self._hidden[rows])
@@ -527,7 +603,14 @@ class Tiles:
         return self.factor(self._weight[columns])
 
     def product(self, rows: slice, columns: slice) -> Tensor:
-        x = self.multiply(self.hidden(rows), self.weight(columns).T)
+        """Return a tile of hidden × weightᵀ, not divided by the temperature."""
+        return self.multiply(self.hidden(rows), self.weight(columns).T)
+
+    def logits(self, rows: slice, columns: slice) -> Tensor:
+        return self.tempered(self.product(rows, columns))
+
+    def tempered(self, x: Tensor) -> Tensor:
+        """Divide by the temperature in place: products for logits, or gradients of logits for those of products."""
         return x if self.temperature == 1 else x.div_(self.temperature)
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
@@ -544,26 +627,52 @@ class Tiles:
             total += self.multiply(a, b)
 
 
-def shard_statistics(tiles: Tiles, local: Tensor, with_mean: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return over the shard: log Σ exp x [T], targets' logits (0 if on another rank) [T, K], Σ softmax(x)·x [T]."""
-    count = local.shape[0]
-    lse = torch.full((count,), -torch.inf, dtype=tiles.dtype, device=local.device)
-    target_logits, mean = torch.zeros_like(local, dtype=tiles.dtype), torch.zeros_like(lse)
+def shard_statistics(tiles: Tiles, local: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return over the shard: log Σ exp x [T], targets' logits (0 if on another rank) [T, K], the entropy [T] or 0.
+
+    Args:
+        local: columns in the shard, [T, K], contiguous.
+    """
+    count, steps = local.shape[0], tile_steps(tiles.device.type, tiles.dtype)
+    peak = torch.full((count,), -torch.inf, dtype=tiles.dtype, device=local.device)
+    sums = SoftmaxSums(peak, torch.zeros_like(peak), torch.zeros_like(peak), torch.zeros_like(local, dtype=tiles.dtype))
     for columns in tiles.column_tiles():
         for rows in tiles.row_tiles():
             x = tiles.product(rows, columns)
-            target_logits[rows] += _at_targets(x, local[rows] - columns.start)
-            peak = finite_peak(x)
-            z = torch.exp(x - peak[:, None]) if with_mean else x.sub_(peak[:, None]).exp_()
-            total = z.sum(dim=1)
-            block_lse = peak + total.log()
-            combined = torch.logaddexp(lse[rows], block_lse)
-            if with_mean:
-                whole = torch.where(combined == -torch.inf, 0, combined)  # if all logits so far are −inf
-                before, share = torch.exp(lse[rows] - whole), torch.exp(block_lse - whole)
-                mean[rows] = mean[rows] * before + share * weighted_mean(z, x, total)
-            lse[rows] = combined
-    return lse, target_logits, mean
+            steps.add(x, sums.of(rows), local[rows], columns.start, tiles, with_entropy)
+    entropy = entropy_of_sums(sums.total, sums.moment) if with_entropy else sums.moment
+    return sums.peak + sums.total.log(), sums.picked, entropy
+
+
+def add_tile(x: Tensor, sums: SoftmaxSums, local: Tensor, first_column: int, tiles: Tiles, with_entropy: bool) -> None:
+    """Add a tile of products to running sums, by torch operations."""
+    tiles.tempered(x)
+    sums.picked.add_(_at_targets(x, local - first_column))
+    peak = torch.maximum(sums.peak, x.amax(dim=1))
+    finite = torch.where(peak == -torch.inf, 0, peak)  # if all logits so far are −inf
+    log_before = sums.peak - finite
+    before = log_before.exp()
+    x.sub_(finite[:, None])
+    if with_entropy:
+        z = x.exp()
+        # 0 times the logarithm of 0 is 0.
+        sums.moment.add_(sums.total * log_before.clamp_(min=LOWEST_LOGPROB)).mul_(before)
+        sums.moment.add_(torch.linalg.vecdot(z, x.clamp_(min=LOWEST_LOGPROB)))
+    else:
+        z = x.exp_()
+    sums.total.mul_(before).add_(z.sum(dim=1))
+    sums.peak.copy_(peak)
+
+
+def tile_gradient(x: Tensor, tokens: TokenGradients, first_column: int, tiles: Tiles) -> Tensor:
+    """Return the gradient of a tile of products, by torch operations."""
+    tiles.tempered(x)
+    logprob_gradient(x, tokens.lse, tokens.entropy, tokens.of_lse, tokens.of_entropy, out=x)
+    _add_at_targets(x, tokens.local - first_column, tokens.of_targets)
+    return tiles.tempered(x)
+
+
+TORCH_STEPS = TileSteps(add_tile, tile_gradient)
 
 
 def _at_targets(x: Tensor, columns: Tensor) -> Tensor:
@@ -595,10 +704,10 @@ class HeadGradients:
         """Add the gradient of a tile.
 
         Args:
-            grad: gradient of this tile of hidden × weightᵀ / temperature; may be overwritten.
+            grad: gradient of this tile of hidden × weightᵀ.
         """
         tiles = self.tiles
-        grad = tiles.factor(grad if tiles.temperature == 1 else grad.mul_(1 / tiles.temperature))
+        grad = tiles.factor(grad)
         if self._hidden is not None:
             tiles.add_product(self._hidden[rows], grad, tiles.weight(columns))
         of_weight = self._own if self._main_grad is None else self._main_grad
