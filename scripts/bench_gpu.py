@@ -36,7 +36,7 @@ from mcore_rl.utils.console import quiet_libraries
 
 PEAK_MEMORY = (0.9, 1.1)
 UTILIZATION = 0.5 if find_spec("transformer_engine") else 0.45
-FUSED, FUSED_GB, HALF_MASKED = 1.4, 0.3, 0.6
+FUSED, FUSED_GB, HALF_MASKED = 1.6, 0.3, 0.6
 
 
 def main() -> int:
@@ -77,6 +77,7 @@ def end(part: str, title: str, rows: list[Row], arguments: argparse.Namespace) -
 def logprobs(rehearses: bool) -> list[Row]:
     """Return the time of forward and backward with the LM head, relative to the three unavoidable products."""
     from mcore_rl.distributed import logprobs
+    from mcore_rl.simulation.counters import replaced
 
     size = (256, 64, 5003) if rehearses else (8192, 4096, 151_936)
     head, kind = Head(*size), "cuda" if platform.has_gpu() else "cpu"
@@ -90,11 +91,16 @@ def logprobs(rehearses: bool) -> list[Row]:
 
         return run
 
+    def by_torch() -> None:
+        with replaced(logprobs, "tile_steps", lambda *_: logprobs.TORCH_STEPS):
+            head.fused()
+
     others = [(1024, 16_384), (2048, 8192), (2048, 16_384), (4096, 8192), (8192, 4096)]
     seconds = median_seconds(
         {
-            "products": head.products, "fused": head.fused, "logits": head.from_logits, "half": head.half_masked,
-            "products in fp32": head.products_in_fp32, **{str(shape): tiled(shape) for shape in others},
+            "products": head.products, "fused": head.fused, "by torch": by_torch, "logits": head.from_logits,
+            "half": head.half_masked, "products in fp32": head.products_in_fp32,
+            **{str(shape): tiled(shape) for shape in others},
         },
         repetitions=3 if rehearses else 10,
     )  # fmt: skip
@@ -107,6 +113,7 @@ def logprobs(rehearses: bool) -> list[Row]:
     rows = [
         Row.figure("three products", flops / products / 1e12, "TFLOP/s"),
         beside("fused / three products", "fused", at_most=FUSED),
+        beside("fused by torch operations / three products", "by torch"),
         beside("logits and cross-entropy / three products", "logits"),
         beside("fused, half the tokens masked / none", "half", "fused", HALF_MASKED),
         beside("products in fp32 / in bfloat16", "products in fp32"),

@@ -8,6 +8,7 @@ to a few numbers per token, and computed again in the backward pass. The logits 
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -541,8 +542,13 @@ class TileSteps(NamedTuple):
     gradient: Callable[[Tensor, TokenGradients, int, Tiles], Tensor]
 
 
+@functools.cache
 def tile_steps(device_type: str, dtype: torch.dtype) -> TileSteps:
-    """Return the computations for tiles of this dtype on this kind of device."""
+    """Return the Triton kernels for fp32 sums on a GPU if Triton is installed, and otherwise the torch operations."""
+    if device_type == "cuda" and dtype == torch.float32 and importlib.util.find_spec("triton") is not None:
+        from mcore_rl.distributed import triton_logprobs
+
+        return triton_logprobs.STEPS
     return TORCH_STEPS
 
 

@@ -78,7 +78,7 @@ def test_without_a_gpu_there_is_a_reason():
 # ------------------------------------------------------------ kernels
 
 
-def check_logprobs(dtype):
+def check_logprobs(dtype, by_torch):
     """Both ways, whose tiles end inside the vocabulary, with targets in several columns, against float64."""
     from mcore_rl import platform
     from mcore_rl.distributed import logprobs
@@ -86,6 +86,8 @@ def check_logprobs(dtype):
     device = platform.device()
     logprobs.TILE_SHAPE[device.type] = (256, 1024)
     logprobs.CHUNK_BYTES[device.type] = 10**6
+    if by_torch:
+        logprobs.tile_steps = lambda *_: logprobs.TORCH_STEPS
     generator = torch.Generator().manual_seed(0)
     tokens, hidden, rows, vocabulary, temperature = 700, 96, 5120, 5003, 0.8
     exact = [
@@ -139,8 +141,11 @@ def check_logprobs(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logprobs(kind, dtype):
-    run_on(kind, check_logprobs, dtype)
+@pytest.mark.parametrize("by_torch", [False, True], ids=["default", "torch"])
+def test_logprobs(kind, dtype, by_torch):
+    if by_torch and kind == "cpu":
+        pytest.skip("the CPU computes by torch operations in any case")
+    run_on(kind, check_logprobs, dtype, by_torch)
 
 
 def check_attention(dtype):

@@ -1,0 +1,106 @@
+"""The computations on tiles of logits in `mcore_rl.distributed.logprobs`, as Triton kernels: one pass over a tile each.
+
+Matrix products stay those of torch. A program computes one row, or a part of one. It uses no atomics and no autotuning,
+which would change the order of sums: the same inputs give the same bits. No gradient is left out for being small.
+"""
+
+# mypy: disallow_untyped_defs=False
+# Triton reads the annotations of kernels.
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mcore_rl.distributed.logprobs import LOWEST_LOGPROB, SoftmaxSums, Tiles, TileSteps, TokenGradients
+
+BLOCK, WARPS = 2048, 8
+"""Columns that a program reads at a time, and its warps: 8 columns for each of the 256 threads."""
+
+_LOWEST = tl.constexpr(LOWEST_LOGPROB)
+
+
+@triton.jit
+def add_kernel(
+    products, local, peaks, totals, moments, picked, columns, first_column, K, inverse_temperature,
+    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add one row of a tile to its running sums (see `SoftmaxSums`)."""
+    row = tl.program_id(0).to(tl.int64)
+    of_row = products + row * columns
+    peak, total, moment = tl.load(peaks + row), tl.load(totals + row), tl.load(moments + row)
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(of_row + at, mask=at < columns, other=float("-inf")) * inverse_temperature
+        # A maximum may hide NaN. The sums below do not.
+        higher = tl.maximum(peak, tl.max(x, axis=0))
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        log_before = peak - finite
+        before = tl.exp(log_before)
+        log_z = x - finite
+        z = tl.exp(log_z)
+        if ENTROPY:  # 0 times the logarithm of 0 is 0
+            moment = (moment + total * tl.maximum(log_before, _LOWEST)) * before
+            moment += tl.sum(z * tl.maximum(log_z, _LOWEST), axis=0)
+        total = total * before + tl.sum(z, axis=0)
+        peak = higher
+    tl.store(peaks + row, peak)
+    tl.store(totals + row, total)
+    tl.store(moments + row, moment)
+    for k in range(K):
+        target = tl.load(local + row * K + k) - first_column
+        if (target >= 0) & (target < columns):
+            tl.store(picked + row * K + k, tl.load(of_row + target) * inverse_temperature)
+
+
+@triton.jit
+def gradient_kernel(
+    products, out, local, of_targets, of_lse, of_entropy, lses, entropies, columns, first_column, K,
+    inverse_temperature, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of a part of one row (see `logprob_gradient`); exactly 0 in rows that the loss does not use.
+
+    `out` may be `products`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(products + row * columns + at, mask=at < columns, other=0.0) * inverse_temperature
+    logp = x - tl.load(lses + row)
+    g = tl.load(of_lse + row)
+    used = g != 0.0
+    weight = tl.zeros((BLOCK,), tl.float32) - g
+    if ENTROPY:
+        h = tl.load(of_entropy + row)
+        used = used | (h != 0.0)
+        weight -= h * (tl.maximum(logp, _LOWEST) + tl.load(entropies + row))
+    gradient = tl.exp(logp) * weight
+    for k in range(K):
+        of_target = tl.load(of_targets + row * K + k)
+        used = used | (of_target != 0.0)
+        gradient += tl.where(at + first_column == tl.load(local + row * K + k), of_target, 0.0)
+    gradient = tl.where(used, gradient, 0.0) * inverse_temperature
+    tl.store(out + row * columns + at, gradient.to(out.dtype.element_ty), mask=at < columns)
+
+
+def add_tile(x: Tensor, sums: SoftmaxSums, local: Tensor, first_column: int, tiles: Tiles, with_entropy: bool) -> None:
+    """Add a tile of products to running sums."""
+    add_kernel[(len(x),)](
+        x, local, *sums, x.shape[1], first_column, local.shape[1], 1 / tiles.temperature,
+        ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def tile_gradient(x: Tensor, tokens: TokenGradients, first_column: int, tiles: Tiles) -> Tensor:
+    """Return the gradient of a tile of products, in the dtype of factors of matrix products."""
+    out = x if tiles.factor_dtype == x.dtype else torch.empty_like(x, dtype=tiles.factor_dtype)
+    with_entropy = tokens.of_entropy is not None
+    gradient_kernel[(len(x), triton.cdiv(x.shape[1], BLOCK))](
+        x, out, tokens.local, tokens.of_targets, tokens.of_lse, tokens.of_entropy if with_entropy else tokens.of_lse,
+        tokens.lse, tokens.entropy, x.shape[1], first_column, tokens.local.shape[1], 1 / tiles.temperature,
+        ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+STEPS = TileSteps(add_tile, tile_gradient)
