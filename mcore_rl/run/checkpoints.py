@@ -145,7 +145,6 @@ class RunCheckpoints:
         self.resume_from, self.notes = candidates
         self.store = CheckpointStore(config.output_dir / "checkpoints")
         self._passing: list[Path] = []
-        self._has_reserved = False
 
     def resume(self) -> dict[str, Any]:
         """Restore the best intact checkpoint; returns the loop's state, with `step` 0 for a new run.
@@ -188,13 +187,7 @@ class RunCheckpoints:
         self._or_fail(step, lambda: self.policy.save_checkpoint(self.store.directory, step, state, wait))
 
     def poll(self, wait: bool = False) -> None:
-        """Commit a pending checkpoint that has been written, and report its failure with the step that it is of.
-
-        After the first step, the memory of later saves is allocated while training continues.
-        """
-        if self.config.checkpoint.asynchronous and not self._has_reserved:
-            self.policy.checkpoint.reserve()
-            self._has_reserved = True
+        """Commit a pending checkpoint that has been written, and report its failure with the step that it is of."""
         if (pending := self.policy.checkpoint.pending) is not None:
             self._or_fail(pending.step, lambda: self.policy.checkpoint.finish(wait))
 

@@ -170,6 +170,8 @@ class TrainingLoop(ABC, Generic[DatasetT]):
     def _resume(self) -> int:
         """Restore the checkpoint to resume and claim the output directory; returns the number of completed steps."""
         state = self.checkpoints.resume()
+        if self.config.checkpoint.asynchronous:
+            self.policy.checkpoint.reserve()
         self._begin()
         done: int = state["step"]
         self.consumed_samples = state["consumed_samples"]

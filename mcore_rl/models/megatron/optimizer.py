@@ -291,13 +291,17 @@ def gradient_buffers(chunks: Iterable[DistributedDataParallel]) -> list[Tensor]:
     return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
+def main_parameters(optimizer: MegatronOptimizer) -> list[Tensor]:
+    """Return the parameters, or this rank's parts of them, that the optimizer updates."""
+    groups = [group for inner in optimizers_with_parameters(optimizer) for group in inner.optimizer.param_groups]
+    return [parameter for group in groups for parameter in group["params"]]
+
+
 def optimizer_tensors(optimizer: MegatronOptimizer, weights: Iterable[Tensor]) -> list[Tensor]:
     """Return moments and fp32 parameters, except tensors that share memory with the weights."""
     shared = {platform.storage_id(weight) for weight in weights}
-    tensors = []
+    tensors = main_parameters(optimizer)
     for inner in optimizers_with_parameters(optimizer):
-        for group in inner.optimizer.param_groups:
-            tensors += group["params"]
         for state in inner.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor) and value.ndim]
     return [tensor for tensor in tensors if platform.storage_id(tensor) not in shared]

@@ -16,7 +16,7 @@ from mcore_rl.models.megatron.checkpoint import load
 from mcore_rl.models.megatron.checkpoint.save import HostStaging, PendingSave, SaveError
 from mcore_rl.models.megatron.checkpoint.state import ModelState, TrainingState
 from mcore_rl.models.megatron.lora_layers import adapters_in
-from mcore_rl.models.megatron.optimizer import optimizer_tensors
+from mcore_rl.models.megatron.optimizer import main_parameters
 from mcore_rl.models.megatron.parallel_state import process_groups
 from mcore_rl.models.policy.reference import AdaptersDisabled, ReferenceWeights, initial_reference
 from mcore_rl.platform import bytes_for
@@ -99,7 +99,8 @@ class PolicyCheckpoint:
         models = (self.policy,) if self.second is None else (self.policy, self.second)
         replicas = torch.distributed.get_world_size(process_groups().dp_cp)  # they divide the weights
         weights = sum(bytes_for(list(model.parameters())) for model in models) // replicas
-        self._staging.reserve(weights + sum(bytes_for(optimizer_tensors(model.optimizer, ())) for model in models))
+        updated = sum(bytes_for(main_parameters(model.optimizer)) for model in models)
+        self._staging.reserve(weights + 3 * updated)  # these parameters, and two moments of each
 
     def finish(self, wait: bool = True) -> Path | None:
         """Return the directory of the pending checkpoint after it is written and committed.
