@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from programs import ROOT
 
-from mcore_rl.cli.report import write_report
+from mcore_rl.cli.main import write_report
 from mcore_rl.report.curves import MAX_POINTS, phases, sections, thinned
 from mcore_rl.report.page import findings, page, sample_rows
 from mcore_rl.report.runs import Series, read_runs
