@@ -3,7 +3,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: install install-vllm demo demo-grpo demo-ppo test test-long test-exhaustive test-te test-vllm test-browser gpu faults layouts bench lint docs clean
+.PHONY: install install-vllm demo demo-grpo demo-ppo test test-long test-exhaustive test-te test-triton test-vllm test-browser gpu faults layouts bench lint docs clean
 
 install: .venv/installed
 
@@ -78,6 +78,11 @@ test-exhaustive: install
 test-te: install
 	PYTHONPATH=tests/support/te_stand_in $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/te
 	$(BIN)/python tests/support/check_te_signatures.py
+
+# Kernels for GPUs, by Triton's interpreter. Triton comes with a torch for CUDA; here it is 1 GB more.
+test-triton: install
+	$(BIN)/pip install --quiet 'triton>=3.2'
+	$(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/distributed/test_triton_logprobs.py
 
 test-vllm: install install-vllm
 	$(BIN)/pytest -m vllm

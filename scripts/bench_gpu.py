@@ -36,7 +36,7 @@ from mcore_rl.utils.console import quiet_libraries
 
 PEAK_MEMORY = (0.9, 1.1)
 UTILIZATION = 0.5 if find_spec("transformer_engine") else 0.45
-FUSED, FUSED_GB, HALF_MASKED = 1.6, 0.3, 0.6
+FUSED, FUSED_GB, HALF_MASKED = 1.4, 0.3, 0.6
 
 
 def main() -> int:

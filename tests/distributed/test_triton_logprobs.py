@@ -17,7 +17,7 @@ from mcore_rl.distributed.logprobs import linear_logprobs
 from mcore_rl.testing.processes import run_processes
 
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs triton: pip install -e '.[dev]' on Linux"
+    importlib.util.find_spec("triton") is None, reason="needs triton: make test-triton"
 )
 
 
