@@ -60,7 +60,7 @@ class InternedObjects:
     def gather(self, value: Any) -> list[Any]:
         """Gather a value identified by its `repr`; eight bytes per rank if all ranks have seen all values."""
         digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], signed=True)
-        own = torch.tensor([digest], device=platform.device())
+        own = platform.to_device([digest])
         digests: list[int] = all_gather(own, torch.distributed.group.WORLD)[:, 0].tolist()
         # All ranks take part in all calls, so they have seen the same values.
         if not all(digest in self._known for digest in digests):

@@ -143,7 +143,7 @@ def install(device: torch.device) -> None:
     def type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
             return type_of(self, dtype, *args, **kwargs)
-        return type_of(self).replace("torch.", "torch.cuda.", 1).replace("cuda.meta.", "cuda.")
+        return f"torch.cuda.{type_of(self).rpartition('.')[2]}"
 
     tensor_class.type = type_name
 

@@ -16,9 +16,7 @@ from mcore_rl.distributed.divergences import HiddenAndHead, linear_divergences
 from mcore_rl.distributed.logprobs import linear_logprobs
 from mcore_rl.testing.processes import run_processes
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs triton: make test-triton"
-)
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: make test-triton")
 
 
 @pytest.fixture

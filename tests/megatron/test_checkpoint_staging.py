@@ -230,9 +230,9 @@ def reserved_before_first_save(config, directory):
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 
     policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
-    policy.train(make_data(), build_loss(config))
     staging = policy.checkpoint._staging
     policy.checkpoint.reserve()
+    policy.train(make_data(), build_loss(config))
     staging.settle()
     before = len(staging._block), staging._block.data_ptr()
     policy.save_checkpoint(directory, 1, {})

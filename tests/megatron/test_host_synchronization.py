@@ -8,6 +8,7 @@ from transfers import Transfers
 
 from mcore_rl import platform
 from mcore_rl.config import DPOConfig, GRPOConfig, KTOConfig, RMConfig, SFTConfig
+from mcore_rl.models.generation.sampling import SamplingParams
 from mcore_rl.simulation.rank import simulated_process
 from mcore_rl.simulation.step import Sequences, invented_batch
 from mcore_rl.testing.layout_check import ParallelLayout
@@ -17,39 +18,68 @@ GRPO = {
     "loss": {"reference_policy_kl_penalty": 0.1, "force_on_policy_ratio": False},
     "batch": {"tokens_per_pack": 768},
 }
+
+
+def generate(policy, data, loss_fn):
+    """Generate responses to as many prompts as `data` has rows, with one more sampled token for each prompt."""
+    from mcore_rl.models.generation.continuous_batching import ContinuousBatch, RunningSequence, StopStrings
+    from mcore_rl.models.generation.decoder import Decoder
+
+    count, decoder = data.size, Decoder(policy.model)
+    params = SamplingParams(max_new_tokens=4 + count, stop_token_ids=(3,))
+    sequences = [RunningSequence(n, n, (1, 2, 5 + n), params.max_new_tokens) for n in range(count)]
+    with torch.no_grad(), decoder.generating():
+        ContinuousBatch(decoder, sequences, params, StopStrings((), None), rows=count, prefill_tokens=64, lag=1).run()
+
+
 STEPS = {
     "train": lambda policy, data, loss_fn: policy.train(data, loss_fn),
     "evaluate": lambda policy, data, loss_fn: policy.evaluate(data, loss_fn),
+    "score": lambda policy, data, loss_fn: policy.get_logprobs(data),
+    "generate": generate,
 }
 
 
-def copies_of(config, step):
-    """Return the places of transfers that block the host and of others, the number of microbatches, and the files that
-    read values of the device."""
+def copies_of(config, step, repeats=2):
+    """Return the places of transfers that block the host and of others, the number of microbatches, and the number of
+    reads of values of the device by place."""
     with simulated_process(config, 0, 8) as seen:
         from mcore_rl.algorithms.build_loss import build_loss
         from mcore_rl.models.policy import megatron_policy, scoring
         from mcore_rl.simulation.counters import replaced
 
         policy = megatron_policy.MegatronPolicy(config, 2, rows_per_unit=config.rows_per_unit)
-        sequences = Sequences(2 * LENGTHS, 2 * SEQUENCES.responses)
+        sequences = Sequences(repeats * LENGTHS, repeats * SEQUENCES.responses)
         data = policy.own_rows(invented_batch(config, sequences))
         result = megatron_policy.MicrobatchResult(1.0, len(sequences.lengths), float(len(sequences.lengths)), {})
         results, counts = megatron_policy.MicrobatchResults((result,)), []
-        plain = scoring.run_microbatches
+        plain, gather_results = scoring.run_microbatches, megatron_policy.all_gather_results
+
+        def gather(*arguments):
+            gather_results(*arguments)  # its copies and reads count; its values are simulated
+            return results
 
         def run(model, wrapped, microbatches, head, train):
             counts.append(len(microbatches))
             return plain(model, wrapped, microbatches, head, train)
 
         with (
-            replaced(megatron_policy, "all_gather_results", lambda *_: results),
+            replaced(megatron_policy, "all_gather_results", gather),
             replaced(scoring, "run_microbatches", run),
             Transfers() as transfers,
         ):
+            seen.reads.places.clear()
             STEPS[step](policy, data, build_loss(config))
-        reads = {place.partition(":")[0] for _, place in seen.reads.places}
+        reads = {place: count for (_, place), count in seen.reads.places.items()}
         return transfers.waited_for, transfers.others, sum(counts), reads
+
+
+BLOCKING_COPIES = {"train": 3, "evaluate": 2, "score": 1, "generate": 0}
+"""Largest number of a step: the ranks agree on the counts of tokens, and on the numbers of packs; Megatron makes a zero to
+add the norms of gradients to."""
+READS = {"train": 9, "evaluate": 4, "score": 2, "generate": 2}
+"""The results of those, the metrics' names, the table of results, and for the update the norm of the gradients (with
+four of Megatron's); the scores; the tokens and their log-probabilities."""
 
 
 @pytest.mark.parametrize(
@@ -64,24 +94,41 @@ def copies_of(config, step):
             (GRPOConfig, GRPO, "train"),
             (DPOConfig, {}, "evaluate"),
             (GRPOConfig, GRPO, "evaluate"),
+            (DPOConfig, {}, "score"),
+            (GRPOConfig, GRPO, "generate"),
         ],
     ),
 )
-def test_step_copies_microbatches_without_host_wait(algorithm, sections, step, model_of):
+def test_number_of_host_waits_does_not_grow_with_microbatches(algorithm, sections, step, model_of):
+    """The results are gathered too. Generation has no microbatches, but twice as many sequences, of more tokens."""
     model = {"path": str(model_of("llama")), "head": "reward"} if algorithm is RMConfig else None
     sections = {**sections, "model": model} if model else sections
     layout = ParallelLayout(tp=2, cp=2, dp=2, sp=True, tokens_per_pack=768)
     config = layout.apply(config_of(model_of("llama"), algorithm, **sections))
-    ((waited_for, others, microbatches, reads),) = in_processes(copies_of, (config, step))
-    assert microbatches > 1
-    if step == "evaluate":
-        assert reads <= {"batched_data_dict.py", "megatron_policy.py"}, "before and after all microbatches"
-    of_batch = [places for places in waited_for if any("batched_data_dict.py" in place for place in places)]
-    assert len(of_batch) <= 2
-    assert not [places for places in waited_for if places not in of_batch]
-    # The model's inputs, the loss's columns, the counted positions; two counts and the tables of angles once.
+    sizes = in_processes(copies_of, (config, step, 2), (config, step, 4))
+    (*_, few, _), (*_, many, _) = sizes
+    assert 1 < few < many or (step == "generate" and few == many == 0)
+    # The model's inputs, the loss's columns, the counted positions, without waiting. Once: two counts, the tables of
+    # angles, the metrics' names, the results. In generation: the prompts, their lengths, the blocks of keys and values.
     a_microbatch = 4 if algorithm is RMConfig else 3  # the order of gathered states instead, and the last tokens
-    assert len(others) <= a_microbatch * microbatches + 3, others
+    for waited_for, others, microbatches, reads in sizes:
+        assert len(waited_for) <= BLOCKING_COPIES[step], waited_for
+        assert sum(reads.values()) <= READS[step], reads
+        assert len(others) <= (6 if step == "generate" else a_microbatch * microbatches + 5), others
+
+
+def index_with_a_list(config):
+    with simulated_process(config, 0, 8), Transfers() as transfers:
+        table = torch.zeros(4, 3, device="meta")
+        table[[0, 2], :2] = torch.ones(2, 2, device="meta")
+        table[[1, 3]].sum()
+        table[1:3, 0] = torch.ones(2, device="meta")
+        return len(transfers.waited_for)
+
+
+@pytest.mark.long
+def test_transfers_count_an_index_of_the_host(model_of):
+    assert in_processes(index_with_a_list, (config_of(model_of("llama")),)) == [2]
 
 
 def waits_of_export(config):

@@ -3,6 +3,7 @@
 import traceback
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -18,6 +19,15 @@ class Transfers(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.waited_for, self.others = [], []
+        self._hidden = HiddenTransfers(self.waited_for)
+
+    def __enter__(self):
+        self._hidden.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._hidden.__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -27,3 +37,27 @@ class Transfers(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and args[0].is_meta and not args[1].is_meta:
             self.waited_for.append(where())
         return out
+
+
+class HiddenTransfers(TorchFunctionMode):
+    """Counter of transfers that no operation shows: tensors of the device made of numbers, and indices of the host."""
+
+    def __init__(self, waited_for):
+        super().__init__()
+        self.waited_for = waited_for
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in ("tensor", "as_tensor") and out.is_meta and not isinstance(args[0], torch.Tensor):
+            self.waited_for.append(where())
+        if name in ("__getitem__", "__setitem__") and args[0].is_meta:
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            self.waited_for += [where() for index in indices if is_on_host(index)]
+        return out
+
+
+def is_on_host(index):
+    if isinstance(index, torch.Tensor):
+        return not index.is_meta and index.ndim > 0
+    return hasattr(index, "__len__")

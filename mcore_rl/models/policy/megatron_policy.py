@@ -551,10 +551,7 @@ def all_gather_results(
     if errors := [found for found in everyone if isinstance(found, str)]:
         raise ContractError(errors[0])
     names = sorted({name for found in everyone for name in found})
-    width = 4 + 2 * len(names)
-    rows = [_as_row(microbatch, output, names) for microbatch, output in zip(microbatches, outputs, strict=False)]
-    own = torch.stack(rows) if rows else torch.zeros(len(microbatches), width, dtype=torch.float64)
-    everything = all_gather(own.to(platform.device()), topology.data.group).flatten(0, 1)
+    everything = all_gather(_as_table(microbatches, outputs, names), topology.data.group).flatten(0, 1)
     table = all_reduce(everything, topology.pipeline.group).tolist()
     results = []
     for counts, loss, num_rows, samples, *values in table:
@@ -593,16 +590,33 @@ def _names_of(loss_name: str, outputs: Sequence[dict[str, Any]]) -> list[str] | 
     return sorted({name for output in outputs for name in output["metrics"]})
 
 
-def _as_row(microbatch: Microbatch, output: dict[str, Any], names: Sequence[str]) -> Tensor:
-    """Return a microbatch as a row: whether it counts, loss, rows, valid samples, metrics, which metrics it has."""
-    metrics = output["metrics"]
-    numbers = [
-        float(microbatch.counts),
-        output["loss"],
-        len(microbatch.rows),
-        microbatch.data["sample_mask"].sum(),
-        *(metrics.get(name, 0.0) for name in names),
-        *(float(name in metrics) for name in names),
-    ]
-    device = platform.device()
-    return torch.stack([torch.as_tensor(n, device=device).double().detach().reshape(()) for n in numbers])
+def _as_table(microbatches: Sequence[Microbatch], outputs: Sequence[dict[str, Any]], names: Sequence[str]) -> Tensor:
+    """Return microbatches as rows of a table on the device: whether it counts, loss, rows, valid samples, metrics,
+    which metrics it has. Numbers of the host are copied as one block, and the host does not wait for the device's."""
+    width, device = 4 + 2 * len(names), platform.device()
+    if not outputs:
+        return torch.zeros(len(microbatches), width, dtype=torch.float64, device=device)
+    table: list[float] = []
+    computed: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+    for microbatch, output in zip(microbatches, outputs, strict=True):
+        metrics = output["metrics"]
+        numbers = (
+            microbatch.counts,
+            output["loss"],
+            len(microbatch.rows),
+            microbatch.data["sample_mask"].sum(),
+            *(metrics.get(name, 0.0) for name in names),
+            *(name in metrics for name in names),
+        )
+        for number in numbers:
+            is_computed = isinstance(number, Tensor) and number.device.type != "cpu"
+            if is_computed:
+                computed.setdefault(number.dtype, []).append((len(table), number.detach().reshape(())))
+            table.append(0.0 if is_computed else float(number))
+    # Stacking different dtypes would round integers to fp32.
+    stacked = [torch.stack([number for _, number in group]).double() for group in computed.values()]
+    places = torch.tensor([place for group in computed.values() for place, _ in group], dtype=torch.long)
+    there, places = platform.sent_together((torch.tensor(table, dtype=torch.float64), places), device)
+    if stacked:
+        there.index_copy_(0, places, torch.cat(stacked))
+    return there.view(len(outputs), width)

@@ -225,7 +225,7 @@ class ScoringModel:
             logprobs, _ = head(hidden, microbatch, torch.ones(ids.shape[0], ids.shape[1] - 1))
             return {"logprobs": F.pad(logprobs, (1, 0))}
 
-        rows = {"logprobs": torch.zeros(data["input_ids"].shape)}
+        rows = {"logprobs": torch.zeros(data["input_ids"].shape, device=platform.device())}
         return self._map_microbatches("get_logprobs", data, rows, score, micro_batch_size=micro_batch_size)["logprobs"]
 
     def get_topk_logits(self, data: BatchedDataDict[Any], k: int) -> BatchedDataDict[Any]:
@@ -244,13 +244,16 @@ class ScoringModel:
             values, tokens = head(hidden, microbatch)
             return {"topk_logits": values, "topk_indices": tokens}
 
-        shape = (*data["input_ids"].shape, k)
-        rows = {"topk_logits": torch.zeros(shape), "topk_indices": torch.zeros(shape, dtype=torch.long)}
+        shape, device = (*data["input_ids"].shape, k), platform.device()
+        rows = {
+            "topk_logits": torch.zeros(shape, device=device),
+            "topk_indices": torch.zeros(shape, dtype=torch.long, device=device),
+        }
         return BatchedDataDict(self._map_microbatches("get_topk_logits", data, rows, best))
 
     def get_rewards(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """Return `rewards` [B, 1] of a model with a reward head."""
-        head, rows = RewardOfSequences(self.model), {"rewards": torch.zeros(data.size, 1)}
+        head, rows = RewardOfSequences(self.model), {"rewards": torch.zeros(data.size, 1, device=platform.device())}
         return BatchedDataDict(
             self._map_microbatches(
                 "get_rewards", data, rows, lambda x, mb: {"rewards": head(x, mb)}, model_head="reward"
@@ -263,7 +266,8 @@ class ScoringModel:
         Entry (b, t) is the value of the state in which token `input_ids[b, t]` was chosen; column 0 and the padding
         are 0.
         """
-        head, rows = ValuesOfTokens(self.model), {"values": torch.zeros(data["input_ids"].shape)}
+        head = ValuesOfTokens(self.model)
+        rows = {"values": torch.zeros(data["input_ids"].shape, device=platform.device())}
         return BatchedDataDict(
             self._map_microbatches("get_values", data, rows, lambda x, mb: {"values": head(x, mb)}, model_head="reward")
         )
@@ -278,10 +282,10 @@ class ScoringModel:
         model_head: str = "lm",
         micro_batch_size: int | None = None,
     ) -> dict[str, Tensor]:
-        """Return `rows` [B, …] of `data`, filled with the results of `compute` on the last stage's hidden states.
+        """Return `rows` [B, …] of `data` filled with the results of `compute` on the last stage's hidden states.
 
-        The results are on the host, the same on all ranks that have these rows; columns beyond a microbatch's width
-        stay 0.
+        `rows` are zeros on the device. The results are on the host, the same on all ranks that have these rows; columns
+        beyond a microbatch's width stay 0.
 
         Raises:
             RuntimeError: the weights are offloaded, or the model has another head.
@@ -289,16 +293,19 @@ class ScoringModel:
         self.require_weights(purpose)
         if self.config.model.head != model_head:
             raise RuntimeError(f"{purpose}: a model with model.head={self.config.model.head} has none")
-        rows = {name: values.to(platform.device()) for name, values in rows.items()}
+        microbatches = self._microbatches(data, micro_batch_size)
+        # Indexing with a list of the host would copy it and wait, for every microbatch.
+        indices = platform.to_device([row for microbatch in microbatches for row in microbatch.rows])
+        index_of = dict(zip(microbatches, indices.split([len(mb.rows) for mb in microbatches]), strict=True))
 
         def fill(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Any]]:
             computed = compute(hidden, microbatch)
             if microbatch.counts:
                 for name, values in computed.items():
-                    rows[name][microbatch.rows, : values.shape[1]] = values.to(rows[name])
+                    rows[name][:, : values.shape[1]].index_copy_(0, index_of[microbatch], values.to(rows[name]))
             return hidden.new_zeros(()), {}
 
-        self._run(self._microbatches(data, micro_batch_size), fill, train=False)
+        self._run(microbatches, fill, train=False)
         replicas = None if isinstance(data, LocalBatch) else self.topology.data.group
         rows = {name: all_reduce(values, replicas) for name, values in rows.items()}
         return {name: all_reduce(values, self.topology.pipeline.group).cpu() for name, values in rows.items()}
