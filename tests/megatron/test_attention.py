@@ -3,7 +3,8 @@
 import gc
 import weakref
 from collections import Counter
-from itertools import product
+from inspect import signature
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from mcore_rl.distributed.packs import PackLayout, slice_context_parallel
 from mcore_rl.models.megatron import attention
 from mcore_rl.models.megatron.attention import (
     AttentionPattern,
+    efficient_varlen,
     flash_varlen,
     recompute_in_backward,
     sdpa_by_segment,
@@ -52,6 +54,40 @@ def test_kernels_equal_plain_attention(cp, heads, window):
             got = in_one_process(attend, in_place, layout, *HEADS[heads], window, torch.float64)
             for what, one, other in zip(("output", "query", "key", "value"), got, right, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10, msg=f"{kernel}, {name}: {what}")
+
+
+def efficient_stand_in(
+    query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, custom_mask_type,
+    compute_log_sumexp=False, *, scale=None, seqlen_k=None, window_size=None,
+):  # fmt: skip
+    """Compute on the CPU what torch's operator for GPUs computes with these arguments."""
+    assert bias is None and seqlen_k is None and window_size is None and not dropout_p and compute_log_sumexp
+    assert custom_mask_type == 2 and query.shape[2] == key.shape[2] == value.shape[2]
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    assert max_seqlen_q == max(b - a for a, b in pairwise(ends_q)) and ends_q[-1] == query.shape[1]
+    assert max_seqlen_k == max(b - a for a, b in pairwise(ends_k)) and ends_k[-1] == key.shape[1]
+    outs = []
+    for (q, q_end), (k, k_end) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+        scores = torch.einsum("bqhd,bkhd->bhqk", query[:, q:q_end], key[:, k:k_end])
+        scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(scores.shape[-1] - scores.shape[-2] + 1)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("bhqk,bkhd->bqhd", weights, value[:, k:k_end]))
+    return (torch.cat(outs, dim=1),)
+
+
+@pytest.mark.parametrize(("cp", "heads"), and_long([(1, "GQA"), (2, "MQA")], [(1, "MHA"), (2, "GQA"), (4, "GQA")]))
+def test_efficient_varlen_equals_plain_attention_with_a_stand_in(cp, heads, monkeypatch):
+    schema = torch.ops.aten._efficient_attention_forward.default._schema
+    assert [argument.name for argument in schema.arguments] == list(signature(efficient_stand_in).parameters)
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", efficient_stand_in)
+    monkeypatch.setattr(AttentionPattern, "cu_seqlens", property(lambda self: self.on_host()[:2]))
+    for name, layout in layouts(cp).items():
+        for window in (None, 7):
+            right = expected(layout, *HEADS[heads], window)
+            got = in_one_process(efficient_varlen, False, layout, *HEADS[heads], window, torch.float64)
+            for what, one, other in zip(("output", "query", "key", "value"), got, right, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10, msg=f"{name}, {window}: {what}")
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
@@ -154,15 +190,25 @@ def test_graphs_without_a_backward_pass_are_freed():
     assert alive() is None and freed
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_flash_varlen_passes_its_arguments(window):
-    """On shapes: the operator of this torch, forward and backward, with fewer heads of keys than of queries."""
+@pytest.mark.parametrize(
+    ("attend", "dtype", "window"),
+    [
+        (flash_varlen, torch.bfloat16, None),
+        (flash_varlen, torch.bfloat16, 3),
+        (efficient_varlen, torch.float32, None),
+    ],
+)
+def test_kernels_for_gpus_accept_their_arguments(attend, dtype, window):
+    """On shapes: the operators of this torch, with fewer heads of keys than of queries. Torch's function of shapes for the
+    backward pass of the memory-efficient operator does not accept what autograd passes to it."""
     visible = AttentionPattern(PackLayout.pack((5, 1, 8)), 0)
     visible.put(*(tensor.to("meta") for tensor in visible.on_host()))
     query, key, value = (
-        torch.empty(14, heads, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for heads in (6, 2, 2)
+        torch.empty(14, heads, 64, dtype=dtype, device="meta", requires_grad=True) for heads in (6, 2, 2)
     )
-    out = flash_varlen(query, key, value, visible, 0.3, window)
+    out = attend(query, key, value, visible, 0.3, window)
+    assert out.shape == query.shape and out.dtype == dtype and out.requires_grad
+    if attend is efficient_varlen:
+        return
     out.sum().backward()
-    assert out.shape == query.shape and out.dtype == torch.bfloat16
     assert [x.grad.shape for x in (query, key, value)] == [x.shape for x in (query, key, value)]

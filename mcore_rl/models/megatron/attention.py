@@ -355,14 +355,14 @@ class Kernel:
 def kernel_of(query: Tensor) -> Kernel:
     """Return the kernel for tensors of this device and dtype."""
     if query.device.type == "cuda" and query.dtype not in (torch.float16, torch.bfloat16):
-        return Kernel(sdpa_by_segment)
+        return Kernel(efficient_varlen if query.dtype == torch.float32 else sdpa_by_segment)
     return KERNELS[query.device.type]
 
 
 def sdpa_by_segment(
     query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, scale: float | None, window: int | None
 ) -> Tensor:
-    """Attend chunk by chunk with torch's SDPA, on any device. GPUs need it in fp32, which has no flash kernel."""
+    """Attend chunk by chunk with torch's SDPA, on any device and in any precision."""
     repeats = query.shape[1] // key.shape[1]  # with equal numbers of heads, a memory-efficient kernel is available
     query, key, value = (
         x.repeat_interleave(n, dim=1).transpose(0, 1).unsqueeze(0)
@@ -404,6 +404,36 @@ def flash_varlen(
         window_size_right=0,
     )[0]
     return out
+
+
+CAUSAL_FROM_LOWER_RIGHT = 2
+"""The operator's `custom_mask_type`: the last query sees all keys, each earlier query one key less at the end."""
+
+
+def efficient_varlen(
+    query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, scale: float | None, window: int | None
+) -> Tensor:
+    """Attend with torch's memory-efficient kernel for packs (CUDA, fp32), which needs as many key as query heads.
+
+    Under a window this is `sdpa_by_segment`, because the operator's autograd formula drops its `window_size`.
+    """
+    if window is not None:
+        return sdpa_by_segment(query, key, value, visible, scale, window)
+    repeats = query.shape[1] // key.shape[1]
+    out: Tensor = torch.ops.aten._efficient_attention_forward(
+        query[None],
+        key.repeat_interleave(repeats, dim=1)[None],
+        value.repeat_interleave(repeats, dim=1)[None],
+        None,
+        *visible.cu_seqlens,
+        max(visible.query_lengths),
+        max(visible.key_lengths),
+        0.0,
+        CAUSAL_FROM_LOWER_RIGHT,
+        True,
+        scale=scale,
+    )[0]
+    return out[0]
 
 
 def tiled(
