@@ -77,6 +77,7 @@ test-exhaustive: install
 # when it is imported, so these tests have a run of their own.
 test-te: install
 	PYTHONPATH=tests/support/te_stand_in $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/te
+	PYTHONPATH=tests/support/te_stand_in $(BIN)/pytest $(IN_PARALLEL) -m "long or not long" tests/gpu/test_devices.py -k transformer_engine
 	$(BIN)/python tests/support/check_te_signatures.py
 
 # Kernels for GPUs, by Triton's interpreter. Triton comes with a torch for CUDA. Here it takes 1 GB, and other tests run

@@ -3,9 +3,10 @@
     python scripts/check_gpu.py [--output outputs/gpu] [--only PART …] [--again] [--seconds N] [--rehearse]
 
 Each part is a separate program with a limit of ten minutes. It writes PART.json (command, device, versions, how it
-ended, the end of its output), PART.log, and the table and picture of a benchmark. A part that has succeeded with the
-same code on the same device is not run again, so an interrupted check can be continued. Exits with 1 if a part failed,
-and with 3 if --seconds elapsed before the last part. --rehearse: toy sizes on the CPU.
+ended, the end of its output), PART.log, and the table and picture of a benchmark. After each part, results.json holds
+the results of all parts so far, and results.md is one page with the same figures, to be pasted into an issue. A part
+that has succeeded with the same code on the same device is not run again, so an interrupted check can be continued.
+Exits with 1 if a part failed, and with 3 if --seconds elapsed before the last part. --rehearse: toy sizes on the CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,7 +33,7 @@ from mcore_rl.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 600
-LINES_KEPT = 60
+LINES_KEPT, LINES_OF_A_FAILURE = 60, 20
 ENDED_WELL, NOT_ALL = "ended well", 3
 told_to_end = threading.Event()
 """Set by SIGTERM, from a time limit or a batch system."""
@@ -130,22 +131,45 @@ def run_all(parts: Sequence[Part], output: Path, here: dict[str, str], arguments
             status = NOT_ALL
             break
         result = run(part, output, here, arguments.rehearse)
+        summarize(dict.fromkeys(one.name for one in (*PARTS, *parts)), output, here)
         print(f"{part.name}: {result['ended']} after {result['seconds']:.0f} s, {output / part.name}.log", flush=True)
         if result["ended"] != ENDED_WELL:
             failed.append(part.name)
             print("\n".join(f"    {line}" for line in result["output"][-8:]))
+    print(f"all results so far: {output / 'results.md'} and results.json")
     if failed:
         print(f"did not end well: {', '.join(failed)}")
     return status or int(bool(failed))
 
 
-def earlier(path: Path, here: dict[str, str]) -> str | None:
-    """Return how the part ended earlier with the same device, versions and code; None if it has not run."""
+def summarize(names: Iterable[str], output: Path, here: dict[str, str]) -> None:
+    """Write the results of the parts that have run with this device, versions and code: results.json and results.md."""
+    found = [result_of(output / f"{name}.json", here) for name in names]
+    results = [{key: one[key] for key in one.keys() - here.keys()} for one in found if one is not None]
+    whole = {**here, "parts": results}
+    (output / "results.json").write_text(json.dumps(whole, indent=1, ensure_ascii=False, sort_keys=True) + "\n")
+    page = [f"# {here['device']}", "", ", ".join(f"{name} {value}" for name, value in here.items() if name != "device")]
+    page += ["", "| part | end | seconds |", "|---|---|---|"]
+    page += [f"| {one['part']} | {one['ended']} | {one['seconds']:.0f} |" for one in results]
+    for one in results:
+        shown = one["output"] if one["ended"] == ENDED_WELL else one["output"][-LINES_OF_A_FAILURE:]
+        page += ["", f"## {one['part']}", "", "```", *shown, "```"]
+    (output / "results.md").write_text("\n".join(page) + "\n")
+
+
+def result_of(path: Path, here: dict[str, str]) -> dict[str, Any] | None:
+    """Return a part's result with the same device, versions and code; None if it has not run with them."""
     try:
-        result = json.loads(path.read_text())
+        result: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return result["ended"] if all(result.get(name) == value for name, value in here.items()) else None
+    return result if all(result.get(name) == value for name, value in here.items()) else None
+
+
+def earlier(path: Path, here: dict[str, str]) -> str | None:
+    """Return how the part ended earlier with the same device, versions and code; None if it has not run."""
+    result = result_of(path, here)
+    return None if result is None else result["ended"]
 
 
 def run(part: Part, output: Path, here: dict[str, str], rehearses: bool) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import psutil
 NEEDED = ("torch", "megatron-core", "transformers", "tokenizers", "safetensors", "datasets", "pydantic")
 OPTIONAL = {
     "transformer-engine": "attention and layers of Megatron's on GPUs (pip install 'mcore_rl[gpu]')",
+    "apex": "fused optimizer and weight gradients on GPUs without Transformer Engine (built from source)",
     "ray": "ray_dpo.py and the Ray policy (pip install 'mcore_rl[ray]')",
     "math-verify": "environment.name=math (pip install 'mcore_rl[math]')",
     "tensorboard": "logging.tensorboard (pip install 'mcore_rl[tensorboard]')",

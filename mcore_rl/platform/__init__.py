@@ -65,6 +65,12 @@ def resolve(config: ConfigT) -> ConfigT:
     return config.for_device(on_gpu=has_gpu() or _simulates, has_te=has_te, simulates=_simulates)
 
 
+def fuses_weight_gradients() -> bool:
+    """Return whether Megatron's own linear layers can add weight gradients to the fp32 buffer in the matrix product
+    itself. They need a kernel of apex for it."""
+    return has_gpu() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
 def device_id(of: torch.device | None = None) -> str:
     """Return a name of the device that is the same in all processes: a GPU's UUID, or "cpu".
 

@@ -36,6 +36,9 @@ def test_what_ended_well_is_not_run_again(tmp_path, capsys):
     assert (tmp_path / "runs").read_text() == "x"
     result = json.loads((tmp_path / "good.json").read_text())
     assert result["output"] == ["a figure"] and result["device"] == "none" and result["status"] == 0
+    whole, page = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "results.md").read_text()
+    assert [one["part"] for one in whole["parts"]] == ["good", "bad"] and whole["device"] == "none"
+    assert "\n| good | ended well | 0 |\n| bad | ended well | 0 |\n" in page and "```\na figure\n```" in page
     run_all(parts, tmp_path, {**HERE, "code": "other"}, options())
     run_all(parts, tmp_path, {**HERE, "code": "other"}, options(again=True))
     assert (tmp_path / "runs").read_text() == "xxx"
@@ -68,6 +71,7 @@ def test_a_part_that_fails_keeps_no_other_from_its_turn(tmp_path, capsys):
     assert run_all(parts, tmp_path, HERE, options(seconds=1)) == 1
     assert json.loads((tmp_path / "good.json").read_text())["ended"] == "ended well"
     assert json.loads((tmp_path / "bad.json").read_text())["ended"] == "status 5"
+    assert "\n| bad | status 5 | " in (tmp_path / "results.md").read_text()
 
 
 def test_a_check_that_is_ended_ends_its_part(tmp_path):

@@ -2,6 +2,7 @@
 CPU."""
 
 import contextlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -32,6 +33,19 @@ def changed(config, **sections):
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     )
+
+
+IMPLEMENTATIONS = ["local", "transformer_engine"]
+
+
+def built_by(implementation, kind, config):
+    """Return the configuration with these layers; skip those that this device lacks."""
+    if implementation == "transformer_engine":
+        package = importlib.util.find_spec("transformer_engine")
+        is_stand_in = package is not None and "te_stand_in" in str(package.origin)
+        if package is None or (kind == "cpu") != is_stand_in:
+            pytest.skip("Transformer Engine is not installed for this device")
+    return changed(config, model={"transformer_impl": implementation})
 
 
 def assert_near(one, other, dtype, what, size=0.0):
@@ -236,9 +250,10 @@ def outcome_of(config, steps):
     return compute_layout_result(config, make_data(), steps)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("family", ["llama", "glm4_moe"])
-def test_a_step_in_fp32_equals_plain_pytorch_on_the_cpu(kind, family, model_of):
-    config = make_config(model_of(family))
+def test_a_step_in_fp32_equals_plain_pytorch_on_the_cpu(kind, family, implementation, model_of):
+    config = built_by(implementation, kind, make_config(model_of(family)))
     outcome, plain = run_on(kind, outcome_of, config, STEPS), plain_outcome(config, make_data())
     difference = compare(outcome, plain)
     print(f"{kind}, {family}: {difference}")
@@ -247,11 +262,13 @@ def test_a_step_in_fp32_equals_plain_pytorch_on_the_cpu(kind, family, model_of):
         assert outcome.metrics[name] == pytest.approx(plain.metrics[name], rel=1e-5), name
 
 
-def test_a_step_in_bf16_is_as_near_to_fp32_as_the_cpu_is(kind, model_of):
-    config = make_config(model_of("llama"))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_step_in_bf16_is_as_near_to_fp32_as_the_cpu_is(kind, implementation, model_of):
+    config = built_by(implementation, kind, make_config(model_of("llama")))
     half = changed(config, model={"dtype": "bfloat16"})
-    exact, on_cpu = plain_outcome(config, make_data()), run_on("cpu", outcome_of, half, 1)
-    outcome = on_cpu if kind == "cpu" else run_on(kind, outcome_of, half, 1)
+    local = changed(half, model={"transformer_impl": "local"})
+    exact, on_cpu = plain_outcome(config, make_data()), run_on("cpu", outcome_of, local, 1)
+    outcome = run_on(kind, outcome_of, half, 1)
     errors = [
         max(float((one.gradients[name].double() - g.double()).norm() / g.norm()) for name, g in exact.gradients.items())
         for one in (outcome, on_cpu)
@@ -297,9 +314,11 @@ def train_without_waiting(config):
     return counts
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_host_does_not_wait_for_microbatches(kind, dtype, model_of):
-    config = changed(make_config(model_of("llama")), model={"dtype": dtype}, batch={"tokens_per_pack": 128})
+def test_the_host_does_not_wait_for_microbatches(kind, dtype, implementation, model_of):
+    config = built_by(implementation, kind, make_config(model_of("llama")))
+    config = changed(config, model={"dtype": dtype}, batch={"tokens_per_pack": 128})
     counts = run_on(kind, train_without_waiting, config)
     assert len(counts) == 2 and min(counts) > 1
 
@@ -312,11 +331,12 @@ def generate_on(config, params):
     return [ids[:length] for ids, length in rows], *generate(config, params, greedy=True)
 
 
-def test_greedy_answers_are_those_of_transformers(kind, tmp_path):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_greedy_answers_are_those_of_transformers(kind, implementation, tmp_path):
     from generation_cases import LIMIT, NEW_TOKENS
 
     path = make_model("llama", tmp_path / "model", initializer_range=0.1)
-    config = changed(make_config(path), data={"max_sequence_length": LIMIT})
+    config = built_by(implementation, kind, changed(make_config(path), data={"max_sequence_length": LIMIT}))
     prompts, out, difference = run_on(kind, generate_on, config, SamplingParams(NEW_TOKENS, stop_token_ids=(1,)))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for prompt, row, length in zip(prompts, out["output_ids"], out["unpadded_sequence_lengths"], strict=True):
@@ -353,9 +373,11 @@ def resume(config, path):
     return damages, restored.state, metrics["loss"], metrics["grad_norm"]
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_checkpoint_written_beside_training_resumes(kind, offload, model_of, tmp_path):
-    config = changed(make_config(model_of("llama")), optimizer={"offload": offload}, model={"dtype": "bfloat16"})
+def test_a_checkpoint_written_beside_training_resumes(kind, offload, implementation, model_of, tmp_path):
+    config = built_by(implementation, kind, make_config(model_of("llama")))
+    config = changed(config, optimizer={"offload": offload}, model={"dtype": "bfloat16"})
     path, *went_on = run_on(kind, save_and_go_on, config, tmp_path)
     damages, state, *resumed = run_on(kind, resume, config, path)
     assert (damages, state) == ([], {"step": 2})
@@ -414,7 +436,7 @@ def test_a_run_of_the_demonstration(kind, tmp_path):
     runs = [
         demo_run(kind, tmp_path, tmp_path / name, *overrides)
         for name, overrides in {
-            "fp32": (),
+            "fp32": ("model.dtype=float32",),
             "bf16": ("model.dtype=bfloat16",),
             "once": ("deterministic=true",),
             "twice": ("deterministic=true",),

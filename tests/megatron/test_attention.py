@@ -199,8 +199,8 @@ def test_graphs_without_a_backward_pass_are_freed():
     ],
 )
 def test_kernels_for_gpus_accept_their_arguments(attend, dtype, window):
-    """On shapes: the operators of this torch, with fewer heads of keys than of queries. Torch's function of shapes for the
-    backward pass of the memory-efficient operator does not accept what autograd passes to it."""
+    """On shapes: the operators of this torch, with fewer heads of keys than of queries. Torch's function of shapes for
+    the backward pass of the memory-efficient operator does not accept what autograd passes to it."""
     visible = AttentionPattern(PackLayout.pack((5, 1, 8)), 0)
     visible.put(*(tensor.to("meta") for tensor in visible.on_host()))
     query, key, value = (

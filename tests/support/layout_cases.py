@@ -44,7 +44,7 @@ def make_config(path, **optimizer) -> DPOConfig:
     return DPOConfig.model_validate(
         {
             "output_dir": "unused",
-            "model": {"path": path},
+            "model": {"path": path, "dtype": "float32"},
             "data": {"train": "unused", "max_sequence_length": 60},
             "batch": {"global_batch_size": 6, "tokens_per_pack": 256},
             # A large epsilon: Adam would blow rounding in near-zero gradients up to a whole step.

@@ -187,7 +187,7 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
         perform_initialization=False,
         # A per-token loss stops the schedule and DDP from rescaling gradients: see optimizer.py.
         calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=platform.fuses_weight_gradients(),
         transformer_impl=model.transformer_impl,
         # Megatron's fused kernel for packed sequences ignores YaRN's factor on cos and sin.
         apply_rope_fusion=False,

@@ -98,12 +98,13 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         self._metric_names = InternedObjects()
 
     def describe_optimizer(self) -> str:
-        """Describe the optimizer in one line: its implementation, and what overlaps with computation."""
+        """Describe the optimizer in one line: its implementation, what is fused, and what overlaps."""
         kinds = {type(inner.optimizer) for inner in optimizers_with_parameters(self.optimizer)}
         names = ", ".join(sorted(f"{kind.__name__} of {kind.__module__.partition('.')[0]}" for kind in kinds))
         parallel = self.config.parallel
         overlaps = [name for name in ("overlap_grad_reduce", "overlap_param_gather") if getattr(parallel, name)]
-        return ", ".join([names or "no parameters on this rank", "fp32 state", *overlaps])
+        fuses = ["fused weight gradients"] * any(c.config.gradient_accumulation_fusion for c in self.model.chunks)
+        return ", ".join([names or "no parameters on this rank", "fp32 state", *fuses, *overlaps])
 
     # ------------------------------------------------------------ a training step
 
