@@ -48,7 +48,7 @@ JUDGED = {"environment": {"name": "function", "function": "own_judge:differently
 def config_of(files, out, algorithm, data, **sections):
     values = {
         "output_dir": str(out),
-        "model": {"path": str(files / "model"), **sections.pop("model", {})},
+        "model": {"path": str(files / "model"), "dtype": "float32", **sections.pop("model", {})},
         "data": {"train": str(files / f"{data}.jsonl"), "max_sequence_length": 48},
         "trainer": {"max_steps": 1},
         "checkpoint": {"export_hf": False},
