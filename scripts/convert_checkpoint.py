@@ -97,7 +97,7 @@ def find_iteration(path: Path) -> Path:
     for problem in problems:
         print(problem)
     if not candidates:
-        raise UserError(f"{path} is no checkpoint and holds none")
+        raise UserError(f"{path} is not a checkpoint and contains none")
     return candidates[0]
 
 

@@ -94,7 +94,7 @@ def check_options(config: TrainingConfig, gpu, arguments: Namespace) -> None:
     from mcore_rl.simulation.search import chosen_ranks
 
     if config.model.dtype not in gpu.flops_per_second:
-        raise UserError(f"--hardware {arguments.hardware}: tells no peak for model.dtype={config.model.dtype}")
+        raise UserError(f"--hardware {arguments.hardware}: has no peak for model.dtype={config.model.dtype}")
     for option, given in (("--load-from", arguments.load_from), ("--ranks", arguments.ranks)):
         if arguments.search and given is not None:
             raise UserError(f"{option}: is of one layout; leave out --search")
@@ -103,7 +103,7 @@ def check_options(config: TrainingConfig, gpu, arguments: Namespace) -> None:
         chosen_ranks(config, arguments.world_size, arguments.ranks)
     part = arguments.response_part
     if part is not None and arguments.lengths is None:
-        raise UserError("--response-part: goes with --lengths alone; answers are the data's otherwise")
+        raise UserError("--response-part: needs --lengths; without it the data determine the answers")
     if part is not None and not 0 < part <= 1:
         raise UserError(f"--response-part {part}: is a part of a sequence, above 0 and at most 1")
 

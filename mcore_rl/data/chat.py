@@ -348,7 +348,7 @@ class _Marked:
             if self.text.startswith(history) and asked.startswith(history) and shared > len(history):
                 return shared if content is None else min(shared, content)
         if content is None:
-            raise ValueError(f"the chat template rewrites what stands before {self.name}")
+            raise ValueError(f"the chat template rewrites text before {self.name}")
         return content
 
     def limit(self) -> int:
@@ -363,7 +363,7 @@ def _span(marked: _Marked, end_tokens: Sequence[tuple[int, int]]) -> Span:
     """Return the span from the header to the first end token after the content, or else to the content's end."""
     before, after = marked.around(marked.index)
     if not marked.text.endswith(after):
-        raise ValueError(f"what the chat template writes behind {marked.name} depends on what it says")
+        raise ValueError(f"the chat template writes other text after {marked.name} for other contents")
     start, content_end = marked.start(before), len(marked.text) - len(after)
     if start > content_end:
         raise ValueError(f"the chat template rewrites {marked.name}")
@@ -485,7 +485,7 @@ def check_keeps_turns(tokenizer: Any) -> None:
                 what = "thoughts in earlier responses" if "<think>" in answer else "earlier turns"
                 raise UserError(
                     f"environment.max_turns: the chat template rewrites {what}, so the model would be trained on other "
-                    "conversations than it had; give one that keeps them as data.chat_template, or use max_turns=1"
+                    "conversations than it had; set data.chat_template to one without such changes, or use max_turns=1"
                 )
     except ValueError as error:
         if isinstance(error, UserError):

@@ -40,7 +40,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         repeated = next(key for key in found if keys.count(key) > 1)
-        raise ValueError(f"the key {repeated} stands twice in an object")
+        raise ValueError(f"the key {repeated} occurs twice in an object")
     return found
 
 

@@ -212,4 +212,4 @@ def make_judge(options: Mapping[str, Any]) -> BatchJudge:
             shared = {"time_limit_seconds": options["time_limit_seconds"]}
             judges = {name: (part["weight"], make_judge(part | shared)) for name, part in options["rewards"].items()}
             return Weighted(judges)
-    raise AssertionError(f"the configuration knows no {options['name']}")
+    raise AssertionError(f"the configuration has no {options['name']}")

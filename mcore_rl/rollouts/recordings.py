@@ -76,7 +76,7 @@ def read_recording(
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"--replay {path}: is not a recording of rollouts: {error}") from None
     if missing := [step for step in range(1, steps + 1) if step not in recorded]:
-        raise UserError(f"--replay {path}: has no step {missing[0]} of the {steps} that are asked for")
+        raise UserError(f"--replay {path}: lacks step {missing[0]} of the {steps} of this run")
     with_experts = {r.routed_experts is not None for rollouts in recorded.values() for r in rollouts}
     if with_experts - {replays_experts}:
         has = "without" if replays_experts else "with"

@@ -125,7 +125,7 @@ def check_output(config: TrainingConfig) -> None:
             remedy = "choose another output_dir"
             if not overwrite and not _is_written(key, path, directory, exports=False):
                 remedy += ", or set checkpoint.export_hf=false"
-            raise UserError(f"{key}: {path} is what this run writes{' or removes' if overwrite else ''}; {remedy}")
+            raise UserError(f"{key}: {path} is written{' or removed' if overwrite else ''} by this run; {remedy}")
     if afresh and not checkpoint.overwrite and directory.holds_results():
         raise UserError(
             f"checkpoint.resume: {config.output_dir} holds a run, which would be mixed with a new one; choose another "

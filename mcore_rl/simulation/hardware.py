@@ -54,7 +54,7 @@ class Hardware(BaseModel):
             there = f"there are {', '.join(sorted(kinds))}" if kinds else "there are none in it"
             raise UserError(f"--hardware {name}: {there}; or write FILE:NAME")
         if not isinstance(kinds[kind], dict):
-            raise UserError(f"--hardware {name}: must be a mapping, as those of {PUBLISHED}, not {kinds[kind]!r}")
+            raise UserError(f"--hardware {name}: must be a mapping, as in {PUBLISHED}, not {kinds[kind]!r}")
         try:
             return cls.model_validate(kinds[kind])
         except ValidationError as error:

@@ -189,7 +189,7 @@ def test_sources_and_columns_that_do_not_go_together(section, message):
         (['{"prompt": "a", "completion": "b"}', "", '{"prompt": '], "line 3: not valid JSON"),
         (['{"prompt": "a'], "line 1: not valid JSON: Unterminated string at column 12"),
         (["[1, 2]"], "line 1: must be a JSON object, found a list"),
-        (['{"prompt": "a", "prompt": "c", "completion": "b"}'], "line 1: the key prompt stands twice in an object"),
+        (['{"prompt": "a", "prompt": "c", "completion": "b"}'], "line 1: the key prompt occurs twice in an object"),
         ([r'{"prompt": "a", "completion": "\ud83d\ude00 \ud83d"}'], r"line 1: \\ud83d is half a character"),
         (['{"prompt": "a", "completion": "b", "id": ' + "9" * 5000 + "}"], "line 1: Exceeds the limit"),
         (

@@ -118,7 +118,7 @@ def test_the_model_that_is_trained_is_never_written_over(files, out):
     refused(files, out, "holds README.md, not as a run exported it", *arguments)
     (out / "hf" / "README.md").unlink()
     refused(
-        files, out, "is what this run writes; choose another output_dir, or set checkpoint.export_hf=false", *arguments
+        files, out, "is written by this run; choose another output_dir, or set checkpoint.export_hf=false", *arguments
     )
 
 
@@ -194,7 +194,7 @@ def test_what_never_comes_is_told(files, tmp_path):
 def test_the_logs_of_a_run_are_not_its_data(files, out):
     arguments = (f"output_dir={out}", "checkpoint.resume=auto")
     (out / "samples.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    refused(files, out, "is what this run writes", *arguments, f"data.train={out / 'samples.jsonl'}")
+    refused(files, out, "is written by this run", *arguments, f"data.train={out / 'samples.jsonl'}")
 
 
 def test_overwriting_keeps_what_the_run_reads(files, out):
@@ -209,7 +209,7 @@ def test_overwriting_keeps_what_the_run_reads(files, out):
     refused(
         files,
         out,
-        "data.chat_template: .*is what this run writes or removes",
+        "data.chat_template: .*is written or removed by this run",
         *arguments,
         f"data.chat_template={template}",
     )

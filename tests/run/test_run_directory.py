@@ -117,10 +117,10 @@ def test_an_edit_of_an_export_is_seen_whatever_its_size(configured, out):
 
 def test_what_is_read_is_not_removed(configured, out, tmp_path):
     config = configured(model="out/hf", export_hf=False, resume="none", overwrite=True)
-    with pytest.raises(UserError, match=r"model.path: .*out/hf is what this run writes or removes; choose another"):
+    with pytest.raises(UserError, match=r"model.path: .*out/hf is written or removed by this run; choose another"):
         check_output(config)
     check_output(configured(model="out/hf", export_hf=False))
-    with pytest.raises(UserError, match=r"data.train: .*config.json is what this run writes; choose"):
+    with pytest.raises(UserError, match=r"data.train: .*config.json is written by this run; choose"):
         check_output(configured(train="out/hf/config.json"))
     for option in ("record", "replay"):
         with pytest.raises(UserError, match=f"--{option} .*metrics.jsonl: is a file that this run writes"):
@@ -128,7 +128,7 @@ def test_what_is_read_is_not_removed(configured, out, tmp_path):
 
 
 def test_records_are_not_beside_a_runs_logs(configured, out):
-    with pytest.raises(UserError, match=r"data.train: .*out is what this run writes"):
+    with pytest.raises(UserError, match=r"data.train: .*out is written by this run"):
         check_output(configured(train="out"))
     check_output(configured(model="out"))
 
@@ -156,15 +156,15 @@ OTHERS = ("model.lora.path", "dpo.reference_model", "distillation.teacher", "env
 def test_no_model_that_is_read_is_written_over(key, configured, out, tmp_path):
     for part in ("hf", "adapter"):
         path = out / part
-        with pytest.raises(UserError, match=rf"{key}: {path} is what this run writes; .*or set checkpoint.export_hf="):
+        with pytest.raises(UserError, match=rf"{key}: {path} is written by this run; .*or set checkpoint.export_hf="):
             check_output(with_another(key, path, configured()))
         check_output(with_another(key, path, configured(export_hf=False)))
-        with pytest.raises(UserError, match=rf"{key}: {path} is what this run writes or removes; choose another"):
+        with pytest.raises(UserError, match=rf"{key}: {path} is written or removed by this run; choose another"):
             check_output(with_another(key, path, configured(export_hf=False, resume="none", overwrite=True)))
     links = tmp_path / "links"
     links.mkdir()
     (links / "config.json").symlink_to(out / "hf" / "config.json")
-    with pytest.raises(UserError, match=rf"{key}: {links} is what this run writes"):
+    with pytest.raises(UserError, match=rf"{key}: {links} is written by this run"):
         check_output(with_another(key, links, configured()))
     check_output(with_another(key, tmp_path / "model", configured(resume="none", overwrite=True)))
 
@@ -220,7 +220,7 @@ def test_an_adapter_knows_its_base(tmp_path):
     assert check(base, digest_of_weights(base)) == []
     moved = base.rename(tmp_path / "moved")
     assert check(moved, digest_of_weights(moved)) == []
-    with pytest.raises(UserError, match=f"^model.lora.path: {adapter} was trained on other weights .* than those of"):
+    with pytest.raises(UserError, match=f"^model.lora.path: {adapter} was trained on other weights .* than "):
         check(other, digest_of_weights(other))
     (adapter / "base_model.json").unlink()
     (line,) = check(other, digest_of_weights(other))

@@ -172,7 +172,7 @@ def test_a_replica_without_rows_gives_no_estimate():
     ("gpu", "said"),
     [
         ({**GPU.model_dump(), "product_efficiency": 6}, "gpu: product_efficiency: .* less than or equal to 1"),
-        (5, "gpu: must be a mapping, as those of .*hardware.yaml, not 5"),
+        (5, "gpu: must be a mapping, as in .*hardware.yaml, not 5"),
     ],
 )
 def test_hardware_that_is_none(gpu, said, tmp_path):

@@ -16,5 +16,5 @@ MODULES = [
 for module in MODULES:  # a renamed module would be left unchecked without an error
     path = Path(find_spec("mcore_rl").origin).parent.parent.joinpath(*module.split("."))
     if not path.with_suffix(".py").is_file():
-        raise ImportError(f"{__file__}: {module} is no module; name the one that has its functions now")
+        raise ImportError(f"{__file__}: there is no module {module}; name the module that has its functions now")
 install_import_hook(MODULES, "beartype.beartype")

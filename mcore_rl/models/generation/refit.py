@@ -317,8 +317,8 @@ class RefitReceiver:
         own = platform.device_id(self.device)
         if own not in handles:
             raise ValueError(
-                f"update_weights_from_ipc_handles: no weights on this process's device {own}; there are on "
-                f"{', '.join(handles) or 'none (handles are those of the first rank)'}"
+                f"update_weights_from_ipc_handles: no weights on this process's device {own}; the handles are for "
+                f"{', '.join(handles) or 'no device: only the first rank has them'}"
             )
         handle = handles[own]
         if "cuda" in handle:

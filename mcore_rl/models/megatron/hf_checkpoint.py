@@ -71,7 +71,7 @@ class SafetensorsDirectory:
         try:
             return self._opened(self.file_of[name]).get_slice(name)
         except SafetensorError:
-            raise UserError(f"{self.path / self.file_of[name]}: holds no {name}, which {INDEX_FILE} says") from None
+            raise UserError(f"{self.path / self.file_of[name]}: lacks {name}, which {INDEX_FILE} lists") from None
 
     def _opened(self, file: str) -> Any:
         if file not in self._open:

@@ -206,7 +206,7 @@ class PEFTDirectory:
             made_for = None
         if made_for is not None and made_for != weights:
             raise UserError(
-                f"model.lora.path: {self.path} was trained on other weights ({self.base}) than those of {path}; "
+                f"model.lora.path: {self.path} was trained on other weights ({self.base}) than {path} has; "
                 f"remove its {BASE_FILE} to use it all the same"
             )
         named = Path(self.base)  # a directory, or a name on the hub

@@ -263,7 +263,7 @@ def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
     for name, shape in expected.items():
         if tuple(source.shape(name)) != shape:
             raise UserError(
-                f"model.path: {source.path}: {name} is {tuple(source.shape(name))}; its config.json says {shape}"
+                f"model.path: {source.path}: {name} is {tuple(source.shape(name))}, but {shape} by its config.json"
             )
 
 

@@ -11,7 +11,7 @@ class Format(enum.Enum):
 
 class Recipe:
     def __init__(self, *args, **kwargs):
-        raise NotImplementedError("the stand-in has no FP8")
+        raise NotImplementedError("FP8 is not implemented here")
 
 
 class DelayedScaling(Recipe):

@@ -10,11 +10,11 @@ class FP8GlobalStateManager:
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip):
-        raise NotImplementedError("the stand-in has no FP8")
+        raise NotImplementedError("FP8 is not implemented here")
 
 
 @contextmanager
 def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False):
     if enabled or calibrating:
-        raise NotImplementedError("the stand-in has no FP8")
+        raise NotImplementedError("FP8 is not implemented here")
     yield

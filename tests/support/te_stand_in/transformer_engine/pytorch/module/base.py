@@ -67,7 +67,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def set_extra_state(self, state):
         if torch.is_tensor(state) and state.numel():
-            raise NotImplementedError("the stand-in has no FP8, but the state has")
+            raise NotImplementedError("FP8 is not implemented here, but the state has it")
 
     def set_sizes(self, in_features, out_features, parallel_mode, tp_group, tp_size, sequence_parallel):
         """Set this rank's sizes of a linear layer."""
