@@ -74,12 +74,11 @@ def copies_of(config, step, repeats=2):
         return transfers.waited_for, transfers.others, sum(counts), reads
 
 
-BLOCKING_COPIES = {"train": 3, "evaluate": 2, "score": 1, "generate": 0}
-"""Largest number of a step: the ranks agree on the counts of tokens, and on the numbers of packs; Megatron makes a zero
-to add the norms of gradients to."""
-READS = {"train": 9, "evaluate": 4, "score": 2, "generate": 2}
-"""The results of those, the metrics' names, the table of results, and for the update the norm of the gradients (with
-four of Megatron's); the scores; the tokens and their log-probabilities."""
+BLOCKING_COPIES = {"train": 2, "evaluate": 2, "score": 1, "generate": 0}
+"""Largest number of a step: the ranks agree on the counts of tokens, and on the numbers of packs."""
+READS = {"train": 5, "evaluate": 4, "score": 2, "generate": 2}
+"""The results of those, the metrics' names, the table of results, and for the update the norm of the gradients; the
+scores; the tokens and their log-probabilities."""
 
 
 @pytest.mark.parametrize(

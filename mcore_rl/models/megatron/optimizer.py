@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mcore_rl import platform
 from mcore_rl.config import OptimizerConfig, ParallelConfig
+from mcore_rl.distributed.collectives import all_reduce
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.parallel_state import process_groups
 
@@ -111,13 +113,29 @@ def build_optimizer(
     return get_megatron_optimizer(megatron, list(wrapped), config_overrides=overrides)
 
 
+def gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """Return the norm of the whole gradient, the same on all ranks; the host waits once for the device. Collective.
+
+    Megatron's own function reads the norm of each tensor on the host if neither Transformer Engine nor apex is there.
+    """
+    gradients: dict[ProcessGroup, list[Tensor]] = {}
+    for chained in optimizer.chained_optimizers:
+        of_group = gradients.setdefault(chained.get_grad_stats_parallel_group(), [])
+        of_group += chained.get_main_grads_for_grad_norm()
+    squares = []
+    for group, tensors in gradients.items():
+        norms = torch.stack(torch._foreach_norm(tensors)) if tensors else torch.zeros(1, device=platform.device())
+        squares.append(all_reduce(norms.double().square().sum(), group))
+    return math.sqrt(float(torch.stack(squares).sum()))
+
+
 def clip_gradients(optimizer: MegatronOptimizer, limit: float) -> float:
     """Prepare the gradients, clip them to the norm `limit` (0 disables clipping), and return the norm before clipping.
 
     A norm that is not finite is returned without clipping.
     """
     optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
+    norm = gradient_norm(optimizer)
     if limit > 0 and math.isfinite(norm):
         for chained in optimizer.chained_optimizers:
             clip_grad_by_total_norm_fp32(chained.get_parameters(), limit, norm)
