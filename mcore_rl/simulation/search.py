@@ -20,6 +20,7 @@ from mcore_rl.errors import ContractError, UserError
 from mcore_rl.run.identity import flattened
 from mcore_rl.simulation.hardware import Hardware
 from mcore_rl.simulation.step import LoadingReport, RankReport, Sequences, simulate_loading, simulate_rank
+from mcore_rl.utils.console import quiet_libraries
 
 T = TypeVar("T")
 
@@ -98,7 +99,7 @@ def _apart(function: Callable[..., T], *arguments: Any) -> T:
     Raises:
         UserError: the process was killed.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), quiet_libraries) as process:
         try:
             return process.submit(function, *arguments).result()
         except BrokenProcessPool:
