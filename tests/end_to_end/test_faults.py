@@ -187,7 +187,7 @@ def save_with_a_writer_that(fate, config, directory):
     ("fate", "message"),
     [
         ("is killed", "rank 1: the process that wrote died (exit status -9)"),
-        pytest.param("hangs", "rank 1: writing took longer than checkpoint.timeout_seconds", marks=pytest.mark.long),
+        pytest.param("hangs", "rank 1: writing took longer than checkpoint.timeout_seconds=10", marks=pytest.mark.long),
     ],
 )
 def test_a_writing_process_that(fate, message, files, tmp_path):
