@@ -137,15 +137,18 @@ class Watch:
     def _clip(self, clip_gradients: Any) -> Any:
         def clip(*arguments: Any) -> Any:
             self.enter(CRITIC_UPDATE if self.live.phase == CRITIC_TRAINING else UPDATE)
-            self._made -= self.live.live
             return clip_gradients(*arguments)
 
         return clip
 
     def _update(self, update_weights: Any) -> Any:
-        def update(*arguments: Any) -> Any:
-            update_weights(*arguments)
-            self._made += self.live.live
+        from mcore_rl.models.megatron.optimizer import optimizer_tensors
+
+        # Not by live memory: a thread of gloo frees its copies of gradients some time after it has reduced them.
+        def update(optimizer: Any) -> Any:
+            before = bytes_of(optimizer_tensors(optimizer, ()))
+            update_weights(optimizer)
+            self._made += bytes_of(optimizer_tensors(optimizer, ())) - before
 
         return update
 
