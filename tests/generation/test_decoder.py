@@ -98,9 +98,9 @@ def tokens_held(config, prompts, limits, slots):
         def step(self, tokens, positions):
             if self not in caches:
                 caches.append(self)
-            one_layer = self.storage[0][0].nbytes // BLOCK
-            assert {storage.nbytes for storage in self.storage} == {self.storage[0].nbytes}
-            held.append(self.storage[0].nbytes // one_layer)
+            one_layer = self.layers[0].storage[0].nbytes // BLOCK
+            assert len({layer.storage.nbytes for layer in self.layers}) == 1
+            held.append(self.layers[0].storage.nbytes // one_layer)
             needed.append(sum(self.lengths))
             return super().step(tokens, positions)
 

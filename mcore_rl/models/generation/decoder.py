@@ -6,6 +6,7 @@ and all lengths, so nothing here waits for the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_gather, all_reduce
 from mcore_rl.distributed.logprobs import CHUNK_BYTES, gather_hidden_states, valid_columns
 from mcore_rl.distributed.packs import PackLayout
-from mcore_rl.models.megatron.attention import PackParams, packed_attention, visible_keys
+from mcore_rl.models.megatron.attention import AttentionPattern, PackParams, packed_attention, visible_keys
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.layers import GenerationFastPath, linear
+from mcore_rl.models.megatron.mixers import TokenMixer
 from mcore_rl.models.megatron.moe import routers_of
+from mcore_rl.models.megatron.weight_mapping import Shape
 
 BLOCK_SIZE = 64
 """Number of tokens in a block."""
@@ -81,20 +84,98 @@ class _Part:
     table: Tensor
 
 
+@dataclass(frozen=True)
+class _Prompts:
+    """Prompts that run as one pack: the keys that their queries see, and the place of each token among all blocks."""
+
+    visible: AttentionPattern
+    slots: Tensor
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step of the running sequences: their parts, the place of each last token, and the keys seen by window."""
+
+    parts: Sequence[_Part]
+    slots: Tensor
+    seen: dict[int | None, Tensor]
+
+
+class LayerCache:
+    """Keys and values of one layer on this rank.
+
+    storage: [blocks, BLOCK_SIZE, 2, groups, head_dim].
+    """
+
+    def __init__(self, mixer: TokenMixer, tensor_parallel: int, dtype: torch.dtype) -> None:
+        # Several ranks share a key-value head, and divide its queries, if there are fewer heads than ranks.
+        self.mixer, self.groups = mixer, max(1, mixer.groups // tensor_parallel)
+        shape = (0, BLOCK_SIZE, 2, self.groups, mixer.head_dim)
+        self.storage = torch.zeros(shape, dtype=dtype, device=platform.device())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values."""
+        return math.prod(self.storage.shape[2:]) * self.storage.itemsize
+
+    def grow(self, blocks: int) -> None:
+        """Grow the storage to this number of blocks."""
+        old = self.storage
+        # Zeros are needed because values after a sequence's end have weight 0, and 0 · NaN is NaN.
+        self.storage = old.new_zeros(blocks, *old.shape[1:])
+        self.storage[: len(old)] = old
+
+    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copy blocks to other blocks."""
+        self.storage[destinations] = self.storage[sources]
+
+    def prefill(self, prompts: _Prompts, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend inside each prompt and store its keys and values: queries [T, heads, d] → [T, heads · d]."""
+        self._write(prompts.slots, key, value)
+        return packed_attention(query, key, value, prompts.visible, self.mixer.scale, self.mixer.window).flatten(1)
+
+    def step(self, step: _Step, gathered: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend with the last token of each sequence: queries [n, heads, d] → [n, heads · d].
+
+        Args:
+            gathered: workspace for the blocks of a part.
+        """
+        self._write(step.slots, key, value)
+        seen = step.seen[self.mixer.window]
+        outs = [self._attend(part, gathered[: part.table.numel()], query, seen) for part in step.parts]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _attend(self, part: _Part, gathered: Tensor, query: Tensor, seen: Tensor) -> Tensor:
+        """Compute attention of one part: all sequences' queries [n, heads, d] → [count, heads · d]."""
+        torch.index_select(self.storage, 0, part.table.flatten(), out=gathered)
+        rows = gathered.unflatten(0, part.table.shape).flatten(1, 2)[:, : part.longest]
+        keys, values = rows.transpose(1, 3).unbind(2)
+        # The query heads of a group take the place of positions, because all of them see the same keys.
+        attended = F.scaled_dot_product_attention(
+            query[part.rows].unflatten(1, (self.groups, -1)),
+            keys,
+            values,
+            attn_mask=seen[part.rows, None, None, : part.longest],
+            scale=self.mixer.scale,
+        )
+        return attended.flatten(1)
+
+    def _write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write keys and values [T, groups, d] to places [T] among the tokens of all blocks."""
+        self.storage.flatten(0, 1).index_copy_(0, slots, torch.stack((key, value), dim=1))
+
+
 class KeyValueCache:
     """The cache of this rank's layers.
-
-    storage: for each layer [blocks, BLOCK_SIZE, 2, groups, head_dim], keys and values.
 
     A sequence has a list of blocks in the order of its tokens. It takes them from `blocks`, and gives them back.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.blocks = decoder, Blocks()
-        shape = (0, BLOCK_SIZE, 2, decoder.groups, decoder.head_dim)
-        self.storage = [torch.zeros(shape, dtype=decoder.dtype, device=platform.device()) for _ in decoder.layers]
-        self.token_bytes = 2 * decoder.groups * decoder.head_dim * decoder.dtype.itemsize
-        self.gathered = self.storage[0][:0] if self.storage else torch.zeros(0)
+        tensor_parallel = decoder.topology.tensor.size
+        self.layers = [LayerCache(mixer, tensor_parallel, decoder.dtype) for mixer in decoder.mixers]
+        self.gathered: dict[Shape, Tensor] = {}
         self.table = torch.zeros(0, 0, dtype=torch.long, device=platform.device())
         self.lengths: list[int] = []
 
@@ -109,20 +190,15 @@ class KeyValueCache:
         last = layout.cu_seqlens[1:].long() - 1
         visible, inputs = visible_keys(layout, 0, tokens, layout.position_ids, slots, last)
         tokens, positions, slots, last = inputs
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            self._write(layer, slots, key, value)
-            window = self.decoder.windows[layer]
-            return packed_attention(query, key, value, visible, self.decoder.scale, window).flatten(1)
-
-        return self.decoder.forward(tokens, positions, attend)[last]
+        packed = _Prompts(visible, slots)
+        return self.decoder.forward(tokens, positions, lambda layer, *x: self.layers[layer].prefill(packed, *x))[last]
 
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy blocks to other blocks."""
         self._fit()
         blocks = platform.to_device([sources, destinations])
-        for storage in self.storage:
-            storage[blocks[1]] = storage[blocks[0]]
+        for layer in self.layers:
+            layer.copy(*blocks)
 
     def arrange(self, held: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
         """Set the sequences' blocks for the coming steps, and their lengths for the next step, longest first.
@@ -140,57 +216,41 @@ class KeyValueCache:
         parts = self._parts()
         slots = self.table.gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0] * BLOCK_SIZE + positions % BLOCK_SIZE
         behind = positions[:, None] - torch.arange(self.lengths[0], device=positions.device)
-        seen = {w: (behind >= 0) & (behind < (w or self.lengths[0])) for w in set(self.decoder.windows)}
+        windows = {layer.mixer.window for layer in self.layers}
+        seen = {w: (behind >= 0) & (behind < (w or self.lengths[0])) for w in windows}
+        step = _Step(parts, slots, seen)
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            self._write(layer, slots, key, value)
-            outs = [self._attend(layer, part, query, seen[self.decoder.windows[layer]]) for part in parts]
-            return outs[0] if len(outs) == 1 else torch.cat(outs)
+        def attend(layer: int, *inputs: Tensor) -> Tensor:
+            cache = self.layers[layer]
+            return cache.step(step, self.gathered[cache.storage.shape[1:]], *inputs)
 
         x = self.decoder.forward(tokens, positions, attend)
         self.lengths = [length + 1 for length in self.lengths]
         return x
 
-    def _attend(self, layer: int, part: _Part, query: Tensor, seen: Tensor) -> Tensor:
-        """Compute attention of one part: all sequences' queries [n, heads, d] → [count, heads · d]."""
-        gathered, table = self.gathered[: part.table.numel()], part.table
-        torch.index_select(self.storage[layer], 0, table.flatten(), out=gathered)
-        keys, values = gathered.unflatten(0, table.shape).flatten(1, 2)[:, : part.longest].transpose(1, 3).unbind(2)
-        # The query heads of a group take the place of positions, because all of them see the same keys.
-        attended = F.scaled_dot_product_attention(
-            query[part.rows].unflatten(1, (self.decoder.groups, -1)),
-            keys,
-            values,
-            attn_mask=seen[part.rows, None, None, : part.longest],
-            scale=self.decoder.scale,
-        )
-        return attended.flatten(1)
-
     def _parts(self) -> list[_Part]:
         """Divide the sequences into parts whose keys and values for a layer are small to gather. Padded to the longest
         sequence, skewed lengths would otherwise need more memory than the cache."""
         parts: list[_Part] = []
-        first, limit = 0, CHUNK_BYTES[platform.device().type] // self.token_bytes
+        token_bytes = max((layer.token_bytes for layer in self.layers), default=1)
+        first, limit = 0, CHUNK_BYTES[platform.device().type] // token_bytes
         while first < len(self.lengths):
             longest = self.lengths[first]
             rows = slice(first, min(first + max(1, limit // longest), len(self.lengths)))
             parts.append(_Part(rows, longest, self.table[rows, : blocks_for(longest)].contiguous()))
             first = rows.stop
-        if self.storage and (largest := max(part.table.numel() for part in parts)) > len(self.gathered):
-            self.gathered = self.storage[0].new_empty(largest, *self.storage[0].shape[1:])
+        largest = max(part.table.numel() for part in parts)
+        for layer in self.layers:
+            shape = layer.storage.shape[1:]
+            if shape not in self.gathered or len(self.gathered[shape]) < largest:
+                self.gathered[shape] = layer.storage.new_empty(largest, *shape)
         return parts
 
-    def _write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write keys and values [T, groups, d] to places [T] among the tokens of all blocks."""
-        self.storage[layer].flatten(0, 1).index_copy_(0, slots, torch.stack((key, value), dim=1))
-
     def _fit(self) -> None:
-        """Grow the storage to the number of blocks. Layers grow one after the other to limit the memory of copies."""
-        if self.storage and (more := len(self.blocks.users) - len(self.storage[0])):
-            for layer, old in enumerate(self.storage):
-                # Zeros are needed because values after a sequence's end have weight 0, and 0 · NaN is NaN.
-                self.storage[layer] = old.new_zeros(len(old) + more, *old.shape[1:])
-                self.storage[layer][: len(old)] = old
+        """Grow the layers to the number of blocks, one after the other to limit the memory of copies."""
+        for layer in self.layers:
+            if len(layer.storage) < len(self.blocks.users):
+                layer.grow(len(self.blocks.users))
 
 
 def _each_token(blocks: Sequence[int], length: int) -> list[int]:
@@ -198,9 +258,9 @@ def _each_token(blocks: Sequence[int], length: int) -> list[int]:
     return [block for block in blocks for _ in range(BLOCK_SIZE)][:length]
 
 
-# Attention of one layer: its number on this rank, queries [T, heads, d], keys and values [T, groups, d]
-# → [T, heads · d].
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# Token mixing of one layer: its number on this rank, and the inputs [T, …] of its core attention (queries, keys and
+# values) → [T, heads · d].
+Attend = Callable[..., Tensor]
 
 
 class CachedAttention(torch.nn.Module):
@@ -228,14 +288,10 @@ class Decoder:
 
     def __init__(self, model: ModelShard, record_experts: bool = False) -> None:
         self.model, self.topology, family = model, model.topology, model.family
-        tp = self.topology.tensor.size
-        # Several ranks share a key-value head, and divide its queries, if there are fewer heads than ranks.
-        self.groups, self.head_dim = max(1, family.num_query_groups // tp), family.head_dim
-        self.windows = [family.window(index) for index in model.layer_numbers()]
-        self.scale = family.softmax_scale
+        self.mixers = [family.token_mixer(index) for index in model.layer_numbers()]
         self.layers = [layer for chunk in model.chunks for layer in chunk.decoder.layers]
         self.dtype = next(iter(model.chunks[0].parameters())).dtype
-        self.token_multiple = tp if self.topology.sequence_parallel else 1
+        self.token_multiple = self.topology.tensor.size if self.topology.sequence_parallel else 1
         self.in_lockstep = self.topology.expert.size > 1
         self.routers = routers_of(model) if record_experts else []
 
@@ -274,7 +330,7 @@ class Decoder:
         """Run the model on no tokens for as long as another replica runs it."""
         nothing = torch.zeros(0, dtype=torch.long, device=platform.device())
         while self.in_lockstep and bool(self._running(0.0) > 0):
-            self._run(nothing, nothing, lambda layer, query, key, value: query.flatten(1))
+            self._run(nothing, nothing, lambda layer, query, *_: query.flatten(1))
 
     def _running(self, this_one: float) -> Tensor:
         """Return [1], the number of replicas that run the model now; a running replica need not read it."""
@@ -287,10 +343,10 @@ class Decoder:
         padding = max(-(-count // multiple), 1) * multiple - count
         tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
 
-        def attend_real(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend_real(layer: int, *inputs: Tensor) -> Tensor:
             if not padding:
-                return attend(layer, query, key, value)
-            return F.pad(attend(layer, query[:count], key[:count], value[:count]), (0, 0, 0, padding))
+                return attend(layer, *inputs)
+            return F.pad(attend(layer, *(x[:count] for x in inputs)), (0, 0, 0, padding))
 
         self.attend = attend_real
         inputs = {

@@ -8,6 +8,7 @@ with the ranges of keys that they see. The kernels below compute one tile, or th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -23,9 +24,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_gather_forward_reduce_scatter_backward
 from mcore_rl.distributed.packs import PackLayout, PrefixLayout
+from mcore_rl.models.megatron.layers import concentration_scale
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection
 
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -543,6 +546,20 @@ class PackParams(PackedSeqParams):
     positions: Tensor | None = None
     cu_seqlens: Tensor | None = None
     routed: Any = None  # RoutedTokens, which `moe` defines above this module
+
+
+class PackSelfAttention(SelfAttention):
+    """Megatron's self-attention with a factor on the layer's own cos and sin.
+
+    Args:
+        rope_factor: factor on cos and sin of the rotary embedding (YaRN's); Megatron asks its configuration for it.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, rope_factor: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if rope_factor != 1.0:
+            self.config = copy.copy(config)
+            self.config.yarn_rotary_scaling_factor = concentration_scale(rope_factor)
 
 
 class PackedCausalAttention(MegatronModule):

@@ -31,17 +31,15 @@ from mcore_rl.models.megatron.layers import (
     PackLayer,
     RMSNorm,
     RowLinear,
-    WideRMSNorm,
 )
 from mcore_rl.models.megatron.lora import LoRA
+from mcore_rl.models.megatron.mixers import LayerModules
 from mcore_rl.models.megatron.moe import CountingExperts, GroupedExperts, PackMoELayer, Router, balance_routing
 from mcore_rl.models.megatron.parallel_state import process_groups
 from mcore_rl.models.megatron.weight_mapping import padded_vocab_size
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -57,22 +55,6 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
-
-
-@dataclass(frozen=True)
-class LayerModules:
-    """The modules of transformer layers in one implementation; layers of all families consist of these."""
-
-    norm: Any
-    head_norm: Any
-    column_linear: Any
-    row_linear: Any
-    normed_row_linear: Any
-    attention: Any
-    grouped_experts: Any
-    grouped_linears: tuple[Any, Any] | None = None
-    """Column- and row-parallel linear layers of all experts together. None: experts have a linear layer each."""
-
 
 LOCAL = LayerModules(
     norm=RMSNorm,
@@ -127,7 +109,7 @@ def _layer_spec(config: TransformerConfig, family: Family, modules: LayerModules
         params={"rope": _rope_of(family, layer)},
         submodules=TransformerLayerSubmodules(
             input_layernorm=before,
-            self_attention=_attention(family, modules, layer),
+            self_attention=family.token_mixer(layer).spec(modules),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=before,
             mlp=_sparse_mlp(family, config, modules) if is_sparse else mlp,
@@ -140,24 +122,6 @@ def _layer_spec(config: TransformerConfig, family: Family, modules: LayerModules
 # Names of the norms in Megatron's checkpoints, whose own layers fuse them into the linear layers.
 FUSED_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 FUSED_MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-
-
-def _attention(family: Family, modules: LayerModules, layer: int) -> ModuleSpec:
-    norms: dict[str, Any] = dict.fromkeys("qk", modules.head_norm if family.has_qk_norm else IdentityOp)
-    if family.has_wide_qk_norm:
-        heads = {"q": family.num_attention_heads, "k": family.num_query_groups}
-        norms = {name: ModuleSpec(module=WideRMSNorm, params={"heads": count}) for name, count in heads.items()}
-    return ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=modules.column_linear,
-            core_attention=ModuleSpec(module=modules.attention, params={"window": family.window(layer)}),
-            linear_proj=_output_linear(family, modules),
-            q_layernorm=norms["q"],
-            k_layernorm=norms["k"],
-        ),
-    )
 
 
 def _rope_of(family: Family, layer: int) -> slice | None:

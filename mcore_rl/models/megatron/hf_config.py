@@ -13,7 +13,6 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.families.base import REWARD_ARCHITECTURE, has_reward_head
 from mcore_rl.models.megatron.families.mixtures import Mixture
-from mcore_rl.models.megatron.layers import concentration_scale
 from mcore_rl.models.megatron.lora import is_expert_target, lora_of
 from mcore_rl.utils.model_directory import check_model_directory
 
@@ -197,8 +196,6 @@ def transformer_config(family: Family, model: ModelConfig, parallel: ParallelCon
     )
     # Set after the configuration's own checks, which accept only Transformer Engine's activations.
     config.use_te_activation_func = True
-    if family.rope_factor() != 1.0:
-        config.yarn_rotary_scaling_factor = concentration_scale(family.rope_factor())
     return config
 
 

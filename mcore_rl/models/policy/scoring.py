@@ -153,7 +153,8 @@ class ScoringModel:
         """Return the floating-point operations of forward and backward over sequences of these lengths.
 
         The count is 6 per parameter and token (none for the input embedding, which is a lookup; 4 where the parameter
-        is frozen under an adapter), and 6·n²·heads·head_dim per layer for causal attention over n tokens.
+        is frozen under an adapter), and the token mixers' operations, such as 6·n²·heads·head_dim of a layer's causal
+        attention over n tokens.
         Recomputation is not counted.
 
         Args:
@@ -169,7 +170,8 @@ class ScoringModel:
         self._flops_per_token = 6.0 * family.active_parameters()
         if lora is not None:
             self._flops_per_token = 4.0 * family.active_parameters() + 6.0 * lora.active_parameters(family)
-        self._flops_per_token_squared = 6.0 * family.num_layers * family.num_attention_heads * family.head_dim
+        mixers = map(family.token_mixer, range(family.num_layers))
+        self._flops_per_token_squared = sum(mixer.flops_per_token_squared() for mixer in mixers)
 
     def flops_of(self, data: BatchedDataDict[Any]) -> float:
         """Return `training_flops` of a global batch. Common prefixes may go through the model once."""

@@ -15,17 +15,8 @@ from torch import Tensor
 
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.layers import rope_frequencies, rope_parameters
-from mcore_rl.models.megatron.weight_mapping import (
-    Columns,
-    GateUp,
-    Mapping,
-    Part,
-    QueryKeyValue,
-    Replicated,
-    Rows,
-    Shape,
-    Vocabulary,
-)
+from mcore_rl.models.megatron.mixers import GroupedQueryAttention, TokenMixer
+from mcore_rl.models.megatron.weight_mapping import Columns, GateUp, Mapping, Part, Replicated, Shape, Vocabulary
 
 REWARD_ARCHITECTURE = "ForSequenceClassification"
 REWARD_HEAD = "score.weight"
@@ -112,8 +103,8 @@ class Family:
         """Return the inverse frequencies of each kind of layer."""
         return [self._rope_frequencies()[0]]
 
-    def rope_factor(self) -> float:
-        """Return the factor on cos and sin (YaRN's; otherwise 1)."""
+    def rope_factor(self, layer: int) -> float:
+        """Return the factor on the layer's cos and sin (YaRN's; otherwise 1)."""
         return self._rope_frequencies()[1]
 
     def _rope_frequencies(self) -> tuple[Tensor, float]:
@@ -125,6 +116,29 @@ class Family:
     def rope_kind(self, layer: int) -> int:
         """Return the index in `ropes` of the layer's frequencies."""
         return 0
+
+    def token_mixer(self, layer: int) -> TokenMixer:
+        """Return the layer's token mixer."""
+        return self._grouped_query_attention(layer)
+
+    def _grouped_query_attention(
+        self, layer: int, kind: type[GroupedQueryAttention] = GroupedQueryAttention, **fields: Any
+    ) -> GroupedQueryAttention:
+        """Return attention of this family's dimensions."""
+        common: dict[str, Any] = {
+            "hidden": self.hidden_size,
+            "heads": self.num_attention_heads,
+            "groups": self.num_query_groups,
+            "head_dim": self.head_dim,
+            "scale": self.softmax_scale,
+            "window": self.window(layer),
+            "qkv_bias": self.has_qkv_bias,
+            "qk_norm": self.has_qk_norm,
+            "wide_qk_norm": self.has_wide_qk_norm,
+            "post_norm_name": self.norm_names[1] if self.norms_after else "",
+            "rope_factor": self.rope_factor(layer),
+        }
+        return kind(**{**common, **fields})
 
     def check(self, max_sequence_length: int) -> None:
         """Raise an error for configuration options that this family's code does not compute.
@@ -234,7 +248,7 @@ class Family:
         hidden, (before, after, before_mlp, after_mlp) = self.hidden_size, self.norm_names
         if self.norms_before:
             yield norm(f"{ours}input_layernorm", theirs + before, hidden)
-        yield from self._attention(f"{ours}self_attention.", f"{theirs}self_attn.")
+        yield from self.token_mixer(layer).mappings(f"{ours}self_attention.", theirs)
         if self.norms_after:
             yield norm(f"{ours}self_attention.linear_proj.post_norm", theirs + after, hidden)
         if self.norms_before:
@@ -242,30 +256,6 @@ class Family:
         yield from self._mlp(layer, f"{ours}mlp.", f"{theirs}mlp.")
         if self.norms_after:
             yield norm(f"{ours}mlp.linear_fc2.post_norm", theirs + after_mlp, hidden)
-
-    def _attention(self, ours: str, theirs: str) -> Iterator[Mapping]:
-        hidden, head_dim, groups = self.hidden_size, self.head_dim, self.num_query_groups
-        heads = self.num_attention_heads
-        qkv = QueryKeyValue(groups, heads // groups, head_dim)
-        rows = {"q": heads * head_dim, "k": groups * head_dim, "v": groups * head_dim}
-        yield Mapping(f"{ours}linear_qkv.weight", self._qkv_parts(theirs, rows), qkv)
-        if self.has_qkv_bias:
-            biases = tuple(Part(f"{theirs}{name}_proj.bias", (n,)) for name, n in rows.items())
-            yield Mapping(f"{ours}linear_qkv.bias", biases, qkv)
-        if self.has_qk_norm:
-            for name in "qk":
-                yield norm(f"{ours}{name}_layernorm", f"{theirs}{name}_norm", head_dim)
-        if self.has_wide_qk_norm:
-            for name in "qk":
-                wide = Part(f"{theirs}{name}_norm.weight", (rows[name],))
-                yield Mapping(f"{ours}{name}_layernorm.weight", (wide,), Rows())
-        yield Mapping(
-            f"{ours}linear_proj.weight", (Part(f"{theirs}o_proj.weight", (hidden, heads * head_dim)),), Columns()
-        )
-
-    def _qkv_parts(self, theirs: str, rows: dict[str, int]) -> tuple[Part, ...]:
-        """Return the query, key and value projections; `rows` gives the number of rows of each."""
-        return tuple(Part(f"{theirs}{name}_proj.weight", (n, self.hidden_size)) for name, n in rows.items())
 
     def _mlp(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
         yield from gated_mlp(ours, theirs, self.hidden_size, self.hf.intermediate_size)

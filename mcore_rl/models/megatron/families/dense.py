@@ -10,6 +10,7 @@ from torch import Tensor
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.base import Family
 from mcore_rl.models.megatron.layers import plain_frequencies
+from mcore_rl.models.megatron.mixers import FusedQKVAttention, TokenMixer
 from mcore_rl.models.megatron.weight_mapping import Columns, GateUp, Mapping, Part
 
 
@@ -54,13 +55,8 @@ class Phi3(Family):
             if getattr(self.hf, name, 0.0):
                 raise UserError(f"model.path: {name} other than 0 is not supported")
 
-    def _qkv_parts(self, theirs: str, rows: dict[str, int]) -> tuple[Part, ...]:
-        first = 0
-        parts = []
-        for count in rows.values():
-            parts.append(Part(f"{theirs}qkv_proj.weight", (count, self.hidden_size), first))
-            first += count
-        return tuple(parts)
+    def token_mixer(self, layer: int) -> TokenMixer:
+        return self._grouped_query_attention(layer, FusedQKVAttention)
 
     def _mlp(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
         hidden, width = self.hidden_size, self.hf.intermediate_size
@@ -108,7 +104,7 @@ class Gemma3(Family):
     def ropes(self) -> list[Tensor]:
         return [self._rope(kind) for kind in (FULL, SLIDING)]
 
-    def rope_factor(self) -> float:
+    def rope_factor(self, layer: int) -> float:
         return 1.0
 
     def rope_kind(self, layer: int) -> int:

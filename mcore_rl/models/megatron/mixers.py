@@ -1,0 +1,141 @@
+"""Token mixers: the part of a layer that mixes tokens. A family gives each of its layers one (`Family.token_mixer`).
+
+A mixer describes everything that the rest of the package needs to know of the layer's attention: its modules, its
+weights in the Hugging Face directory, its cache during generation, and its cost.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.models.megatron.attention import PackSelfAttention
+from mcore_rl.models.megatron.layers import WideRMSNorm
+from mcore_rl.models.megatron.weight_mapping import Columns, Mapping, Part, QueryKeyValue, Replicated, Rows
+
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+
+@dataclass(frozen=True)
+class LayerModules:
+    """The modules of transformer layers in one implementation; layers of all families consist of these."""
+
+    norm: Any
+    head_norm: Any
+    column_linear: Any
+    row_linear: Any
+    normed_row_linear: Any
+    attention: Any
+    grouped_experts: Any
+    grouped_linears: tuple[Any, Any] | None = None
+    """Column- and row-parallel linear layers of all experts together. None: experts have a linear layer each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenMixer(ABC):
+    """How a layer mixes its tokens. All layers that keep keys and values for generation have these fields.
+
+    hidden: size of the hidden states. heads: number of query heads. groups: number of heads of cached keys and values,
+        each of size head_dim.
+    scale: factor of the products of queries and keys.
+    window: number of tokens that a token sees at most, including itself; None for all previous tokens.
+    """
+
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+
+    @abstractmethod
+    def spec(self, modules: LayerModules) -> ModuleSpec:
+        """Return the spec of the module that takes the place of Megatron's self-attention."""
+
+    @abstractmethod
+    def mappings(self, ours: str, theirs: str) -> Iterator[Mapping]:
+        """Yield the mappings of the weights.
+
+        Args:
+            ours, theirs: prefixes of the module's Megatron names, and of the layer's Hugging Face names.
+        """
+
+    def flops_per_token_squared(self) -> float:
+        """Return the floating-point operations of forward and backward per squared length of a sequence."""
+        return 6.0 * self.heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedQueryAttention(TokenMixer):
+    """Attention with grouped queries, by Megatron's module.
+
+    qkv_bias, output_bias: whether the projections have biases.
+    qk_norm: whether each query and key head has an RMS norm. wide_qk_norm: whether all query heads together have one,
+        and all key heads together.
+    post_norm: whether a norm follows the output projection; `post_norm_name` is its Hugging Face name.
+    rope_factor: factor on cos and sin of the rotary embedding.
+    """
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    wide_qk_norm: bool = False
+    post_norm_name: str = ""
+    rope_factor: float = 1.0
+
+    def spec(self, modules: LayerModules) -> ModuleSpec:
+        norms: dict[str, Any] = dict.fromkeys("qk", modules.head_norm if self.qk_norm else IdentityOp)
+        if self.wide_qk_norm:
+            heads = {"q": self.heads, "k": self.groups}
+            norms = {name: ModuleSpec(module=WideRMSNorm, params={"heads": count}) for name, count in heads.items()}
+        return ModuleSpec(
+            module=PackSelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal, "rope_factor": self.rope_factor},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=modules.column_linear,
+                core_attention=ModuleSpec(module=modules.attention, params=self.core_params()),
+                linear_proj=modules.normed_row_linear if self.post_norm_name else modules.row_linear,
+                q_layernorm=norms["q"],
+                k_layernorm=norms["k"],
+            ),
+        )
+
+    def core_params(self) -> dict[str, Any]:
+        """Return the arguments of the core attention that depend on the layer."""
+        return {"window": self.window}
+
+    def mappings(self, ours: str, theirs: str) -> Iterator[Mapping]:
+        theirs += "self_attn."
+        qkv = QueryKeyValue(self.groups, self.heads // self.groups, self.head_dim)
+        rows = {"q": self.heads * self.head_dim, "k": self.groups * self.head_dim, "v": self.groups * self.head_dim}
+        yield Mapping(f"{ours}linear_qkv.weight", self.qkv_parts(theirs, rows), qkv)
+        if self.qkv_bias:
+            biases = tuple(Part(f"{theirs}{name}_proj.bias", (n,)) for name, n in rows.items())
+            yield Mapping(f"{ours}linear_qkv.bias", biases, qkv)
+        for name in "qk" if self.qk_norm or self.wide_qk_norm else "":
+            size, kind = (rows[name], Rows()) if self.wide_qk_norm else (self.head_dim, Replicated())
+            yield Mapping(f"{ours}{name}_layernorm.weight", (Part(f"{theirs}{name}_norm.weight", (size,)),), kind)
+        output = Part(f"{theirs}o_proj.weight", (self.hidden, self.heads * self.head_dim))
+        yield Mapping(f"{ours}linear_proj.weight", (output,), Columns())
+        if self.output_bias:
+            yield Mapping(f"{ours}linear_proj.bias", (Part(f"{theirs}o_proj.bias", (self.hidden,)),), Replicated())
+
+    def qkv_parts(self, theirs: str, rows: dict[str, int]) -> tuple[Part, ...]:
+        """Return the query, key and value projections; `rows` gives the number of rows of each."""
+        return tuple(Part(f"{theirs}{name}_proj.weight", (n, self.hidden)) for name, n in rows.items())
+
+
+class FusedQKVAttention(GroupedQueryAttention):
+    """Attention whose query, key and value projections are one tensor, one after the other (Phi-3)."""
+
+    def qkv_parts(self, theirs: str, rows: dict[str, int]) -> tuple[Part, ...]:
+        parts, first = [], 0
+        for count in rows.values():
+            parts.append(Part(f"{theirs}qkv_proj.weight", (count, self.hidden), first))
+            first += count
+        return tuple(parts)
