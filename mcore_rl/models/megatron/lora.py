@@ -33,6 +33,7 @@ from mcore_rl.models.megatron.weight_mapping import (
     Shape,
     Stacked,
     TensorSource,
+    tensor_shapes,
 )
 from mcore_rl.utils.files import digests_of, flush_directory, replace_listed, write_manifest
 from mcore_rl.utils.model_directory import companions, digest_of_weights
@@ -371,13 +372,7 @@ def shapes_of(table: Dictionary[str, Mapping]) -> dict[str, Shape]:
 
 def _part_shapes(table: Dictionary[str, Mapping]) -> dict[str, Shape]:
     """Return names and shapes of the tensors, with separate tensors for each expert."""
-    shapes: dict[str, Shape] = {}
-    for mapping in table.values():
-        for part in mapping.parts:
-            rows, *rest = part.shape
-            shapes[part.name] = (max(part.first + rows, shapes.get(part.name, (0,))[0]), *rest)
-    shapes.pop(NO_ADAPTER_ROWS, None)
-    return shapes
+    return tensor_shapes(table.values())
 
 
 def adaptable_modules(family: Family) -> tuple[str, ...]:

@@ -199,7 +199,7 @@ def export_adapters(
     assert model.lora is not None, "the model has no adapters"
     own = {m.megatron: value_of(p) for chunk in model.chunks for _, m, p in adapter_mappings(model, chunk)}
     tensors = gather_tensors(model.lora.table, own, model, first_only=first_only)
-    yield from stack_experts((name, tensor) for name, tensor in tensors if name != NO_ADAPTER_ROWS)
+    yield from stack_experts(tensors)
 
 
 def adapter_state(model: ModelShard, chunk: HiddenStateGPTModel) -> dict[str, Any]:

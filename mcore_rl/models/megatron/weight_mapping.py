@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -206,12 +207,40 @@ class Mapping:
         """Name of each Hugging Face tensor, once."""
         return tuple(dict.fromkeys(part.name for part in self.parts))
 
-    def split(self, stacked: Tensor, copies: bool = True) -> list[tuple[str, Tensor]]:
-        """Convert all shards [size, …] to the Hugging Face tensors: separate copies, or views if possible."""
-        found: dict[str, list[Tensor]] = {}
-        for part, tensor in zip(self.parts, self.kind.split(stacked), strict=True):
-            found.setdefault(part.name, []).append(tensor)
-        whole = {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in found.items()}
-        if copies:
-            return [(name, tensor.clone(memory_format=torch.contiguous_format)) for name, tensor in whole.items()]
-        return list(whole.items())
+    def split(self, stacked: Tensor) -> list[tuple[Part, Tensor]]:
+        """Split all shards [size, …] into the parts, as views if possible."""
+        return list(zip(self.parts, self.kind.split(stacked), strict=True))
+
+
+def tensor_shapes(mappings: Iterable[Mapping]) -> dict[str, Shape]:
+    """Return names and shapes of the Hugging Face tensors, in the mappings' order. Parts without name are left out."""
+    shapes: dict[str, Shape] = {}
+    for part in (part for mapping in mappings for part in mapping.parts if part.name):
+        rows, *rest = part.shape
+        shapes[part.name] = (max(part.first + rows, shapes.get(part.name, (0,))[0]), *rest)
+    return shapes
+
+
+def assemble(
+    pieces: Iterable[tuple[Part, Tensor]], shapes: Dictionary[str, Shape], copies: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor of `shapes` after its last part has come.
+
+    Args:
+        copies: copy a tensor that is a single part; otherwise it is valid only until the next one.
+    """
+    begun: dict[str, tuple[Tensor, int]] = {}
+    for part, piece in pieces:
+        shape = shapes.get(part.name)
+        if shape is None:
+            continue
+        if part.shape == shape:
+            yield part.name, piece.clone(memory_format=torch.contiguous_format) if copies else piece
+            continue
+        whole, rows = begun.pop(part.name) if part.name in begun else (piece.new_empty(shape), 0)
+        whole[part.first : part.first + part.shape[0]] = piece
+        rows += part.shape[0]
+        if rows == shape[0]:
+            yield part.name, whole
+        else:
+            begun[part.name] = whole, rows

@@ -8,7 +8,7 @@ tensor are gathered.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Mapping as Dictionary
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +24,7 @@ from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.families.base import REWARD_HEAD
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 from mcore_rl.models.megatron.layers import LoRALinearMixin
-from mcore_rl.models.megatron.weight_mapping import Mapping, Shape, TensorSource
+from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Shape, TensorSource, assemble, tensor_shapes
 
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
@@ -68,6 +68,22 @@ def gather_tensors(
     """
     dtype = next((value.dtype for name, value in own.items() if not table[name].is_float32), torch.float32)
     wanted = [m for m in table.values() if names is None or not set(m.hf_names).isdisjoint(names)]
+    shapes = tensor_shapes(wanted)
+    pieces = _gathered_parts(wanted, own, dtype, model, first_only, adapters)
+    yield from assemble(
+        pieces, shapes if names is None else {name: shapes[name] for name in names if name in shapes}, copies
+    )
+
+
+def _gathered_parts(
+    wanted: Sequence[Mapping],
+    own: dict[str, Tensor],
+    dtype: torch.dtype,
+    model: ModelShard,
+    first_only: bool,
+    adapters: Dictionary[str, Any],
+) -> Iterator[tuple[Part, Tensor]]:
+    """Yield the complete parts of Hugging Face tensors on the ranks that need them; see `gather_tensors`."""
     for number, mapping in enumerate(wanted):
         if first_only and number % PARAMETERS_BETWEEN_MEETINGS == 0:
             torch.distributed.barrier()
@@ -76,8 +92,7 @@ def gather_tensors(
         assert (shard is not None) == holder.is_own, f"{mapping.megatron} is on another rank than the layout says"
         whole = holder.whole(shard, adapters.get(mapping.megatron))
         if whole is not None:
-            split = mapping.split(whole, copies)
-            yield from ((name, tensor) for name, tensor in split if names is None or name in names)
+            yield from mapping.split(whole)
 
 
 class _GatheredTensor:

@@ -37,8 +37,8 @@ from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
 from mcore_rl.models.megatron.lora import lora_of, write_peft_directory
 from mcore_rl.models.megatron.lora_layers import add_adapters, export_adapters
 from mcore_rl.models.megatron.parallel_state import destroy_parallel, initialize_parallel, process_groups
-from mcore_rl.models.megatron.weight_mapping import Mapping, Shape, Vocabulary
-from mcore_rl.models.megatron.weights import FLOAT32_BUFFER, check_hf_tensors, chunk_mappings, read_shard
+from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Shape, Vocabulary, assemble
+from mcore_rl.models.megatron.weights import check_hf_tensors, chunk_mappings, read_shard
 from mcore_rl.utils.checkpoint_store import CheckpointStore, quick_problems
 from mcore_rl.utils.files import digests_of
 from mcore_rl.utils.model_directory import architecture_changes, architecture_of
@@ -203,10 +203,9 @@ def _dtype_of(tensors: SafetensorsDirectory, hf_config: Any) -> torch.dtype:
 
 
 def _float32_names(family: Family) -> tuple[str, ...]:
-    """Return the name endings of the parameters that are float32 in a model of any precision."""
-    router = ".router.weight"
-    is_wide = any(mapping.is_float32 and mapping.megatron.endswith(router) for mapping in family.table.values())
-    return (FLOAT32_BUFFER, router) if is_wide else (FLOAT32_BUFFER,)
+    """Return the endings of the stored names of parameters that are float32 in a model of any precision."""
+    in_layer = (mapping.megatron.split(".", 3)[-1] for mapping in family.table.values() if mapping.is_float32)
+    return tuple({f".{name}" for name in in_layer})
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -256,13 +255,20 @@ def _read_parts(
 
 def _load_all(iteration: Path, index: Metadata, model: ModelShard, progress: Progress) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor of a checkpoint; each is read on demand."""
-    reader, stored = RegionReader(iteration, index), list(_stored_parts(model))
+    parts = _loaded_parts(RegionReader(iteration, index), list(_stored_parts(model)), model.vocab_size, progress)
+    yield from assemble(parts, model.family.shapes())
+
+
+def _loaded_parts(
+    reader: RegionReader, stored: list[tuple[Mapping, list[StoredPart]]], vocab_size: int, progress: Progress
+) -> Iterator[tuple[Part, Tensor]]:
+    """Yield the parts of Hugging Face tensors of a checkpoint; each is read on demand."""
     for mapping, parts in progress(stored, len(stored)):
         pieces = []
         for part in parts:
             shape = part.shape
             if isinstance(mapping.kind, Vocabulary):  # padded differently by every layout
-                shape = (model.vocab_size, *shape[1:])
+                shape = (vocab_size, *shape[1:])
             ones = (1,) * part.place.prepend_axis_num
             pieces.append(reader.tensor(part.place.key, tuple(part.place.global_offset), (*ones, *shape)).view(shape))
         yield from mapping.split(torch.cat(pieces)[None])

@@ -16,7 +16,16 @@ from torch import Tensor
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.layers import rope_frequencies, rope_parameters
 from mcore_rl.models.megatron.mixers import GroupedQueryAttention, TokenMixer
-from mcore_rl.models.megatron.weight_mapping import Columns, GateUp, Mapping, Part, Replicated, Shape, Vocabulary
+from mcore_rl.models.megatron.weight_mapping import (
+    Columns,
+    GateUp,
+    Mapping,
+    Part,
+    Replicated,
+    Shape,
+    Vocabulary,
+    tensor_shapes,
+)
 
 REWARD_ARCHITECTURE = "ForSequenceClassification"
 REWARD_HEAD = "score.weight"
@@ -206,12 +215,7 @@ class Family:
 
     def shapes(self) -> dict[str, Shape]:
         """Return names and shapes of the Hugging Face tensors, in the model's order."""
-        shapes: dict[str, Shape] = {}
-        for mapping in self.table.values():
-            for part in mapping.parts:
-                rows, *rest = part.shape
-                shapes[part.name] = (max(part.first + rows, shapes.get(part.name, (0,))[0]), *rest)
-        return shapes
+        return tensor_shapes(self.table.values())
 
     def float32_tensors(self) -> set[str]:
         """Return the names of the Hugging Face tensors that are float32 in a model of any precision."""
