@@ -33,6 +33,24 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 256}
+LATENT = {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "rms_norm_eps": 1e-5,  # unlike the epsilon of the norms of latent states
+    "num_hidden_layers": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 3,
+    "routed_scaling_factor": 1.7,
+}
 FAMILIES = {
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "qwen2": ("qwen2", {"rope_parameters": YARN_ROPE, "tie_word_embeddings": True}),
@@ -121,6 +139,41 @@ FAMILIES = {
             "first_k_dense_replace": 2,  # under PP2 the first stage has no experts
             "attention_bias": True,
             "use_qk_norm": True,
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **LATENT,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 40.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 32,
+            },
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "moonlight": (
+        "deepseek_v3",
+        {
+            **LATENT,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "rope_interleave": False,
+            "first_k_dense_replace": 3,
+            "q_lora_rank": None,
+        },
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {
+            **LATENT,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
         },
     ),
 }

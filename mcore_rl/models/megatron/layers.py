@@ -53,11 +53,11 @@ class GenerationFastPath:
 class LoRALinearMixin(GenerationFastPath):
     """A linear layer that may have an adapter, whose output is added to the layer's output.
 
-    is_column: whether the weight is sharded by rows; otherwise by columns.
+    is_column: whether the weight is sharded by rows; otherwise by columns. None if it is not sharded.
     """
 
     weight: Tensor
-    is_column: bool
+    is_column: bool | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -106,6 +106,30 @@ class RowLinear(LoRALinearMixin, RowParallelLinear):
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(partial, group=self.tp_group), None
         return reduce_from_tensor_model_parallel_region(partial, group=self.tp_group), None
+
+
+class ReplicatedLinear(LoRALinearMixin, torch.nn.Module):
+    """A linear layer whose weight is the same on every tensor-parallel rank.
+
+    Under sequence parallelism each rank sees its own tokens, and Megatron sums the gradients of marked weights.
+    """
+
+    is_column = None
+
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(outputs, inputs, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input_: Tensor) -> Tensor:
+        return self._with_adapter(input_, F.linear(input_, self.weight))
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Return Megatron's description: the weight is replicated on all ranks."""
+        groups, weight = process_groups(), {"weight": self.weight}
+        return make_sharded_tensors_for_checkpoint(
+            weight, prefix, {}, sharded_offsets, tp_group=groups.tp, dp_cp_group=groups.dp_cp
+        )
 
 
 class PackLayer(TransformerLayer):

@@ -28,7 +28,6 @@ from mcore_rl.models.megatron.weight_mapping import (
     GateUp,
     Mapping,
     Part,
-    QueryKeyValue,
     Replicated,
     Shape,
     Stacked,
@@ -383,8 +382,11 @@ def adaptable_modules(family: Family) -> tuple[str, ...]:
 
 def _is_adaptable(mapping: Mapping, family: Family) -> bool:
     """Return whether it is a projection of attention, of a routed expert, or of the MLP in a model without experts."""
-    is_linear = isinstance(mapping.kind, QueryKeyValue | GateUp | Columns) and len(mapping.parts[0].shape) == 2
-    return is_linear and (mapping.is_expert or not (isinstance(family, Mixture) and ".mlp." in mapping.megatron))
+    if len(mapping.parts[0].shape) != 2:
+        return False
+    is_projection = isinstance(mapping.kind, GateUp | Columns)
+    in_mlp = is_projection and ".mlp." in mapping.megatron
+    return ".self_attention." in mapping.megatron or (in_mlp and (mapping.is_expert or not isinstance(family, Mixture)))
 
 
 def _modules_of(mapping: Mapping, targets: tuple[str, ...]) -> list[tuple[str, str, int]]:

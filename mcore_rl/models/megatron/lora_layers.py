@@ -108,6 +108,13 @@ class RowAdapter(Adapter):
         return total
 
 
+class ReplicatedAdapter(Adapter):
+    """An adapter of a replicated layer: each rank has all of A and of B."""
+
+    def _exchange(self, low: Tensor) -> Tensor:
+        return low
+
+
 class ExpertAdapter(Adapter):
     """An adapter of a routed expert's layer, between Megatron's token exchanges, which also sum ranks' partial results.
 
@@ -160,8 +167,8 @@ def _adapter(layer: LoRALinearMixin, path: str, lora: LoRA, model: ModelShard) -
             first, second, owners[:, 0].to(platform.device()), lora, whole="A" if is_column else "B"
         )
     else:
-        kind = ColumnAdapter if is_column else RowAdapter
-        fork = model.topology.tensor.size > 1 and (parallel or not is_column)
+        kind = {True: ColumnAdapter, False: RowAdapter, None: ReplicatedAdapter}[is_column]
+        fork = model.topology.tensor.size > 1 and (parallel or is_column is False)
         adapter = kind(first, second, owners[:, 0].to(platform.device()), lora, parallel, fork)
     for mapping, parameter in ((a, adapter.lora_A), (b, adapter.lora_B)):
         parameter.allreduce = getattr(layer.weight, "allreduce", True)  # type: ignore[attr-defined]

@@ -213,12 +213,15 @@ class Glm4MoE(Mixture):
 
     @cached_property
     def experts(self) -> Experts:
+        return self._experts(tuple(layer >= self.hf.first_k_dense_replace for layer in range(self.num_layers)))
+
+    def _experts(self, sparse_layers: tuple[bool, ...]) -> Experts:
         hf = self.hf
         return Experts(
             hf.n_routed_experts,
             hf.num_experts_per_tok,
             hf.moe_intermediate_size,
-            sparse_layers=tuple(layer >= hf.first_k_dense_replace for layer in range(self.num_layers)),
+            sparse_layers=sparse_layers,
             shared_width=hf.moe_intermediate_size * (hf.n_shared_experts or 0),
             score="sigmoid",
             normalise=hf.norm_topk_prob,
@@ -231,7 +234,7 @@ class Glm4MoE(Mixture):
 
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
         super().shrink(layers, tensor_parallel, expert_parallel)
-        self.hf.first_k_dense_replace = min(self.hf.first_k_dense_replace, 1)
+        self.hf.first_k_dense_replace = min(getattr(self.hf, "first_k_dense_replace", 0), 1)
 
     def ignores(self, name: str) -> bool:
         """Ignore layers after the last one too: they predict further tokens and are neither trained nor written."""
