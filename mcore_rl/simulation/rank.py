@@ -194,7 +194,13 @@ def flash_stand_in(flops: AttentionFlops) -> Kernel:
             return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, scale: float | None, window: int | None
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: AttentionPattern,
+        scale: float | None,
+        window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         width = math.prod(query.shape[1:])
         count = AttentionFlops.forward(visible.query_lengths, visible.key_lengths, window, width)

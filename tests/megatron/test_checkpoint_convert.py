@@ -10,14 +10,15 @@ import pytest
 import torch
 from programs import run
 from safetensors.torch import load_file
-from small_models import and_long
+from small_models import ARCHITECTURES, and_long
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.errors import WorkerError
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
-FAMILIES = and_long(("llama", "glm4_moe"), ("qwen2", "qwen3", "phi3", "olmo2", "gemma3", "mixtral", "qwen2_moe"))
+QUICK = ("llama", "gpt_oss")
+FAMILIES = and_long(QUICK, [family for family in ARCHITECTURES if family not in QUICK])
 LAYOUTS = and_long(
     [("mixtral", ParallelLayout(dp=2, ep=2))],
     [

@@ -14,6 +14,8 @@ from mcore_rl.models.megatron.families import family_of
 from mcore_rl.testing.processes import run_processes
 
 LENGTHS = (520, 8, 33, 1)
+# transformers' own logits of this model in fp32 are 3.6e-6 from those in float64, and ours 3.7e-6.
+LIMITS = {"gpt_oss": 5e-6}
 
 
 def token_rows():
@@ -72,7 +74,7 @@ def check_family(family, sizes, model_of, tmp_path):
     with torch.no_grad():
         for row, length, ours in zip(token_rows(), LENGTHS, logits, strict=True):
             expected = model(row[None, :length]).logits[0]
-            assert (ours - expected).norm() <= 2e-6 * expected.norm()
+            assert (ours - expected).norm() <= LIMITS.get(family, 2e-6) * expected.norm()
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * expected.abs().max())
     check_export(path, tmp_path / "hf", model)
 
@@ -313,8 +315,6 @@ def test_families_that_are_not_there():
 
     from mcore_rl.models.megatron.families import family_of
 
-    with pytest.raises(UserError, match="'deepseek_v3' is not supported: its latent attention"):
-        family_of(AutoConfig.for_model("deepseek_v3"))
     with pytest.raises(UserError, match=r"'gpt2' is not supported; supported are llama, .*, gemma3_text"):
         family_of(AutoConfig.for_model("gpt2"))
 

@@ -176,6 +176,107 @@ FAMILIES = {
             "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
         },
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 15e4,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 13,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 48,
+            "swiglu_limit": 1.5,
+            "swiglu_alpha": 1.5,
+        },
+    ),
+    "olmo3": (
+        "olmo3",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 11,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e5,
+                    "factor": 8.0,
+                    "attention_factor": 1.2079441541679836,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "original_max_position_embeddings": 64,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 48,
+        },
+    ),
+    "seed_oss": (
+        "seed_oss",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
+            "attention_bias": True,
+            "attention_out_bias": True,
+        },
+    ),
+    "smollm3": (
+        "smollm3",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 2e6},
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 0, 1, 1],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4": (
+        "glm4",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "ministral3": (
+        "ministral3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "num_hidden_layers": 4,
+            "moe_num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 2,
+        },
+    ),
 }
 ARCHITECTURES = [family for family in FAMILIES if family != "deep"]
 
@@ -230,7 +331,8 @@ def make_model(family: str, directory: Path, **changes) -> Path:
     model = AutoModelForCausalLM.from_config(make_config(family, **changes), dtype=torch.float32)
     with torch.no_grad():
         for parameter in (*model.parameters(), *(b for name, b in model.named_buffers() if "bias" in name)):
-            if parameter.ndim == 1:  # norms are ones and biases zeros: hide nothing behind that
+            # Norms are ones and biases zeros: hide nothing behind that. Experts' biases are rows of a matrix.
+            if parameter.ndim == 1 or not parameter.any():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)

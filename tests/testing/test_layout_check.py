@@ -6,7 +6,7 @@ import pytest
 import torch
 from layout_cases import STEPS, make_config, make_data
 from layout_cases import outcomes as outcomes
-from small_models import ARCHITECTURES, and_long, make_model
+from small_models import ARCHITECTURES, FAMILIES, and_long, make_model
 
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
@@ -73,6 +73,16 @@ EXPERT_LAYOUTS = and_long(
         ("mixtral", ParallelLayout(dp=2, ep=2)),
         ("qwen3_moe", ParallelLayout(cp=2, ep=2)),
         ("qwen2_moe", ParallelLayout(tp=2, sp=True)),
+        ("deepseek_v3", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
+        ("deepseek_v3", ParallelLayout(cp=2, ep=2)),
+        ("moonlight", ParallelLayout(tp=2, pp=2, sp=True)),
+        ("glm4_moe_lite", ParallelLayout(dp=2, ep=2, packing=False)),
+        ("gpt_oss", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
+        ("gpt_oss", ParallelLayout(tp=2, sp=True)),
+        ("gpt_oss", ParallelLayout(cp=2, ep=2)),
+        ("gpt_oss", ParallelLayout(pp=2, packing=False)),
+        ("minimax_m2", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
+        ("ernie4_5_moe", ParallelLayout(cp=2, ep=2)),
     ],
 )
 MANY_WITH_EXPERTS = [
@@ -93,7 +103,7 @@ MORE_WITH_EXPERTS = [
     "family",
     and_long(
         ["llama", "mixtral"],
-        ["qwen2", "gemma3", "glm4_moe", "qwen3", "phi3", "olmo2", "windows", "qwen2_moe", "qwen3_moe"],
+        [family for family in ARCHITECTURES if family not in ("llama", "mixtral", "mistral")],
     ),
 )
 def test_one_process_equals_plain_pytorch(family, outcomes):
@@ -126,6 +136,11 @@ OTHERS = and_long(
         ("olmo2", ParallelLayout(tp=2, cp=2, sp=True)),
         ("phi3", ParallelLayout(tp=2)),
         ("windows", ParallelLayout(cp=2)),
+        ("olmo3", ParallelLayout(tp=2, cp=2, sp=True)),
+        ("glm4", ParallelLayout(tp=4)),
+        ("ministral3", ParallelLayout(cp=2, packing=False)),
+        ("smollm3", ParallelLayout(tp=2, pp=2, sp=True)),
+        ("seed_oss", ParallelLayout(tp=2, sp=True)),
     ],
     [
         ("qwen2", ParallelLayout(pp=2)),
@@ -137,7 +152,8 @@ OTHERS = and_long(
 
 @pytest.mark.parametrize(("family", "layout"), OTHERS, ids=str)
 def test_layout_of_other_family_equals_plain_pytorch(family, layout, outcomes, model_of):
-    """Tied embeddings with biases, norms of heads, fused tensors, norms behind blocks, sliding windows."""
+    """Test tied embeddings with biases, norms of heads, fused tensors, norms behind blocks, windows, pairs of
+    neighbours, layers without rotation."""
     check_layout(family, layout, outcomes, model_of)
 
 
@@ -313,7 +329,8 @@ def test_shrink_model_makes_complete_model_for_layouts(family, model_of, tmp_pat
     assert hf.num_hidden_layers == 8
     small = config.model_copy(update={"model": config.model.model_copy(update={"path": tmp_path / "small"})})
     fits, refused = fitting(layouts, small)
-    not_allowed = ParallelLayout(tp=4) if family in MIXTURES else ParallelLayout(dp=2, ep=2)
+    has_experts = "num_experts_per_tok" in FAMILIES[family][1]
+    not_allowed = ParallelLayout(tp=4) if has_experts else ParallelLayout(dp=2, ep=2)
     assert [layout for layout, _ in refused] == [not_allowed]
     assert fits == [layout for layout in layouts if layout != not_allowed]
 

@@ -21,7 +21,13 @@ from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_gather, all_reduce
 from mcore_rl.distributed.logprobs import CHUNK_BYTES, gather_hidden_states, valid_columns
 from mcore_rl.distributed.packs import PackLayout
-from mcore_rl.models.megatron.attention import AttentionPattern, PackParams, packed_attention, visible_keys
+from mcore_rl.models.megatron.attention import (
+    AttentionPattern,
+    PackParams,
+    packed_attention,
+    visible_keys,
+    with_sink_key,
+)
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.layers import GenerationFastPath, linear
 from mcore_rl.models.megatron.mixers import TokenMixer
@@ -105,11 +111,15 @@ class LayerCache:
     """Keys and values of one layer on this rank.
 
     storage: [blocks, BLOCK_SIZE, 2, groups, head_dim].
+
+    Args:
+        sinks: sinks [heads] of this rank's query heads, if the layer has them.
     """
 
-    def __init__(self, mixer: TokenMixer, tensor_parallel: int, dtype: torch.dtype) -> None:
+    def __init__(self, mixer: TokenMixer, tensor_parallel: int, dtype: torch.dtype, sinks: Tensor | None) -> None:
         # Several ranks share a key-value head, and divide its queries, if there are fewer heads than ranks.
         self.mixer, self.groups = mixer, max(1, mixer.groups // tensor_parallel)
+        self.sinks = sinks
         shape = (0, BLOCK_SIZE, 2, self.groups, mixer.head_dim)
         self.storage = torch.zeros(shape, dtype=dtype, device=platform.device())
 
@@ -132,7 +142,8 @@ class LayerCache:
     def prefill(self, prompts: _Prompts, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend inside each prompt and store its keys and values: queries [T, heads, d] → [T, heads · d]."""
         self._write(prompts.slots, key, value)
-        return packed_attention(query, key, value, prompts.visible, self.mixer.scale, self.mixer.window).flatten(1)
+        scale, window = self.mixer.scale, self.mixer.window
+        return packed_attention(query, key, value, prompts.visible, scale, window, self.sinks).flatten(1)
 
     def step(self, step: _Step, gathered: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend with the last token of each sequence: queries [n, heads, d] → [n, heads · d].
@@ -150,12 +161,17 @@ class LayerCache:
         torch.index_select(self.storage, 0, part.table.flatten(), out=gathered)
         rows = gathered.unflatten(0, part.table.shape).flatten(1, 2)[:, : part.longest]
         keys, values = rows.transpose(1, 3).unbind(2)
+        mask = seen[part.rows, None, None, : part.longest]
+        if self.sinks is not None:
+            scores = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
+            sinks = self.sinks.view(1, self.groups, -1).expand(len(mask), -1, -1)
+            keys, values, mask = with_sink_key(keys, values, scores, sinks)
         # The query heads of a group take the place of positions, because all of them see the same keys.
         attended = F.scaled_dot_product_attention(
             query[part.rows].unflatten(1, (self.groups, -1)),
             keys,
             values,
-            attn_mask=seen[part.rows, None, None, : part.longest],
+            attn_mask=mask,
             scale=self.mixer.scale,
         )
         return attended.flatten(1)
@@ -174,7 +190,10 @@ class KeyValueCache:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.blocks = decoder, Blocks()
         tensor_parallel = decoder.topology.tensor.size
-        self.layers = [LayerCache(mixer, tensor_parallel, decoder.dtype) for mixer in decoder.mixers]
+        self.layers = [
+            LayerCache(mixer, tensor_parallel, decoder.dtype, sinks)
+            for mixer, sinks in zip(decoder.mixers, decoder.sinks, strict=True)
+        ]
         self.gathered: dict[Shape, Tensor] = {}
         self.table = torch.zeros(0, 0, dtype=torch.long, device=platform.device())
         self.lengths: list[int] = []
@@ -290,6 +309,7 @@ class Decoder:
         self.model, self.topology, family = model, model.topology, model.family
         self.mixers = [family.token_mixer(index) for index in model.layer_numbers()]
         self.layers = [layer for chunk in model.chunks for layer in chunk.decoder.layers]
+        self.sinks = [getattr(layer.self_attention.core_attention, "softmax_offset", None) for layer in self.layers]
         self.dtype = next(iter(model.chunks[0].parameters())).dtype
         self.token_multiple = self.topology.tensor.size if self.topology.sequence_parallel else 1
         self.in_lockstep = self.topology.expert.size > 1

@@ -25,12 +25,13 @@ from mcore_rl import platform
 from mcore_rl.distributed.collectives import all_gather_forward_reduce_scatter_backward
 from mcore_rl.distributed.packs import PackLayout, PrefixLayout
 from mcore_rl.models.megatron.layers import concentration_scale
-from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection
+from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 WORTH_A_TILE = 512
 """Minimum number of keys for a tile. Shorter ranges are copied together, which costs less than a kernel call each."""
@@ -346,12 +347,13 @@ class Kernel:
     """An implementation of causal attention inside each segment of a pack.
 
     attend: function of queries [Q, heads, d], keys and values [K, groups, d], the visible keys, the scale of scores
-        (1/√d if None) and the window → [Q, heads, d].
+        (1/√d if None), the window and the sinks [heads] → [Q, heads, d]. A sink is the score of one more key of each
+        query, whose value is 0.
     reads_in_place: whether keys and values are the rows of all ranks in order. Otherwise they are the visible rows of
         each chunk of queries, chunk after chunk.
     """
 
-    attend: Callable[[Tensor, Tensor, Tensor, AttentionPattern, float | None, int | None], Tensor]
+    attend: Callable[[Tensor, Tensor, Tensor, AttentionPattern, float | None, int | None, Tensor | None], Tensor]
     reads_in_place: bool = False
 
 
@@ -363,7 +365,13 @@ def kernel_of(query: Tensor) -> Kernel:
 
 
 def sdpa_by_segment(
-    query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, scale: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: AttentionPattern,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend chunk by chunk with torch's SDPA, on any device and in any precision."""
     repeats = query.shape[1] // key.shape[1]  # with equal numbers of heads, a memory-efficient kernel is available
@@ -378,20 +386,44 @@ def sdpa_by_segment(
         value.split(visible.key_lengths, dim=2),
         strict=True,
     ):
-        plain = q.shape[2] == k.shape[2] and window is None
+        plain = q.shape[2] == k.shape[2] and window is None and sinks is None
         mask = None if plain else visible.mask(q.shape[2], k.shape[2], window, q)
+        if sinks is not None and mask is not None:
+            k, v, mask = with_sink_key(k, v, mask, sinks)
         outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain, scale=scale))
     return torch.cat(outs, dim=2).squeeze(0).transpose(0, 1)
 
 
+def with_sink_key(key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Add a key of zeros, whose score is the head's sink in the mask.
+
+    Args:
+        key, value: […, heads or groups, K, d]. mask: […, Q, K], added to the scores.
+        sinks: […, heads, 1 or Q], for each row of the result's mask.
+    """
+    rows = sinks.unsqueeze(-1) if sinks.ndim > 1 else sinks[:, None, None].expand(-1, mask.shape[-2], -1)
+    key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
+    mask = mask.expand(*rows.shape[:-1], mask.shape[-1])
+    return key, value, torch.cat((mask, rows.to(mask.dtype)), dim=-1)
+
+
 def flash_varlen(
-    query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, scale: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: AttentionPattern,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend with torch's flash kernel for packs (CUDA, half precision); its causal mask is lower-right aligned too.
 
     The operator is called directly, because its wrapper `torch.nn.attention.varlen` exists only since torch 2.10 and
-    supports windows, scale and shared heads only since 2.12.
+    supports windows, scale and shared heads only since 2.12. It has no sinks: `_SinkFlash` adds them.
     """
+    if sinks is not None:
+        with_sinks: Tensor = _SinkFlash.apply(query, key, value, sinks, visible, scale, window)
+        return with_sinks
     out: Tensor = torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -409,19 +441,79 @@ def flash_varlen(
     return out
 
 
+class _SinkFlash(torch.autograd.Function):
+    """torch's flash kernel for packs, with sinks, which it does not know.
+
+    With lse' = logaddexp(lse, sink) the output is out · exp(lse − lse'). The kernel's backward pass holds as it is for
+    the corrected output and lse', because a key's probability is exp(score − lse').
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        visible: AttentionPattern,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
+        ctx.arguments = (
+            *visible.cu_seqlens,
+            max(visible.query_lengths),
+            max(visible.key_lengths),
+            0.0,
+            True,
+        )
+        ctx.options = {
+            "scale": scale,
+            "window_size_left": None if window is None else window - 1,
+            "window_size_right": 0,
+        }
+        out, logsumexp, *ctx.random, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *ctx.arguments, False, **ctx.options
+        )
+        of_all = torch.logaddexp(logsumexp, sinks.to(logsumexp)[:, None])  # [heads, Q]
+        out = out * (logsumexp - of_all).exp().T[..., None].to(out.dtype)
+        ctx.save_for_backward(query, key, value, out, of_all, sinks)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logsumexp, sinks = ctx.saved_tensors
+        gradients = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), query, key, value, out, logsumexp, *ctx.arguments, *ctx.random, **ctx.options
+        )
+        share = (sinks.to(logsumexp)[:, None] - logsumexp).exp()
+        return *gradients, gradient_of_sinks(share.T, grad, out, sinks), None, None, None
+
+
+def gradient_of_sinks(share: Tensor, grad: Tensor, out: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient [heads] of the sinks; `share` [Q, heads] is each sink's probability."""
+    return -(share * (grad.to(share) * out.to(share)).sum(-1)).sum(0).to(sinks.dtype)
+
+
 CAUSAL_FROM_LOWER_RIGHT = 2
 """The operator's `custom_mask_type`: the last query sees all keys, each earlier query one key less at the end."""
 
 
 def efficient_varlen(
-    query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, scale: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: AttentionPattern,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend with torch's memory-efficient kernel for packs (CUDA, fp32), which needs as many key as query heads.
 
-    Under a window this is `sdpa_by_segment`, because the operator's autograd formula drops its `window_size`.
+    Under a window this is `sdpa_by_segment`, because the operator's autograd formula drops its `window_size`. With
+    sinks too, which the operator does not know.
     """
-    if window is not None:
-        return sdpa_by_segment(query, key, value, visible, scale, window)
+    if window is not None or sinks is not None:
+        return sdpa_by_segment(query, key, value, visible, scale, window, sinks)
     repeats = query.shape[1] // key.shape[1]
     out: Tensor = torch.ops.aten._efficient_attention_forward(
         query[None],
@@ -440,13 +532,19 @@ def efficient_varlen(
 
 
 def tiled(
-    query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, scale: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: AttentionPattern,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend with torch's CPU flash kernel on tiles of queries and keys in place; see `tiles_of`.
 
     Only short ranges of keys are copied. Queries, keys, values, the output and its log-sum-exp are kept for backward.
     """
-    out: Tensor = _TiledAttention.apply(query, key, value, visible, visible.tiles(window), scale)
+    out: Tensor = _TiledAttention.apply(query, key, value, visible, visible.tiles(window), scale, sinks)
     return out
 
 
@@ -460,6 +558,7 @@ class _TiledAttention(torch.autograd.Function):
         visible: AttentionPattern,
         tiles: tuple[Tile, ...],
         scale: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         tile_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         # The results of several tiles are merged in at least fp32.
@@ -477,14 +576,18 @@ class _TiledAttention(torch.autograd.Function):
                 both = torch.logaddexp(so_far_lse, part_lse)
                 so_far.mul_((so_far_lse - both).exp_()).addcmul_(part, (part_lse - both).exp_())
                 so_far_lse.copy_(both)
+        if sinks is not None:
+            of_all = torch.logaddexp(logsumexp, sinks.to(logsumexp)[None, :, None])
+            out.mul_((logsumexp - of_all).exp_())
+            logsumexp = of_all
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, logsumexp)
+        ctx.save_for_backward(query, key, value, out, logsumexp, sinks)
         ctx.visible, ctx.tiles, ctx.scale = visible, tiles, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, logsumexp = ctx.saved_tensors
+        query, key, value, out, logsumexp, sinks = ctx.saved_tensors
         tile_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         # Each tile's probabilities are exp(score − log-sum-exp of all tiles), so tiles' gradients add up.
         gradients = [torch.zeros(x.shape, dtype=_exact(x.dtype)) for x in (query, key, value)]
@@ -501,7 +604,11 @@ class _TiledAttention(torch.autograd.Function):
                     parts = parts.unflatten(1, (gradient.shape[1], -1)).sum(2, dtype=gradient.dtype)
                 for rows, part in zip(tile.keys, parts.split([r.length for r in tile.keys], dim=2), strict=True):
                     rows.of(gradient).add_(part)
-        return *(gradient.to(query.dtype) for gradient in gradients), None, None, None
+        of_sinks = None
+        if sinks is not None:
+            share = (sinks.to(logsumexp)[None] - logsumexp.squeeze(-1)).exp_()
+            of_sinks = gradient_of_sinks(share, grad, out, sinks)
+        return *(gradient.to(query.dtype) for gradient in gradients), None, None, None, of_sinks
 
 
 def _keys(x: Tensor, tile: Tile, query: Tensor) -> Tensor:
@@ -549,17 +656,42 @@ class PackParams(PackedSeqParams):
 
 
 class PackSelfAttention(SelfAttention):
-    """Megatron's self-attention with a factor on the layer's own cos and sin.
+    """Megatron's self-attention with options of single layers, for which Megatron asks its configuration.
 
     Args:
-        rope_factor: factor on cos and sin of the rotary embedding (YaRN's); Megatron asks its configuration for it.
+        output_bias: whether the output projection has a bias; Megatron's option also gives the MLP biases.
+        rope_factor: factor on cos and sin of the rotary embedding (YaRN's).
+        query_scale: function of the tokens' positions [T] that returns a factor of each query; None for 1.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, rope_factor: float = 1.0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        output_bias: bool = False,
+        rope_factor: float = 1.0,
+        query_scale: Callable[[Tensor], Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if output_bias or rope_factor != 1.0:
+            config = copy.copy(config)
+            config.add_bias_linear = output_bias
+            config.yarn_rotary_scaling_factor = concentration_scale(rope_factor)
         super().__init__(config, *args, **kwargs)
-        if rope_factor != 1.0:
-            self.config = copy.copy(config)
-            self.config.yarn_rotary_scaling_factor = concentration_scale(rope_factor)
+        self.query_scale = query_scale
+        self._scales: Tensor | None = None
+
+    def forward(self, *args: Any, packed_seq_params: PackParams | None = None, **kwargs: Any) -> Any:
+        if self.query_scale is not None:
+            assert packed_seq_params is not None and packed_seq_params.positions is not None, "attention runs on packs"
+            self._scales = self.query_scale(packed_seq_params.positions)
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        query, *others = super().get_query_key_value_tensors(*args, **kwargs)
+        if self._scales is not None:
+            query = query * self._scales[:, None, None, None].to(query.dtype)
+        return query, *others
 
 
 class PackedCausalAttention(MegatronModule):
@@ -567,7 +699,10 @@ class PackedCausalAttention(MegatronModule):
 
     Args:
         window: number of tokens that a token sees at most, including itself; None for all previous tokens.
+        sinks: number of query heads that have a sink (gpt-oss); the parameter is named as Megatron's.
     """
+
+    softmax_offset: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -580,10 +715,16 @@ class PackedCausalAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         window: int | None = None,
+        sinks: int = 0,
     ) -> None:
         super().__init__(config=config)
         self.window = window
         assert pg_collection is not None, "core attention needs its process groups"
+        self.softmax_offset = None
+        if sinks:
+            self.softmax_offset = torch.nn.Parameter(
+                torch.zeros(sinks // pg_collection.tp.size(), dtype=config.params_dtype)
+            )
         self.cp_group = pg_collection.cp
         self.softmax_scale = softmax_scale
 
@@ -607,15 +748,32 @@ class PackedCausalAttention(MegatronModule):
         index = None if kernel.reads_in_place else visible.index
         if index is None and visible.layout.cp_size == 1:
             # `value` is a view of the projection of queries, keys and values; without the copy all of it would be kept.
-            attended = packed_attention(query, key, value.contiguous(), visible, self.softmax_scale, self.window)
-            return attended.flatten(1)
+            return self._attend(query, key, value.contiguous(), visible)
         own = torch.cat((key, value), dim=-1)
         seen = self._seen(own, index)
         again = own.detach()
         keeps = self.config.recompute_granularity == "full"
         with nullcontext() if keeps else recompute_in_backward(seen, lambda: self._seen(again, index)):
             keys, values = seen.split(key.shape[-1], dim=-1)
-            return packed_attention(query, keys, values, visible, self.softmax_scale, self.window).flatten(1)
+            return self._attend(query, keys, values, visible)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern) -> Tensor:
+        sinks = self.softmax_offset
+        return packed_attention(query, key, value, visible, self.softmax_scale, self.window, sinks).flatten(1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Return Megatron's description: sinks are sharded over tensor-parallel ranks as the heads are."""
+        if self.softmax_offset is None:
+            return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        groups, name = process_groups(), "softmax_offset"
+        return make_sharded_tensors_for_checkpoint(
+            {name: self.softmax_offset},
+            prefix,
+            {name: 0},
+            sharded_offsets,
+            tp_group=groups.tp,
+            dp_cp_group=groups.dp_cp,
+        )
 
     def _seen(self, own: Tensor, index: Tensor | None) -> Tensor:
         """Return the ranks' [T / CP, groups, …] rows in rank order, or only the rows in `index` if it is given."""
@@ -624,13 +782,19 @@ class PackedCausalAttention(MegatronModule):
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: AttentionPattern, scale: float | None, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: AttentionPattern,
+    scale: float | None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention inside each segment. A segment's queries belong to the last ones of its keys.
 
     Shapes: [Q, heads, d] queries, [K, groups, d] keys and values in the layout of their kernel → [Q, heads, d]. A
-    query sees at most `window` keys.
+    query sees at most `window` keys, and its head's sink if there are `sinks` [heads].
     """
     if window is not None and window >= max(visible.key_lengths):
         window = None
-    return kernel_of(query).attend(query, key, value, visible, scale, window)
+    return kernel_of(query).attend(query, key, value, visible, scale, window, sinks)

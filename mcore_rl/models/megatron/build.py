@@ -144,8 +144,10 @@ def _linears(family: Family, modules: LayerModules) -> MLPSubmodules:
 
 
 def _sparse_mlp(family: Family, config: TransformerConfig, modules: LayerModules) -> ModuleSpec:
+    assert isinstance(family, Mixture), "only mixtures have experts"
     linears = _linears(family, modules)
-    experts = ModuleSpec(module=CountingExperts, submodules=linears)
+    biases = {"has_biases": True} if family.experts.has_biases else {}
+    experts = ModuleSpec(module=CountingExperts, params=biases, submodules=linears)
     if config.moe_grouped_gemm:
         of_all = linears
         if modules.grouped_linears is not None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.layers import ReplicatedLinear
 from mcore_rl.models.megatron.mixers import LayerModules, TokenMixer
@@ -78,6 +79,10 @@ class LatentAttention(TokenMixer):
         yield norm("kv_layernorm", "kv_a_layernorm", latent)
         yield linear("linear_kv_up_proj", "kv_b_proj", self.heads * (self.plain + self.value_dim), latent, Rows())
         yield linear("linear_proj", "o_proj", self.hidden, self.heads * self.value_dim, Columns())
+
+    def check(self) -> None:
+        if self.value_dim > self.head_dim:
+            raise UserError(f"model.path: v_head_dim={self.value_dim} above the size of a key ({self.head_dim})")
 
     def flops_per_token_squared(self) -> float:
         return 3.0 * self.heads * (self.head_dim + self.value_dim)

@@ -84,6 +84,8 @@ class ColumnLinear(LoRALinearMixin, ColumnParallelLinear):
             return output
         if self.sequence_parallel and not self.explicit_expert_comm:
             input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
+        if self.skip_bias_add:
+            return linear(input_, self.weight), self.bias
         return linear(input_, self.weight, self.bias), None
 
 
@@ -92,9 +94,26 @@ class RowLinear(LoRALinearMixin, RowParallelLinear):
 
     is_column = False
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.is_expert and self.bias is not None:
+            # Megatron would sum its gradients over tensor-parallel ranks, which hold the biases of other experts here.
+            self.bias.sequence_parallel = False
+
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = self._plain(input_)
-        return self._with_adapter(input_, output), bias
+        output = self._with_adapter(input_, output)
+        return (output, bias) if bias is None or not self.is_expert else self._with_expert_bias(output, bias)
+
+    def _with_expert_bias(self, output: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Prepare an expert's output and bias for Megatron's sums.
+
+        Megatron adds the bias in place, which a view does not allow. The token exchange then sums the outputs of the
+        tensor-parallel ranks: only the first adds the bias, and all get its gradient.
+        """
+        if self.tp_group.size() > 1:
+            bias = copy_to_tensor_model_parallel_region(bias, group=self.tp_group) * float(self.tp_group.rank() == 0)
+        return output.clone(), bias
 
     def _plain(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.in_generation:
@@ -102,10 +121,10 @@ class RowLinear(LoRALinearMixin, RowParallelLinear):
             return output
         partial = linear(input_, self.weight)
         if self.explicit_expert_comm:  # the token exchange sums experts' outputs
-            return partial, None
+            return partial, self.bias
         if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(partial, group=self.tp_group), None
-        return reduce_from_tensor_model_parallel_region(partial, group=self.tp_group), None
+            return reduce_scatter_to_sequence_parallel_region(partial, group=self.tp_group), self.bias
+        return reduce_from_tensor_model_parallel_region(partial, group=self.tp_group), self.bias
 
 
 class ReplicatedLinear(LoRALinearMixin, torch.nn.Module):
@@ -264,35 +283,51 @@ class NormedRowLinear(PostNormMixin, RowLinear):
     """`RowLinear` with a norm of the block's output."""
 
 
+def glu(config: TransformerConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function activation(gate) · (up + offset) of a configuration, with its limits of gate and up."""
+    activation, limit, offset = (
+        config.activation_func,
+        config.activation_func_clamp_value,
+        config.glu_linear_offset,
+    )
+
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        product: Tensor = activation(gate) * (up + offset if offset else up)
+        return product
+
+    return gated
+
+
 class GatedActivation:
-    """The gated activation of an MLP, […, 2 · width] → […, width]: activation(first half) · second half.
+    """The gated activation of an MLP, […, 2 · width] → […, width]: `glu` of the first and the second half.
 
     Only the input is saved for backward. Autograd would also save the activated half and a copy of the other: 2/5 of
     an MLP's activations. The class is no torch module: Megatron asks all modules of an MLP for checkpoint state.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
-        self.activation = config.activation_func
+        self.gated = glu(config)
 
     def __call__(self, x: Tensor) -> Tensor:
-        gated: Tensor = _Gated.apply(x, self.activation)
-        return gated
+        product: Tensor = _Gated.apply(x, self.gated)
+        return product
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.activation = activation
+    def forward(ctx: Any, x: Tensor, gated: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        ctx.gated = gated
         ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return activation(gate) * up
+        return gated(*x.chunk(2, dim=-1))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         halves = [half.detach().requires_grad_() for half in ctx.saved_tensors[0].chunk(2, dim=-1)]
         with torch.enable_grad():
-            gated = ctx.activation(halves[0]) * halves[1]
-        return torch.cat(torch.autograd.grad(gated, halves, grad), dim=-1), None
+            product = ctx.gated(*halves)
+        return torch.cat(torch.autograd.grad(product, halves, grad), dim=-1), None
 
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -325,9 +360,14 @@ def rope_frequencies(hf_config: Any) -> tuple[Tensor, float]:
     if parameters["rope_type"] == "default":
         dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
         return plain_frequencies(parameters["rope_theta"], int(dim * parameters["partial_rotary_factor"])), 1.0
+    return scaled_frequencies(hf_config, parameters["rope_type"])
+
+
+def scaled_frequencies(hf_config: Any, rope_type: str, **options: Any) -> tuple[Tensor, float]:
+    """Return inverse frequencies and the factor on cos and sin of a rope type, by the function of transformers."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    inverse, attention_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](hf_config, torch.device("cpu"))
+    inverse, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"), **options)
     return inverse, float(attention_factor)
 
 

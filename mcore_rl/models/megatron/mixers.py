@@ -7,12 +7,14 @@ weights in the Hugging Face directory, its cache during generation, and its cost
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from mcore_rl.models.megatron.attention import PackSelfAttention
-from mcore_rl.models.megatron.layers import WideRMSNorm
+from mcore_rl.models.megatron.layers import WideRMSNorm, concentration_scale
 from mcore_rl.models.megatron.weight_mapping import Columns, Mapping, Part, QueryKeyValue, Replicated, Rows
 
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -69,6 +71,14 @@ class TokenMixer(ABC):
         """Return the floating-point operations of forward and backward per squared length of a sequence."""
         return 6.0 * self.heads * self.head_dim
 
+    @abstractmethod
+    def check(self) -> None:
+        """Raise an error for options that the module does not compute.
+
+        Raises:
+            UserError: the message names the field of `config.json`.
+        """
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedQueryAttention(TokenMixer):
@@ -79,6 +89,10 @@ class GroupedQueryAttention(TokenMixer):
         and all key heads together.
     post_norm: whether a norm follows the output projection; `post_norm_name` is its Hugging Face name.
     rope_factor: factor on cos and sin of the rotary embedding.
+    neighbours: number of first elements of each query and key head of which rotary embeddings rotate neighbours in the
+        Hugging Face model. Megatron rotates elements half a head apart, so that the rows of the weight change places.
+    has_sinks: whether each query head has a sink: the score of one more key, whose value is 0.
+    query_scale: function of the tokens' positions [T] that returns a factor of each query; None for 1.
     """
 
     qkv_bias: bool = False
@@ -87,6 +101,9 @@ class GroupedQueryAttention(TokenMixer):
     wide_qk_norm: bool = False
     post_norm_name: str = ""
     rope_factor: float = 1.0
+    neighbours: int = 0
+    has_sinks: bool = False
+    query_scale: Callable[[Tensor], Tensor] | None = None
 
     def spec(self, modules: LayerModules) -> ModuleSpec:
         norms: dict[str, Any] = dict.fromkeys("qk", modules.head_norm if self.qk_norm else IdentityOp)
@@ -95,23 +112,29 @@ class GroupedQueryAttention(TokenMixer):
             norms = {name: ModuleSpec(module=WideRMSNorm, params={"heads": count}) for name, count in heads.items()}
         return ModuleSpec(
             module=PackSelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal, "rope_factor": self.rope_factor},
+            params={
+                "attn_mask_type": AttnMaskType.causal,
+                "output_bias": self.output_bias,
+                "rope_factor": self.rope_factor,
+                "query_scale": self.query_scale,
+            },
             submodules=SelfAttentionSubmodules(
                 linear_qkv=modules.column_linear,
-                core_attention=ModuleSpec(module=modules.attention, params=self.core_params()),
+                core_attention=ModuleSpec(
+                    module=modules.attention,
+                    params={"window": self.window, "sinks": self.heads if self.has_sinks else 0},
+                ),
                 linear_proj=modules.normed_row_linear if self.post_norm_name else modules.row_linear,
                 q_layernorm=norms["q"],
                 k_layernorm=norms["k"],
             ),
         )
 
-    def core_params(self) -> dict[str, Any]:
-        """Return the arguments of the core attention that depend on the layer."""
-        return {"window": self.window}
-
     def mappings(self, ours: str, theirs: str) -> Iterator[Mapping]:
         theirs += "self_attn."
-        qkv = QueryKeyValue(self.groups, self.heads // self.groups, self.head_dim)
+        if self.has_sinks:
+            yield Mapping(f"{ours}core_attention.softmax_offset", (Part(f"{theirs}sinks", (self.heads,)),), Rows())
+        qkv = QueryKeyValue(self.groups, self.heads // self.groups, self.head_dim, self.neighbours)
         rows = {"q": self.heads * self.head_dim, "k": self.groups * self.head_dim, "v": self.groups * self.head_dim}
         yield Mapping(f"{ours}linear_qkv.weight", self.qkv_parts(theirs, rows), qkv)
         if self.qkv_bias:
@@ -124,6 +147,9 @@ class GroupedQueryAttention(TokenMixer):
         yield Mapping(f"{ours}linear_proj.weight", (output,), Columns())
         if self.output_bias:
             yield Mapping(f"{ours}linear_proj.bias", (Part(f"{theirs}o_proj.bias", (self.hidden,)),), Replicated())
+
+    def check(self) -> None:
+        concentration_scale(self.rope_factor)
 
     def qkv_parts(self, theirs: str, rows: dict[str, int]) -> tuple[Part, ...]:
         """Return the query, key and value projections; `rows` gives the number of rows of each."""

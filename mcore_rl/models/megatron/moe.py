@@ -6,6 +6,7 @@ experts.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from mcore_rl.distributed.packs import slice_context_parallel
 from mcore_rl.distributed.topology import Topology
 from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.families.mixtures import Experts, Mixture
-from mcore_rl.models.megatron.layers import GenerationFastPath
+from mcore_rl.models.megatron.layers import GenerationFastPath, glu
 from mcore_rl.models.megatron.parallel_state import process_groups
 
 from megatron.core.tensor_parallel import checkpoint
@@ -159,10 +160,13 @@ class Router(TopKRouter):
         self.experts = experts
         if experts.float32_router:
             self.weight.data = self.weight.data.float()
+        if experts.has_biases:
+            self.bias = torch.nn.Parameter(torch.zeros(experts.count, dtype=config.params_dtype))
+            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def gating(self, input: Tensor) -> Tensor:
         """Map [T, 1, hidden] to [T, 1, experts] logits in fp32."""
-        return F.linear(input.float(), self.weight.float())
+        return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return weights [T, experts] in fp32, 0 for experts that are not chosen, and the mask of chosen experts."""
@@ -295,7 +299,20 @@ class TokenCountMixin:
 
 
 class CountingExperts(TokenCountMixin, SequentialMLP):
-    """Megatron's experts, which are computed one after the other."""
+    """Megatron's experts, which are computed one after the other.
+
+    Args:
+        has_biases: whether the experts' linear layers have biases. Megatron's option, which is for all linear layers,
+            is refused for tensor-parallel experts.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, *args: Any, has_biases: bool = False, **kwargs: Any
+    ) -> None:
+        if has_biases:
+            config = copy.copy(config)
+            config.add_bias_linear = True
+        super().__init__(num_local_experts, config, *args, **kwargs)
 
 
 class GroupedExperts(GenerationFastPath, CountingExperts):
@@ -313,7 +330,7 @@ class GroupedExperts(GenerationFastPath, CountingExperts):
         ends = platform.sent(tokens_per_expert, hidden.device).cumsum(0, dtype=torch.int32)
         first, second = ([getattr(e, name).weight for e in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
         gate, up = _GroupedLinear.apply(hidden, ends, *first).chunk(2, dim=-1)
-        scaled = self.config.activation_func(gate) * up * probs[:, None]
+        scaled = glu(self.config)(gate, up) * probs[:, None]
         return _GroupedLinear.apply(scaled.to(hidden.dtype), ends, *second), None
 
 

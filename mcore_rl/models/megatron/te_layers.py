@@ -89,13 +89,22 @@ class TENormedRowLinear(PostNormMixin, TERowLinear):
 class TEPackedCausalAttention(PackedCausalAttention):
     """Transformer Engine's attention where it supports the pack, the local attention otherwise.
 
-    The local attention computes segments that share a prefix and windows shorter than the longest segment. On CUDA it
-    also computes fp32, for which Transformer Engine before 2.11 has no kernel for packs, and simulated steps.
+    The local attention computes segments that share a prefix, windows shorter than the longest segment, and sinks. On
+    CUDA it also computes fp32, for which Transformer Engine before 2.11 has no kernel for packs, and simulated steps.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, window: int | None = None, **kwargs: Any) -> None:
-        super().__init__(config, layer_number, window=window, **kwargs)
-        self.te_attention = TEDotProductAttention(config, layer_number, **kwargs)
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        window: int | None = None,
+        sinks: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, layer_number, attn_mask_type, attention_type, window=window, sinks=sinks, **kwargs)
+        self.te_attention = TEDotProductAttention(config, layer_number, attn_mask_type, attention_type, **kwargs)
 
     def forward(
         self,
@@ -112,7 +121,7 @@ class TEPackedCausalAttention(PackedCausalAttention):
         ends, longest = packed_seq_params.cu_seqlens, max(packed_seq_params.visible.layout.segment_lengths)
         has_kernel = not query.is_cuda or query.dtype in (torch.float16, torch.bfloat16)
         sees_all = self.window is None or self.window >= longest
-        if ends is None or not (has_kernel and sees_all) or platform.simulates():
+        if ends is None or not (has_kernel and sees_all) or self.softmax_offset is not None or platform.simulates():
             packed_seq_params.visible.ensure_on_device()
             return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
         pack = PackedSeqParams("thd", ends, ends, ends, ends, longest, longest)

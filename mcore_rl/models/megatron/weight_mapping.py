@@ -79,6 +79,19 @@ class Replicated(Kind):
         return [stacked[0]]
 
 
+class FirstRow(Replicated):
+    """A parameter that is the only row of its part, the same on every rank."""
+
+    def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
+        return parts[0].read(source)[0]
+
+    def split(self, stacked: Tensor) -> list[Tensor]:
+        return [stacked]
+
+    def shard_shape(self, parts: Sequence[Part], size: int) -> Shape:
+        return parts[0].shape[1:]
+
+
 @dataclass(frozen=True)
 class Stacked(Kind):
     """Stacked parts with given numbers of rows, the same on every rank."""
@@ -163,11 +176,14 @@ class QueryKeyValue(Kind):
     """Query, key and value rows (or biases), interleaved by key-value group: its query heads, its key, its value.
 
     heads: number of query heads per group. head_dim: number of rows per head.
+    neighbours: number of first rows of each query and key head whose pairs are neighbours in the Hugging Face tensors,
+        and half of this number apart in the parameter.
     """
 
     groups: int
     heads: int
     head_dim: int
+    neighbours: int = 0
 
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         """Read a rank's shard; with more ranks than key-value groups, read the whole group and keep the rank's rows."""
@@ -175,16 +191,59 @@ class QueryKeyValue(Kind):
         wanted = _share(self.groups * rows_per_group, rank, size)
         first, last = wanted.start // rows_per_group, -(-wanted.stop // rows_per_group)
         pieces = []
-        for part, heads in zip(parts, (self.heads, 1, 1), strict=True):
+        for index, (part, heads) in enumerate(zip(parts, (self.heads, 1, 1), strict=True)):
             rows = heads * self.head_dim
-            pieces.append(part.read(source, slice(first * rows, last * rows)).unflatten(0, (last - first, rows)))
+            piece = part.read(source, slice(first * rows, last * rows)).unflatten(0, (last - first, rows))
+            pieces.append(piece[:, self._order(heads)] if self.neighbours and index < 2 else piece)
         interleaved = torch.cat(pieces, dim=1).flatten(0, 1)
         return interleaved[wanted.start - first * rows_per_group : wanted.stop - first * rows_per_group]
 
     def split(self, stacked: Tensor) -> list[Tensor]:
         sizes = [heads * self.head_dim for heads in (self.heads, 1, 1)]
-        rows = stacked.flatten(0, 1).unflatten(0, (self.groups, sum(sizes)))
-        return [part.flatten(0, 1) for part in rows.split(sizes, dim=1)]
+        query, key, value = stacked.flatten(0, 1).unflatten(0, (self.groups, sum(sizes))).split(sizes, dim=1)
+        if self.neighbours:
+            query, key = query[:, self._order(self.heads).argsort()], key[:, self._order(1).argsort()]
+        return [part.flatten(0, 1) for part in (query, key, value)]
+
+    def _order(self, heads: int) -> Tensor:
+        """Return the rows of this number of heads in the parameter's order."""
+        pairs = torch.arange(self.neighbours).view(-1, 2).T.flatten()
+        head = torch.cat((pairs, torch.arange(self.neighbours, self.head_dim)))
+        return (head + self.head_dim * torch.arange(heads)[:, None]).flatten()
+
+
+class InterleavedGateUp(Kind):
+    """One expert's weight [1, in, 2 · width] or bias [1, 2 · width], with gates and ups by turns (gpt-oss)."""
+
+    def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
+        whole = parts[0].read(source)[0].movedim(-1, 0)
+        share = _share(whole.shape[0] // 2, rank, size)
+        return torch.cat([whole[first::2][share] for first in (0, 1)])
+
+    def split(self, stacked: Tensor) -> list[Tensor]:
+        gate, up = (half.flatten(0, 1) for half in stacked.chunk(2, dim=1))
+        return [torch.stack((gate, up), dim=1).flatten(0, 1).movedim(0, -1)[None]]
+
+    def shard_shape(self, parts: Sequence[Part], size: int) -> Shape:
+        _, *columns, rows = parts[0].shape
+        return (rows // size, *columns)
+
+
+class TransposedColumns(Kind):
+    """One expert's weight [1, in, out], stored as [out, in] and sharded by the columns `in` (gpt-oss)."""
+
+    partition_dim = 1
+
+    def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
+        whole = parts[0].read(source)[0]
+        return whole[_share(whole.shape[0], rank, size)].T
+
+    def split(self, stacked: Tensor) -> list[Tensor]:
+        return [torch.cat(tuple(stacked), dim=1).T[None]]
+
+    def shard_shape(self, parts: Sequence[Part], size: int) -> Shape:
+        _, columns, rows = parts[0].shape
+        return rows, columns // size
 
 
 @dataclass(frozen=True)

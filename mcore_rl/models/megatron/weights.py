@@ -241,13 +241,23 @@ def load_hf_weights(model: ModelShard, source: SafetensorsDirectory) -> None:
             if mapping.hf_names == (REWARD_HEAD,) and REWARD_HEAD not in source.names():
                 continue  # a language model's directory has no reward head: training starts from zeros
             tensor.copy_(read_shard(mapping, source, model.topology))
-            if mapping.kind.partition_dim is not None and not hasattr(tensor, "tensor_model_parallel"):
-                # Megatron marks shards only when it initialises them. Without the mark, the gradient norm would
-                # omit all ranks but the first.
-                set_tensor_model_parallel_attributes(tensor, True, mapping.kind.partition_dim, 1)
+            _mark_for_norm(tensor, mapping, model.topology)
         if model.family.ties_embeddings and model.topology.is_last_stage:
             embedding = read_shard(model.family.table["embedding.word_embeddings.weight"], source, model.topology)
             model.chunks[-1].lm_head_weight().copy_(embedding)
+
+
+def _mark_for_norm(tensor: Tensor, mapping: Mapping, topology: Topology) -> None:
+    """Mark a tensor of which the gradient norm counts this rank's part; otherwise it counts only the first rank's.
+
+    Megatron marks shards only when it initialises them. Tensor-parallel ranks also hold the unsharded tensors of
+    different experts.
+    """
+    dimension = mapping.kind.partition_dim
+    if dimension is None and mapping.is_expert and topology.expert_tensor.rank == 0:
+        dimension = 0
+    if dimension is not None and not getattr(tensor, "tensor_model_parallel", False):
+        set_tensor_model_parallel_attributes(tensor, True, dimension, 1)
 
 
 def read_shard(mapping: Mapping, source: TensorSource, topology: Topology) -> Tensor:

@@ -7,27 +7,26 @@ from typing import Any
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.base import Family, has_reward_head
 from mcore_rl.models.megatron.families.deepseek import DeepseekV3, Glm4MoELite
-from mcore_rl.models.megatron.families.dense import Gemma3, Llama, Mistral, Olmo2, Phi3, Qwen2, Qwen3
-from mcore_rl.models.megatron.families.mixtures import Glm4MoE, Mixtral, Qwen2MoE, Qwen3MoE
+from mcore_rl.models.megatron.families.dense import (
+    Gemma3,
+    Glm4,
+    Llama,
+    Ministral3,
+    Mistral,
+    Olmo2,
+    Olmo3,
+    Phi3,
+    Qwen2,
+    Qwen3,
+    SeedOss,
+    SmolLM3,
+)
+from mcore_rl.models.megatron.families.gpt_oss import GptOss
+from mcore_rl.models.megatron.families.mixtures import Ernie45MoE, Glm4MoE, MiniMaxM2, Mixtral, Qwen2MoE, Qwen3MoE
 
-FAMILIES: dict[str, type[Family]] = {
-    family.model_type: family
-    for family in (
-        Llama,
-        Mistral,
-        Qwen2,
-        Qwen3,
-        Phi3,
-        Olmo2,
-        Gemma3,
-        Mixtral,
-        Qwen2MoE,
-        Qwen3MoE,
-        Glm4MoE,
-        DeepseekV3,
-        Glm4MoELite,
-    )
-}
+DENSE = (Llama, Mistral, Qwen2, Qwen3, Phi3, Olmo2, Olmo3, Gemma3, Glm4, SeedOss, SmolLM3, Ministral3)
+MIXTURES = (Mixtral, Qwen2MoE, Qwen3MoE, Glm4MoE, DeepseekV3, Glm4MoELite, GptOss, MiniMaxM2, Ernie45MoE)
+FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (*DENSE, *MIXTURES)}
 
 
 def family_of(hf: Any) -> Family:

@@ -53,6 +53,10 @@ class Family:
     embedding_scale = 1.0
     has_windows = True
     """Whether `sliding_window` is used; False for families for which transformers ignores it."""
+    has_dropout = False
+    """Whether the published models' configurations have dropout, which is then ignored."""
+    rotates_neighbours = False
+    """Whether the pairs that rotary embeddings rotate are neighbours; otherwise they are half a head apart."""
     rotates_partly = False
     """Whether rotary embeddings may apply to only a part of each head."""
 
@@ -146,6 +150,7 @@ class Family:
             "wide_qk_norm": self.has_wide_qk_norm,
             "post_norm_name": self.norm_names[1] if self.norms_after else "",
             "rope_factor": self.rope_factor(layer),
+            "neighbours": 2 * len(self.ropes()[0]) if self.rotates_neighbours else 0,
         }
         return kind(**{**common, **fields})
 
@@ -165,9 +170,11 @@ class Family:
             raise UserError("model.path: attention_bias=true (a bias on the output projection) is not supported")
         if getattr(hf, "mlp_bias", False):
             raise UserError("model.path: mlp_bias=true is not supported")
-        if getattr(hf, "attention_dropout", 0.0):
+        if getattr(hf, "attention_dropout", 0.0) and not self.has_dropout:
             raise UserError("model.path: attention_dropout other than 0 is not supported")
         self.ropes()
+        for layer in range(self.num_layers):
+            self.token_mixer(layer).check()
 
     def megatron_fields(self) -> dict[str, Any]:
         """Return the architecture's fields of Megatron's TransformerConfig."""

@@ -1,15 +1,17 @@
-"""Families of dense models: Llama, Mistral, Qwen2, Qwen3, OLMo-2, Phi-3 and Gemma 3."""
+"""Families of dense models."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.base import Family
-from mcore_rl.models.megatron.layers import plain_frequencies
+from mcore_rl.models.megatron.layers import SUPPORTED_ROPE_TYPES, plain_frequencies, scaled_frequencies
 from mcore_rl.models.megatron.mixers import FusedQKVAttention, TokenMixer
 from mcore_rl.models.megatron.weight_mapping import Columns, GateUp, Mapping, Part
 
@@ -45,7 +47,18 @@ class Olmo2(Family):
         return {**super().divisible_by_tensor_parallel(), "key-value heads": self.num_query_groups}
 
 
-class Phi3(Family):
+class PackedMLP(Family):
+    """A family whose gate and up projections are one tensor, one after the other."""
+
+    def _mlp(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
+        hidden, width = self.hidden_size, self.hf.intermediate_size
+        both = f"{theirs}gate_up_proj.weight"
+        parts = (Part(both, (width, hidden)), Part(both, (width, hidden), width))
+        yield Mapping(f"{ours}linear_fc1.weight", parts, GateUp())
+        yield Mapping(f"{ours}linear_fc2.weight", (Part(f"{theirs}down_proj.weight", (hidden, width)),), Columns())
+
+
+class Phi3(PackedMLP):
     model_type = "phi3"
     rotates_partly = True
 
@@ -58,15 +71,107 @@ class Phi3(Family):
     def token_mixer(self, layer: int) -> TokenMixer:
         return self._grouped_query_attention(layer, FusedQKVAttention)
 
-    def _mlp(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
-        hidden, width = self.hidden_size, self.hf.intermediate_size
-        both = f"{theirs}gate_up_proj.weight"
-        parts = (Part(both, (width, hidden)), Part(both, (width, hidden), width))
-        yield Mapping(f"{ours}linear_fc1.weight", parts, GateUp())
-        yield Mapping(f"{ours}linear_fc2.weight", (Part(f"{theirs}down_proj.weight", (hidden, width)),), Columns())
+
+class Glm4(PackedMLP):
+    model_type = "glm4"
+    has_windows = False
+    rotates_partly = True
+    rotates_neighbours = True
+    norms_after = True
+    norm_names = (
+        "input_layernorm",
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
+    )
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return bool(self.hf.attention_bias)
+
+
+class SeedOss(Family):
+    """Seed-OSS. Its dropout is not used, as in other programs for post-training."""
+
+    model_type = "seed_oss"
+    has_windows = False
+    has_dropout = True
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return bool(self.hf.attention_bias)
+
+    def token_mixer(self, layer: int) -> TokenMixer:
+        return self._grouped_query_attention(layer, output_bias=bool(self.hf.attention_out_bias))
+
+
+class SmolLM3(Family):
+    """SmolLM3, in which some layers do not rotate: their frequencies are 0."""
+
+    model_type = "smollm3"
+
+    def ropes(self) -> list[Tensor]:
+        frequencies = self._rope_frequencies()[0]
+        return [frequencies, torch.zeros_like(frequencies)]
+
+    def rope_kind(self, layer: int) -> int:
+        return int(not self.hf.no_rope_layers[layer])
+
+    def rope_factor(self, layer: int) -> float:
+        return super().rope_factor(layer) if self.hf.no_rope_layers[layer] else 1.0
+
+    def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
+        super().shrink(layers, tensor_parallel, expert_parallel)
+        kinds = list(dict.fromkeys(self.hf.no_rope_layers))
+        self.hf.no_rope_layers = [kinds[layer % len(kinds)] for layer in range(layers)]
+
+
+@dataclass(frozen=True)
+class PositionScale:
+    """The factor 1 + beta · log(1 + ⌊position / original⌋) of queries at long positions (Llama 4)."""
+
+    beta: float
+    original: int
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        return 1 + self.beta * torch.log(1 + torch.floor(positions / self.original))
+
+
+class Ministral3(Family):
+    model_type = "ministral3"
+
+    def token_mixer(self, layer: int) -> TokenMixer:
+        rope = self.hf.rope_parameters
+        beta, original = (rope.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+        scale = PositionScale(beta, original) if beta else None
+        return self._grouped_query_attention(layer, query_scale=scale)
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class Olmo3(Olmo2):
+    """OLMo-3: OLMo-2 with windows in most layers, which rotate in their own way."""
+
+    model_type = "olmo3"
+    has_windows = True
+
+    def ropes(self) -> list[Tensor]:
+        return [self._rope(kind)[0] for kind in (FULL, SLIDING)]
+
+    def rope_kind(self, layer: int) -> int:
+        return int(self.hf.layer_types[layer] == SLIDING)
+
+    def rope_factor(self, layer: int) -> float:
+        return self._rope(self.hf.layer_types[layer])[1]
+
+    def _rope(self, kind: str) -> tuple[Tensor, float]:
+        parameters = self.hf.rope_parameters[kind]
+        if parameters["rope_type"] == "default":
+            return plain_frequencies(parameters["rope_theta"], self.head_dim), 1.0
+        if parameters["rope_type"] not in SUPPORTED_ROPE_TYPES:
+            raise UserError(f"model.path: rope type {parameters['rope_type']!r} is not supported")
+        return scaled_frequencies(self.hf, parameters["rope_type"], layer_type=kind)
 
 
 class Gemma3(Family):

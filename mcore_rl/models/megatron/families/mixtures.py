@@ -6,13 +6,13 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.base import Family, gated_mlp
-from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Replicated
+from mcore_rl.models.megatron.weight_mapping import FirstRow, Mapping, Part, Replicated
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Experts:
     groups, group_topk: experts are chosen from the best `group_topk` of `groups` groups; 1 of 1 without groups.
     selection_bias: whether a bias without gradient is added to the scores when experts are chosen.
     float32_router: whether the router's weight is float32 in a model of any precision, as in transformers.
+    has_biases: whether the router and the experts' linear layers have biases.
     """
 
     count: int
@@ -42,6 +43,7 @@ class Experts:
     group_topk: int = 1
     selection_bias: bool = False
     float32_router: bool = False
+    has_biases: bool = False
 
 
 class Mixture(Family):
@@ -49,7 +51,7 @@ class Mixture(Family):
 
     count_field, width_field: configuration fields for the experts per layer and the width of an expert.
     expert_names: gate, up and down projections of an expert. mlp_name: the module of a layer's experts.
-    shared_name: name of the shared expert in that module.
+    shared_name, selection_bias_name: names of the shared expert and of the bias for the choice in that module.
     """
 
     count_field: ClassVar[str] = "num_experts"
@@ -57,6 +59,7 @@ class Mixture(Family):
     expert_names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
     mlp_name: ClassVar[str] = "mlp"
     shared_name: ClassVar[str] = "shared_expert"
+    selection_bias_name: ClassVar[str] = "gate.e_score_correction_bias"
 
     @cached_property
     @abstractmethod
@@ -82,7 +85,8 @@ class Mixture(Family):
             "moe_layer_freq": 1 if all(sparse) else sparse,  # checkpoints stack layers of equal kind
             "moe_shared_expert_intermediate_size": experts.shared_width or None,
             "moe_shared_expert_gate": experts.shared_gate,
-            "moe_router_score_function": experts.score,
+            # Megatron refuses a bias for the choice with softmax; our own router computes the scores.
+            "moe_router_score_function": "sigmoid" if experts.selection_bias else experts.score,
             "moe_router_pre_softmax": True,  # our own router converts scores to weights
             "moe_router_enable_expert_bias": experts.selection_bias,
             "moe_router_load_balancing_type": "none",
@@ -121,7 +125,7 @@ class Mixture(Family):
         gate = Part(f"{theirs}gate.weight", (experts.count, hidden))
         yield Mapping(f"{ours}router.weight", (gate,), Replicated(), is_float32=experts.float32_router)
         if experts.selection_bias:
-            bias = Part(f"{theirs}gate.e_score_correction_bias", (experts.count,))
+            bias = Part(theirs + self.selection_bias_name, (experts.count,))
             yield Mapping(f"{ours}router.expert_bias", (bias,), Replicated(), is_float32=True)
         for expert in range(experts.count):
             names = f"{ours}experts.{expert}.", f"{theirs}experts.{expert}."
@@ -191,6 +195,62 @@ class Qwen2MoE(Qwen3MoE):
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
         super().shrink(layers, tensor_parallel, expert_parallel)
         self.hf.shared_expert_intermediate_size = 24 * max(2, tensor_parallel)
+
+
+class MiniMaxM2(Mixtral):
+    model_type = "minimax_m2"
+    has_windows = False
+    has_wide_qk_norm = True
+    rotates_partly = True
+    selection_bias_name = "e_score_correction_bias"
+
+    @cached_property
+    def experts(self) -> Experts:
+        return replace(super().experts, score="sigmoid", selection_bias=True)
+
+    def divisible_by_tensor_parallel(self) -> dict[str, int]:
+        return {**super().divisible_by_tensor_parallel(), "key-value heads": self.num_query_groups}
+
+
+class Ernie45MoE(Mixture):
+    model_type = "ernie4_5_moe"
+    has_windows = False
+    rotates_neighbours = True
+    count_field = "moe_num_experts"
+    shared_name = "shared_experts"
+    selection_bias_name = "moe_statics.e_score_correction_bias"
+
+    @cached_property
+    def experts(self) -> Experts:
+        hf = self.hf
+        layers = range(hf.moe_layer_start_index, hf.moe_layer_end_index + 1)
+        interval = hf.moe_layer_interval
+        return Experts(
+            hf.moe_num_experts,
+            hf.moe_k,
+            hf.moe_intermediate_size,
+            sparse_layers=tuple(n in layers and (n + 1) % interval == 0 for n in range(self.num_layers)),
+            shared_width=hf.moe_intermediate_size * hf.moe_num_shared_experts,
+            selection_bias=True,
+            float32_router=True,
+        )
+
+    def check(self, max_sequence_length: int) -> None:
+        super().check(max_sequence_length)
+        if self.hf.use_bias:
+            raise UserError("model.path: use_bias=true (biases in all linear layers) is not supported")
+
+    def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
+        super().shrink(layers, tensor_parallel, expert_parallel)
+        first = int(self.hf.moe_layer_start_index > 0 and layers > 1)
+        self.hf.moe_layer_start_index, self.hf.moe_layer_end_index, self.hf.moe_layer_interval = first, layers - 1, 1
+
+    def _sparse(self, ours: str, theirs: str) -> Iterator[Mapping]:
+        for mapping in super()._sparse(ours, theirs):
+            if mapping.megatron.endswith("expert_bias"):  # [1, experts]
+                (part,) = mapping.parts
+                mapping = replace(mapping, parts=(replace(part, shape=(1, *part.shape)),), kind=FirstRow())
+            yield mapping
 
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
