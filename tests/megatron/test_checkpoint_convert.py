@@ -30,6 +30,11 @@ LAYOUTS = and_long(
         ("qwen2_moe", ParallelLayout(tp=2, sp=True)),
         ("glm4_moe", ParallelLayout(pp=2)),
         ("phi3", ParallelLayout(tp=2)),
+        ("gpt_oss", ParallelLayout(tp=2, sp=True)),
+        ("gpt_oss", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
+        ("deepseek_v3", ParallelLayout(tp=2, sp=True)),
+        ("ernie4_5_moe", ParallelLayout(dp=2, ep=2)),
+        ("glm4", ParallelLayout(tp=2)),
     ],
 )
 

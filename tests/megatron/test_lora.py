@@ -113,8 +113,14 @@ CASES = and_long(
         ("qwen3_moe", "experts_and_attention", ParallelLayout(tp=2, dp=2, ep=2, etp=1, sp=True)),
         ("glm4_moe", "experts_down", ParallelLayout(pp=2, dp=2, ep=2)),
         ("qwen2_moe", "experts_gate_up", ParallelLayout(tp=2, sp=True)),
+        ("deepseek_v3", "latent", ParallelLayout(tp=2, sp=True)),
+        ("moonlight", "latent_queries", ParallelLayout(tp=2, dp=2, ep=2, sp=True)),
+        ("glm4_moe_lite", "latent", ParallelLayout(pp=2, cp=2)),
+        ("gpt_oss", "attention", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
+        ("glm4", "phi3_mlp", ParallelLayout(tp=2)),
     ],
     [
+
         ("llama", "all", ParallelLayout()),
         ("llama", "some", ParallelLayout(tp=4, sp=True, dp=2)),
         ("olmo2", "all", ParallelLayout(tp=2)),
@@ -127,6 +133,9 @@ CASES = and_long(
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TARGETS |= {
     "attention": ALL[:4],
+    "latent": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    "latent_queries": [*EXPERTS, "q_proj", "kv_b_proj"],
+    "phi3_mlp": [*ALL[:4], "gate_up_proj", "down_proj"],
     "experts": EXPERTS,
     "experts_and_attention": [*EXPERTS, "q_proj", "o_proj"],
     "experts_down": [EXPERTS[1], "v_proj"],

@@ -24,6 +24,8 @@ MODULES = {
     "llama": ["mlp"],
     "qwen3_moe": ["mlp", "moe"],
     "glm4_moe": ["mlp", "shared_experts"],
+    "deepseek_v3": ["mlp", "shared_experts"],
+    "gpt_oss": ["moe"],
 }
 ONE = ParallelLayout()
 CASES = [
@@ -32,6 +34,8 @@ CASES = [
     pytest.param("llama", ParallelLayout(pp=2), marks=pytest.mark.long),
     pytest.param("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=2, sp=True), marks=pytest.mark.long),
     pytest.param("glm4_moe", ParallelLayout(dp=2, ep=2), marks=pytest.mark.long),
+    pytest.param("deepseek_v3", ParallelLayout(tp=2, sp=True), marks=pytest.mark.long),
+    pytest.param("gpt_oss", ParallelLayout(cp=2, ep=2), marks=pytest.mark.long),
 ]
 # Several microbatches are on their way through a stage at the same time.
 PIPELINES = and_long(
