@@ -120,7 +120,6 @@ CASES = and_long(
         ("glm4", "phi3_mlp", ParallelLayout(tp=2)),
     ],
     [
-
         ("llama", "all", ParallelLayout()),
         ("llama", "some", ParallelLayout(tp=4, sp=True, dp=2)),
         ("olmo2", "all", ParallelLayout(tp=2)),

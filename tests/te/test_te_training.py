@@ -60,6 +60,15 @@ LONG_CASES = {
     "shared experts tp2 sp": ("qwen2_moe", TP2, {}),
     "groups of experts ep2": ("glm4_moe", EP2, {"model": GROUPED}),
     "mixtral tp2 sp": ("mixtral", TP2, {"model": GROUPED}),
+    "latent attention tp2 sp": ("deepseek_v3", TP2, {"model": GROUPED}),
+    "latent attention cp2": ("moonlight", CP2, {}),
+    "adapters of latent attention tp2 sp": ("deepseek_v3", TP2, {"lora": LORA}),
+    "sinks and biases tp2 sp": ("gpt_oss", TP2, {}),
+    "sinks and biases tp2 ep2 etp1": ("gpt_oss", ParallelLayout(tp=2, ep=2, etp=1, sp=True), {}),
+    "glm4 tp2 sp": ("glm4", TP2, {}),
+    "olmo3 cp2": ("olmo3", CP2, {}),
+    "seed_oss tp2 sp": ("seed_oss", TP2, {}),
+    "ministral3 cp2": ("ministral3", CP2, {}),
 }
 
 
@@ -99,7 +108,7 @@ def test_training_equals_local_layers(name, model_of, reference_of, tmp_path):
 
 def assert_attention_is_chosen(family, layout, calls):
     """Every layer runs Transformer Engine's attention, except on packs and in layers that it does not support."""
-    if family in ("windows", "gemma3") or layout.prefix:
+    if family in ("windows", "gemma3", "olmo3", "gpt_oss") or layout.prefix:
         assert calls["DotProductAttention"] < calls["CoreAttention"]
     else:
         assert calls["DotProductAttention"] == calls["CoreAttention"] > 0

@@ -113,6 +113,8 @@ def _check_options(family: Family, model: ModelConfig) -> None:
     ):
         if getattr(model, name) and not possible:
             raise UserError(f"model.{name}: {family.model_type} has no {what}; leave it out")
+    if isinstance(family, Mixture) and family.experts.has_biases and model.moe_grouped_gemm:
+        raise UserError(f"model.moe_grouped_gemm: the experts of {family.model_type} have biases; leave it out")
     _check_recomputed(family, model)
 
 
@@ -127,8 +129,6 @@ def _check_recomputed(family: Family, model: ModelConfig) -> None:
 
 def _check_grouped_gemm(family: Mixture, model: ModelConfig, expert_tensor_size: int) -> None:
     """Raise UserError unless torch has `grouped_mm` and matrices fit it: their rows must be multiples of 16 bytes."""
-    if family.experts.has_biases:
-        raise UserError(f"model.moe_grouped_gemm: the experts of {family.model_type} have biases; leave it out")
     if not hasattr(torch.nn.functional, "grouped_mm"):
         raise UserError(f"model.moe_grouped_gemm: torch {torch.__version__} has no grouped_mm; leave it out")
     multiple = 16 // getattr(torch, model.dtype).itemsize

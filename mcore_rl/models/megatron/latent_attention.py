@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -117,7 +118,13 @@ class PackLatentAttention(MegatronModule):
         expanded = heads * (mixer.plain + mixer.value_dim)
         self.linear_kv_up_proj = modules.column_linear(mixer.key_value_rank, expanded, **up)
         self.core_attention = modules.attention(
-            config, layer_number, None, "self", softmax_scale=mixer.scale, pg_collection=groups, window=mixer.window
+            config,
+            layer_number,
+            AttnMaskType.causal,
+            "self",
+            softmax_scale=mixer.scale,
+            pg_collection=groups,
+            window=mixer.window,
         )
         self.linear_proj = modules.row_linear(
             heads * mixer.value_dim, hidden, input_is_parallel=True, skip_bias_add=True, tp_group=groups.tp, **common

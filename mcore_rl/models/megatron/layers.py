@@ -89,31 +89,42 @@ class ColumnLinear(LoRALinearMixin, ColumnParallelLinear):
         return linear(input_, self.weight, self.bias), None
 
 
-class RowLinear(LoRALinearMixin, RowParallelLinear):
-    """A linear layer whose weight is sharded by columns over tensor-parallel ranks; its output is summed over them."""
+class ExpertBiasMixin:
+    """A row-parallel linear layer that may be an expert's and have a bias.
 
-    is_column = False
+    Megatron would sum the bias's gradients over tensor-parallel ranks, which hold the biases of other experts.
+    """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.is_expert and self.bias is not None:
-            # Megatron would sum its gradients over tensor-parallel ranks, which hold the biases of other experts here.
-            self.bias.sequence_parallel = False
+    bias: Tensor | None
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        output, bias = self._plain(input_)
-        output = self._with_adapter(input_, output)
-        return (output, bias) if bias is None or not self.is_expert else self._with_expert_bias(output, bias)
+    def __init__(self, *args: Any, is_expert: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, is_expert=is_expert, **kwargs)  # type: ignore[call-arg]
+        self.is_expert = is_expert
+        if is_expert and self.bias is not None:
+            self.bias.sequence_parallel = False  # type: ignore[attr-defined]
 
-    def _with_expert_bias(self, output: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    def _with_expert_bias(self, output: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Prepare an expert's output and bias for Megatron's sums.
 
         Megatron adds the bias in place, which a view does not allow. The token exchange then sums the outputs of the
         tensor-parallel ranks: only the first adds the bias, and all get its gradient.
         """
-        if self.tp_group.size() > 1:
-            bias = copy_to_tensor_model_parallel_region(bias, group=self.tp_group) * float(self.tp_group.rank() == 0)
+        if not self.is_expert or bias is None:
+            return output, bias
+        group = process_groups().expt_tp
+        if group.size() > 1:
+            bias = copy_to_tensor_model_parallel_region(bias, group=group) * float(group.rank() == 0)
         return output.clone(), bias
+
+
+class RowLinear(ExpertBiasMixin, LoRALinearMixin, RowParallelLinear):
+    """A linear layer whose weight is sharded by columns over tensor-parallel ranks; its output is summed over them."""
+
+    is_column = False
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = self._plain(input_)
+        return self._with_expert_bias(self._with_adapter(input_, output), bias)
 
     def _plain(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.in_generation:

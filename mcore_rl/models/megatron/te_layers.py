@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_rl import platform
 from mcore_rl.models.megatron.attention import PackedCausalAttention, PackParams
-from mcore_rl.models.megatron.layers import LoRALinearMixin, PostNormMixin
+from mcore_rl.models.megatron.layers import ExpertBiasMixin, LoRALinearMixin, PostNormMixin
 from mcore_rl.models.megatron.moe import TokenCountMixin
 
 from megatron.core.extensions.transformer_engine import (
@@ -72,14 +72,14 @@ class TEColumnLinear(LoRALinearMixin, TEConfigMixin, TEColumnParallelLinear):
         return self._with_adapter(input_, output), bias
 
 
-class TERowLinear(LoRALinearMixin, TEConfigMixin, TERowParallelLinear):
+class TERowLinear(ExpertBiasMixin, LoRALinearMixin, TEConfigMixin, TERowParallelLinear):
     """A linear layer whose weight is sharded by columns over tensor-parallel ranks; its output is summed over them."""
 
     is_column = False
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_)
-        return self._with_adapter(input_, output), bias
+        return self._with_expert_bias(self._with_adapter(input_, output), bias)
 
 
 class TENormedRowLinear(PostNormMixin, TERowLinear):

@@ -26,8 +26,6 @@ from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 from mcore_rl.models.megatron.layers import LoRALinearMixin
 from mcore_rl.models.megatron.weight_mapping import Mapping, Part, Shape, TensorSource, assemble, tensor_shapes
 
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-
 _IN_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _IN_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -257,7 +255,10 @@ def _mark_for_norm(tensor: Tensor, mapping: Mapping, topology: Topology) -> None
     if dimension is None and mapping.is_expert and topology.expert_tensor.rank == 0:
         dimension = 0
     if dimension is not None and not getattr(tensor, "tensor_model_parallel", False):
-        set_tensor_model_parallel_attributes(tensor, True, dimension, 1)
+        # Megatron's own function refuses tensors that have some of these attributes.
+        attributes = {"tensor_model_parallel": True, "partition_dim": dimension, "partition_stride": 1}
+        for name, value in attributes.items():
+            setattr(tensor, name, value)
 
 
 def read_shard(mapping: Mapping, source: TensorSource, topology: Topology) -> Tensor:
