@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,36 @@ from mcore_rl.utils.model_directory import INDEX_FILE, SINGLE_FILE, companions, 
 MAX_SHARD_BYTES = 4 * 1024**3
 
 
+FP8_SCALE = "_scale_inv"
+"""Ending of the names of the scales of FP8 tensors, one for each block (DeepSeek-V3)."""
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+"""Endings of the names of the two parts of an MXFP4 tensor (gpt-oss)."""
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of FP4 (e2m1) without their sign, which is the highest of the four bits."""
+
+
+def check_quantization(config: dict[str, Any] | None, path: Path) -> None:
+    """Raise an error for a quantization that `SafetensorsDirectory` cannot decode.
+
+    Args:
+        config: `quantization_config` of a `config.json`; None if there is none.
+
+    Raises:
+        UserError: the message names the method.
+    """
+    if config is None:
+        return
+    method = config.get("quant_method")
+    is_block_scaled = method == "fp8" and config.get("fmt", "e4m3") == "e4m3" and "weight_block_size" in config
+    if not is_block_scaled and method != "mxfp4":
+        raise UserError(
+            f"model.path: {path} is quantized by {method!r}, which is not supported; FP8 with a scale for each block "
+            "and MXFP4 are. Use a copy of the model in bfloat16"
+        )
+
+
 class SafetensorsDirectory:
-    """The tensors of a model directory, read by name and slice.
+    """The tensors of a model directory, read by name and slice. Quantized tensors are decoded to bfloat16.
 
     Raises:
         UserError: there is no safetensors file, or the index names a file that is missing or outside the directory.
@@ -34,6 +63,7 @@ class SafetensorsDirectory:
         self.path = path
         self._open: dict[str, Any] = {}
         self.file_of = self._locate()
+        self.is_quantized = any(name.endswith((FP8_SCALE, MXFP4_BLOCKS)) for name in self.file_of)
 
     def _locate(self) -> dict[str, str]:
         if (self.path / INDEX_FILE).is_file():
@@ -54,18 +84,45 @@ class SafetensorsDirectory:
         return weight_map
 
     def names(self) -> set[str]:
-        return set(self.file_of)
+        if not self.is_quantized:
+            return set(self.file_of)
+        names = {name.removesuffix(MXFP4_BLOCKS) for name in self.file_of}
+        return {name for name in names if not name.endswith((FP8_SCALE, MXFP4_SCALES))}
 
     def shape(self, name: str) -> list[int]:
+        if name + MXFP4_BLOCKS in self.file_of:
+            count, rows, groups, size = self._slice(name + MXFP4_BLOCKS).get_shape()
+            return [count, groups * size * 2, rows]
         return list(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
+        if name + MXFP4_BLOCKS in self.file_of or name + FP8_SCALE in self.file_of:
+            return torch.bfloat16
         return self._slice(name)[:0].dtype
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
         """Return `tensor[rows]`, or `tensor[rows, columns]`, without reading the rest."""
+        if name + MXFP4_BLOCKS in self.file_of:
+            blocks, scales = (self._slice(name + part)[rows] for part in (MXFP4_BLOCKS, MXFP4_SCALES))
+            whole = decode_mxfp4(blocks, scales)
+            return whole if columns is None else whole[:, columns]
         view = self._slice(name)
-        return view[rows] if columns is None else view[rows, columns]
+        tensor = view[rows] if columns is None else view[rows, columns]
+        return self._scaled(name, tensor, rows, columns) if name + FP8_SCALE in self.file_of else tensor
+
+    def _scaled(self, name: str, tensor: Tensor, rows: slice, columns: slice | None) -> Tensor:
+        """Multiply a part of an FP8 tensor by the scales of its blocks."""
+        scales = self._slice(name + FP8_SCALE)[:].float()
+        for dimension, (part, size) in enumerate(zip((rows, columns or slice(None)), self._block_size, strict=True)):
+            places = torch.arange(*part.indices(self.shape(name)[dimension])) // size
+            scales = scales.index_select(dimension, places)
+        return (tensor.float() * scales).bfloat16()
+
+    @cached_property
+    def _block_size(self) -> tuple[int, int]:
+        config = json.loads((self.path / "config.json").read_bytes())
+        rows, columns = config["quantization_config"]["weight_block_size"]
+        return rows, columns
 
     def _slice(self, name: str) -> Any:
         try:
@@ -80,6 +137,21 @@ class SafetensorsDirectory:
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{self.path / file}: is not a whole safetensors file ({error})") from None
         return self._open[file]
+
+
+def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Decode MXFP4 (OCP Microscaling Formats 1.0): 32 numbers of 4 bits share a power of two.
+
+    Args:
+        blocks: [n, rows, groups, 16] bytes, each with two numbers, the first in its lower half.
+        scales: [n, rows, groups] exponents plus 127.
+
+    Returns:
+        [n, groups · 32, rows] in bfloat16, which holds every result exactly.
+    """
+    signed = torch.tensor((*FP4_VALUES, *(-value for value in FP4_VALUES)))
+    numbers = torch.stack((signed[(blocks & 15).int()], signed[(blocks >> 4).int()]), dim=-1).flatten(-2)
+    return torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(-2).bfloat16().mT
 
 
 def in_precision(

@@ -13,6 +13,7 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families import Family, family_of
 from mcore_rl.models.megatron.families.base import REWARD_ARCHITECTURE, has_reward_head
 from mcore_rl.models.megatron.families.mixtures import Mixture
+from mcore_rl.models.megatron.hf_checkpoint import check_quantization
 from mcore_rl.models.megatron.lora import is_expert_target, lora_of
 from mcore_rl.utils.model_directory import check_model_directory
 
@@ -23,7 +24,8 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
     """Return the transformers config of a model directory, for a model with the given head.
 
     Raises:
-        UserError: the directory has no readable config.json, or holds a reward model instead of a language model.
+        UserError: the directory has no readable config.json, holds a reward model instead of a language model, or is
+            quantized in an unsupported way.
     """
     from transformers import AutoConfig
 
@@ -32,6 +34,9 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # its validators raise various exception classes
         raise UserError(f"model.path: {path}/config.json cannot be read: {' '.join(str(error).split())}") from None
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        check_quantization(quantization, path)
+        del config.quantization_config  # the weights are decoded, and exported in bfloat16
     if head == "reward":
         config.architectures = [
             name.replace("ForCausalLM", REWARD_ARCHITECTURE) for name in config.architectures or ["ForCausalLM"]
