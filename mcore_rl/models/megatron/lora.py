@@ -26,9 +26,9 @@ from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.weight_mapping import (
     Columns,
     GateUp,
+    Interleaved,
     Mapping,
     Part,
-    QueryKeyValue,
     Replicated,
     Shape,
     Stacked,
@@ -383,7 +383,7 @@ def adaptable_modules(family: Family) -> tuple[str, ...]:
 
 def _is_adaptable(mapping: Mapping, family: Family) -> bool:
     """Return whether it is a projection of attention, of a routed expert, or of the MLP in a model without experts."""
-    is_linear = isinstance(mapping.kind, QueryKeyValue | GateUp | Columns) and len(mapping.parts[0].shape) == 2
+    is_linear = isinstance(mapping.kind, Interleaved | GateUp | Columns) and len(mapping.parts[0].shape) == 2
     return is_linear and (mapping.is_expert or not (isinstance(family, Mixture) and ".mlp." in mapping.megatron))
 
 
