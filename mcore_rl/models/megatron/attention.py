@@ -549,7 +549,7 @@ class PackParams(PackedSeqParams):
 
 
 class PackSelfAttention(SelfAttention):
-    """Megatron's self-attention with a factor on the layer's own cos and sin.
+    """Megatron's self-attention with a factor on the layer's own cos and sin, and corrected output gates.
 
     Args:
         rope_factor: factor on cos and sin of the rotary embedding (YaRN's); Megatron asks its configuration for it.
@@ -560,6 +560,24 @@ class PackSelfAttention(SelfAttention):
         if rope_factor != 1.0:
             self.config = copy.copy(config)
             self.config.yarn_rotary_scaling_factor = concentration_scale(rope_factor)
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Return queries, keys, values and, if there are any, the queries' gates.
+
+        If tensor-parallel ranks share a key-value head, each has a part of its queries. Megatron 0.16 divides the
+        queries, but not their gates.
+        """
+        found = super().get_query_key_value_tensors(*args, **kwargs)
+        if not kwargs.get("output_gate"):
+            return found
+        query, key, value, gate = found
+        heads = query.shape[2]
+        first = self.pg_collection.tp.rank() * heads % gate.shape[2]
+        return query, key, value, gate[:, :, first : first + heads]
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Multiply outputs by their gates; Megatron's method is compiled for GPUs."""
+        return (x * torch.sigmoid(gate.float()).reshape(x.shape)).to(x.dtype)
 
 
 class PackedCausalAttention(MegatronModule):

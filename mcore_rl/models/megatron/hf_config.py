@@ -69,6 +69,13 @@ def check_model_fits(
     for what, size in family.divisible_by_tensor_parallel().items():
         if size % tp:
             raise UserError(f"parallel.tensor_model_parallel_size={tp}: must divide the model's {what} ({size})")
+    both = tp * parallel.context_parallel_size
+    for what, size in family.divisible_by_tensor_and_context_parallel().items():
+        if size % both:
+            raise UserError(
+                f"parallel.context_parallel_size={parallel.context_parallel_size}: tensor x context = {both} must "
+                f"divide the model's {what} ({size})"
+            )
     if groups % tp and tp % groups:
         raise UserError(
             f"parallel.tensor_model_parallel_size={tp}: must divide, or be a multiple of, "

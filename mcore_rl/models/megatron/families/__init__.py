@@ -8,11 +8,19 @@ from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.base import Family, has_reward_head
 from mcore_rl.models.megatron.families.dense import Gemma3, Llama, Mistral, Olmo2, Phi3, Qwen2, Qwen3
 from mcore_rl.models.megatron.families.mixtures import Glm4MoE, Mixtral, Qwen2MoE, Qwen3MoE
+from mcore_rl.models.megatron.families.qwen_next import (
+    Qwen3Next,
+    Qwen35,
+    Qwen35MoE,
+    Qwen35MoEText,
+    Qwen35Text,
+)
 
-FAMILIES: dict[str, type[Family]] = {
-    family.model_type: family
-    for family in (Llama, Mistral, Qwen2, Qwen3, Phi3, Olmo2, Gemma3, Mixtral, Qwen2MoE, Qwen3MoE, Glm4MoE)
-}
+ALL = (
+    *(Llama, Mistral, Qwen2, Qwen3, Phi3, Olmo2, Gemma3, Mixtral, Qwen2MoE, Qwen3MoE, Glm4MoE),
+    *(Qwen3Next, Qwen35Text, Qwen35MoEText, Qwen35, Qwen35MoE),
+)
+FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in ALL}
 
 REFUSED = {"deepseek_v3": "its latent attention needs a cache and projections of their own, which are not built"}
 
