@@ -402,7 +402,7 @@ class Decoder:
         self.model, self.topology = model, model.topology
         self.mixers = [model.family.token_mixer(index) for index in model.layer_numbers()]
         self.layers = [layer for chunk in model.chunks for layer in chunk.decoder.layers]
-        self.dtype = next(iter(model.chunks[0].parameters())).dtype
+        self.dtype = model.chunks[0].config.params_dtype
         self.token_multiple = self.topology.tensor.size if self.topology.sequence_parallel else 1
         self.in_lockstep = self.topology.expert.size > 1
         self.routers = routers_of(model) if record_experts else []

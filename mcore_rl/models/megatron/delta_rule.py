@@ -118,8 +118,6 @@ def _schedule(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[tupl
     by_step: list[list[tuple[int, int]]] = []
     earlier: list[tuple[int, tuple[int, int] | None]] = []  # of each segment: its first step, the chunk it continues
     for segment, parent in enumerate(parents):
-        while parent >= 0 and not counts[parent]:
-            parent = parents[parent]
         first = earlier[parent][0] + counts[parent] if parent >= 0 else 0
         earlier.append((first, (parent, counts[parent] - 1) if parent >= 0 else None))
         by_step += [[] for _ in range(first + counts[segment] - len(by_step))]

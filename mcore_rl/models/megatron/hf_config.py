@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
     except Exception as error:  # its validators raise various exception classes
         raise UserError(f"model.path: {path}/config.json cannot be read: {' '.join(str(error).split())}") from None
     if head == "reward":
+        architectures = config.architectures or ["ForCausalLM"]
         config.architectures = [
-            name.replace("ForCausalLM", REWARD_ARCHITECTURE) for name in config.architectures or ["ForCausalLM"]
+            re.sub("ForCausalLM|ForConditionalGeneration", REWARD_ARCHITECTURE, name) for name in architectures
         ]
         config.num_labels, config.tie_word_embeddings = 1, False
     elif has_reward_head(config):
