@@ -17,7 +17,10 @@ from mcore_rl.errors import WorkerError
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
-FAMILIES = and_long(("llama", "glm4_moe"), ("qwen2", "qwen3", "phi3", "olmo2", "gemma3", "mixtral", "qwen2_moe"))
+FAMILIES = and_long(
+    ("llama", "glm4_moe", "qwen3_5"),
+    ("qwen2", "qwen3", "phi3", "olmo2", "gemma3", "mixtral", "qwen2_moe", "qwen3_next", "qwen3_5_moe"),
+)
 LAYOUTS = and_long(
     [("mixtral", ParallelLayout(dp=2, ep=2))],
     [
@@ -29,6 +32,8 @@ LAYOUTS = and_long(
         ("qwen2_moe", ParallelLayout(tp=2, sp=True)),
         ("glm4_moe", ParallelLayout(pp=2)),
         ("phi3", ParallelLayout(tp=2)),
+        ("qwen3_5", ParallelLayout(tp=2, sp=True)),
+        ("qwen3_next", ParallelLayout(pp=2)),
     ],
 )
 

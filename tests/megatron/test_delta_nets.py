@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from layout_cases import make_config, make_data, plain_logprobs
+from layout_cases import make_config, make_data, plain_logprobs, run_steps
 from safetensors.torch import load_file, save_file
 from small_models import DELTA_NET_EXPERTS, DELTA_NETS, SMALL, and_long, make_tokenizer
 from small_models import make_config as make_hf_config
@@ -14,7 +14,7 @@ from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.distributed.packs import PackLayout, PrefixLayout, PrefixTree
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, delta_rule, delta_step, plan_of
-from mcore_rl.testing.layout_check import ParallelLayout
+from mcore_rl.testing.layout_check import ParallelLayout, compute_layout_result
 from mcore_rl.testing.processes import run_processes
 
 WIDTH = 4
@@ -136,6 +136,57 @@ def test_what_the_families_do_not_compute():
         check_model_fits(make_hf_config("qwen3_5", attn_output_gate=False), ParallelConfig(), 64)
     with pytest.raises(UserError, match=r"10 value heads .* multiple of the key heads"):
         check_model_fits(make_hf_config("qwen3_5", linear_num_value_heads=10), ParallelConfig(), 64)
+
+
+def weights_after(config, directory, load, steps):
+    _, weights, saved = run_steps(config, directory, load, steps)
+    return weights, saved
+
+
+@pytest.mark.parametrize(
+    ("family", "first", "second"),
+    and_long(
+        [("qwen3_5", ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2))],
+        [
+            ("qwen3_next", ParallelLayout(tp=2, sp=True, ep=2, etp=1), ParallelLayout()),
+            ("qwen3_5", ParallelLayout(), ParallelLayout(tp=2, cp=2, sp=True)),
+        ],
+    ),
+    ids=str,
+)
+def test_a_checkpoint_loads_under_another_layout(family, first, second, model_of, tmp_path):
+    """Bit for bit. Later steps would differ as much as those of the layouts themselves do."""
+    config, load = make_config(model_of(family)), None
+    weights = []
+    for layout, steps in ((first, 2), (second, 0)):
+        arguments = layout.apply(config), tmp_path, load, steps
+        found, load = run_processes(weights_after, *arguments, world_size=layout.world_size)[0]
+        weights.append(found)
+    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
+
+
+@pytest.mark.parametrize("family", and_long(["qwen3_5"], ["qwen3_next"]))
+def test_recomputed_layers_have_the_same_gradients(family, model_of):
+    config = make_config(model_of(family))
+    recomputed = config.model_copy(update={"model": config.model.model_copy(update={"recompute_activations": True})})
+    one, again = (
+        run_processes(compute_layout_result, c, make_data(), 1, world_size=1)[0] for c in (config, recomputed)
+    )
+    assert one.metrics["loss"] == again.metrics["loss"]
+    assert all(torch.equal(again.gradients[name], gradient) for name, gradient in one.gradients.items())
+
+
+@pytest.mark.parametrize("layout", and_long([ParallelLayout(tp=2, sp=True)], [ParallelLayout(cp=2)]), ids=str)
+def test_training_in_bf16_stays_near_fp32(layout, model_of):
+    """Log-probabilities, and the loss of three steps; gradients of so small a model are noise in bf16."""
+    config = make_config(model_of("qwen3_5"))
+    half = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    exact, rough = (
+        run_processes(compute_layout_result, each.apply(c), make_data(), 3, world_size=each.world_size)[0]
+        for each, c in ((ParallelLayout(), config), (layout, half))
+    )
+    assert (rough.scores - exact.scores).norm() <= 0.05 * exact.scores.norm()
+    assert rough.metrics["loss"] == pytest.approx(exact.metrics["loss"], rel=0.1)
 
 
 # ------------------------------------------------------------------ published directories
