@@ -57,6 +57,7 @@ def verify(arguments, config, layouts):
 
     initialize_platform()
     from mcore_rl.data.tokenize import load_tokenizer
+    from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
     from mcore_rl.testing.layout_check import (
         TABLE_HEADER,
@@ -80,7 +81,8 @@ def verify(arguments, config, layouts):
         config = config.model_copy(update={"model": model})
         print(f"{data.size} sequences of {', '.join(config.data.train_sources)}, relative differences from one process")
         try:
-            own = own_split(config, load_hf_config(small, model.trust_remote_code, model.head).num_hidden_layers)
+            family = family_of(load_hf_config(small, model.trust_remote_code, model.head))
+            own = own_split(config, family.num_layers)
             if own and own.world_size > arguments.max_processes:
                 raise UserError(f"needs {own.world_size} processes, more than --max-processes")
             layouts += [own] if own else []

@@ -28,7 +28,7 @@ def train_distill(config: DistillationConfig) -> Path | None:
     config = platform.resolve(config)
     inputs = claim_output_dir(config, load_inputs(config))
     student = MegatronPolicy(config, config.total_steps(len(inputs.train)))
-    teacher = TeacherModel(teacher_config(config), inputs.hf_config.vocab_size)
+    teacher = TeacherModel(teacher_config(config), student.model.vocab_size)
     rank_zero_printer(student.is_writer)(f"teacher: {teacher.describe()}")
     if config.distillation.on_policy:
         params = SamplingParams(

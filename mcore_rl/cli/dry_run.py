@@ -14,6 +14,7 @@ from mcore_rl.data.batching import microbatch_planner
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.token_store import TokenSequence
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.families import family_of
 from mcore_rl.run.identity import model_directories
 from mcore_rl.run.setup import check_output_dir, load_inputs
 from mcore_rl.simulation.search import chosen_ranks, simulate
@@ -53,7 +54,7 @@ def describe_run(config: TrainingConfig, inputs: Any, steps: int, world_size: in
         inputs: the run's `RunInputs`.
         steps: number of steps of the whole run.
     """
-    yield from layout_picture(config.parallel, world_size, inputs.hf_config.num_hidden_layers)
+    yield from layout_picture(config.parallel, world_size, family_of(inputs.hf_config).num_layers)
     dataset = inputs.train
     yield dataset.describe("train", config.data.max_sequence_length)
     sequences, of_records = first_batch(config, dataset)

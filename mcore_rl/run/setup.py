@@ -26,6 +26,7 @@ from mcore_rl.data.token_cache import TokenCache, default_directory
 from mcore_rl.data.tokenize import TokenizerSpec, load_tokenizer
 from mcore_rl.distributed.collectives import broadcast_object, gather_objects_on_rank_zero
 from mcore_rl.errors import ContractError, UserError
+from mcore_rl.models.megatron.families import family_of
 from mcore_rl.models.megatron.families.base import REWARD_HEAD
 from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
 from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
@@ -99,8 +100,9 @@ def check_positions(hf_config: Any, max_sequence_length: int) -> None:
     Raises:
         UserError: the sequences are too long; the message names the key.
     """
-    own = getattr(hf_config, "max_position_embeddings", None) or math.inf
-    rope = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    text = family_of(hf_config).hf
+    own = getattr(text, "max_position_embeddings", None) or math.inf
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     positions = max(own, (rope.get("factor") or 1.0) * (rope.get("original_max_position_embeddings") or own))
     if max_sequence_length > positions:
         raise UserError(
@@ -110,7 +112,8 @@ def check_positions(hf_config: Any, max_sequence_length: int) -> None:
 
 
 def _check_teacher(config: DistillationConfig, found: Mapping[str, Any]) -> None:
-    topk, rows, own = config.distillation.topk, found[TEACHER].vocab_size, found[POLICY].vocab_size
+    topk = config.distillation.topk
+    rows, own = (family_of(found[key]).vocab_size for key in (TEACHER, POLICY))
     if topk is not None and rows > own:
         raise UserError(
             f"{TEACHER}: {config.distillation.teacher} has an LM head of {rows} rows, the student one of {own}, so "
@@ -129,7 +132,7 @@ def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer
     Raises:
         UserError: a token id exceeds a model's embeddings, or a model's vocabulary differs from the policy's.
     """
-    size = found[POLICY].vocab_size
+    size = family_of(found[POLICY]).vocab_size
     if len(tokenizer) > size:
         raise UserError(f"{POLICY}: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {size}")
     for key, other in second_model_configs(config).items():
@@ -138,10 +141,8 @@ def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer
             own = load_tokenizer(model.path, model.trust_remote_code)
         if key != JUDGE:
             _check_vocabulary(f"{key}: {model.path}", own.get_vocab(), tokenizer.get_vocab())
-            if len(own) > found[key].vocab_size:
-                raise UserError(
-                    f"{key}: {model.path} has {found[key].vocab_size} rows of embeddings for {len(own)} tokens"
-                )
+            if len(own) > (rows := family_of(found[key]).vocab_size):
+                raise UserError(f"{key}: {model.path} has {rows} rows of embeddings for {len(own)} tokens")
         elif isinstance(config, RLConfig) and config.environment.format == "chat" and not own.chat_template:
             raise UserError(
                 f"{key}: the tokenizer of {model.path} has no chat template; set environment.format=text if the model "

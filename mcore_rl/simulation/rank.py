@@ -64,7 +64,7 @@ class Models:
             if key == CRITIC:
                 beside[key] = MegatronPolicy(other, 2)
             elif key == TEACHER:
-                beside[key] = TeacherModel(other, policy.hf_config.vocab_size)
+                beside[key] = TeacherModel(other, policy.model.vocab_size)
             else:
                 beside[key] = ScoringModel(other, rows_per_unit=other.rows_per_unit)
         return cls(policy, beside)

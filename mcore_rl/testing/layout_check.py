@@ -82,6 +82,7 @@ def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: T
 
 def invented_teacher(config: DistillationConfig) -> TeacherModel | None:
     """Return a teacher for losses over whole distributions: the policy's initial weights times 1.25."""
+    from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.megatron.hf_config import load_hf_config
     from mcore_rl.models.policy.scoring import TeacherModel
 
@@ -90,8 +91,8 @@ def invented_teacher(config: DistillationConfig) -> TeacherModel | None:
     model = ModelConfig(
         path=config.model.path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code
     )
-    hf = load_hf_config(model.path, model.trust_remote_code)
-    teacher = TeacherModel(config.model_copy(update={"model": model}), hf.vocab_size)
+    family = family_of(load_hf_config(model.path, model.trust_remote_code))
+    teacher = TeacherModel(config.model_copy(update={"model": model}), family.vocab_size)
     with torch.no_grad():
         for weight in teacher.parameters():
             weight.mul_(1.25)
@@ -205,11 +206,12 @@ def shrink_model(source: ModelConfig, destination: Path, layouts: Iterable[Paral
     from mcore_rl.utils.model_directory import companions
 
     config = load_hf_config(source.path, source.trust_remote_code, source.head)
+    family = family_of(config)
     tp, pp, ep, vpp = (max(getattr(layout, name) for layout in layouts) for name in ("tp", "pp", "ep", "vpp"))
-    family_of(config).shrink(2 * pp * vpp, tp, ep)
+    family.shrink(2 * pp * vpp, tp, ep)
     torch.manual_seed(0)
     model_class = AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM
-    model = model_class.from_config(config, dtype=torch.float32)
+    model = model_class.from_config(family.hf, dtype=torch.float32)  # without other parts
     with torch.no_grad():
         biases = (buffer for name, buffer in model.named_buffers() if name.endswith("bias"))
         for parameter in (*model.parameters(), *biases):  # move norms and biases away from 1 and 0

@@ -146,7 +146,13 @@ NOT_ARCHITECTURE = {
 def architecture_of(hf_config: Any) -> dict[str, Any]:
     """Return the fields of a transformers configuration that decide a model's tensors and computations."""
     values: dict[str, Any] = json.loads(json.dumps(hf_config.to_dict(), default=str))
-    return {key: value for key, value in values.items() if key not in NOT_ARCHITECTURE}
+    return _architecture_in(values)
+
+
+def _architecture_in(values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out other fields, also those of parts such as `text_config`."""
+    kept = ((key, value) for key, value in values.items() if key not in NOT_ARCHITECTURE)
+    return {key: _architecture_in(value) if isinstance(value, dict) else value for key, value in kept}
 
 
 def architecture_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -212,6 +218,7 @@ COMPANION_PATTERNS = (
     "merges.txt",
     "chat_template*",
     "generation_config.json",
+    "*processor_config.json",
 )
 
 

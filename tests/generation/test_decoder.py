@@ -94,7 +94,7 @@ def tokens_held(config, prompts, limits, slots):
     use_small_blocks()
     caches, held, needed = [], [], []
 
-    class Watched(continuous_batching.KeyValueCache):
+    class Watched(continuous_batching.SequenceCache):
         def step(self, tokens, positions):
             if self not in caches:
                 caches.append(self)
@@ -104,7 +104,7 @@ def tokens_held(config, prompts, limits, slots):
             needed.append(sum(self.lengths))
             return super().step(tokens, positions)
 
-    continuous_batching.KeyValueCache = Watched
+    continuous_batching.SequenceCache = Watched
     generate(config, SamplingParams(NEW_TOKENS, seed=1), slots=slots, prompts=prompts, limits=limits)
     return max(held), max(needed), [sum(cache.blocks.users) for cache in caches]
 

@@ -17,7 +17,7 @@ from mcore_rl.errors import WorkerError
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
-QUICK = ("llama", "gpt_oss")
+QUICK = ("llama", "gpt_oss", "qwen3_5")
 FAMILIES = and_long(QUICK, [family for family in ARCHITECTURES if family not in QUICK])
 LAYOUTS = and_long(
     [("mixtral", ParallelLayout(dp=2, ep=2))],
@@ -35,6 +35,8 @@ LAYOUTS = and_long(
         ("deepseek_v3", ParallelLayout(tp=2, sp=True)),
         ("ernie4_5_moe", ParallelLayout(dp=2, ep=2)),
         ("glm4", ParallelLayout(tp=2)),
+        ("qwen3_5", ParallelLayout(tp=2, sp=True)),
+        ("qwen3_next", ParallelLayout(pp=2)),
     ],
 )
 

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_models import ARCHITECTURES, FAMILIES, make_config, make_model
+from small_models import ARCHITECTURES, FAMILIES, WITH_DELTA_NETS, make_config, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.config import ModelConfig, ParallelConfig
@@ -74,8 +74,10 @@ def check_family(family, sizes, model_of, tmp_path):
     with torch.no_grad():
         for row, length, ours in zip(token_rows(), LENGTHS, logits, strict=True):
             expected = model(row[None, :length]).logits[0]
-            assert (ours - expected).norm() <= LIMITS.get(family, 2e-6) * expected.norm()
-            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * expected.abs().max())
+            # A delta net's state sums rounding: other sizes of chunks in transformers itself differ by 1e-5.
+            tolerance = 2e-5 if family in WITH_DELTA_NETS else LIMITS.get(family, 2e-6)
+            assert (ours - expected).norm() <= tolerance * expected.norm()
+            torch.testing.assert_close(ours, expected, rtol=0, atol=5 * tolerance * expected.abs().max())
     check_export(path, tmp_path / "hf", model)
 
 
@@ -113,7 +115,7 @@ EXPERT_SIZES = {
         "expert_tensor_parallel_size": 1,
     },
 }
-IN_ALL_SIZES = ("llama", "qwen2", "qwen3", "gemma3")
+IN_ALL_SIZES = ("llama", "qwen2", "qwen3", "gemma3", "qwen3_5")
 CASES = [
     pytest.param(
         family,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 250  # not a multiple of anything: the vocabulary is padded, and cut again at export
 
@@ -50,6 +50,23 @@ LATENT = {
     "n_group": 4,
     "topk_group": 3,
     "routed_scaling_factor": 1.7,
+}
+DELTA_NETS = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12,
+}
+DELTA_NET_EXPERTS = {
+    **DELTA_NETS,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
 }
 FAMILIES = {
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -277,7 +294,14 @@ FAMILIES = {
             "moe_layer_interval": 2,
         },
     ),
+    "qwen3_next": ("qwen3_next", {**DELTA_NET_EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen3_5": ("qwen3_5_text", DELTA_NETS),
+    "qwen3_5_moe": ("qwen3_5_moe_text", DELTA_NET_EXPERTS),
 }
+FAMILIES = {
+    name: family for name, family in FAMILIES.items() if family[0] in CONFIG_MAPPING
+}  # transformers 4 lacks some
+WITH_DELTA_NETS = [name for name in FAMILIES if name.startswith(("qwen3_next", "qwen3_5"))]
 ARCHITECTURES = [family for family in FAMILIES if family != "deep"]
 
 

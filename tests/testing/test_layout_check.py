@@ -6,7 +6,7 @@ import pytest
 import torch
 from layout_cases import STEPS, make_config, make_data
 from layout_cases import outcomes as outcomes
-from small_models import ARCHITECTURES, FAMILIES, and_long, make_model
+from small_models import ARCHITECTURES, FAMILIES, WITH_DELTA_NETS, and_long, make_model
 
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
@@ -83,6 +83,8 @@ EXPERT_LAYOUTS = and_long(
         ("gpt_oss", ParallelLayout(pp=2, packing=False)),
         ("minimax_m2", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
         ("ernie4_5_moe", ParallelLayout(cp=2, ep=2)),
+        ("qwen3_next", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
+        ("qwen3_5_moe", ParallelLayout(cp=2, ep=2)),
     ],
 )
 MANY_WITH_EXPERTS = [
@@ -99,6 +101,11 @@ MORE_WITH_EXPERTS = [
 ]
 
 
+def tolerances(family):
+    """A delta net's state sums rounding: the gradients of transformers' own chunk sizes differ by 4e-4."""
+    return {"gradients": 5e-4} if family in WITH_DELTA_NETS else {}
+
+
 @pytest.mark.parametrize(
     "family",
     and_long(
@@ -109,7 +116,7 @@ MORE_WITH_EXPERTS = [
 def test_one_process_equals_plain_pytorch(family, outcomes):
     plain, one = outcomes(family)
     difference = compare(one, plain)
-    assert difference.within(), table_row(ParallelLayout(), difference)
+    assert difference.within(**tolerances(family)), table_row(ParallelLayout(), difference)
 
 
 def check_layout(family, layout, outcomes, model_of):
@@ -119,7 +126,7 @@ def check_layout(family, layout, outcomes, model_of):
     for reference in (one, plain):
         difference = compare(outcome, reference)
         print(table_row(layout, difference))
-        assert difference.within(), table_row(layout, difference)
+        assert difference.within(**tolerances(family)), table_row(layout, difference)
 
 
 @pytest.mark.parametrize("layout", FAST, ids=str)
@@ -141,11 +148,17 @@ OTHERS = and_long(
         ("ministral3", ParallelLayout(cp=2, packing=False)),
         ("smollm3", ParallelLayout(tp=2, pp=2, sp=True)),
         ("seed_oss", ParallelLayout(tp=2, sp=True)),
+        ("qwen3_5", ParallelLayout(tp=2, cp=2, sp=True)),
+        ("qwen3_5", ParallelLayout(pp=2, tokens_per_pack=128)),
     ],
     [
         ("qwen2", ParallelLayout(pp=2)),
         ("qwen3", ParallelLayout(tp=2, sp=True)),
         ("gemma3", ParallelLayout(cp=2, tokens_per_pack=128)),
+        ("qwen3_5", ParallelLayout(tp=4)),  # more ranks than key-value heads
+        ("qwen3_5", ParallelLayout(tp=2)),
+        ("qwen3_5", ParallelLayout(cp=4)),
+        ("qwen3_5", ParallelLayout(packing=False)),
     ],
 )
 
@@ -329,8 +342,8 @@ def test_shrink_model_makes_complete_model_for_layouts(family, model_of, tmp_pat
     assert hf.num_hidden_layers == 8
     small = config.model_copy(update={"model": config.model.model_copy(update={"path": tmp_path / "small"})})
     fits, refused = fitting(layouts, small)
-    has_experts = "num_experts_per_tok" in FAMILIES[family][1]
-    not_allowed = ParallelLayout(tp=4) if has_experts else ParallelLayout(dp=2, ep=2)
+    is_mixture = "num_experts_per_tok" in FAMILIES[family][1]
+    not_allowed = ParallelLayout(tp=4) if is_mixture else ParallelLayout(dp=2, ep=2)
     assert [layout for layout, _ in refused] == [not_allowed]
     assert fits == [layout for layout in layouts if layout != not_allowed]
 

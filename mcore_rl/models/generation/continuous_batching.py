@@ -17,7 +17,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from mcore_rl import platform
-from mcore_rl.models.generation.decoder import BLOCK_SIZE, Decoder, KeyValueCache, blocks_for
+from mcore_rl.models.generation.decoder import BLOCK_SIZE, Decoder, SequenceCache, blocks_for
 from mcore_rl.models.generation.interfaces import Response
 from mcore_rl.models.generation.sampling import SamplingParams, random_states, sample, uniforms
 
@@ -54,6 +54,8 @@ class RunningSequence:
     """Tokens of the response up to its stop token or string; None until the host has detected it."""
     blocks: list[int] = field(default_factory=list)
     """Blocks of the cache."""
+    slot: int = -1
+    """Slot of the cache."""
     prompt_state: Tensor = field(init=False)
     """[hidden] state of the prompt's last token, on the last stage."""
     prompt_experts: list[Tensor] = field(default_factory=list)
@@ -132,7 +134,7 @@ class ContinuousBatch:
         self.decoder, self.params, self.stop_strings = decoder, params, stop_strings
         self.rows, self.prefill_tokens, self.lag = rows, prefill_tokens, lag
         self.all, self.queue, self.going = list(sequences), deque(sequences), list[RunningSequence]()
-        self.cache = KeyValueCache(decoder)
+        self.cache = SequenceCache(decoder)
         # For each running sequence: its last token, the token's position, and the state of its random numbers.
         self.state = torch.zeros(3, 0, dtype=torch.long, device=platform.device())
         self.stop_token_ids = platform.to_device(params.stop_token_ids)
@@ -171,7 +173,7 @@ class ContinuousBatch:
         for s in self.going:
             needed = min(len(s) + LOOK_AHEAD, len(s.prompt) + s.limit - 1)
             s.blocks += self.cache.blocks.take(max(0, blocks_for(needed) - len(s.blocks)))
-        self.cache.arrange([s.blocks for s in self.going], [len(s) for s in self.going])
+        self.cache.arrange(*zip(*((s.blocks, s.slot, len(s)) for s in self.going), strict=True))
         self.steps_ahead = min(len(s.blocks) * BLOCK_SIZE - len(s) for s in self.going) + 1
 
     def _draw(
@@ -236,7 +238,8 @@ class ContinuousBatch:
     def _begin(self) -> list[RunningSequence]:
         """Return the next sequences of the queue with their prompts cached; equal prompts are computed only once."""
         new, fresh, others = list[RunningSequence](), list[RunningSequence](), list[tuple[RunningSequence, ...]]()
-        having, tokens = {s.prompt: s for s in self.going}, 0
+        # The recurrent state of a running sequence is no longer that of its prompt.
+        having, tokens = {} if self.decoder.has_states else {s.prompt: s for s in self.going}, 0
         while self.queue and len(self.going) + len(new) < self.rows:
             s = self.queue[0]
             if s.prompt in having:
@@ -256,7 +259,8 @@ class ContinuousBatch:
     def _prefill(self, fresh: Sequence[RunningSequence]) -> None:
         for s in fresh:
             s.blocks = self.cache.blocks.take(blocks_for(len(s.prompt)))
-        states = self.cache.prefill([s.prompt for s in fresh], [s.blocks for s in fresh])
+            (s.slot,) = self.cache.slots.take(1)
+        states = self.cache.prefill([s.prompt for s in fresh], [s.blocks for s in fresh], [s.slot for s in fresh])
         for s, state in zip(fresh, states, strict=True):
             s.prompt_state = state
         if self.decoder.routers:
@@ -265,22 +269,26 @@ class ContinuousBatch:
                 s.prompt_experts = [experts]
 
     def _share(self, pairs: Sequence[tuple[RunningSequence, ...]]) -> None:
-        """Share the full blocks of a cached prompt with another sequence; copy the block that both will write to."""
+        """Share the full blocks of a cached prompt with another sequence; copy what both will write to."""
         copied = list[tuple[int, int]]()
         for source, s in pairs:
             full, rest = divmod(len(s.prompt), BLOCK_SIZE)
             s.blocks = self.cache.blocks.share(source.blocks[:full]) + self.cache.blocks.take(min(rest, 1))
+            (s.slot,) = self.cache.slots.take(1)
             s.prompt_state, s.prompt_experts = source.prompt_state, source.prompt_experts
             if rest:
                 copied.append((source.blocks[full], s.blocks[full]))
         if copied:
-            self.cache.copy([source for source, _ in copied], [own for _, own in copied])
+            self.cache.copy_blocks([source for source, _ in copied], [own for _, own in copied])
+        if pairs and self.decoder.has_states:
+            self.cache.copy_slots([source.slot for source, _ in pairs], [s.slot for _, s in pairs])
 
     def _arrange(self, sequences: Sequence[RunningSequence], state: Tensor) -> None:
         """Continue the unfinished sequences, longest first; release the blocks of the others."""
         for s in sequences:
             if s.is_over:
                 self.cache.blocks.give_back(s.blocks)
+                self.cache.slots.give_back([s.slot])
         order = [i for i, s in enumerate(sequences) if not s.is_over]
         order.sort(key=lambda i: -len(sequences[i]))
         in_order = order == list(range(len(sequences)))

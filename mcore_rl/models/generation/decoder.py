@@ -1,12 +1,14 @@
-"""The decoder: the training model's modules, with a core attention that reads a key-value cache.
+"""The decoder: the training model's modules, with a core attention that reads a cache.
 
-The cache consists of blocks that sequences allocate as they grow (arXiv:2309.06180). The host keeps the block tables
-and all lengths, so nothing here waits for the device.
+Keys and values are in blocks that sequences allocate as they grow (arXiv:2309.06180). Layers with a recurrent state
+have a slot for each sequence. The host keeps the block tables, slots and all lengths, so nothing here waits for the
+device.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,8 +31,10 @@ from mcore_rl.models.megatron.attention import (
     with_sink_key,
 )
 from mcore_rl.models.megatron.build import ModelShard
+from mcore_rl.models.megatron.delta_net import DeltaNetLayer, GatedDeltaNet, rule_inputs
+from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, delta_rule, delta_step, exact, plan_of
 from mcore_rl.models.megatron.layers import GenerationFastPath, linear
-from mcore_rl.models.megatron.mixers import TokenMixer
+from mcore_rl.models.megatron.mixers import KeyValueMixer
 from mcore_rl.models.megatron.moe import routers_of
 from mcore_rl.models.megatron.weight_mapping import Shape
 
@@ -46,7 +50,10 @@ def blocks_for(num_tokens: int) -> int:
 
 
 class Blocks:
-    """Allocation of block numbers: the free blocks, and the number of sequences that use each other block."""
+    """Allocation of block numbers: the free blocks, and the number of sequences that use each other block.
+
+    Slots of recurrent states are allocated in the same way.
+    """
 
     def __init__(self) -> None:
         self.users: list[int] = []
@@ -92,33 +99,118 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Prompts:
-    """Prompts that run as one pack: the keys that their queries see, and the place of each token among all blocks."""
+    """Prompts that run as one pack: the keys that their queries see, the place of each token among all blocks, and each
+    prompt's slot."""
 
     visible: AttentionPattern
+    places: Tensor
     slots: Tensor
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step of the running sequences: their parts, the place of each last token, and the keys seen by window."""
+    """A step of the running sequences: their parts, the place of each last token, the keys seen by window, and the
+    sequences' slots."""
 
     parts: Sequence[_Part]
-    slots: Tensor
+    places: Tensor
     seen: dict[int | None, Tensor]
+    slots: Tensor
 
 
-class LayerCache:
-    """Keys and values of one layer on this rank.
+class LayerCache(ABC):
+    """What one layer keeps of the sequences on this rank.
+
+    Its methods get the tensors [T, …] that the layer's core attention gets in training, and return its output [T, …].
+    """
+
+    @abstractmethod
+    def prefill(self, prompts: _Prompts, *inputs: Tensor) -> Tensor:
+        """Run whole prompts and store what later tokens need of them."""
+
+    @abstractmethod
+    def step(self, step: _Step, *inputs: Tensor) -> Tensor:
+        """Run the last token of each sequence."""
+
+
+def _grown(storage: Tensor, count: int) -> Tensor:
+    """Return the storage with room for `count` entries, zeros at the end."""
+    if len(storage) >= count:
+        return storage
+    # Zeros are needed because values after a sequence's end have weight 0, and 0 · NaN is NaN.
+    grown = storage.new_zeros(count, *storage.shape[1:])
+    grown[: len(storage)] = storage
+    return grown
+
+
+class StateLayerCache(LayerCache):
+    """The states of a gated delta net: of the convolution and of the rule.
+
+    convolution: [slots, width − 1, heads, convolved], the last inputs of the convolution.
+    states: [slots, heads, repeats, key_dim, value_dim], at least fp32.
+    """
+
+    def __init__(self, layer: DeltaNetLayer, tensor_parallel: int, dtype: torch.dtype) -> None:
+        self.layer, self.net = layer, layer.net
+        net, heads = self.net, self.net.heads // tensor_parallel
+        inputs, state = (net.width - 1, heads, net.convolved_size), (heads, net.repeats, net.key_dim, net.value_dim)
+        self.convolution = torch.zeros(0, *inputs, dtype=dtype, device=platform.device())
+        self.states = torch.zeros(0, *state, dtype=exact(dtype), device=platform.device())
+
+    def grow(self, slots: int) -> None:
+        """Make room for this number of slots."""
+        self.convolution, self.states = _grown(self.convolution, slots), _grown(self.states, slots)
+
+    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copy slots to other slots."""
+        for storage in (self.convolution, self.states):
+            storage[destinations] = storage[sources]
+
+    def prefill(self, prompts: _Prompts, *inputs: Tensor) -> Tensor:
+        (rows,), weights = inputs, self.layer.weights()
+        plan, size = plan_of(prompts.visible.layout, self.net.width, rows.device), self.net.convolved_size
+        mixed, others = rows[..., :size], rows[..., size:]
+        # The places of the last width − 1 tokens of each prompt, the last one at the end; −1 before its first token.
+        kept = torch.stack([*reversed(plan.before[: self.net.width - 2, plan.last]), plan.last], dim=1)
+        there = (kept >= 0)[..., None, None]
+        self.convolution[prompts.slots] = torch.where(there, mixed[kept.clamp(min=0)], 0)
+        convolved = causal_conv(mixed, weights.convolution, plan.before)
+        out, states = delta_rule(*rule_inputs(self.net, convolved, others, weights), plan, with_states=True)
+        assert states is not None, "the rule was asked for them"
+        self.states[prompts.slots] = states
+        return out.flatten(1)
+
+    def step(self, step: _Step, *inputs: Tensor) -> Tensor:
+        (rows,), weights = inputs, self.layer.weights()
+        mixed, others = rows.split((self.net.convolved_size, 2 * self.net.repeats), dim=-1)
+        seen = torch.cat((self.convolution[step.slots], mixed[:, None]), dim=1)
+        self.convolution[step.slots] = seen[:, 1:]
+        convolved = convolve_last(seen, weights.convolution)
+        old = self.states[step.slots]
+        out, self.states[step.slots] = delta_step(*rule_inputs(self.net, convolved, others, weights), old)
+        return out.flatten(1)
+
+
+class KeyValueLayerCache(LayerCache):
+    """Keys and values of one layer.
 
     storage: [blocks, BLOCK_SIZE, 2, groups, head_dim].
+    gathered: workspaces for the blocks of a part, by the shape of a block; shared with other layers.
 
     Args:
         sinks: sinks [heads] of this rank's query heads, if the layer has them.
     """
 
-    def __init__(self, mixer: TokenMixer, tensor_parallel: int, dtype: torch.dtype, sinks: Tensor | None) -> None:
+    def __init__(
+        self,
+        mixer: KeyValueMixer,
+        tensor_parallel: int,
+        dtype: torch.dtype,
+        gathered: dict[Shape, Tensor],
+        sinks: Tensor | None,
+    ) -> None:
         # Several ranks share a key-value head, and divide its queries, if there are fewer heads than ranks.
-        self.mixer, self.groups = mixer, max(1, mixer.groups // tensor_parallel)
+        self.mixer, self.groups, self.gathered = mixer, max(1, mixer.groups // tensor_parallel), gathered
         self.sinks = sinks
         shape = (0, BLOCK_SIZE, 2, self.groups, mixer.head_dim)
         self.storage = torch.zeros(shape, dtype=dtype, device=platform.device())
@@ -129,35 +221,37 @@ class LayerCache:
         return math.prod(self.storage.shape[2:]) * self.storage.itemsize
 
     def grow(self, blocks: int) -> None:
-        """Grow the storage to this number of blocks."""
-        old = self.storage
-        # Zeros are needed because values after a sequence's end have weight 0, and 0 · NaN is NaN.
-        self.storage = old.new_zeros(blocks, *old.shape[1:])
-        self.storage[: len(old)] = old
+        """Make room for this number of blocks."""
+        self.storage = _grown(self.storage, blocks)
 
     def copy(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy blocks to other blocks."""
         self.storage[destinations] = self.storage[sources]
 
-    def prefill(self, prompts: _Prompts, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def prefill(self, prompts: _Prompts, *inputs: Tensor) -> Tensor:
         """Attend inside each prompt and store its keys and values: queries [T, heads, d] → [T, heads · d]."""
-        self._write(prompts.slots, key, value)
+        query, key, value = inputs
+        self._write(prompts.places, key, value)
         scale, window = self.mixer.scale, self.mixer.window
         return packed_attention(query, key, value, prompts.visible, scale, window, self.sinks).flatten(1)
 
-    def step(self, step: _Step, gathered: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend with the last token of each sequence: queries [n, heads, d] → [n, heads · d].
-
-        Args:
-            gathered: workspace for the blocks of a part.
-        """
-        self._write(step.slots, key, value)
+    def step(self, step: _Step, *inputs: Tensor) -> Tensor:
+        """Attend with the last token of each sequence: queries [n, heads, d] → [n, heads · d]."""
+        query, key, value = inputs
+        self._write(step.places, key, value)
         seen = step.seen[self.mixer.window]
-        outs = [self._attend(part, gathered[: part.table.numel()], query, seen) for part in step.parts]
+        outs = [self._attend(part, query, seen) for part in step.parts]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _attend(self, part: _Part, gathered: Tensor, query: Tensor, seen: Tensor) -> Tensor:
+    def make_workspace(self, blocks: int) -> None:
+        """Create the workspace for parts of up to this number of blocks."""
+        shape = self.storage.shape[1:]
+        if shape not in self.gathered or len(self.gathered[shape]) < blocks:
+            self.gathered[shape] = self.storage.new_empty(blocks, *shape)
+
+    def _attend(self, part: _Part, query: Tensor, seen: Tensor) -> Tensor:
         """Compute attention of one part: all sequences' queries [n, heads, d] → [count, heads · d]."""
+        gathered = self.gathered[self.storage.shape[1:]][: part.table.numel()]
         torch.index_select(self.storage, 0, part.table.flatten(), out=gathered)
         rows = gathered.unflatten(0, part.table.shape).flatten(1, 2)[:, : part.longest]
         keys, values = rows.transpose(1, 3).unbind(2)
@@ -176,51 +270,62 @@ class LayerCache:
         )
         return attended.flatten(1)
 
-    def _write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    def _write(self, places: Tensor, key: Tensor, value: Tensor) -> None:
         """Write keys and values [T, groups, d] to places [T] among the tokens of all blocks."""
-        self.storage.flatten(0, 1).index_copy_(0, slots, torch.stack((key, value), dim=1))
+        self.storage.flatten(0, 1).index_copy_(0, places, torch.stack((key, value), dim=1))
 
 
-class KeyValueCache:
-    """The cache of this rank's layers.
+class SequenceCache:
+    """The caches of this rank's layers.
 
-    A sequence has a list of blocks in the order of its tokens. It takes them from `blocks`, and gives them back.
+    A sequence has a list of blocks in the order of its tokens, and a slot. It takes them from `blocks` and `slots`, and
+    gives them back.
     """
 
     def __init__(self, decoder: Decoder) -> None:
-        self.decoder, self.blocks = decoder, Blocks()
-        tensor_parallel = decoder.topology.tensor.size
-        self.layers = [
-            LayerCache(mixer, tensor_parallel, decoder.dtype, sinks)
-            for mixer, sinks in zip(decoder.mixers, decoder.sinks, strict=True)
-        ]
-        self.gathered: dict[Shape, Tensor] = {}
+        self.decoder, self.blocks, self.slots = decoder, Blocks(), Blocks()
+        self.layers = decoder.layer_caches()
+        self.with_keys = [layer for layer in self.layers if isinstance(layer, KeyValueLayerCache)]
+        self.with_states = [layer for layer in self.layers if isinstance(layer, StateLayerCache)]
         self.table = torch.zeros(0, 0, dtype=torch.long, device=platform.device())
+        self.slots_of_rows = self.table[0:0]
         self.lengths: list[int] = []
 
-    def prefill(self, prompts: Sequence[Sequence[int]], held: Sequence[Sequence[int]]) -> Float[Tensor, "n hidden"]:
-        """Run whole prompts, packed, each into its blocks; return the final states of their last tokens."""
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], held: Sequence[Sequence[int]], slots: Sequence[int]
+    ) -> Float[Tensor, "n hidden"]:
+        """Run whole prompts, packed, each into its blocks and its slot; return the final states of their last
+        tokens."""
         self._fit()
         lengths = tuple(map(len, prompts))
         layout = PackLayout.pack(lengths)
         tokens = torch.tensor([token for prompt in prompts for token in prompt])
         of_token = [block for blocks, n in zip(held, lengths, strict=True) for block in _each_token(blocks, n)]
-        slots = torch.tensor(of_token) * BLOCK_SIZE + layout.position_ids % BLOCK_SIZE
+        places = torch.tensor(of_token) * BLOCK_SIZE + layout.position_ids % BLOCK_SIZE
         last = layout.cu_seqlens[1:].long() - 1
-        visible, inputs = visible_keys(layout, 0, tokens, layout.position_ids, slots, last)
-        tokens, positions, slots, last = inputs
-        packed = _Prompts(visible, slots)
+        visible, inputs = visible_keys(
+            layout, 0, tokens, layout.position_ids, places, last, torch.tensor(slots, dtype=torch.long)
+        )
+        tokens, positions, places, last, own = inputs
+        packed = _Prompts(visible, places, own)
         return self.decoder.forward(tokens, positions, lambda layer, *x: self.layers[layer].prefill(packed, *x))[last]
 
-    def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+    def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy blocks to other blocks."""
         self._fit()
         blocks = platform.to_device([sources, destinations])
-        for layer in self.layers:
+        for layer in self.with_keys:
             layer.copy(*blocks)
 
-    def arrange(self, held: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
-        """Set the sequences' blocks for the coming steps, and their lengths for the next step, longest first.
+    def copy_slots(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy slots to other slots."""
+        self._fit()
+        slots = platform.to_device([sources, destinations])
+        for layer in self.with_states:
+            layer.copy(*slots)
+
+    def arrange(self, held: Sequence[Sequence[int]], slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Set the sequences' blocks and slots for the coming steps, and their lengths for the next step, longest first.
 
         Until the next call all sequences grow by one token per step, for which their blocks must have room.
         """
@@ -228,22 +333,20 @@ class KeyValueCache:
         width = max(map(len, held))
         # Rows are padded with block 0, whose values are finite and masked.
         table = torch.tensor([[*blocks, *[0] * (width - len(blocks))] for blocks in held])
-        self.table, self.lengths = platform.to_device(table), list(lengths)
+        self.table, self.slots_of_rows = platform.sent_together(
+            (table, torch.tensor(slots, dtype=torch.long)), platform.device()
+        )
+        self.lengths = list(lengths)
 
     def step(self, tokens: Int64[Tensor, " n"], positions: Int64[Tensor, " n"]) -> Float[Tensor, "n hidden"]:
         """Run the last token of each arranged sequence; return the final states."""
         parts = self._parts()
-        slots = self.table.gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0] * BLOCK_SIZE + positions % BLOCK_SIZE
+        places = self.table.gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0] * BLOCK_SIZE + positions % BLOCK_SIZE
         behind = positions[:, None] - torch.arange(self.lengths[0], device=positions.device)
-        windows = {layer.mixer.window for layer in self.layers}
+        windows = {layer.mixer.window for layer in self.with_keys}
         seen = {w: (behind >= 0) & (behind < (w or self.lengths[0])) for w in windows}
-        step = _Step(parts, slots, seen)
-
-        def attend(layer: int, *inputs: Tensor) -> Tensor:
-            cache = self.layers[layer]
-            return cache.step(step, self.gathered[cache.storage.shape[1:]], *inputs)
-
-        x = self.decoder.forward(tokens, positions, attend)
+        step = _Step(parts, places, seen, self.slots_of_rows)
+        x = self.decoder.forward(tokens, positions, lambda layer, *x: self.layers[layer].step(step, *x))
         self.lengths = [length + 1 for length in self.lengths]
         return x
 
@@ -251,7 +354,7 @@ class KeyValueCache:
         """Divide the sequences into parts whose keys and values for a layer are small to gather. Padded to the longest
         sequence, skewed lengths would otherwise need more memory than the cache."""
         parts: list[_Part] = []
-        token_bytes = max((layer.token_bytes for layer in self.layers), default=1)
+        token_bytes = max((layer.token_bytes for layer in self.with_keys), default=1)
         first, limit = 0, CHUNK_BYTES[platform.device().type] // token_bytes
         while first < len(self.lengths):
             longest = self.lengths[first]
@@ -259,17 +362,16 @@ class KeyValueCache:
             parts.append(_Part(rows, longest, self.table[rows, : blocks_for(longest)].contiguous()))
             first = rows.stop
         largest = max(part.table.numel() for part in parts)
-        for layer in self.layers:
-            shape = layer.storage.shape[1:]
-            if shape not in self.gathered or len(self.gathered[shape]) < largest:
-                self.gathered[shape] = layer.storage.new_empty(largest, *shape)
+        for layer in self.with_keys:
+            layer.make_workspace(largest)
         return parts
 
     def _fit(self) -> None:
-        """Grow the layers to the number of blocks, one after the other to limit the memory of copies."""
-        for layer in self.layers:
-            if len(layer.storage) < len(self.blocks.users):
-                layer.grow(len(self.blocks.users))
+        """Grow the layers to the numbers of blocks and slots, one after the other to limit the memory of copies."""
+        for keys in self.with_keys:
+            keys.grow(len(self.blocks.users))
+        for states in self.with_states:
+            states.grow(len(self.slots.users))
 
 
 def _each_token(blocks: Sequence[int], length: int) -> list[int]:
@@ -277,8 +379,8 @@ def _each_token(blocks: Sequence[int], length: int) -> list[int]:
     return [block for block in blocks for _ in range(BLOCK_SIZE)][:length]
 
 
-# Token mixing of one layer: its number on this rank, and the inputs [T, …] of its core attention (queries, keys and
-# values) → [T, heads · d].
+# Token mixing of one layer: its number on this rank, and the inputs [T, …] of its core attention (such as queries, keys
+# and values) → [T, heads · d].
 Attend = Callable[..., Tensor]
 
 
@@ -294,6 +396,18 @@ class CachedAttention(torch.nn.Module):
         return self.decoder[0].attend(self.layer, query, key, value)
 
 
+class CachedDeltaRule(torch.nn.Module):
+    """Replacement of a gated delta net's convolution and rule during generation."""
+
+    def __init__(self, decoder: Decoder, layer: int) -> None:
+        super().__init__()
+        self.decoder, self.layer = [decoder], layer
+
+    def forward(self, rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Map queries, keys, values, rates and decays [T, heads, …] to [T, heads · values]."""
+        return self.decoder[0].attend(self.layer, rows)
+
+
 class Decoder:
     """This rank's chunks of the model, run on a few tokens per step.
 
@@ -306,14 +420,31 @@ class Decoder:
     """Experts of the last pass's tokens, [T, layers with experts on this rank, topk], if experts are recorded."""
 
     def __init__(self, model: ModelShard, record_experts: bool = False) -> None:
-        self.model, self.topology, family = model, model.topology, model.family
-        self.mixers = [family.token_mixer(index) for index in model.layer_numbers()]
+        self.model, self.topology = model, model.topology
+        self.mixers = [model.family.token_mixer(index) for index in model.layer_numbers()]
         self.layers = [layer for chunk in model.chunks for layer in chunk.decoder.layers]
-        self.sinks = [getattr(layer.self_attention.core_attention, "softmax_offset", None) for layer in self.layers]
-        self.dtype = next(iter(model.chunks[0].parameters())).dtype
+        self.dtype = model.chunks[0].config.params_dtype
         self.token_multiple = self.topology.tensor.size if self.topology.sequence_parallel else 1
         self.in_lockstep = self.topology.expert.size > 1
         self.routers = routers_of(model) if record_experts else []
+
+    def layer_caches(self) -> list[LayerCache]:
+        """Return an empty cache for each layer of this rank."""
+        size, gathered = self.topology.tensor.size, dict[Shape, Tensor]()
+        caches: list[LayerCache] = []
+        for mixer, layer in zip(self.mixers, self.layers, strict=True):
+            if isinstance(mixer, KeyValueMixer):
+                sinks = getattr(layer.self_attention.core_attention, "softmax_offset", None)
+                caches.append(KeyValueLayerCache(mixer, size, self.dtype, gathered, sinks))
+            else:
+                caches.append(StateLayerCache(layer.self_attention, size, self.dtype))
+        return caches
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer of the whole model has a recurrent state."""
+        family = self.model.family
+        return any(isinstance(family.token_mixer(layer), GatedDeltaNet) for layer in range(family.num_layers))
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -331,8 +462,9 @@ class Decoder:
         try:
             for module in faster:
                 module.in_generation = True
-            for index, attention in enumerate(attentions):
-                attention.core_attention = CachedAttention(self, index)
+            for index, (mixer, attention) in enumerate(zip(self.mixers, attentions, strict=True)):
+                cached = CachedAttention if isinstance(mixer, KeyValueMixer) else CachedDeltaRule
+                attention.core_attention = cached(self, index)
             yield
         finally:
             for module in faster:
@@ -350,7 +482,11 @@ class Decoder:
         """Run the model on no tokens for as long as another replica runs it."""
         nothing = torch.zeros(0, dtype=torch.long, device=platform.device())
         while self.in_lockstep and bool(self._running(0.0) > 0):
-            self._run(nothing, nothing, lambda layer, query, *_: query.flatten(1))
+            self._run(nothing, nothing, self._no_attention)
+
+    def _no_attention(self, layer: int, first: Tensor, *_: Tensor) -> Tensor:
+        """Return the output of a layer's core attention for no tokens."""
+        return first.new_zeros(0, self.mixers[layer].mixed_size // self.topology.tensor.size)
 
     def _running(self, this_one: float) -> Tensor:
         """Return [1], the number of replicas that run the model now; a running replica need not read it."""

@@ -656,7 +656,8 @@ class PackParams(PackedSeqParams):
 
 
 class PackSelfAttention(SelfAttention):
-    """Megatron's self-attention with options of single layers, for which Megatron asks its configuration.
+    """Megatron's self-attention with options of single layers, for which Megatron asks its configuration, and corrected
+    output gates.
 
     Args:
         output_bias: whether the output projection has a bias; Megatron's option also gives the MLP biases.
@@ -688,10 +689,23 @@ class PackSelfAttention(SelfAttention):
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Return queries, keys, values and, if there are any, the queries' gates.
+
+        If tensor-parallel ranks share a key-value head, each has a part of its queries. Megatron 0.16 divides the
+        queries, but not their gates.
+        """
         query, *others = super().get_query_key_value_tensors(*args, **kwargs)
+        if kwargs.get("output_gate"):
+            heads, gate = query.shape[2], others[-1]
+            first = self.pg_collection.tp.rank() * heads % gate.shape[2]
+            others[-1] = gate[:, :, first : first + heads]
         if self._scales is not None:
             query = query * self._scales[:, None, None, None].to(query.dtype)
         return query, *others
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Multiply outputs by their gates; Megatron's method is compiled for GPUs."""
+        return (x * torch.sigmoid(gate.float()).reshape(x.shape)).to(x.dtype)
 
 
 class PackedCausalAttention(MegatronModule):

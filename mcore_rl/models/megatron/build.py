@@ -103,13 +103,17 @@ def _layer_spec(config: TransformerConfig, family: Family, modules: LayerModules
     before = modules.norm if family.norms_before else IdentityOp
     is_sparse = isinstance(family, Mixture) and family.experts.sparse_layers[layer]
     mlp = ModuleSpec(module=MLP, submodules=_linears(family, modules))
-    keys = FUSED_NORM_KEYS if is_sparse else {**FUSED_NORM_KEYS, **FUSED_MLP_NORM_KEYS}
+    mixer = family.token_mixer(layer)
+    # Names of the norms in Megatron's checkpoints, whose own layers fuse them into the linear layers.
+    keys = {"input_layernorm.": f"self_attention.{mixer.input_linear}.layer_norm_"}
+    if not is_sparse:
+        keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return ModuleSpec(
         module=PackLayer,
         params={"rope": _rope_of(family, layer)},
         submodules=TransformerLayerSubmodules(
             input_layernorm=before,
-            self_attention=family.token_mixer(layer).spec(modules),
+            self_attention=mixer.spec(modules),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=before,
             mlp=_sparse_mlp(family, config, modules) if is_sparse else mlp,
@@ -117,11 +121,6 @@ def _layer_spec(config: TransformerConfig, family: Family, modules: LayerModules
             sharded_state_dict_keys_map=keys if family.norms_before else {},
         ),
     )
-
-
-# Names of the norms in Megatron's checkpoints, whose own layers fuse them into the linear layers.
-FUSED_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-FUSED_MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def _rope_of(family: Family, layer: int) -> slice | None:

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.families import family_of
 from mcore_rl.utils.files import digests_of, flush_directory, replace_listed, write_manifest
 from mcore_rl.utils.model_directory import INDEX_FILE, SINGLE_FILE, companions, read_index
 
@@ -52,8 +54,21 @@ def check_quantization(config: dict[str, Any] | None, path: Path) -> None:
         )
 
 
+@dataclass(frozen=True)
+class ExpertPart:
+    """The place of an expert's weight in a tensor of all experts of a layer: `rows` of the expert's rows."""
+
+    packed: str
+    expert: int
+    rows: slice
+
+
 class SafetensorsDirectory:
     """The tensors of a model directory, read by name and slice. Quantized tensors are decoded to bfloat16.
+
+    Some directories have one tensor for the weights of all experts of a layer: `experts.gate_up_proj` [experts,
+    2 · width, hidden] and `experts.down_proj` [experts, hidden, width], without biases. They are read under the names
+    of separate weights, such as `experts.0.gate_proj.weight`; `packed_like` writes them again as one tensor.
 
     Raises:
         UserError: there is no safetensors file, or the index names a file that is missing or outside the directory.
@@ -83,13 +98,35 @@ class SafetensorsDirectory:
                 raise UserError(f"{self.path}: {name} is named in {INDEX_FILE} but missing")
         return weight_map
 
+    @cached_property
+    def of_experts(self) -> dict[str, ExpertPart]:
+        """Place of each expert's weight in the tensors of all experts, by the weight's own name."""
+        parts: dict[str, ExpertPart] = {}
+        for name in sorted(self.file_of):
+            layer, _, projection = name.rpartition(".experts.")
+            up, down = f"{layer}.experts.gate_up_proj", f"{layer}.experts.down_proj"
+            if projection != "gate_up_proj" or down not in self.file_of or f"{up}_bias" in self.file_of:
+                continue
+            experts, rows, _ = self._slice(up).get_shape()
+            for expert in range(experts):
+                own = f"{layer}.experts.{expert}."
+                parts[f"{own}gate_proj.weight"] = ExpertPart(up, expert, slice(0, rows // 2))
+                parts[f"{own}up_proj.weight"] = ExpertPart(up, expert, slice(rows // 2, rows))
+                parts[f"{own}down_proj.weight"] = ExpertPart(down, expert, slice(0, self._slice(down).get_shape()[1]))
+        return parts
+
     def names(self) -> set[str]:
-        if not self.is_quantized:
-            return set(self.file_of)
-        names = {name.removesuffix(MXFP4_BLOCKS) for name in self.file_of}
+        packed = {part.packed for part in self.of_experts.values()}
+        names = {name.removesuffix(MXFP4_BLOCKS) for name in self.stored_names() - packed} | set(self.of_experts)
         return {name for name in names if not name.endswith((FP8_SCALE, MXFP4_SCALES))}
 
+    def stored_names(self) -> set[str]:
+        """Return the names of the tensors in the files."""
+        return set(self.file_of)
+
     def shape(self, name: str) -> list[int]:
+        if (part := self.of_experts.get(name)) is not None:
+            return [part.rows.stop - part.rows.start, *self._slice(part.packed).get_shape()[2:]]
         if name + MXFP4_BLOCKS in self.file_of:
             count, rows, groups, size = self._slice(name + MXFP4_BLOCKS).get_shape()
             return [count, groups * size * 2, rows]
@@ -98,12 +135,17 @@ class SafetensorsDirectory:
     def dtype(self, name: str) -> torch.dtype:
         if name + MXFP4_BLOCKS in self.file_of or name + FP8_SCALE in self.file_of:
             return torch.bfloat16
-        return self._slice(name)[:0].dtype
+        part = self.of_experts.get(name)
+        return self._slice(name if part is None else part.packed)[:0].dtype
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> Tensor:
         """Return `tensor[rows]`, or `tensor[rows, columns]`, without reading the rest."""
+        if (part := self.of_experts.get(name)) is not None:
+            start, stop, _ = rows.indices(part.rows.stop - part.rows.start)
+            own = slice(part.rows.start + start, part.rows.start + stop)
+            return self._slice(part.packed)[part.expert : part.expert + 1, own, columns or slice(None)][0]
         if name + MXFP4_BLOCKS in self.file_of:
-            blocks, scales = (self._slice(name + part)[rows] for part in (MXFP4_BLOCKS, MXFP4_SCALES))
+            blocks, scales = (self._slice(name + ending)[rows] for ending in (MXFP4_BLOCKS, MXFP4_SCALES))
             whole = decode_mxfp4(blocks, scales)
             return whole if columns is None else whole[:, columns]
         view = self._slice(name)
@@ -168,6 +210,23 @@ def in_precision(
         yield name, tensor.to(own)
 
 
+def packed_like(tensors: Iterable[tuple[str, Tensor]], source: SafetensorsDirectory) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors; experts' weights that are one tensor in `source` are put together, after the last of them."""
+    missing = Counter(part.packed for part in source.of_experts.values())
+    begun: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        part = source.of_experts.get(name)
+        if part is None:
+            yield name, tensor
+            continue
+        if part.packed not in begun:
+            begun[part.packed] = tensor.new_empty(source.shape(part.packed))
+        begun[part.packed][part.expert, part.rows] = tensor
+        missing[part.packed] -= 1
+        if not missing[part.packed]:
+            yield part.packed, begun.pop(part.packed)
+
+
 class ShardedWriter:
     """A writer of named tensors to numbered safetensors files of bounded size, with an index."""
 
@@ -213,7 +272,7 @@ class ShardedWriter:
 
     def _check(self) -> None:
         written = SafetensorsDirectory(self.directory)
-        if written.names() != set(self.expected):
+        if written.stored_names() != set(self.expected):
             raise RuntimeError(f"{self.directory}: the export does not hold the names it should")
         for name, (shape, dtype) in self.expected.items():
             found = written.read(name)
@@ -234,7 +293,8 @@ def write_hf_directory(
 
     Every rank must call this function, because producing `tensors` is collective; only `is_writer` writes. The
     directory gets its final name only after it is complete and was read back. A manifest in it lists its files, so
-    that a later export replaces only these files. `chat_template` replaces the source's template.
+    that a later export replaces only these files. `chat_template` replaces the source's template. Tensors of the source
+    that are no part of the text model are copied.
 
     Raises:
         UserError: `destination` holds files that no export wrote.
@@ -248,14 +308,18 @@ def write_hf_directory(
         shutil.rmtree(leftover)
     temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=destination.parent))
     writer = ShardedWriter(temporary, max_shard_bytes)
-    for name, tensor in tensors:
+    earlier, family = SafetensorsDirectory(source), family_of(hf_config)
+    for name, tensor in packed_like(tensors, earlier):
         writer.add(name, tensor)
+    for name in sorted(filter(family.passes_on, earlier.stored_names())):
+        writer.add(name, earlier.read(name))
     writer.finish()
     numbers: Counter[torch.dtype] = Counter()
     for shape, of_tensor in writer.expected.values():
         numbers[of_tensor] += math.prod(shape)
     dtype = max(numbers, key=numbers.__getitem__)  # a few tensors may have another precision
-    config = type(hf_config).from_dict({**hf_config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
+    config = type(hf_config).from_dict(hf_config.to_dict())
+    config.dtype = family_of(config).hf.dtype = dtype
     config.architectures = hf_config.architectures
     config.save_pretrained(temporary)
     for file in companions(source):

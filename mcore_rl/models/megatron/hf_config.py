@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
         check_quantization(quantization, path)
         del config.quantization_config  # the weights are decoded, and exported in bfloat16
     if head == "reward":
+        architectures = config.architectures or ["ForCausalLM"]
         config.architectures = [
-            name.replace("ForCausalLM", REWARD_ARCHITECTURE) for name in config.architectures or ["ForCausalLM"]
+            re.sub("ForCausalLM|ForConditionalGeneration", REWARD_ARCHITECTURE, name) for name in architectures
         ]
         config.num_labels, config.tie_word_embeddings = 1, False
     elif has_reward_head(config):
@@ -74,6 +76,13 @@ def check_model_fits(
     for what, size in family.divisible_by_tensor_parallel().items():
         if size % tp:
             raise UserError(f"parallel.tensor_model_parallel_size={tp}: must divide the model's {what} ({size})")
+    both = tp * parallel.context_parallel_size
+    for what, size in family.divisible_by_tensor_and_context_parallel().items():
+        if size % both:
+            raise UserError(
+                f"parallel.context_parallel_size={parallel.context_parallel_size}: tensor x context = {both} must "
+                f"divide the model's {what} ({size})"
+            )
     if groups % tp and tp % groups:
         raise UserError(
             f"parallel.tensor_model_parallel_size={tp}: must divide, or be a multiple of, "

@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import PackParams
 from mcore_rl.models.megatron.layers import ReplicatedLinear
-from mcore_rl.models.megatron.mixers import LayerModules, TokenMixer
+from mcore_rl.models.megatron.mixers import KeyValueMixer, LayerModules
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
 from mcore_rl.models.megatron.weight_mapping import Columns, Kind, Mapping, Part, Replicated, Rows
 
@@ -33,7 +33,7 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention(TokenMixer):
+class LatentAttention(KeyValueMixer):
     """Latent attention of one layer. Generation caches the expanded keys and values of all heads.
 
     query_rank: size of the latent queries; None if queries are projected in one step. key_value_rank: size of the

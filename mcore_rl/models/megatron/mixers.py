@@ -9,13 +9,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from mcore_rl.models.megatron.attention import PackSelfAttention
 from mcore_rl.models.megatron.layers import WideRMSNorm, concentration_scale
-from mcore_rl.models.megatron.weight_mapping import Columns, Mapping, Part, QueryKeyValue, Replicated, Rows
+from mcore_rl.models.megatron.weight_mapping import (
+    Columns,
+    GatedQueryKeyValue,
+    Mapping,
+    Part,
+    QueryKeyValue,
+    Replicated,
+    Rows,
+)
 
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -40,20 +48,14 @@ class LayerModules:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMixer(ABC):
-    """How a layer mixes its tokens. All layers that keep keys and values for generation have these fields.
+    """How a layer mixes its tokens.
 
-    hidden: size of the hidden states. heads: number of query heads. groups: number of heads of cached keys and values,
-        each of size head_dim.
-    scale: factor of the products of queries and keys.
-    window: number of tokens that a token sees at most, including itself; None for all previous tokens.
+    hidden: size of the hidden states.
+    input_linear: name of the linear layer that follows the layer's input norm.
     """
 
+    input_linear: ClassVar[str] = "linear_qkv"
     hidden: int
-    heads: int
-    groups: int
-    head_dim: int
-    scale: float
-    window: int | None = None
 
     @abstractmethod
     def spec(self, modules: LayerModules) -> ModuleSpec:
@@ -67,26 +69,58 @@ class TokenMixer(ABC):
             ours, theirs: prefixes of the module's Megatron names, and of the layer's Hugging Face names.
         """
 
-    def flops_per_token_squared(self) -> float:
-        """Return the floating-point operations of forward and backward per squared length of a sequence."""
-        return 6.0 * self.heads * self.head_dim
-
+    @property
     @abstractmethod
-    def check(self) -> None:
+    def mixed_size(self) -> int:
+        """Size of a token's output of the core attention, over all heads."""
+
+    def check(self) -> None:  # noqa: B027
         """Raise an error for options that the module does not compute.
 
         Raises:
             UserError: the message names the field of `config.json`.
         """
 
+    def flops_per_token(self) -> float:
+        """Return the floating-point operations of forward and backward per token, without those of the weights."""
+        return 0.0
+
+    def flops_per_token_squared(self) -> float:
+        """Return the floating-point operations of forward and backward per squared length of a sequence."""
+        return 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedQueryAttention(TokenMixer):
+class KeyValueMixer(TokenMixer):
+    """A mixer that keeps keys and values of all tokens for generation.
+
+    heads: number of query heads. groups: number of heads of cached keys and values, each of size head_dim.
+    scale: factor of the products of queries and keys.
+    window: number of tokens that a token sees at most, including itself; None for all previous tokens.
+    """
+
+    heads: int
+    groups: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+
+    @property
+    def mixed_size(self) -> int:
+        return self.heads * self.head_dim
+
+    def flops_per_token_squared(self) -> float:
+        return 6.0 * self.heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedQueryAttention(KeyValueMixer):
     """Attention with grouped queries, by Megatron's module.
 
     qkv_bias, output_bias: whether the projections have biases.
     qk_norm: whether each query and key head has an RMS norm. wide_qk_norm: whether all query heads together have one,
         and all key heads together.
+    output_gate: whether each query head has a gate, whose sigmoid multiplies the head's output.
     post_norm: whether a norm follows the output projection; `post_norm_name` is its Hugging Face name.
     rope_factor: factor on cos and sin of the rotary embedding.
     neighbours: number of first elements of each query and key head of which rotary embeddings rotate neighbours in the
@@ -99,6 +133,7 @@ class GroupedQueryAttention(TokenMixer):
     output_bias: bool = False
     qk_norm: bool = False
     wide_qk_norm: bool = False
+    output_gate: bool = False
     post_norm_name: str = ""
     rope_factor: float = 1.0
     neighbours: int = 0
@@ -134,11 +169,13 @@ class GroupedQueryAttention(TokenMixer):
         theirs += "self_attn."
         if self.has_sinks:
             yield Mapping(f"{ours}core_attention.softmax_offset", (Part(f"{theirs}sinks", (self.heads,)),), Rows())
-        qkv = QueryKeyValue(self.groups, self.heads // self.groups, self.head_dim, self.neighbours)
+        kind_of_qkv = GatedQueryKeyValue if self.output_gate else QueryKeyValue
+        qkv = kind_of_qkv(self.groups, self.heads // self.groups, self.head_dim, self.neighbours)
         rows = {"q": self.heads * self.head_dim, "k": self.groups * self.head_dim, "v": self.groups * self.head_dim}
-        yield Mapping(f"{ours}linear_qkv.weight", self.qkv_parts(theirs, rows), qkv)
+        projected = {**rows, "q": rows["q"] * (2 if self.output_gate else 1)}
+        yield Mapping(f"{ours}linear_qkv.weight", self.qkv_parts(theirs, projected), qkv)
         if self.qkv_bias:
-            biases = tuple(Part(f"{theirs}{name}_proj.bias", (n,)) for name, n in rows.items())
+            biases = tuple(Part(f"{theirs}{name}_proj.bias", (n,)) for name, n in projected.items())
             yield Mapping(f"{ours}linear_qkv.bias", biases, qkv)
         for name in "qk" if self.qk_norm or self.wide_qk_norm else "":
             size, kind = (rows[name], Rows()) if self.wide_qk_norm else (self.head_dim, Replicated())

@@ -171,8 +171,59 @@ class GateUp(Kind):
         return [part.flatten(0, 1) for part in stacked.chunk(2, dim=1)]
 
 
+class Interleaved(Kind):
+    """Rows (or biases) of several parts, interleaved by groups: the first group's rows of each part, the second's, …
+
+    groups: number of groups. sizes: rows of each part per group.
+    """
+
+    groups: int
+
+    @property
+    @abstractmethod
+    def sizes(self) -> tuple[int, ...]:
+        """Number of rows of each part per group."""
+
+    def arranged(self, rows: Tensor, part: int) -> Tensor:
+        """Convert a part's rows [groups, rows, …] from the directory's order in a group to the parameter's."""
+        return rows
+
+    def restored(self, rows: Tensor, part: int) -> Tensor:
+        """Invert `arranged`."""
+        return rows
+
+    def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
+        """Read a rank's shard; with more ranks than groups, read the whole group and keep the rank's rows."""
+        rows_per_group = sum(self.sizes)
+        wanted = _share(self.groups * rows_per_group, rank, size)
+        first, last = wanted.start // rows_per_group, -(-wanted.stop // rows_per_group)
+        pieces = []
+        for number, (part, rows) in enumerate(zip(parts, self.sizes, strict=True)):
+            piece = part.read(source, slice(first * rows, last * rows)).unflatten(0, (last - first, rows))
+            pieces.append(self.arranged(piece, number))
+        interleaved = torch.cat(pieces, dim=1).flatten(0, 1)
+        return interleaved[wanted.start - first * rows_per_group : wanted.stop - first * rows_per_group]
+
+    def split(self, stacked: Tensor) -> list[Tensor]:
+        rows = stacked.flatten(0, 1).unflatten(0, (self.groups, sum(self.sizes)))
+        pieces = rows.split(self.sizes, dim=1)
+        return [self.restored(piece, number).flatten(0, 1) for number, piece in enumerate(pieces)]
+
+
 @dataclass(frozen=True)
-class QueryKeyValue(Kind):
+class Grouped(Interleaved):
+    """Parts with any number of rows per group, in the directory's order."""
+
+    groups: int
+    rows: tuple[int, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.rows
+
+
+@dataclass(frozen=True)
+class QueryKeyValue(Interleaved):
     """Query, key and value rows (or biases), interleaved by key-value group: its query heads, its key, its value.
 
     heads: number of query heads per group. head_dim: number of rows per head.
@@ -185,31 +236,40 @@ class QueryKeyValue(Kind):
     head_dim: int
     neighbours: int = 0
 
-    def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
-        """Read a rank's shard; with more ranks than key-value groups, read the whole group and keep the rank's rows."""
-        rows_per_group = (self.heads + 2) * self.head_dim
-        wanted = _share(self.groups * rows_per_group, rank, size)
-        first, last = wanted.start // rows_per_group, -(-wanted.stop // rows_per_group)
-        pieces = []
-        for index, (part, heads) in enumerate(zip(parts, (self.heads, 1, 1), strict=True)):
-            rows = heads * self.head_dim
-            piece = part.read(source, slice(first * rows, last * rows)).unflatten(0, (last - first, rows))
-            pieces.append(piece[:, self._order(heads)] if self.neighbours and index < 2 else piece)
-        interleaved = torch.cat(pieces, dim=1).flatten(0, 1)
-        return interleaved[wanted.start - first * rows_per_group : wanted.stop - first * rows_per_group]
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.heads * self.head_dim, self.head_dim, self.head_dim
 
-    def split(self, stacked: Tensor) -> list[Tensor]:
-        sizes = [heads * self.head_dim for heads in (self.heads, 1, 1)]
-        query, key, value = stacked.flatten(0, 1).unflatten(0, (self.groups, sum(sizes))).split(sizes, dim=1)
-        if self.neighbours:
-            query, key = query[:, self._order(self.heads).argsort()], key[:, self._order(1).argsort()]
-        return [part.flatten(0, 1) for part in (query, key, value)]
+    def arranged(self, rows: Tensor, part: int) -> Tensor:
+        return rows[:, self._order(part)] if self.neighbours and part < 2 else rows
 
-    def _order(self, heads: int) -> Tensor:
-        """Return the rows of this number of heads in the parameter's order."""
+    def restored(self, rows: Tensor, part: int) -> Tensor:
+        return rows[:, self._order(part).argsort()] if self.neighbours and part < 2 else rows
+
+    def _order(self, part: int) -> Tensor:
+        """Return the rows of a group's queries (part 0) or of its key (part 1) in the parameter's order."""
         pairs = torch.arange(self.neighbours).view(-1, 2).T.flatten()
         head = torch.cat((pairs, torch.arange(self.neighbours, self.head_dim)))
-        return (head + self.head_dim * torch.arange(heads)[:, None]).flatten()
+        heads = torch.arange(1 if part else self.heads)
+        return (head + self.head_dim * heads[:, None]).flatten()
+
+
+class GatedQueryKeyValue(QueryKeyValue):
+    """As `QueryKeyValue`, with a gate for each query head. In the directory each query is followed by its gate; in the
+    parameter the queries of a group are followed by their gates."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return 2 * self.heads * self.head_dim, self.head_dim, self.head_dim
+
+    def arranged(self, rows: Tensor, part: int) -> Tensor:
+        return rows if part else self._transposed(rows, self.heads, 2)
+
+    def restored(self, rows: Tensor, part: int) -> Tensor:
+        return rows if part else self._transposed(rows, 2, self.heads)
+
+    def _transposed(self, rows: Tensor, outer: int, inner: int) -> Tensor:
+        return rows.unflatten(1, (outer, inner, self.head_dim)).transpose(1, 2).flatten(1, 3)
 
 
 class InterleavedGateUp(Kind):

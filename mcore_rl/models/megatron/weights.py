@@ -233,7 +233,7 @@ def load_hf_weights(model: ModelShard, source: SafetensorsDirectory) -> None:
     Raises:
         UserError: a tensor is missing, unknown, or has another shape than the config implies.
     """
-    check_hf_tensors(model.family.hf, source)
+    check_hf_tensors(model.family.whole, source)
     with torch.no_grad():
         for mapping, tensor in named_mappings(model):
             if mapping.hf_names == (REWARD_HEAD,) and REWARD_HEAD not in source.names():
@@ -282,7 +282,7 @@ def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
     expected = family.shapes()
     if family.has_reward_head and REWARD_HEAD not in source.names():
         del expected[REWARD_HEAD]
-    found = {name for name in source.names() if not family.ignores(name)}
+    found = {name for name in source.names() if not (family.ignores(name) or family.passes_on(name))}
     for what, names in (("lacks", set(expected) - found), ("has unknown", found - set(expected))):
         if names:
             raise UserError(f"model.path: {source.path} {what} tensors: {', '.join(sorted(names)[:3])} ({len(names)})")

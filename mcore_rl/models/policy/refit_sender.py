@@ -12,7 +12,7 @@ from mcore_rl.models.generation.refit import RefitGroup, RefitInfo, SharedBucket
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.lora import LoRA, shapes_of
 from mcore_rl.models.megatron.lora_layers import export_adapters
-from mcore_rl.models.megatron.weights import export_hf_weights, weights_of
+from mcore_rl.models.megatron.weights import export_hf_weights
 
 BUCKET_BYTES = 512 * 1024**2
 
@@ -43,8 +43,7 @@ class WeightSender:
         """
         if adapters_only:
             return {name: (shape, torch.float32) for name, shape in shapes_of(self._lora().table).items()}
-        dtype = next(tensor.dtype for chunk in self.model.chunks for _, tensor in weights_of(chunk))
-        family = self.model.family
+        dtype, family = self.model.chunks[0].config.params_dtype, self.model.family
         wide = family.float32_tensors()
         return {name: (shape, torch.float32 if name in wide else dtype) for name, shape in family.shapes().items()}
 

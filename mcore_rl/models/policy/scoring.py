@@ -77,7 +77,8 @@ class ScoringModel:
             self.model = add_adapters(self.model, lora_of(config.model.lora, self.model.family, config.seed))
         self._count_flops()
         # The sequence length at which attention costs as much as all other operations.
-        length = self._flops_per_token / self._flops_per_token_squared
+        squared = self._flops_per_token_squared
+        length = self._flops_per_token / squared if squared else math.inf
         self.batching = replace(batching, attention_length=length)
         self.chunks: list[Any] = list(self.model.chunks)
         self.weights_offload = Offload(keep=True)
@@ -154,7 +155,7 @@ class ScoringModel:
 
         The count is 6 per parameter and token (none for the input embedding, which is a lookup; 4 where the parameter
         is frozen under an adapter), and the token mixers' operations, such as 6·n²·heads·head_dim of a layer's causal
-        attention over n tokens.
+        attention over n tokens, or the products with a gated delta net's states for each token.
         Recomputation is not counted.
 
         Args:
@@ -170,7 +171,8 @@ class ScoringModel:
         self._flops_per_token = 6.0 * family.active_parameters()
         if lora is not None:
             self._flops_per_token = 4.0 * family.active_parameters() + 6.0 * lora.active_parameters(family)
-        mixers = map(family.token_mixer, range(family.num_layers))
+        mixers = [family.token_mixer(layer) for layer in range(family.num_layers)]
+        self._flops_per_token += sum(mixer.flops_per_token() for mixer in mixers)
         self._flops_per_token_squared = sum(mixer.flops_per_token_squared() for mixer in mixers)
 
     def flops_of(self, data: BatchedDataDict[Any]) -> float:
@@ -207,9 +209,9 @@ class ScoringModel:
             TrainingError: a token has no embedding. Raised on every rank.
         """
         (token,) = batch_share(data).max(float(data["input_ids"].max()) if data.size else -1.0)
-        if token >= self.hf_config.vocab_size:
+        if token >= self.model.vocab_size:
             raise TrainingError(
-                f"{key}: {self.config.model.path} has {self.hf_config.vocab_size} rows of embeddings, none for token "
+                f"{key}: {self.config.model.path} has {self.model.vocab_size} rows of embeddings, none for token "
                 f"{token:.0f} of an answer, which no text has"
             )
 
@@ -238,8 +240,8 @@ class ScoringModel:
         Raises:
             ValueError: k is not between 1 and the vocabulary's size.
         """
-        if not 1 <= k <= self.hf_config.vocab_size:
-            raise ValueError(f"get_topk_logits: k must be between 1 and {self.hf_config.vocab_size}, got {k}")
+        if not 1 <= k <= self.model.vocab_size:
+            raise ValueError(f"get_topk_logits: k must be between 1 and {self.model.vocab_size}, got {k}")
         head = TopKHead(self.model, k)
 
         def best(hidden: Tensor, microbatch: Microbatch) -> dict[str, Tensor]:

@@ -23,10 +23,18 @@ from mcore_rl.models.megatron.families.dense import (
 )
 from mcore_rl.models.megatron.families.gpt_oss import GptOss
 from mcore_rl.models.megatron.families.mixtures import Ernie45MoE, Glm4MoE, MiniMaxM2, Mixtral, Qwen2MoE, Qwen3MoE
+from mcore_rl.models.megatron.families.qwen_next import (
+    Qwen3Next,
+    Qwen35,
+    Qwen35MoE,
+    Qwen35MoEText,
+    Qwen35Text,
+)
 
 DENSE = (Llama, Mistral, Qwen2, Qwen3, Phi3, Olmo2, Olmo3, Gemma3, Glm4, SeedOss, SmolLM3, Ministral3)
 MIXTURES = (Mixtral, Qwen2MoE, Qwen3MoE, Glm4MoE, DeepseekV3, Glm4MoELite, GptOss, MiniMaxM2, Ernie45MoE)
-FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (*DENSE, *MIXTURES)}
+HYBRIDS = (Qwen3Next, Qwen35Text, Qwen35MoEText, Qwen35, Qwen35MoE)
+FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (*DENSE, *MIXTURES, *HYBRIDS)}
 
 
 def family_of(hf: Any) -> Family:

@@ -40,6 +40,7 @@ def has_reward_head(hf: Any) -> bool:
 class Family:
     """The architecture of a configuration: dimensions, Megatron's fields, and every tensor.
 
+    whole: the configuration. hf: its text model's configuration, which is the same for most families.
     model_type: name of the family in `config.json`.
     norms_before, norms_after: whether there are norms before attention and MLP, and after them.
     norm_names: Hugging Face names of a layer's norms: before and after attention, before and after the MLP.
@@ -60,16 +61,25 @@ class Family:
     rotates_partly = False
     """Whether rotary embeddings may apply to only a part of each head."""
 
+    prefix: ClassVar[str] = "model."
+    """Prefix of the Hugging Face names of the text model's tensors."""
+
     def __init__(self, hf: Any) -> None:
-        self.hf = hf
+        self.whole = hf
+        hf = self.hf = self.text_config(hf)
         self.vocab_size = int(hf.vocab_size)
         self.hidden_size = int(hf.hidden_size)
         self.num_layers = int(hf.num_hidden_layers)
         self.num_attention_heads = int(hf.num_attention_heads)
         self.num_query_groups = int(hf.num_key_value_heads)
         self.head_dim = int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
-        self.ties_embeddings = bool(hf.tie_word_embeddings)
-        self.has_reward_head = has_reward_head(hf)
+        self.ties_embeddings = bool(self.whole.tie_word_embeddings)
+        self.has_reward_head = has_reward_head(self.whole)
+
+    @staticmethod
+    def text_config(hf: Any) -> Any:
+        """Return the configuration of the text model; `hf` is that of the directory, which may have other parts."""
+        return hf
 
     # ------------------------------------------------------------ differences between families
 
@@ -92,6 +102,11 @@ class Family:
     def activation(self) -> str:
         """Name of the activation of the MLP's gate in transformers."""
         return str(self.hf.hidden_act)
+
+    @property
+    def intermediate_size(self) -> int:
+        """Size of the hidden layer of a dense layer's MLP."""
+        return int(self.hf.intermediate_size)
 
     @property
     def padding_token(self) -> int | None:
@@ -181,7 +196,7 @@ class Family:
         return {
             "num_layers": self.num_layers,
             "hidden_size": self.hidden_size,
-            "ffn_hidden_size": self.hf.intermediate_size,
+            "ffn_hidden_size": self.intermediate_size,
             "num_attention_heads": self.num_attention_heads,
             "num_query_groups": self.num_query_groups,
             "kv_channels": self.head_dim,
@@ -211,7 +226,11 @@ class Family:
 
     def divisible_by_tensor_parallel(self) -> dict[str, int]:
         """Return names and sizes of the dimensions that tensor-parallel ranks must divide evenly."""
-        return {"attention heads": self.num_attention_heads, "intermediate size": self.hf.intermediate_size}
+        return {"attention heads": self.num_attention_heads, "intermediate size": self.intermediate_size}
+
+    def divisible_by_tensor_and_context_parallel(self) -> dict[str, int]:
+        """Return names and sizes of the dimensions that tensor- and context-parallel ranks together divide evenly."""
+        return {}
 
     # ------------------------------------------------------------ tensors
 
@@ -233,6 +252,10 @@ class Family:
         headless = self.ties_embeddings or self.has_reward_head
         return name.endswith("rotary_emb.inv_freq") or (headless and name == "lm_head.weight")
 
+    def passes_on(self, name: str) -> bool:
+        """Return whether a tensor of the directory is no part of the text model; exports contain it unchanged."""
+        return False
+
     def num_parameters(self) -> int:
         """Return the number of parameters of the whole model, as Hugging Face counts them."""
         return sum(math.prod(shape) for shape in self.shapes().values())
@@ -244,11 +267,11 @@ class Family:
 
     def _mappings(self) -> Iterator[Mapping]:
         vocabulary, hidden = Vocabulary(self.vocab_size), self.hidden_size
-        embedding = Part("model.embed_tokens.weight", (self.vocab_size, hidden))
+        embedding = Part(f"{self.prefix}embed_tokens.weight", (self.vocab_size, hidden))
         yield Mapping("embedding.word_embeddings.weight", (embedding,), vocabulary)
         for layer in range(self.num_layers):
-            yield from self._layer(layer, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
-        yield norm("decoder.final_layernorm", "model.norm", hidden)
+            yield from self._layer(layer, f"decoder.layers.{layer}.", f"{self.prefix}layers.{layer}.")
+        yield norm("decoder.final_layernorm", f"{self.prefix}norm", hidden)
         if self.has_reward_head:
             yield Mapping("output_layer.weight", (Part(REWARD_HEAD, (1, hidden)),), Replicated())
         elif not self.ties_embeddings:
@@ -269,7 +292,7 @@ class Family:
             yield norm(f"{ours}mlp.linear_fc2.post_norm", theirs + after_mlp, hidden)
 
     def _mlp(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
-        yield from gated_mlp(ours, theirs, self.hidden_size, self.hf.intermediate_size)
+        yield from gated_mlp(ours, theirs, self.hidden_size, self.intermediate_size)
 
 
 def norm(ours: str, theirs: str, size: int) -> Mapping:

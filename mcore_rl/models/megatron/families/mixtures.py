@@ -182,6 +182,8 @@ class Qwen3MoE(Mixture):
         super().shrink(layers, tensor_parallel, expert_parallel)
         if True in kinds:  # keep both kinds of layers: the first dense if the model has dense layers, the others sparse
             self.hf.decoder_sparse_step, self.hf.mlp_only_layers = 1, [0] if False in kinds and layers > 1 else []
+        if hasattr(self.hf, "shared_expert_intermediate_size"):
+            self.hf.shared_expert_intermediate_size = 24 * max(2, tensor_parallel)
 
 
 class Qwen2MoE(Qwen3MoE):
@@ -191,10 +193,6 @@ class Qwen2MoE(Qwen3MoE):
     @property
     def has_qkv_bias(self) -> bool:
         return bool(getattr(self.hf, "qkv_bias", True))
-
-    def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
-        super().shrink(layers, tensor_parallel, expert_parallel)
-        self.hf.shared_expert_intermediate_size = 24 * max(2, tensor_parallel)
 
 
 class MiniMaxM2(Mixtral):

@@ -1,0 +1,303 @@
+"""Gated delta nets (Qwen3-Next, Qwen3.5), which take the place of attention in most layers of these models.
+
+The rows of all weights are interleaved by key head: its query, its key, its values, its gates, and the rates and decays
+of its values. A tensor-parallel rank has some key heads with everything that belongs to them. Under context parallelism
+convolution and rule need all tokens of a sequence: each rank exchanges its tokens of all of its heads for all tokens of
+some of these heads (all-to-all), and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mcore_rl import platform
+from mcore_rl.distributed.packs import PackLayout
+from mcore_rl.models.megatron.attention import PackParams
+from mcore_rl.models.megatron.delta_rule import causal_conv, delta_rule, plan_of
+from mcore_rl.models.megatron.mixers import LayerModules, TokenMixer
+from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
+from mcore_rl.models.megatron.weight_mapping import Columns, Grouped, Mapping, Part, Replicated, Rows
+
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNet(TokenMixer):
+    """A gated delta net with the weights of Qwen3.5.
+
+    heads: number of key heads. repeats: number of value heads of each key head.
+    key_dim, value_dim: sizes of a key (and query) and of a value.
+    width: number of tokens that the convolution sees.
+    """
+
+    input_linear: ClassVar[str] = "in_proj"
+    heads: int
+    repeats: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    @property
+    def values_size(self) -> int:
+        """Size of the values of a key head."""
+        return self.repeats * self.value_dim
+
+    @property
+    def convolved_size(self) -> int:
+        """Size of what is convolved of a key head: query, key and values."""
+        return 2 * self.key_dim + self.values_size
+
+    @property
+    def mixed_size(self) -> int:
+        return self.heads * self.values_size
+
+    def spec(self, modules: LayerModules) -> ModuleSpec:
+        linears = {"in_proj": modules.column_linear, "out_proj": modules.row_linear}
+        return ModuleSpec(module=DeltaNetLayer, params={"net": self, **linears})
+
+    def mappings(self, ours: str, theirs: str) -> Iterator[Mapping]:
+        theirs += "linear_attn."
+        sizes = self.key_dim, self.key_dim, self.values_size
+        convolution = self._stacked(f"{theirs}conv1d.weight", sizes, (1, self.width))
+        yield Mapping(f"{ours}conv_weight", convolution, Grouped(self.heads, sizes))
+        of_heads = (self.heads * self.repeats,)
+        yield Mapping(f"{ours}A_log", (Part(f"{theirs}A_log", of_heads),), Rows(), is_float32=True)
+        yield Mapping(f"{ours}dt_bias", (Part(f"{theirs}dt_bias", of_heads),), Rows())
+        norm = Part(f"{theirs}norm.weight", (self.value_dim,))
+        yield Mapping(f"{ours}norm_weight", (norm,), Replicated(), is_float32=True)
+        yield Mapping(f"{ours}in_proj.weight", *self._input_parts(theirs))
+        output = Part(f"{theirs}out_proj.weight", (self.hidden, self.mixed_size))
+        yield Mapping(f"{ours}out_proj.weight", (output,), Columns())
+
+    def _input_parts(self, theirs: str) -> tuple[tuple[Part, ...], Grouped]:
+        """Return the parts of the input projection, and their order in it."""
+        tensors = {
+            "qkv": (self.key_dim, self.key_dim, self.values_size),
+            "z": (self.values_size,),
+            "b": (self.repeats,),
+            "a": (self.repeats,),
+        }
+        parts = [self._stacked(f"{theirs}in_proj_{name}.weight", n, (self.hidden,)) for name, n in tensors.items()]
+        return sum(parts, ()), Grouped(self.heads, sum(tensors.values(), ()))
+
+    def _stacked(self, name: str, sizes: tuple[int, ...], rest: tuple[int, ...]) -> tuple[Part, ...]:
+        """Return the parts of a tensor in which parts of `sizes` rows for each key head follow each other."""
+        parts, first = [], 0
+        for size in sizes:
+            parts.append(Part(name, (self.heads * size, *rest), first))
+            first += self.heads * size
+        return tuple(parts)
+
+    def flops_per_token(self) -> float:
+        """Return the operations of convolution and rule, in chunks of 64 tokens."""
+        chunk, key, value = 64, self.key_dim, self.value_dim
+        convolution = 2 * self.width * self.convolved_size
+        inside = 4 * chunk * key + self.repeats * chunk * (3 * value + key)
+        states = self.repeats * 6 * key * value
+        return 3.0 * self.heads * (convolution + inside + states)
+
+
+class InterleavedDeltaNet(GatedDeltaNet):
+    """A gated delta net whose input projections are interleaved by key head in the directory too (Qwen3-Next)."""
+
+    def _input_parts(self, theirs: str) -> tuple[tuple[Part, ...], Grouped]:
+        sizes = {"qkvz": self.convolved_size + self.values_size, "ba": 2 * self.repeats}
+        parts = tuple(
+            Part(f"{theirs}in_proj_{name}.weight", (self.heads * size, self.hidden)) for name, size in sizes.items()
+        )
+        return parts, Grouped(self.heads, tuple(sizes.values()))
+
+
+class DeltaWeights(NamedTuple):
+    """The weights of convolution and rule by key head.
+
+    convolution: [heads, convolved, width]. log_decay, shift: [heads, repeats], A_log and dt_bias.
+    """
+
+    convolution: Tensor
+    log_decay: Tensor
+    shift: Tensor
+
+
+def rule_inputs(
+    net: GatedDeltaNet, convolved: Tensor, rates_and_decays: Tensor, weights: DeltaWeights
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return queries, keys, values, decays and rates of tokens.
+
+    Args:
+        convolved: [T, heads, convolved].
+        rates_and_decays: [T, heads, 2 · repeats].
+    """
+    query, key, value = convolved.split((net.key_dim, net.key_dim, net.values_size), dim=-1)
+    rate, change = rates_and_decays.split(net.repeats, dim=-1)
+    decay = -weights.log_decay.float().exp() * F.softplus(change.float() + weights.shift.float())
+    return query, key, value.unflatten(-1, (net.repeats, -1)), decay, rate.sigmoid()
+
+
+def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Return `function(*tensors)` and keep only `tensors` for the backward pass, which computes it again."""
+    if not torch.is_grad_enabled():
+        return function(*tensors)
+    out: Tensor = checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
+class PackedDeltaRule(torch.nn.Module):
+    """Convolution and rule within each sequence of a pack; generation replaces it by a module with a state."""
+
+    def __init__(self, net: GatedDeltaNet, config: TransformerConfig, cp_group: Any) -> None:
+        super().__init__()
+        self.net, self.cp_group = net, cp_group
+        self.keeps = config.recompute_granularity == "full"
+
+    def forward(
+        self,
+        rows: Float[Tensor, "local_tokens heads projected"],
+        weights: DeltaWeights,
+        packed_seq_params: PackParams | None = None,
+    ) -> Float[Tensor, "local_tokens mixed"]:
+        """Map queries, keys, values, rates and decays of this rank's tokens to outputs, [T / CP, heads · values]."""
+        assert packed_seq_params is not None and packed_seq_params.visible is not None, "delta nets run on packs"
+        layout, size = packed_seq_params.visible.layout, self.cp_group.size()
+        if size > 1:
+            rank, order = self.cp_group.rank(), platform.sent(layout.gather_order, rows.device)
+            rows = tokens_for_heads(rows, self.cp_group)[order]
+            weights = DeltaWeights(*(weight.chunk(size)[rank] for weight in weights))
+
+        def mixed(rows: Tensor, *weights: Tensor) -> Tensor:
+            return self._mixed(rows, DeltaWeights(*weights), layout)
+
+        out = mixed(rows, *weights) if self.keeps else recomputed(mixed, rows, *weights)
+        return heads_for_tokens(out[order.argsort()], self.cp_group).flatten(1) if size > 1 else out.flatten(1)
+
+    def _mixed(self, rows: Tensor, weights: DeltaWeights, layout: PackLayout) -> Tensor:
+        """Return [T, heads, values] of tokens in pack order."""
+        plan, size = plan_of(layout, self.net.width, rows.device), self.net.convolved_size
+        convolved = causal_conv(rows[..., :size], weights.convolution, plan.before)
+        out, _ = delta_rule(*rule_inputs(self.net, convolved, rows[..., size:], weights), plan)
+        return out.flatten(2)
+
+
+def tokens_for_heads(
+    x: Float[Tensor, "local_tokens heads size"], group: Any
+) -> Float[Tensor, "tokens local_heads size"]:
+    """Exchange [T / CP, heads, …] for [T, heads / CP, …], the ranks' tokens one after the other."""
+    parts = torch.cat(x.chunk(group.size(), dim=1))
+    exchanged: Tensor = all_to_all(group, parts.flatten(1))
+    return exchanged.unflatten(1, parts.shape[1:])
+
+
+def heads_for_tokens(
+    x: Float[Tensor, "tokens local_heads size"], group: Any
+) -> Float[Tensor, "local_tokens heads size"]:
+    """Invert `tokens_for_heads`."""
+    parts = all_to_all(group, x.flatten(1)).unflatten(1, x.shape[1:])
+    return torch.cat(parts.chunk(group.size()), dim=1)
+
+
+class DeltaNetLayer(MegatronModule):
+    """The module of a gated delta net: input projection, convolution and rule, gated norm, output projection.
+
+    Decay and norm have fp32 weights in a model of any precision.
+
+    Args:
+        in_proj, out_proj: column- and row-parallel linear layers.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        net: GatedDeltaNet,
+        in_proj: Any,
+        out_proj: Any,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        groups = pg_collection or process_groups()
+        self.net, self.layer_number, self.tp_group = net, layer_number, groups.tp
+        common = {"config": config, "bias": False, "is_expert": False, "tp_group": groups.tp}
+        projected = net.heads * (net.convolved_size + net.values_size + 2 * net.repeats)
+        self.in_proj = build_module(
+            in_proj,
+            net.hidden,
+            projected,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="qkv",
+            **common,
+        )
+        self.out_proj = build_module(
+            out_proj,
+            net.mixed_size,
+            net.hidden,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="proj",
+            **common,
+        )
+        heads, dtype = net.heads // groups.tp.size(), config.params_dtype
+        self.conv_weight = torch.nn.Parameter(torch.zeros(heads * net.convolved_size, 1, net.width, dtype=dtype))
+        self.A_log = torch.nn.Parameter(torch.zeros(heads * net.repeats))
+        self.dt_bias = torch.nn.Parameter(torch.zeros(heads * net.repeats, dtype=dtype))
+        self.norm_weight = torch.nn.Parameter(torch.ones(net.value_dim))
+        self.core_attention: Any = PackedDeltaRule(net, config, groups.cp)
+
+    def weights(self) -> DeltaWeights:
+        """Return the weights of this rank's heads."""
+        net = self.net
+        return DeltaWeights(
+            self.conv_weight.view(-1, net.convolved_size, net.width),
+            self.A_log.view(-1, net.repeats),
+            self.dt_bias.view(-1, net.repeats),
+        )
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, packed_seq_params: PackParams | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Map [T / CP (/ TP with SP), 1, hidden] to the same shape."""
+        net = self.net
+        projected, _ = self.in_proj(hidden_states)
+        heads = projected.squeeze(1).unflatten(-1, (-1, net.convolved_size + net.values_size + 2 * net.repeats))
+        convolved, gate, others = heads.split((net.convolved_size, net.values_size, 2 * net.repeats), dim=-1)
+        rows = torch.cat((convolved, others), dim=-1)
+        mixed = self.core_attention(rows, self.weights(), packed_seq_params=packed_seq_params)
+        # All heads share the norm's weight: its gradient is summed over the ranks.
+        weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
+        normed = recomputed(self._gated_norm, mixed, gate.flatten(1), weight)
+        out: tuple[Tensor, Tensor | None] = self.out_proj(normed[:, None])
+        return out
+
+    def _gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        """Return the RMS norm of each value head of [T, values] times the silu of its gate, computed in fp32."""
+        wide, gate = (value.float().unflatten(-1, (-1, self.net.value_dim)) for value in (x, gate))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon)
+        return (weight * (wide * scale) * F.silu(gate)).flatten(1).to(x.dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Return Megatron's description: weights of heads are sharded over tensor-parallel ranks."""
+        described = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        own, groups = dict(self.named_parameters(recurse=False)), process_groups()
+        sharded = {"conv_weight": 0, "A_log": 0, "dt_bias": 0}
+        described.update(
+            make_sharded_tensors_for_checkpoint(
+                own, prefix, sharded, sharded_offsets, tp_group=groups.tp, dp_cp_group=groups.dp_cp
+            )
+        )
+        return described

@@ -1,0 +1,258 @@
+"""The gated delta rule (arXiv:2412.06464) and its causal convolution over packs, in torch.
+
+Each value head has a state S [key dim, value dim], which begins at 0 in each sequence. Token t with query q, key k,
+value v, decay g ≤ 0 and rate β changes it and reads it:
+
+    S ← exp(g) · S,    S ← S + β · k (v − Sᵀ k)ᵀ,    output = Sᵀ q
+
+`delta_rule` computes chunks of 64 tokens by matrix products. Only the states between the chunks of a sequence are
+computed one after the other. `delta_step` computes one token of each sequence. Several value heads share a key head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_rl import platform
+from mcore_rl.distributed.packs import PackLayout, PrefixLayout
+
+CHUNK = 64
+"""Number of tokens in a chunk."""
+EPSILON = 1e-6
+"""Is added to the squared norms of queries and keys."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Chunks that are computed together. Each of them begins a sequence, or continues a chunk of the previous step.
+
+    count: number of chunks.
+    sources: the chunk of the previous step that each continues; None if these are all chunks of it in order.
+    ends: chunks that are the last of their segment.
+    """
+
+    count: int
+    sources: Tensor | None
+    ends: Tensor
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """The chunks of a pack's segments, in the order of the steps, and the tokens before each token.
+
+    steps: the steps that compute the chunks, one after the other.
+    tokens: [chunks · CHUNK] pack positions of the chunks' rows; 0 for rows after the end of a segment.
+    is_token: [chunks · CHUNK] whether a row holds a token.
+    rows: [T] the row of each pack position; 0 for padding.
+    is_used: [T] whether each pack position has a row.
+    before: [width − 1, T] positions of the previous token, the one before it, and so on; −1 where there is none.
+    last: [segments] position of the last token of each segment with tokens.
+    order: [segments] index of these segments in the order in which the steps end them.
+    """
+
+    steps: tuple[Step, ...]
+    tokens: Tensor
+    is_token: Tensor
+    rows: Tensor
+    is_used: Tensor
+    before: Tensor
+    last: Tensor
+    order: Tensor
+
+    def chunked(self, x: Float[Tensor, "tokens heads *rest"]) -> Float[Tensor, "chunks heads rows *rest"]:
+        """Divide [T, heads, …] into [chunks, heads, CHUNK, …]; rows without token have the values of position 0."""
+        return x.index_select(0, self.tokens).unflatten(0, (-1, CHUNK)).transpose(1, 2)
+
+    def packed(self, x: Float[Tensor, "chunks heads rows *rest"]) -> Float[Tensor, "tokens heads *rest"]:
+        """Convert [chunks, heads, CHUNK, …] to [T, heads, …], with zeros for padding."""
+        rows = x.transpose(1, 2).flatten(0, 1).index_select(0, self.rows)
+        return rows * _trailing(self.is_used.to(x.dtype), rows)
+
+
+def _trailing(mask: Tensor, like: Tensor) -> Tensor:
+    """Add dimensions of size 1 to `mask` [n], so that it multiplies the rows of `like` [n, …]."""
+    return mask.view(-1, *(1,) * (like.ndim - 1))
+
+
+@lru_cache(maxsize=16)
+def plan_of(layout: PackLayout, width: int, device: torch.device) -> ChunkPlan:
+    """Return the plan of a pack for a convolution over `width` tokens, on a device; it is the same for all layers."""
+    parents = layout.tree.parents if isinstance(layout, PrefixLayout) else (-1,) * len(layout.lengths)
+    starts = layout.cu_seqlens_padded.tolist()
+    chunks, steps = _schedule(layout.lengths, parents)
+    tokens = torch.cat([starts[s] + number * CHUNK + torch.arange(CHUNK) for s, number in chunks])
+    left = torch.tensor([layout.lengths[s] - number * CHUNK for s, number in chunks])
+    is_token = (torch.arange(CHUNK) < left[:, None]).flatten()
+    rows, is_used = torch.zeros(layout.total, dtype=torch.long), torch.zeros(layout.total, dtype=torch.bool)
+    rows[tokens[is_token]], is_used[tokens[is_token]] = is_token.nonzero().flatten(), True
+    before = [layout.predictor]
+    for _ in range(width - 2):
+        before.append(torch.where(before[-1] >= 0, layout.predictor[before[-1]], -1))
+    held = [s for s, length in enumerate(layout.lengths) if length]
+    last = torch.tensor([starts[s] + layout.lengths[s] - 1 for s in held])
+    ended = [s for s, number in chunks if (number + 1) * CHUNK >= layout.lengths[s]]
+    order = torch.tensor([ended.index(s) for s in held])
+    of_pack = torch.where(is_token, tokens, 0), is_token, rows, is_used, torch.stack(before[: width - 1]), last, order
+    of_steps = [index for step in steps for index in (step.sources, step.ends) if index is not None]
+    sent = iter(platform.sent_together((*of_pack, *of_steps), device))
+    there = [next(sent) for _ in of_pack]
+    moved = [Step(step.count, None if step.sources is None else next(sent), next(sent)) for step in steps]
+    return ChunkPlan(tuple(moved), *there)
+
+
+def _schedule(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[tuple[int, int]], list[Step]]:
+    """Return the chunks (segment, number) in the order of the steps, and the steps.
+
+    Args:
+        lengths: number of tokens of each segment.
+        parents: the segment that each continues, which precedes it; −1 for none.
+    """
+    counts = [-(-length // CHUNK) for length in lengths]
+    by_step: list[list[tuple[int, int]]] = []
+    earlier: list[tuple[int, tuple[int, int] | None]] = []  # of each segment: its first step, the chunk it continues
+    for segment, parent in enumerate(parents):
+        first = earlier[parent][0] + counts[parent] if parent >= 0 else 0
+        earlier.append((first, (parent, counts[parent] - 1) if parent >= 0 else None))
+        by_step += [[] for _ in range(first + counts[segment] - len(by_step))]
+        for number in range(counts[segment]):
+            by_step[first + number].append((segment, number))
+    steps = []
+    for index, chunks in enumerate(by_step):
+        continued = [(s, number - 1) if number else earlier[s][1] for s, number in chunks]
+        before = by_step[index - 1] if index else []
+        sources = None if continued == before or not index else torch.tensor([before.index(c) for c in continued if c])
+        ends = torch.tensor([i for i, (s, number) in enumerate(chunks) if number == counts[s] - 1], dtype=torch.long)
+        steps.append(Step(len(chunks), sources, ends))
+    return [chunk for chunks in by_step for chunk in chunks], steps
+
+
+def exact(dtype: torch.dtype) -> torch.dtype:
+    """Return the precision of convolution and rule: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def causal_conv(
+    x: Float[Tensor, "tokens heads channels"], weight: Float[Tensor, "heads channels width"], before: Tensor
+) -> Float[Tensor, "tokens heads channels"]:
+    """Compute silu of a causal convolution of each channel.
+
+    Args:
+        weight: the last column multiplies the token itself.
+        before: see `ChunkPlan`.
+    """
+    wide, weight = x.to(exact(x.dtype)), weight.to(exact(x.dtype))
+    out = wide * weight[..., -1]
+    for back, positions in enumerate(before, start=2):
+        earlier = wide.index_select(0, positions.clamp(min=0)) * _trailing((positions >= 0).to(wide.dtype), wide)
+        out = out + earlier * weight[..., -back]
+    return F.silu(out).to(x.dtype)
+
+
+def convolve_last(
+    seen: Float[Tensor, "n width heads channels"], weight: Float[Tensor, "heads channels width"]
+) -> Float[Tensor, "n heads channels"]:
+    """Compute `causal_conv` for the last of `width` consecutive tokens of each sequence."""
+    wide = exact(seen.dtype)
+    return F.silu((seen.to(wide) * weight.to(wide).movedim(-1, 0)).sum(1)).to(seen.dtype)
+
+
+def l2_normalized(x: Tensor) -> Tensor:
+    """Divide the last dimension by its norm."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
+
+
+def delta_rule(
+    query: Float[Tensor, "tokens heads key_dim"],
+    key: Float[Tensor, "tokens heads key_dim"],
+    value: Float[Tensor, "tokens heads repeats value_dim"],
+    decay: Float[Tensor, "tokens heads repeats"],
+    rate: Float[Tensor, "tokens heads repeats"],
+    plan: ChunkPlan,
+    with_states: bool = False,
+) -> tuple[Float[Tensor, "tokens heads repeats value_dim"], Tensor | None]:
+    """Compute the rule over a pack.
+
+    Args:
+        query, key: of the key heads, not normalized. Each key head has `repeats` value heads.
+        decay, rate: g and β of the value heads.
+        with_states: return the states after the segments too, [segments, heads, repeats, key_dim, value_dim].
+    """
+    dtype, wide = value.dtype, exact(value.dtype)
+    q, k = (l2_normalized(plan.chunked(x).to(wide)) for x in (query, key))
+    q = q * q.shape[-1] ** -0.5
+    v = plan.chunked(value).transpose(2, 3).to(wide)  # [chunks, heads, repeats, CHUNK, value_dim]
+    is_token = plan.is_token.view(-1, 1, CHUNK, 1)
+    g, b = ((plan.chunked(x).to(wide) * is_token).transpose(2, 3) for x in (decay, rate))
+    g = g.cumsum(-1)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
+    between = (g[..., :, None] - g[..., None, :]).masked_fill(later, -torch.inf).exp()
+    system = (k @ k.mT)[:, :, None] * between * b[..., None]
+    inside = (q @ k.mT)[:, :, None] * between
+    decayed = g.exp()[..., None]
+    right = torch.cat((v * b[..., None], k[:, :, None] * (decayed * b[..., None])), dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    new, reads = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    k = k[:, :, None] * (g[..., -1:] - g).exp()[..., None]
+    corrected, states, ended = _scan(new, reads, k, decayed[..., -1:, :], plan.steps, with_states)
+    out = inside @ corrected
+    if states is not None:
+        first = plan.steps[0].count
+        out = torch.cat((out[:first], out[first:] + (q[first:, :, None] * decayed[first:]) @ states))
+    packed = plan.packed(out.transpose(2, 3)).to(dtype)
+    return packed, None if ended is None else ended[plan.order]
+
+
+def _scan(
+    new: Tensor, reads: Tensor, key: Tensor, whole: Tensor, steps: Sequence[Step], with_states: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute the states step by step.
+
+    Args:
+        new, reads: [chunks, …, CHUNK, value_dim] and [chunks, …, CHUNK, key_dim]; a chunk with state S before it adds
+            keyᵀ (new − reads · S) to the state.
+        whole: [chunks, …, 1, 1] factors of the state.
+
+    Returns:
+        new − reads · S of all chunks. The states before the chunks that are not in the first step; None if there are
+        none. With `with_states` the states after the segments, in the order of their ends.
+    """
+    parts = [x.split([step.count for step in steps]) for x in (new, reads, key, whole)]
+    corrected, before, ended = [parts[0][0]], list[Tensor](), list[Tensor]()
+    state = None
+    for number, step in enumerate(steps):
+        values, read, keys, factor = (part[number] for part in parts)
+        if state is not None:
+            state = state if step.sources is None else state.index_select(0, step.sources)
+            before.append(state)
+            corrected.append(values - read @ state)
+        if with_states or number + 1 < len(steps):
+            added = keys.mT @ corrected[-1]
+            state = added if state is None else state * factor + added
+        if with_states and state is not None:
+            ended.append(state.index_select(0, step.ends))
+    return torch.cat(corrected), torch.cat(before) if before else None, torch.cat(ended) if with_states else None
+
+
+def delta_step(
+    query: Float[Tensor, "n heads key_dim"],
+    key: Float[Tensor, "n heads key_dim"],
+    value: Float[Tensor, "n heads repeats value_dim"],
+    decay: Float[Tensor, "n heads repeats"],
+    rate: Float[Tensor, "n heads repeats"],
+    state: Float[Tensor, "n heads repeats key_dim value_dim"],
+) -> tuple[Float[Tensor, "n heads repeats value_dim"], Float[Tensor, "n heads repeats key_dim value_dim"]]:
+    """Compute the rule for one token of each sequence; return the outputs and the new states."""
+    wide = state.dtype
+    q, k = (l2_normalized(x.to(wide))[:, :, None, None] for x in (query, key))  # [n, heads, 1, 1, key_dim]
+    state = state * decay.to(wide).exp()[..., None, None]
+    delta = (value.to(wide)[..., None, :] - k @ state) * rate.to(wide)[..., None, None]
+    state = state + k.mT * delta
+    out = (q * q.shape[-1] ** -0.5) @ state
+    return out.squeeze(-2).to(value.dtype), state

@@ -1,0 +1,134 @@
+"""Families with gated delta nets in most layers, and attention with output gates in the others: Qwen3-Next, Qwen3.5.
+
+Qwen3.5 is published with a vision part, as `qwen3_5` and `qwen3_5_moe`; only its text model is trained. The vision part
+and the layers that predict further tokens (`mtp`) are exported unchanged.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, ClassVar
+
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.delta_net import GatedDeltaNet, InterleavedDeltaNet
+from mcore_rl.models.megatron.families.base import Family
+from mcore_rl.models.megatron.families.mixtures import Experts, Mixture, Qwen3MoE
+from mcore_rl.models.megatron.mixers import TokenMixer
+
+
+class Hybrid(Family):
+    """A family with gated delta nets in the layers whose type is `linear_attention`.
+
+    delta_net: the class of their mixers.
+    """
+
+    has_qk_norm = True
+    has_windows = False
+    rotates_partly = True
+    delta_net: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
+    passed_on: ClassVar[tuple[str, ...]] = ("mtp.",)
+    """Prefixes of the tensors that are exported unchanged."""
+
+    def token_mixer(self, layer: int) -> TokenMixer:
+        if self.hf.layer_types[layer] != "linear_attention":
+            return self._grouped_query_attention(layer, output_gate=True)
+        hf = self.hf
+        return self.delta_net(
+            hidden=self.hidden_size,
+            heads=hf.linear_num_key_heads,
+            repeats=hf.linear_num_value_heads // hf.linear_num_key_heads,
+            key_dim=hf.linear_key_head_dim,
+            value_dim=hf.linear_value_head_dim,
+            width=hf.linear_conv_kernel_dim,
+        )
+
+    def check(self, max_sequence_length: int) -> None:
+        super().check(max_sequence_length)
+        hf = self.hf
+        if hf.linear_num_value_heads % hf.linear_num_key_heads:
+            raise UserError(
+                f"model.path: {hf.linear_num_value_heads} value heads of the delta nets must be a multiple of the key "
+                f"heads ({hf.linear_num_key_heads})"
+            )
+        if not getattr(hf, "attn_output_gate", True):
+            raise UserError("model.path: attn_output_gate=false is not supported")
+
+    def megatron_fields(self) -> dict[str, Any]:
+        return {
+            **super().megatron_fields(),
+            "layernorm_zero_centered_gamma": True,
+            "attention_output_gate": True,
+            "hetereogenous_dist_checkpoint": True,  # checkpoints cannot stack layers of different kinds
+        }
+
+    def divisible_by_tensor_and_context_parallel(self) -> dict[str, int]:
+        return {"key heads of delta nets": self.hf.linear_num_key_heads}
+
+    def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
+        hf = self.hf
+        repeats = min(hf.linear_num_value_heads // hf.linear_num_key_heads, 3)
+        super().shrink(layers, tensor_parallel, expert_parallel)
+        hf.linear_num_key_heads = 4 * tensor_parallel  # suffices for context parallelism up to 4
+        hf.linear_num_value_heads = repeats * hf.linear_num_key_heads
+        hf.linear_key_head_dim, hf.linear_value_head_dim = 8, 12
+
+    def passes_on(self, name: str) -> bool:
+        return name.startswith(self.passed_on)
+
+
+class Qwen3Next(Hybrid, Qwen3MoE):
+    model_type = "qwen3_next"
+    delta_net = InterleavedDeltaNet
+
+
+class Qwen35Text(Hybrid):
+    model_type = "qwen3_5_text"
+
+
+class Qwen35MoEText(Hybrid, Mixture):
+    model_type = "qwen3_5_moe_text"
+
+    @cached_property
+    def experts(self) -> Experts:
+        hf = self.hf
+        return Experts(
+            hf.num_experts,
+            hf.num_experts_per_tok,
+            hf.moe_intermediate_size,
+            sparse_layers=(True,) * self.num_layers,
+            shared_width=hf.shared_expert_intermediate_size,
+            shared_gate=True,
+        )
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width of an expert: there is no dense layer, and no such field."""
+        return self.experts.width
+
+    def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
+        super().shrink(layers, tensor_parallel, expert_parallel)
+        self.hf.shared_expert_intermediate_size = 24 * max(2, tensor_parallel)
+
+
+class WithVision(Hybrid):
+    """The text model of a directory that has a vision part too."""
+
+    prefix = "model.language_model."
+    passed_on = ("mtp.", "model.visual.")
+
+    @staticmethod
+    def text_config(hf: Any) -> Any:
+        return hf.text_config
+
+    def check(self, max_sequence_length: int) -> None:
+        super().check(max_sequence_length)
+        if self.has_reward_head:
+            raise UserError(f"model.head=reward: is not supported for {self.model_type}, which has a vision part")
+
+
+class Qwen35(WithVision, Qwen35Text):
+    model_type = "qwen3_5"
+
+
+class Qwen35MoE(WithVision, Qwen35MoEText):
+    model_type = "qwen3_5_moe"

@@ -1,0 +1,303 @@
+"""Tests of gated delta nets: the rule over packs and trees, layouts, and directories as they are published."""
+
+import json
+
+import pytest
+import torch
+from layout_cases import make_config, make_data, plain_logprobs, run_steps
+from safetensors.torch import load_file, save_file
+from small_models import DELTA_NET_EXPERTS, DELTA_NETS, SMALL, and_long, make_tokenizer
+from small_models import make_config as make_hf_config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.distributed.packs import PackLayout, PrefixLayout, PrefixTree
+from mcore_rl.errors import UserError
+from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, delta_rule, delta_step, plan_of
+from mcore_rl.testing.layout_check import ParallelLayout, compute_layout_result
+from mcore_rl.testing.processes import run_processes
+
+WIDTH = 4
+LENGTHS = (150, 8, 64, 1, 33)
+
+
+def random_inputs(tokens):
+    """Queries and keys of 2 heads, values, decays and rates of 3 value heads each, in float64."""
+    generator = torch.Generator().manual_seed(5)
+
+    def numbers(*shape):
+        return torch.randn(tokens, *shape, dtype=torch.float64, generator=generator)
+
+    inputs = numbers(2, 5), numbers(2, 5), numbers(2, 3, 7), -numbers(2, 3).exp(), numbers(2, 3).sigmoid()
+    return [x.requires_grad_() for x in inputs]
+
+
+def token_by_token(inputs, sequences, total):
+    """Outputs [T, …] of the plain recurrence over sequences of pack positions, and their last states."""
+    value = inputs[2]
+    outs, states = {}, []
+    for positions in sequences:
+        state = value.new_zeros(1, *value.shape[1:3], inputs[0].shape[-1], value.shape[-1])
+        for position in positions:
+            out, state = delta_step(*(x[position : position + 1] for x in inputs), state)
+            outs[position] = out
+        states.append(state)
+    nothing = value.new_zeros(1, *value.shape[1:])
+    return torch.cat([outs.get(position, nothing) for position in range(total)]), torch.cat(states)
+
+
+def assert_rule_is_recurrence(layout, sequences, ends):
+    """Compare outputs, the states at `ends` (indices of segments) and all gradients."""
+    inputs = random_inputs(layout.total)
+    out, states = delta_rule(*inputs, plan_of(layout, WIDTH, torch.device("cpu")), with_states=True)
+    expected, last = token_by_token(inputs, sequences, layout.total)
+    weights = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    found, wanted = (
+        torch.autograd.grad((x * weights).sum() + s.square().sum(), inputs)
+        for x, s in ((out, states[ends]), (expected, last))
+    )
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(states[ends], last, rtol=0, atol=1e-13)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+
+
+def test_the_rule_over_a_pack_is_the_recurrence_of_each_sequence():
+    layout = PackLayout.pack(LENGTHS, 1, 8)
+    sequences = [range(start, start + n) for start, n in zip(layout.starts.tolist(), LENGTHS, strict=True)]
+    assert_rule_is_recurrence(layout, sequences, list(range(len(LENGTHS))))
+
+
+def make_tree():
+    """A layout of a prompt of 70 tokens with two turns, one of which two answers continue, and of a row alone."""
+    tree = PrefixTree(lengths=(70, 65, 3, 20, 9, 11), parents=(-1, 0, 1, 1, 0, -1), ends=(2, 3, 4, 5))
+    return PrefixLayout.of(tree, 1, 8)
+
+
+def test_the_rule_over_a_tree_is_the_recurrence_of_each_row():
+    layout = make_tree()
+    tree, starts = layout.tree, layout.cu_seqlens_padded.tolist()
+    sequences = [
+        [starts[s] + i for s in tree.path(end) for i in range(tree.lengths[s])] for end in tree.ends
+    ]  # rows repeat the positions of what they share
+    assert_rule_is_recurrence(layout, sequences, list(tree.ends))
+
+
+def test_the_convolution_sees_only_earlier_tokens_of_its_sequence():
+    layout = make_tree()
+    tree, starts = layout.tree, layout.cu_seqlens_padded.tolist()
+    generator = torch.Generator().manual_seed(7)
+    x, weight = torch.randn(layout.total, 2, 3, generator=generator), torch.randn(2, 3, WIDTH, generator=generator)
+    out = causal_conv(x, weight, plan_of(layout, WIDTH, torch.device("cpu")).before)
+    for end in tree.ends:
+        positions = [starts[s] + i for s in tree.path(end) for i in range(tree.lengths[s])]
+        row = torch.cat((torch.zeros(WIDTH - 1, 2, 3), x[positions]))
+        windows = torch.stack([row[i : i + WIDTH] for i in range(len(positions))])
+        torch.testing.assert_close(out[positions], convolve_last(windows, weight))
+
+
+def test_sequences_of_a_pack_do_not_see_each_other():
+    """Not a single bit of another sequence's results changes with a sequence."""
+    layout = PackLayout.pack(LENGTHS, 1, 8)
+    plan, inputs = plan_of(layout, WIDTH, torch.device("cpu")), [x.detach() for x in random_inputs(layout.total)]
+    before, _ = delta_rule(*inputs, plan)
+    first, end = layout.cu_seqlens_padded[1:3].tolist()
+    changed = [x.clone() for x in inputs]
+    for x in changed:
+        x[first:end] += 1
+    after, _ = delta_rule(*changed, plan)
+    others = torch.ones(layout.total, dtype=torch.bool)
+    others[first:end] = False
+    assert torch.equal(before[others], after[others])
+    assert not torch.equal(before[first:end], after[first:end])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"context_parallel_size": 8},
+            r"context_parallel_size=8: tensor x context = 8 must divide .*key heads .*\(4\)",
+        ),
+        ({"tensor_model_parallel_size": 4, "context_parallel_size": 2}, r"tensor x context = 8 must divide"),
+    ],
+)
+def test_more_ranks_than_key_heads_are_refused(sizes, message):
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    with pytest.raises(UserError, match=message):
+        check_model_fits(make_hf_config("qwen3_5"), ParallelConfig(**sizes), 64)
+
+
+def test_what_the_families_do_not_compute():
+    from mcore_rl.models.megatron.hf_config import check_model_fits
+
+    with pytest.raises(UserError, match="attn_output_gate=false"):
+        check_model_fits(make_hf_config("qwen3_5", attn_output_gate=False), ParallelConfig(), 64)
+    with pytest.raises(UserError, match=r"10 value heads .* multiple of the key heads"):
+        check_model_fits(make_hf_config("qwen3_5", linear_num_value_heads=10), ParallelConfig(), 64)
+
+
+def weights_after(config, directory, load, steps):
+    _, weights, saved = run_steps(config, directory, load, steps)
+    return weights, saved
+
+
+@pytest.mark.parametrize(
+    ("family", "first", "second"),
+    and_long(
+        [("qwen3_5", ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2))],
+        [
+            ("qwen3_next", ParallelLayout(tp=2, sp=True, ep=2, etp=1), ParallelLayout()),
+            ("qwen3_5", ParallelLayout(), ParallelLayout(tp=2, cp=2, sp=True)),
+        ],
+    ),
+    ids=str,
+)
+def test_a_checkpoint_loads_under_another_layout(family, first, second, model_of, tmp_path):
+    """Bit for bit. Later steps would differ as much as those of the layouts themselves do."""
+    config, load = make_config(model_of(family)), None
+    weights = []
+    for layout, steps in ((first, 2), (second, 0)):
+        arguments = layout.apply(config), tmp_path, load, steps
+        found, load = run_processes(weights_after, *arguments, world_size=layout.world_size)[0]
+        weights.append(found)
+    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
+
+
+@pytest.mark.parametrize("family", and_long(["qwen3_5"], ["qwen3_next"]))
+def test_recomputed_layers_have_the_same_gradients(family, model_of):
+    config = make_config(model_of(family))
+    recomputed = config.model_copy(update={"model": config.model.model_copy(update={"recompute_activations": True})})
+    one, again = (
+        run_processes(compute_layout_result, c, make_data(), 1, world_size=1)[0] for c in (config, recomputed)
+    )
+    assert one.metrics["loss"] == again.metrics["loss"]
+    assert all(torch.equal(again.gradients[name], gradient) for name, gradient in one.gradients.items())
+
+
+@pytest.mark.parametrize("layout", and_long([ParallelLayout(tp=2, sp=True)], [ParallelLayout(cp=2)]), ids=str)
+def test_training_in_bf16_stays_near_fp32(layout, model_of):
+    """Log-probabilities, and the loss of three steps; gradients of so small a model are noise in bf16."""
+    config = make_config(model_of("qwen3_5"))
+    half = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    exact, rough = (
+        run_processes(compute_layout_result, each.apply(c), make_data(), 3, world_size=each.world_size)[0]
+        for each, c in ((ParallelLayout(), config), (layout, half))
+    )
+    assert (rough.scores - exact.scores).norm() <= 0.05 * exact.scores.norm()
+    assert rough.metrics["loss"] == pytest.approx(exact.metrics["loss"], rel=0.1)
+
+
+# ------------------------------------------------------------------ published directories
+
+
+VISION = {
+    **{"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64},
+    **{"num_position_embeddings": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
+}
+FLOAT32 = ("linear_attn.A_log", "linear_attn.norm.weight")
+
+
+def make_published(directory, kind, ties, packs):
+    """Write a model as it is on the hub: with a vision part and `mtp`, in bf16 with some fp32 tensors, in shards."""
+    text = DELTA_NETS if kind == "qwen3_5" else DELTA_NET_EXPERTS
+    text = {**SMALL, **text, "tie_word_embeddings": ties}
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=VISION, tie_word_embeddings=ties)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    tensors = {name: t.float() if name.endswith(FLOAT32) else t for name, t in tensors.items()}
+    tensors |= {"mtp.fc.weight": torch.randn(64, 128).bfloat16(), "mtp.norm.weight": torch.randn(64).bfloat16()}
+    if packs:
+        tensors = packed(tensors)
+    names = sorted(tensors)
+    weight_map = {}
+    for number in range(3):
+        file = f"model-{number + 1:05d}-of-00003.safetensors"
+        save_file({name: tensors[name] for name in names[number::3]}, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names[number::3], file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (directory / "preprocessor_config.json").write_text("{}")
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def packed(tensors):
+    """The tensors with the experts of each layer in two tensors."""
+    apart = {name: t for name, t in tensors.items() if ".experts." not in name}
+    layers = sorted({name.partition(".experts.")[0] for name in tensors if ".experts." in name})
+    for layer in layers:
+        each = [
+            {n: tensors[f"{layer}.experts.{e}.{n}_proj.weight"] for n in ("gate", "up", "down")}
+            for e in range(DELTA_NET_EXPERTS["num_experts"])
+        ]
+        apart[f"{layer}.experts.gate_up_proj"] = torch.stack([torch.cat((one["gate"], one["up"])) for one in each])
+        apart[f"{layer}.experts.down_proj"] = torch.stack([one["down"] for one in each])
+    return apart
+
+
+def train_and_export(config, before, after):
+    """Export, train two steps, export in fp32; the log-probabilities after that, from rank 0."""
+    from mcore_rl.algorithms.build_loss import build_loss
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    policy.export_hf(before)
+    for _ in range(2):
+        policy.train(policy.own_rows(make_data()), build_loss(config))
+    checkpoint = config.checkpoint.model_copy(update={"export_dtype": "float32"})
+    policy.config = policy.config.model_copy(update={"checkpoint": checkpoint})
+    policy.export_hf(after)
+    logprobs = policy.get_logprobs(make_data())["logprobs"]
+    policy.shutdown()
+    return logprobs
+
+
+def tensors_of(directory):
+    return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ties", "packs", "layout"),
+    and_long(
+        [("qwen3_5", False, False, ParallelLayout(tp=2, sp=True))],
+        [
+            ("qwen3_5", True, False, ParallelLayout(tp=2)),
+            ("qwen3_5_moe", False, True, ParallelLayout(tp=2, sp=True, ep=2, etp=1)),
+            ("qwen3_5_moe", True, False, ParallelLayout(tp=2, sp=True)),
+        ],
+    ),
+    ids=str,
+)
+def test_a_published_directory_is_trained_and_exported(kind, ties, packs, layout, tmp_path):
+    path = make_published(tmp_path / "model", kind, ties, packs)
+    config = layout.apply(make_config(path))
+    logprobs = run_processes(train_and_export, config, tmp_path / "before", tmp_path / "after", world_size=2)[0]
+    original, before, after = map(tensors_of, (path, tmp_path / "before", tmp_path / "after"))
+    original = {name: t for name, t in original.items() if not (ties and name == "lm_head.weight")}
+    assert set(before) == set(after) == set(original)
+    for name, tensor in original.items():
+        assert before[name].dtype == tensor.dtype, name
+        assert torch.equal(before[name], tensor), name
+        if name.startswith(("mtp.", "model.visual.")):
+            assert torch.equal(after[name], tensor), name
+    assert (tmp_path / "after" / "preprocessor_config.json").exists()
+    whole, told = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "after", dtype=torch.float32, output_loading_info=True
+    )
+    assert not told["missing_keys"] and not told["mismatched_keys"]
+    assert type(whole).__name__ in json.loads((tmp_path / "after" / "config.json").read_text())["architectures"]
+    text = AutoModelForCausalLM.from_pretrained(tmp_path / "after", dtype=torch.float32)
+    with torch.no_grad():
+        expected = plain_logprobs(text, make_data())
+    assert (logprobs - expected).norm() <= 2e-5 * expected.norm()
+
+
+def test_a_reward_model_with_a_vision_part_is_refused(tmp_path):
+    from mcore_rl.models.megatron.hf_config import check_model_fits, load_hf_config
+
+    path = make_published(tmp_path / "model", "qwen3_5", False, False)
+    with pytest.raises(UserError, match=r"model\.head=reward: is not supported for qwen3_5"):
+        check_model_fits(load_hf_config(path, head="reward"), ParallelConfig(), 64, ModelConfig(path=path))
