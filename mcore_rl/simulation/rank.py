@@ -20,7 +20,7 @@ from mcore_rl.errors import UserError
 from mcore_rl.simulation.counters import AttentionFlops, HostReads, Traffic, count_traffic, note_host_reads, replaced
 
 if TYPE_CHECKING:
-    from mcore_rl.models.megatron.attention import AttentionPattern, Kernel
+    from mcore_rl.models.megatron.attention_kernels import AttentionPattern, Kernel
     from mcore_rl.models.policy.megatron_policy import MegatronPolicy
     from mcore_rl.models.policy.scoring import ScoringModel
 
@@ -175,7 +175,7 @@ class ShapesOnly:
 def flash_stand_in(flops: AttentionFlops) -> Kernel:
     """Return a kernel with the output, saved tensors and operation count of a flash kernel, without computing
     values."""
-    from mcore_rl.models.megatron.attention import Kernel
+    from mcore_rl.models.megatron.attention_kernels import Kernel
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -257,7 +257,7 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
     import torch
 
     from mcore_rl.distributed import batched_data_dict, logprobs
-    from mcore_rl.models.megatron import attention, weights
+    from mcore_rl.models.megatron import attention_kernels, weights
     from mcore_rl.models.megatron.families import family_of
     from mcore_rl.models.policy import reference, scoring
     from mcore_rl.run.setup import POLICY, check_models
@@ -269,7 +269,7 @@ def simulated_process(config: TrainingConfig, rank: int, world_size: int, tiles_
         _check_routing(one)
     logprobs.TILE_SHAPE["meta"] = logprobs.TILE_SHAPE[tiles_of]
     logprobs.CHUNK_BYTES["meta"] = logprobs.CHUNK_BYTES[tiles_of]
-    attention.KERNELS["meta"] = flash_stand_in(seen.attention)
+    attention_kernels.KERNELS["meta"] = flash_stand_in(seen.attention)
     with (
         replaced(scoring, "SafetensorsDirectory", lambda path: ShapesOnly(path, next(shapes))),
         replaced(weights, "read_shard", lambda *_: torch.empty((), device="meta")),

@@ -168,7 +168,7 @@ def check_attention(dtype):
     from attention_cases import HEADS, LONG, expected, in_one_process, layouts
 
     from mcore_rl import platform
-    from mcore_rl.models.megatron.attention import kernel_of
+    from mcore_rl.models.megatron.attention_kernels import kernel_of
 
     attention_cases.DIM = 64  # flash kernels take multiples of 8
     device = platform.device()

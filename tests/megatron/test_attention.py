@@ -13,12 +13,12 @@ from attention_cases import DIM, HEADS, LONG, expected, in_one_process, inputs, 
 from small_models import and_long
 
 from mcore_rl.distributed.packs import PackLayout, slice_context_parallel
-from mcore_rl.models.megatron import attention
-from mcore_rl.models.megatron.attention import (
+from mcore_rl.models.megatron import attention_kernels
+from mcore_rl.models.megatron.attention import recompute_in_backward
+from mcore_rl.models.megatron.attention_kernels import (
     AttentionPattern,
     efficient_varlen,
     flash_varlen,
-    recompute_in_backward,
     sdpa_by_segment,
     tiled,
 )
@@ -29,8 +29,8 @@ from mcore_rl.testing.processes import run_processes
 def small_tiles():
     """Lower the thresholds of the number of keys, so that short sequences take the code paths of long ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "WORTH_A_TILE", LONG)
-        patch.setattr(attention, "QUERIES_OF_A_BLOCK", LONG // 2)
+        patch.setattr(attention_kernels, "WORTH_A_TILE", LONG)
+        patch.setattr(attention_kernels, "QUERIES_OF_A_BLOCK", LONG // 2)
         yield
 
 
@@ -90,6 +90,69 @@ def test_efficient_varlen_equals_plain_attention_with_a_stand_in(cp, heads, monk
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10, msg=f"{name}, {window}: {what}")
 
 
+def pieces(query, key, cu_seqlens_q, cu_seqlens_k, scale, window_size_left):
+    """Yield each segment's ranges of queries and keys, and its scores [heads, Q, K]; −inf for keys that are not
+    seen."""
+    for (q, q_end), (k, k_end) in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True):
+        keys = key[k:k_end].repeat_interleave(query.shape[1] // key.shape[1], 1)
+        scores = torch.einsum("qhd,khd->hqk", query[q:q_end], keys) * (scale or query.shape[-1] ** -0.5)
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
+        if window_size_left is not None:
+            seen = seen.triu(scores.shape[-1] - scores.shape[-2] - window_size_left)
+        yield slice(q, q_end), slice(k, k_end), scores.masked_fill(~seen, -torch.inf)
+
+
+def flash_stand_in(
+    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
+    window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None,
+    num_splits=None,
+):  # fmt: skip
+    """Compute on the CPU what torch's flash operator for packs computes with these arguments."""
+    assert is_causal and window_size_right == 0 and not return_debug_mask and not dropout_p
+    out, lse = torch.zeros_like(query), query.new_zeros(query.shape[1], len(query))
+    for q, k, scores in pieces(query, key, cum_seq_q, cum_seq_k, scale, window_size_left):
+        values = value[k].repeat_interleave(query.shape[1] // key.shape[1], 1)
+        out[q] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        lse[:, q] = scores.logsumexp(-1)
+    return out, lse, torch.zeros(2), torch.zeros(0), torch.zeros(0)
+
+
+def flash_backward_stand_in(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
+    unused, *, scale=None, window_size_left=None, window_size_right=None,
+):  # fmt: skip
+    """Compute on the CPU what torch's operator for the backward pass computes: probabilities are exp(score − lse)."""
+    gradients = [torch.zeros_like(x) for x in (query, key, value)]
+    repeats, factor = query.shape[1] // key.shape[1], scale or query.shape[-1] ** -0.5
+    for q, k, scores in pieces(query, key, cum_seq_q, cum_seq_k, scale, window_size_left):
+        keys, values = (x[k].repeat_interleave(repeats, 1) for x in (key, value))
+        shares = (scores - logsumexp[:, q, None]).exp()
+        delta = torch.einsum("qhd,khd->hqk", grad_out[q], values) - (grad_out[q] * out[q]).sum(-1).T[..., None]
+        d_scores = shares * delta * factor
+        gradients[0][q] += torch.einsum("hqk,khd->qhd", d_scores, keys)
+        for index, (what, of) in ((1, (d_scores, query[q])), (2, (shares, grad_out[q]))):
+            whole = torch.einsum("hqk,qhd->khd", what, of)
+            gradients[index][k] += whole.unflatten(1, (-1, repeats)).sum(2)
+    return tuple(gradients)
+
+
+@pytest.mark.parametrize(("cp", "heads", "window"), [(1, "GQA", None), (2, "MQA", 7), (4, "GQA", LONG + 30)])
+def test_sinks_equal_plain_attention(cp, heads, window, monkeypatch):
+    """Output and all gradients, of torch's flash kernel for GPUs by stand-ins with the signatures of its operators."""
+    for name, stand_in in (("forward", flash_stand_in), ("backward", flash_backward_stand_in)):
+        schema = getattr(torch.ops.aten, f"_flash_attention_{name}").default._schema
+        assert [argument.name for argument in schema.arguments] == list(signature(stand_in).parameters)
+        monkeypatch.setattr(torch.ops.aten, f"_flash_attention_{name}", stand_in)
+    monkeypatch.setattr(AttentionPattern, "cu_seqlens", property(lambda self: self.on_host()[:2]))
+    kernels = {**KERNELS, "flash": (flash_varlen, False), "efficient": (efficient_varlen, False)}
+    for name, layout in layouts(cp).items():
+        right = expected(layout, *HEADS[heads], window, has_sinks=True)
+        for kernel, (attend, in_place) in kernels.items():
+            got = in_one_process(attend, in_place, layout, *HEADS[heads], window, torch.float64, has_sinks=True)
+            for what, one, other in zip(("output", "query", "key", "value", "sinks"), got, right, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10, msg=f"{kernel}, {name}: {what}")
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_tiled_kernel_error_is_within_precision(dtype, tolerance):
     """Also where many queries add to one key's gradient: of the norm."""
@@ -109,16 +172,17 @@ def attention_module(cp_size, window, recompute):
     config = SimpleNamespace(recompute_granularity="full" if recompute else None)
     module = PackedCausalAttention.__new__(PackedCausalAttention)
     torch.nn.Module.__init__(module)
-    module.config, module.window, module.softmax_scale = config, window, None
+    module.config, module.window, module.softmax_scale, module.softmax_offset = config, window, None, None
     module.cp_group = torch.distributed.group.WORLD if cp_size > 1 else None
     return module
 
 
 def run_module(cp_size, heads, groups):
     """Return, by layout and window, this rank's positions, output and gradients, and the number of its all-gathers."""
-    from mcore_rl.models.megatron.attention import PackParams, visible_keys
+    from mcore_rl.models.megatron.attention import PackParams
+    from mcore_rl.models.megatron.attention_kernels import visible_keys
 
-    attention.WORTH_A_TILE, attention.QUERIES_OF_A_BLOCK = LONG, LONG // 2
+    attention_kernels.WORTH_A_TILE, attention_kernels.QUERIES_OF_A_BLOCK = LONG, LONG // 2
     rank, results, gathers = torch.distributed.get_rank(), {}, Counter()
     gather = torch.distributed.all_gather_into_tensor
 

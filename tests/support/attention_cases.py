@@ -3,7 +3,7 @@
 import torch
 
 from mcore_rl.distributed.packs import PackLayout, PrefixLayout, PrefixTree, slice_context_parallel
-from mcore_rl.models.megatron.attention import AttentionPattern
+from mcore_rl.models.megatron.attention_kernels import AttentionPattern
 
 DIM, LONG = 6, 24
 TREE = PrefixTree((9, 4, 1, 7, 12, 3, 3), (-1, 0, 1, 1, 0, -1, 5), (2, 3, 4, 6))
@@ -43,15 +43,23 @@ def predecessors(layout):
     return distance
 
 
-def plain_attention(query, key, value, layout, window):
+def plain_attention(query, key, value, layout, window, sinks=None):
     """Return softmax attention over all pairs [T, T] in the pack's order; a token sees earlier tokens less than
-    `window` away."""
+    `window` away, and its head's sink, whose value is 0."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     distance = predecessors(layout)
     seen = (distance >= 0) & (distance < (window or layout.total))
     scores = torch.einsum("qhd,khd->hqk", query, key) * DIM**-0.5
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, layout.total, 1)), -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : layout.total], value)
+
+
+def make_sinks(heads, dtype=torch.float64):
+    """Return a sink [heads] for each head, from one that takes almost nothing to one that takes most."""
+    return torch.linspace(-3, 4, heads, dtype=dtype).requires_grad_()
 
 
 def inputs(layout, heads, groups, dtype=torch.float64):
@@ -61,17 +69,20 @@ def inputs(layout, heads, groups, dtype=torch.float64):
     return [x.requires_grad_() for x in drawn[:3]], drawn[3]
 
 
-def expected(layout, heads, groups, window):
-    """Return the output and the gradients of query, key and value [T, …], in the pack's order."""
+def expected(layout, heads, groups, window, has_sinks=False):
+    """Return the output and the gradients of query, key and value [T, …], in the pack's order, and of the sinks."""
     leaves, upstream = inputs(layout, heads, groups)
-    out = plain_attention(*leaves, layout, window)
+    sinks = [make_sinks(heads)] if has_sinks else []
+    out = plain_attention(*leaves, layout, window, *sinks)
+    leaves += sinks
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
-def in_one_process(attend, in_place, layout, heads, groups, window, dtype, device="cpu"):
+def in_one_process(attend, in_place, layout, heads, groups, window, dtype, device="cpu", has_sinks=False):
     """Compute the parts of all ranks one after the other in this process, on the CPU; return them combined."""
     leaves, upstream = inputs(layout, heads, groups, dtype)
     leaves, upstream = [x.detach().to(device).requires_grad_() for x in leaves], upstream.to(device)
+    sinks = [make_sinks(heads, dtype).detach().to(device).requires_grad_()] if has_sinks else []
     order = torch.argsort(layout.gather_order).to(device)  # of all ranks' rows, one rank's after the other's
     total, out = 0, torch.zeros_like(leaves[0])
     for rank in range(layout.cp_size):
@@ -83,10 +94,10 @@ def in_one_process(attend, in_place, layout, heads, groups, window, dtype, devic
         if not in_place and visible.index is not None:
             key, value = key[visible.index], value[visible.index]
         seen_by = None if window is None or window >= max(visible.key_lengths) else window
-        local = attend(query, key, value, visible, None, seen_by)
+        local = attend(query, key, value, visible, None, seen_by, *sinks)
         total = total + (local * grad).sum()
         out[layout.local_positions(rank).to(device)] = local.detach()
-    return [tensor.cpu() for tensor in (out, *torch.autograd.grad(total, leaves))]
+    return [tensor.cpu() for tensor in (out, *torch.autograd.grad(total, [*leaves, *sinks]))]
 
 
 HEADS = {"MHA": (3, 3), "GQA": (6, 2), "MQA": (4, 1)}

@@ -44,8 +44,8 @@ def counted_result(config, data):
 
 def result_with_index(config, data):
     """Return `counted_result` with a local attention that does not read keys in place, as on a GPU."""
-    from mcore_rl.models.megatron import attention
+    from mcore_rl.models.megatron import attention_kernels
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(attention.KERNELS, "cpu", attention.Kernel(attention.sdpa_by_segment))
+        patch.setitem(attention_kernels.KERNELS, "cpu", attention_kernels.Kernel(attention_kernels.sdpa_by_segment))
         return counted_result(config, data)

@@ -31,7 +31,8 @@ from mcore_rl.losses.common import (
     token_mask_of,
 )
 from mcore_rl.losses.packing import SequencePackingLossWrapper, accepted_groups, rows_of_width
-from mcore_rl.models.megatron.attention import PackParams, visible_keys
+from mcore_rl.models.megatron.attention import PackParams
+from mcore_rl.models.megatron.attention_kernels import visible_keys
 from mcore_rl.models.megatron.build import ModelShard
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.moe import RoutedTokens

@@ -1,0 +1,599 @@
+"""Kernels of causal attention over packs, and the keys that queries see.
+
+A pack [T / CP, heads, head_dim] attends causally inside each of its segments. The keys of a pack that context-parallel
+ranks have gathered are ordered by rank: rank p has two zigzag chunks of each segment. `tiles_of` cuts the pack into
+ranges of queries with the ranges of keys that they see. The kernels below compute one tile, or the whole pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Shaped
+from torch import Tensor
+
+from mcore_rl import platform
+from mcore_rl.distributed.packs import PackLayout, PrefixLayout
+
+WORTH_A_TILE = 512
+"""Minimum number of keys for a tile. Shorter ranges are copied together, which costs less than a kernel call each."""
+QUERIES_OF_A_BLOCK = 256
+"""Queries per block under a window. A block sees this many keys more than the window; its mask has a row per query."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A set of `count` ranges of `length` rows, whose starts are `stride` rows apart."""
+
+    start: int
+    length: int
+    count: int = 1
+    stride: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.count * self.length
+
+    def of(self, x: Shaped[Tensor, "rows heads dim"]) -> Shaped[Tensor, "count heads length dim"]:
+        """Return these rows of `x` as a view."""
+        rows, heads, dim = x.stride()
+        size = (self.count, x.shape[1], self.length, x.shape[2])
+        return x.as_strided(size, (self.stride * rows, heads, rows, dim), x.storage_offset() + self.start * rows)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A range of queries and the ranges of keys that they see: all keys unless `causal` or `window` is set.
+    causal: there are as many keys as queries; query i sees only the first i + 1 keys.
+    window: the last query sees the last `window` keys; each earlier query sees a window shifted back by one key.
+    is_first: every query is in exactly one such tile, which precedes the query's other tiles.
+    """
+
+    queries: Rows
+    keys: tuple[Rows, ...]
+    causal: bool = False
+    window: int | None = None
+    is_first: bool = False
+
+
+def tiles_of(layout: PackLayout, cp_rank: int, window: int | None) -> tuple[Tile, ...]:
+    """Return the tiles for the queries of context-parallel rank `cp_rank`: first tiles first, in the order of rows.
+
+    Args:
+        window: number of tokens that a token sees at most, including itself; None for all previous tokens.
+    """
+    pack = _Pack(layout)
+    if window is not None:
+        return tuple(tile for chunk in pack.chunks(cp_rank) for tile in _blocks(pack, chunk, window))
+    own, before = [], []
+    for chunk in pack.chunks(cp_rank):
+        own.append(Tile(chunk.queries, (chunk.keys(chunk.number),), causal=True, is_first=True))
+        earlier = _joined(chunk.keys(number) for number in range(chunk.number))
+        before += [Tile(chunk.queries, keys) for keys in _worth_a_tile(earlier)]
+    for segment, queries in pack.descendants():
+        before += [Tile(queries, keys) for keys in _worth_a_tile(_joined(pack.true_keys(segment)))]
+    return (*own, *before)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Chunk `number` of one segment, or of `count` equally long segments from `segment` on that continue no other.
+    queries: position of its rows among the rank's own rows.
+    """
+
+    pack: _Pack
+    segment: int
+    count: int
+    number: int
+    queries: Rows
+
+    def keys(self, number: int) -> Rows:
+        """Return the rows of another chunk of the same segments."""
+        return replace(self.queries, start=self.pack.start(self.segment, number))
+
+
+class _Pack:
+    """Positions of the rows of a pack's segments and chunks, on one rank and on all ranks in order."""
+
+    def __init__(self, layout: PackLayout) -> None:
+        self.layout, self.cp_size = layout, layout.cp_size
+        self.tree = layout.tree if isinstance(layout, PrefixLayout) else None
+        self.number_of_chunks = 2 * self.cp_size if self.cp_size > 1 else 1
+        self.lengths = layout.segment_lengths
+        self.local = [start // self.cp_size for start in layout.cu_seqlens_padded.tolist()]
+
+    def size(self, segment: int) -> int:
+        """Return the number of tokens in one chunk of a segment."""
+        return self.lengths[segment] // self.number_of_chunks
+
+    def start(self, segment: int, number: int) -> int:
+        """Return the first row of a chunk, among the rows of all ranks."""
+        is_late = number >= self.cp_size > 1
+        owner = self.number_of_chunks - 1 - number if is_late else number
+        return owner * self.local[-1] + self.local[segment] + (self.size(segment) if is_late else 0)
+
+    def parent(self, segment: int) -> int:
+        """Return the segment that `segment` continues; −1 if it continues none."""
+        return self.tree.parents[segment] if self.tree is not None and segment < len(self.tree.parents) else -1
+
+    def chunks(self, cp_rank: int) -> Iterator[_Chunk]:
+        """Yield a rank's chunks of each segment; neighbouring segments of the same kind share a chunk."""
+        segments = [segment for segment, length in enumerate(self.lengths) if length]
+        # A segment that continues another segment always gets its own chunk.
+        alike = groupby(segments, key=lambda s: (self.lengths[s], s if self.parent(s) >= 0 else -1))
+        for _, group in alike:
+            first, *others = group
+            for number in (cp_rank, self.number_of_chunks - 1 - cp_rank) if self.cp_size > 1 else (0,):
+                start = self.start(first, number) - cp_rank * self.local[-1]
+                stride = self.lengths[first] // self.cp_size if others else 0
+                queries = Rows(start, self.size(first), 1 + len(others), stride)
+                yield _Chunk(self, first, 1 + len(others), number, queries)
+
+    def true_keys(self, segment: int) -> Iterator[Rows]:
+        """Yield the rows of the segment's real tokens, in order."""
+        size = self.size(segment)
+        for number in range(self.number_of_chunks):
+            if (left := min(size, self.layout.lengths[segment] - number * size)) > 0:
+                yield Rows(self.start(segment, number), left)
+
+    def descendants(self) -> Iterator[tuple[int, Rows]]:
+        """Yield each continued segment with a rank's rows of all its descendants. Tree nodes are stored depth first."""
+        parents = self.tree.parents if self.tree is not None else ()
+        for segment in range(len(parents)):
+            end = segment + 1
+            while end < len(parents) and parents[end] >= segment:
+                end += 1
+            if rows := self.local[end] - self.local[segment + 1]:
+                yield segment, Rows(self.local[segment + 1], rows)
+
+    def ancestors(self, segment: int) -> list[int]:
+        return self.tree.path(segment)[:-1] if self.parent(segment) >= 0 and self.tree is not None else []
+
+
+def _blocks(pack: _Pack, chunk: _Chunk, window: int) -> Iterator[Tile]:
+    """Yield blocks of a chunk's queries, each with only the keys in the queries' windows."""
+    numbers = range(chunk.number + 1)
+    keys = [rows for ancestor in pack.ancestors(chunk.segment) for rows in pack.true_keys(ancestor)]
+    keys += [chunk.keys(number) for number in numbers]
+    before = sum(rows.length for rows in keys) - chunk.queries.length
+    for start in range(0, chunk.queries.length, QUERIES_OF_A_BLOCK):
+        length = min(QUERIES_OF_A_BLOCK, chunk.queries.length - start)
+        end = before + start + length
+        seen = tuple(_joined(_between(keys, max(0, end - length + 1 - window), end), in_order=True))
+        queries = replace(chunk.queries, start=chunk.queries.start + start, length=length)
+        if end <= min(length, window):
+            yield Tile(queries, seen, causal=True, is_first=True)
+        else:
+            yield Tile(queries, seen, window=window, is_first=True)
+
+
+def _between(ranges: Iterable[Rows], first: int, end: int) -> Iterator[Rows]:
+    """Yield the parts of consecutive ranges between positions `first` and `end` (exclusive)."""
+    position = 0
+    for rows in ranges:
+        low, high = max(first - position, 0), min(end - position, rows.length)
+        if low < high:
+            yield replace(rows, start=rows.start + low, length=high - low)
+        position += rows.length
+
+
+def _joined(ranges: Iterable[Rows], in_order: bool = False) -> list[Rows]:
+    """Merge adjacent ranges into one; sort them first unless `in_order`."""
+    found: list[Rows] = []
+    for rows in ranges if in_order else sorted(ranges, key=lambda rows: rows.start):
+        if found and found[-1].start + found[-1].length == rows.start and found[-1].count == rows.count:
+            found[-1] = replace(found[-1], length=found[-1].length + rows.length)
+        else:
+            found.append(rows)
+    return found
+
+
+def _worth_a_tile(ranges: Sequence[Rows]) -> list[tuple[Rows, ...]]:
+    """Return each long range alone, and all short ranges together."""
+    short = tuple(rows for rows in ranges if rows.total < WORTH_A_TILE)
+    return [(rows,) for rows in ranges if rows.total >= WORTH_A_TILE] + ([short] if short else [])
+
+
+class AttentionPattern:
+    """The keys that the queries of context-parallel rank `cp_rank` see in a pack; shared by all layers and passes.
+
+    query_lengths, key_lengths: lengths of the rank's query chunks, and of the keys that each may see. The last keys of
+        a chunk are the keys of its own queries.
+    is_apart: whether the rows of all ranks in order differ from the chunks' visible rows in order.
+    """
+
+    def __init__(self, layout: PackLayout, cp_rank: int) -> None:
+        self.layout, self.cp_rank = layout, cp_rank
+        self.query_lengths, self.key_lengths, self._order = layout.visible_keys(cp_rank)
+        self.is_apart = layout.cp_size > 1 or isinstance(layout, PrefixLayout)
+        self._tiles: dict[int | None, tuple[Tile, ...]] = {}
+        self._masks: dict[tuple[Any, ...], Tensor] = {}
+        self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def on_host(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return index tensors for a kernel that does not read in place: cumulative lengths of queries and of keys
+        (int32), and `index` (int64), which is empty if there is none."""
+        lengths = self.query_lengths, self.key_lengths
+        queries, keys = (torch.tensor((0, *each)).cumsum(0, dtype=torch.int32) for each in lengths)
+        return queries, keys, self.layout.gather_order[self._order] if self.is_apart else self._order[:0]
+
+    def put(self, cu_queries: Tensor, cu_keys: Tensor, index: Tensor) -> None:
+        """Set the tensors of `on_host()` after they were copied to the device."""
+        self._on_device = cu_queries, cu_keys, index
+
+    def ensure_on_device(self) -> None:
+        """Copy the tensors of `on_host()` to the device, unless they are there or the kernel reads in place."""
+        device = platform.device()
+        if self._on_device is None and not KERNELS[device.type].reads_in_place:
+            self.put(*platform.sent_together(self.on_host(), device))
+
+    @property
+    def on_device(self) -> tuple[Tensor, Tensor, Tensor]:
+        assert self._on_device is not None, "the pack's index tensors are on the host"
+        return self._on_device
+
+    @property
+    def cu_seqlens(self) -> tuple[Tensor, Tensor]:
+        """Cumulative lengths of queries and of keys, int32 on the device."""
+        return self.on_device[:2]
+
+    @property
+    def index(self) -> Tensor | None:
+        """Rows that each chunk of queries sees, chunk after chunk, on the device; None if these are all rows in
+        order."""
+        return self.on_device[2] if self.is_apart else None
+
+    def tiles(self, window: int | None) -> tuple[Tile, ...]:
+        """Return the attention tiles of layers with this window."""
+        if window not in self._tiles:
+            self._tiles[window] = tiles_of(self.layout, self.cp_rank, window)
+        return self._tiles[window]
+
+    def mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
+        """Return a mask to add to scores [queries, keys], with `like`'s dtype and device. The last query sees the last
+        `window` keys, or all keys if None; each earlier query sees one key less at the end."""
+        key = (queries, keys, window, like.dtype, like.device)
+        if key not in self._masks:
+            seen = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
+            seen = seen if window is None else seen.triu(keys - queries - window + 1)
+            mask = torch.zeros(queries, keys, dtype=like.dtype, device=like.device)
+            self._masks[key] = mask.masked_fill_(~seen, -torch.inf)
+        return self._masks[key]
+
+
+def visible_keys(
+    layout: PackLayout, cp_rank: int, *others: Tensor, sends_index: bool = True
+) -> tuple[AttentionPattern, list[Tensor]]:
+    """Return a pack's visible keys for the kernels of `platform.device()`, and `others` there, with one copy.
+
+    Args:
+        sends_index: whether the copy includes the index tensors of the local attention.
+    """
+    visible, device = AttentionPattern(layout, cp_rank), platform.device()
+    if KERNELS[device.type].reads_in_place or not sends_index:
+        return visible, platform.sent_together(others, device)
+    *there, cu_queries, cu_keys, index = platform.sent_together((*others, *visible.on_host()), device)
+    visible.put(cu_queries, cu_keys, index)
+    return visible, there
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An implementation of causal attention inside each segment of a pack.
+
+    attend: function of queries [Q, heads, d], keys and values [K, groups, d], the visible keys, the scale of scores
+        (1/√d if None), the window and the sinks [heads] → [Q, heads, d]. A sink is the score of one more key of each
+        query, whose value is 0.
+    reads_in_place: whether keys and values are the rows of all ranks in order. Otherwise they are the visible rows of
+        each chunk of queries, chunk after chunk.
+    """
+
+    attend: Callable[[Tensor, Tensor, Tensor, AttentionPattern, float | None, int | None, Tensor | None], Tensor]
+    reads_in_place: bool = False
+
+
+def kernel_of(query: Tensor) -> Kernel:
+    """Return the kernel for tensors of this device and dtype."""
+    if query.device.type == "cuda" and query.dtype not in (torch.float16, torch.bfloat16):
+        return Kernel(efficient_varlen if query.dtype == torch.float32 else sdpa_by_segment)
+    return KERNELS[query.device.type]
+
+
+def sdpa_by_segment(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: AttentionPattern,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend chunk by chunk with torch's SDPA, on any device and in any precision."""
+    repeats = query.shape[1] // key.shape[1]  # with equal numbers of heads, a memory-efficient kernel is available
+    query, key, value = (
+        x.repeat_interleave(n, dim=1).transpose(0, 1).unsqueeze(0)
+        for x, n in ((query, 1), (key, repeats), (value, repeats))
+    )
+    outs = []
+    for q, k, v in zip(
+        query.split(visible.query_lengths, dim=2),
+        key.split(visible.key_lengths, dim=2),
+        value.split(visible.key_lengths, dim=2),
+        strict=True,
+    ):
+        plain = q.shape[2] == k.shape[2] and window is None and sinks is None
+        mask = None if plain else visible.mask(q.shape[2], k.shape[2], window, q)
+        if sinks is not None and mask is not None:
+            k, v, mask = with_sink_key(k, v, mask, sinks)
+        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain, scale=scale))
+    return torch.cat(outs, dim=2).squeeze(0).transpose(0, 1)
+
+
+def with_sink_key(key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Add a key of zeros, whose score is the head's sink in the mask.
+
+    Args:
+        key, value: […, heads or groups, K, d]. mask: […, Q, K], added to the scores.
+        sinks: […, heads, 1 or Q], for each row of the result's mask.
+    """
+    rows = sinks.unsqueeze(-1) if sinks.ndim > 1 else sinks[:, None, None].expand(-1, mask.shape[-2], -1)
+    key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
+    mask = mask.expand(*rows.shape[:-1], mask.shape[-1])
+    return key, value, torch.cat((mask, rows.to(mask.dtype)), dim=-1)
+
+
+def flash_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: AttentionPattern,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend with torch's flash kernel for packs (CUDA, half precision); its causal mask is lower-right aligned too.
+
+    The operator is called directly, because its wrapper `torch.nn.attention.varlen` exists only since torch 2.10 and
+    supports windows, scale and shared heads only since 2.12. It has no sinks: `_SinkFlash` adds them.
+    """
+    if sinks is not None:
+        with_sinks: Tensor = _SinkFlash.apply(query, key, value, sinks, visible, scale, window)
+        return with_sinks
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        *visible.cu_seqlens,
+        max(visible.query_lengths),
+        max(visible.key_lengths),
+        0.0,
+        True,
+        False,
+        scale=scale,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=0,
+    )[0]
+    return out
+
+
+class _SinkFlash(torch.autograd.Function):
+    """torch's flash kernel for packs, with sinks, which it does not know.
+
+    With lse' = logaddexp(lse, sink) the output is out · exp(lse − lse'). The kernel's backward pass holds as it is for
+    the corrected output and lse', because a key's probability is exp(score − lse').
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        visible: AttentionPattern,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
+        ctx.arguments = (
+            *visible.cu_seqlens,
+            max(visible.query_lengths),
+            max(visible.key_lengths),
+            0.0,
+            True,
+        )
+        ctx.options = {
+            "scale": scale,
+            "window_size_left": None if window is None else window - 1,
+            "window_size_right": 0,
+        }
+        out, logsumexp, *ctx.random, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *ctx.arguments, False, **ctx.options
+        )
+        of_all = torch.logaddexp(logsumexp, sinks.to(logsumexp)[:, None])  # [heads, Q]
+        out = out * (logsumexp - of_all).exp().T[..., None].to(out.dtype)
+        ctx.save_for_backward(query, key, value, out, of_all, sinks)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logsumexp, sinks = ctx.saved_tensors
+        gradients = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), query, key, value, out, logsumexp, *ctx.arguments, *ctx.random, **ctx.options
+        )
+        share = (sinks.to(logsumexp)[:, None] - logsumexp).exp()
+        return *gradients, gradient_of_sinks(share.T, grad, out, sinks), None, None, None
+
+
+def gradient_of_sinks(share: Tensor, grad: Tensor, out: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient [heads] of the sinks; `share` [Q, heads] is each sink's probability."""
+    return -(share * (grad.to(share) * out.to(share)).sum(-1)).sum(0).to(sinks.dtype)
+
+
+CAUSAL_FROM_LOWER_RIGHT = 2
+"""The operator's `custom_mask_type`: the last query sees all keys, each earlier query one key less at the end."""
+
+
+def efficient_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: AttentionPattern,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend with torch's memory-efficient kernel for packs (CUDA, fp32), which needs as many key as query heads.
+
+    Under a window this is `sdpa_by_segment`, because the operator's autograd formula drops its `window_size`. With
+    sinks too, which the operator does not know.
+    """
+    if window is not None or sinks is not None:
+        return sdpa_by_segment(query, key, value, visible, scale, window, sinks)
+    repeats = query.shape[1] // key.shape[1]
+    out: Tensor = torch.ops.aten._efficient_attention_forward(
+        query[None],
+        key.repeat_interleave(repeats, dim=1)[None],
+        value.repeat_interleave(repeats, dim=1)[None],
+        None,
+        *visible.cu_seqlens,
+        max(visible.query_lengths),
+        max(visible.key_lengths),
+        0.0,
+        CAUSAL_FROM_LOWER_RIGHT,
+        True,
+        scale=scale,
+    )[0]
+    return out[0]
+
+
+def tiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: AttentionPattern,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend with torch's CPU flash kernel on tiles of queries and keys in place; see `tiles_of`.
+
+    Only short ranges of keys are copied. Queries, keys, values, the output and its log-sum-exp are kept for backward.
+    """
+    out: Tensor = _TiledAttention.apply(query, key, value, visible, visible.tiles(window), scale, sinks)
+    return out
+
+
+class _TiledAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: AttentionPattern,
+        tiles: tuple[Tile, ...],
+        scale: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        tile_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        # The results of several tiles are merged in at least fp32.
+        out = torch.empty(query.shape, dtype=_exact(query.dtype))
+        logsumexp = torch.empty(*query.shape[:2], 1, dtype=out.dtype)
+        for tile in tiles:
+            tensors = tile.queries.of(query), *(_keys(x, tile, query) for x in (key, value))
+            mask = _mask(tile, visible, query)
+            part, part_lse = tile_attention(*tensors, 0.0, tile.causal, attn_mask=mask, scale=scale)
+            so_far, so_far_lse, part_lse = tile.queries.of(out), tile.queries.of(logsumexp), part_lse.unsqueeze(-1)
+            if tile.is_first:
+                so_far.copy_(part)
+                so_far_lse.copy_(part_lse)
+            else:
+                both = torch.logaddexp(so_far_lse, part_lse)
+                so_far.mul_((so_far_lse - both).exp_()).addcmul_(part, (part_lse - both).exp_())
+                so_far_lse.copy_(both)
+        if sinks is not None:
+            of_all = torch.logaddexp(logsumexp, sinks.to(logsumexp)[None, :, None])
+            out.mul_((logsumexp - of_all).exp_())
+            logsumexp = of_all
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, logsumexp, sinks)
+        ctx.visible, ctx.tiles, ctx.scale = visible, tiles, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logsumexp, sinks = ctx.saved_tensors
+        tile_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        # Each tile's probabilities are exp(score − log-sum-exp of all tiles), so tiles' gradients add up.
+        gradients = [torch.zeros(x.shape, dtype=_exact(x.dtype)) for x in (query, key, value)]
+        for tile in ctx.tiles:
+            q, g, o, lse = (tile.queries.of(x) for x in (query, grad, out, logsumexp))
+            k, v = (_keys(x, tile, query) for x in (key, value))
+            mask = _mask(tile, ctx.visible, query)
+            d_query, *d_keys = tile_backward(
+                g, q, k, v, o, lse.squeeze(-1), 0.0, tile.causal, attn_mask=mask, scale=ctx.scale
+            )
+            tile.queries.of(gradients[0]).add_(d_query)
+            for gradient, parts in zip(gradients[1:], d_keys, strict=True):
+                if parts.shape[1] != gradient.shape[1]:
+                    parts = parts.unflatten(1, (gradient.shape[1], -1)).sum(2, dtype=gradient.dtype)
+                for rows, part in zip(tile.keys, parts.split([r.length for r in tile.keys], dim=2), strict=True):
+                    rows.of(gradient).add_(part)
+        of_sinks = None
+        if sinks is not None:
+            share = (sinks.to(logsumexp)[None] - logsumexp.squeeze(-1)).exp_()
+            of_sinks = gradient_of_sinks(share, grad, out, sinks)
+        return *(gradient.to(query.dtype) for gradient in gradients), None, None, None, of_sinks
+
+
+def _keys(x: Tensor, tile: Tile, query: Tensor) -> Tensor:
+    """Return [count, heads or groups, keys, d], a tile's keys or values."""
+    ranges = [rows.of(x) for rows in tile.keys]
+    keys = ranges[0] if len(ranges) == 1 else torch.cat(ranges, dim=2)
+    repeats = query.shape[1] // x.shape[1]
+    return keys if repeats == 1 or _shares_heads(x.dtype) else keys.repeat_interleave(repeats, dim=1)
+
+
+def _shares_heads(dtype: torch.dtype) -> bool:
+    """Return whether the kernel accepts fewer key than query heads and sums their gradients exactly. It does since
+    torch 2.10, except in half precision, where it rounds after adding each query head."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return version >= (2, 10) and dtype.itemsize >= 4
+
+
+def _mask(tile: Tile, visible: AttentionPattern, like: Tensor) -> Tensor | None:
+    if tile.window is None:
+        return None
+    return visible.mask(tile.queries.length, sum(rows.length for rows in tile.keys), tile.window, like)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+KERNELS = {"cpu": Kernel(tiled, reads_in_place=True), "cuda": Kernel(flash_varlen)}
+"""Kernels by device type."""
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: AttentionPattern,
+    scale: float | None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute causal attention inside each segment. A segment's queries belong to the last ones of its keys.
+
+    Shapes: [Q, heads, d] queries, [K, groups, d] keys and values in the layout of their kernel → [Q, heads, d]. A
+    query sees at most `window` keys, and its head's sink if there are `sinks` [heads].
+    """
+    if window is not None and window >= max(visible.key_lengths):
+        window = None
+    return kernel_of(query).attend(query, key, value, visible, scale, window, sinks)
