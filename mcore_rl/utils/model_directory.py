@@ -194,8 +194,12 @@ def _blocks(begin: int, size: int) -> list[tuple[int, int]]:
     return [(begin + index * (size - BLOCK_BYTES) // (BLOCKS - 1), BLOCK_BYTES) for index in range(BLOCKS)]
 
 
-def check_model_directory(path: Path, key: str = "model.path") -> None:
-    """Raise UserError if a path is not a Hugging Face model directory; the message names its actual kind."""
+def check_model_directory(path: Path, key: str = "model.path") -> str:
+    """Return the model type of a Hugging Face model directory.
+
+    Raises:
+        UserError: the path is not a model directory; the message names its actual kind.
+    """
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         instead = "give its base model, and it as model.lora.path" if key == "model.path" else "merge it into its base"
         raise UserError(f"{key}: {path} is an adapter (LoRA), not a model; {instead}")
@@ -207,6 +211,7 @@ def check_model_directory(path: Path, key: str = "model.path") -> None:
         raise UserError(f"{key}: {path / 'config.json'} is not JSON ({error})") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise UserError(f"{key}: {path / 'config.json'} names no model_type")
+    return str(config["model_type"])
 
 
 # File name patterns of a model's files other than weights and config.json.

@@ -51,6 +51,7 @@ LATENT = {
     "topk_group": 3,
     "routed_scaling_factor": 1.7,
 }
+INDEX = {"index_topk": 600, "index_n_heads": 2, "index_head_dim": 16}
 DELTA_NETS = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     "num_hidden_layers": 4,
@@ -191,6 +192,25 @@ FAMILIES = {
             **LATENT,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
             "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+        },
+    ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {
+            **LATENT,
+            **INDEX,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        },
+    ),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        {
+            **LATENT,
+            **INDEX,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "indexer_types": ["full", "shared", "full", "shared"],
         },
     ),
     "gpt_oss": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -309,10 +310,9 @@ def write_hf_directory(
     temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=destination.parent))
     writer = ShardedWriter(temporary, max_shard_bytes)
     earlier, family = SafetensorsDirectory(source), family_of(hf_config)
-    for name, tensor in packed_like(tensors, earlier):
+    passed_on = ((name, earlier.read(name)) for name in sorted(filter(family.passes_on, earlier.names())))
+    for name, tensor in packed_like(itertools.chain(tensors, passed_on), earlier):
         writer.add(name, tensor)
-    for name in sorted(filter(family.passes_on, earlier.stored_names())):
-        writer.add(name, earlier.read(name))
     writer.finish()
     numbers: Counter[torch.dtype] = Counter()
     for shape, of_tensor in writer.expected.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from mcore_rl import platform
 from mcore_rl.config import LoRAConfig, ModelConfig, ParallelConfig
 from mcore_rl.errors import UserError
-from mcore_rl.models.megatron.families import Family, family_of
+from mcore_rl.models.megatron.families import CONFIGURED_AS, Family, family_of
 from mcore_rl.models.megatron.families.base import REWARD_ARCHITECTURE, has_reward_head
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.megatron.hf_checkpoint import check_quantization
@@ -30,9 +31,15 @@ def load_hf_config(path: Path, trust_remote_code: bool = False, head: str = "lm"
     """
     from transformers import AutoConfig
 
-    check_model_directory(path)
+    alias = CONFIGURED_AS.get(check_model_directory(path))
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if alias is None:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        else:
+            values = json.loads((path / "config.json").read_bytes())
+            config = AutoConfig.for_model(
+                alias, **{k: v for k, v in values.items() if k not in ("model_type", "auto_map")}
+            )
     except Exception as error:  # its validators raise various exception classes
         raise UserError(f"model.path: {path}/config.json cannot be read: {' '.join(str(error).split())}") from None
     if (quantization := getattr(config, "quantization_config", None)) is not None:

@@ -107,6 +107,13 @@ class ScoringModel:
         size = f"{self.num_parameters:,} parameters, weights of {held:.2f} GiB a rank in {model.dtype}"
         return f"{model.path}, {size}, {layers}"
 
+    def describe_untrained(self) -> str | None:
+        """Describe in one line the tensors of the directory that exports contain unchanged; None if there are none."""
+        names = sorted(filter(self.model.family.passes_on, SafetensorsDirectory(self.config.model.path).names()))
+        if not names:
+            return None
+        return f"{len(names)} tensors of {self.config.model.path} are not trained and exported unchanged: {names[0]}, …"
+
     def offload(self) -> int:
         """Move the weights to the host until they are needed; return the device bytes freed."""
         return self.weights_offload.offload(self.parameters())

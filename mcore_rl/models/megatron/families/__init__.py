@@ -6,7 +6,7 @@ from typing import Any
 
 from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.base import Family, has_reward_head
-from mcore_rl.models.megatron.families.deepseek import DeepseekV3, Glm4MoELite
+from mcore_rl.models.megatron.families.deepseek import DeepseekV3, DeepseekV32, Glm4MoELite, GlmMoEDsa
 from mcore_rl.models.megatron.families.dense import (
     Gemma3,
     Glm4,
@@ -32,9 +32,25 @@ from mcore_rl.models.megatron.families.qwen_next import (
 )
 
 DENSE = (Llama, Mistral, Qwen2, Qwen3, Phi3, Olmo2, Olmo3, Gemma3, Glm4, SeedOss, SmolLM3, Ministral3)
-MIXTURES = (Mixtral, Qwen2MoE, Qwen3MoE, Glm4MoE, DeepseekV3, Glm4MoELite, GptOss, MiniMaxM2, Ernie45MoE)
+MIXTURES = (
+    Mixtral,
+    Qwen2MoE,
+    Qwen3MoE,
+    Glm4MoE,
+    DeepseekV3,
+    DeepseekV32,
+    Glm4MoELite,
+    GlmMoEDsa,
+    GptOss,
+    MiniMaxM2,
+    Ernie45MoE,
+)
 HYBRIDS = (Qwen3Next, Qwen35Text, Qwen35MoEText, Qwen35, Qwen35MoE)
 FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (*DENSE, *MIXTURES, *HYBRIDS)}
+
+
+CONFIGURED_AS = {"kimi_k2": "deepseek_v3"}
+"""Model types whose configuration class is on the hub only, and the equal class of transformers."""
 
 
 def family_of(hf: Any) -> Family:
@@ -50,4 +66,4 @@ def family_of(hf: Any) -> Family:
     return FAMILIES[hf.model_type](hf)
 
 
-__all__ = ["FAMILIES", "Family", "family_of", "has_reward_head"]
+__all__ = ["CONFIGURED_AS", "FAMILIES", "Family", "family_of", "has_reward_head"]

@@ -1,4 +1,5 @@
-"""Families with latent attention: DeepSeek-V3 (also Kimi-K2 and Moonlight) and GLM-4.7-Flash."""
+"""Families with latent attention: DeepSeek-V3 (also Kimi-K2 and Moonlight), GLM-4.7-Flash, and within the length of
+their index DeepSeek-V3.2 and GLM-5."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import math
 from functools import cached_property
 from typing import Any
 
+from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.families.mixtures import Experts, Glm4MoE
 from mcore_rl.models.megatron.latent_attention import LatentAttention
 from mcore_rl.models.megatron.layers import rope_parameters
@@ -45,7 +47,7 @@ class DeepseekV3(Glm4MoE):
             key_value_rank=hf.kv_lora_rank,
             rotated=hf.qk_rope_head_dim,
             value_dim=hf.v_head_dim,
-            interleaved=bool(hf.rope_interleave),
+            interleaved=bool(getattr(hf, "rope_interleave", True)),
             rope_factor=self.rope_factor(layer),
             eps=LATENT_NORM_EPS,
         )
@@ -70,3 +72,27 @@ class Glm4MoELite(DeepseekV3):
         kinds = list(dict.fromkeys(self.hf.mlp_layer_types))
         super().shrink(layers, tensor_parallel, expert_parallel)
         self.hf.mlp_layer_types = [kinds[min(layer, len(kinds) - 1)] for layer in range(layers)]
+
+
+class DeepseekV32(Glm4MoELite):
+    """DeepSeek-V3.2. An indexer chooses the `index_topk` keys that a token sees: all keys of a short sequence.
+
+    Attention of short sequences is then that of DeepSeek-V3, and the indexer gets no gradient.
+    """
+
+    model_type = "deepseek_v32"
+
+    def check(self, max_sequence_length: int) -> None:
+        super().check(max_sequence_length)
+        if max_sequence_length > self.hf.index_topk:
+            raise UserError(
+                f"data.max_sequence_length={max_sequence_length}: {self.model_type} sees only index_topk="
+                f"{self.hf.index_topk} keys in longer sequences, which is not supported; the limit must not be above it"
+            )
+
+    def passes_on(self, name: str) -> bool:
+        return super().passes_on(name) or ".self_attn.indexer." in name
+
+
+class GlmMoEDsa(DeepseekV32):
+    model_type = "glm_moe_dsa"

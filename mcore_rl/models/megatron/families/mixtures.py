@@ -294,7 +294,7 @@ class Glm4MoE(Mixture):
         super().shrink(layers, tensor_parallel, expert_parallel)
         self.hf.first_k_dense_replace = min(getattr(self.hf, "first_k_dense_replace", 0), 1)
 
-    def ignores(self, name: str) -> bool:
-        """Ignore layers after the last one too: they predict further tokens and are neither trained nor written."""
+    def passes_on(self, name: str) -> bool:
+        """Return whether a tensor belongs to a layer after the last one, which predicts further tokens."""
         layer = _LAYER.match(name)
-        return super().ignores(name) or (layer is not None and int(layer[1]) >= self.num_layers)
+        return layer is not None and int(layer[1]) >= self.num_layers

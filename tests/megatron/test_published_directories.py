@@ -1,0 +1,214 @@
+"""Tests that directories as they are on the hub are trained, exported and loaded again.
+
+They come in shards, with tensors that are not trained, in FP8 and in MXFP4.
+"""
+
+import json
+
+import pytest
+import torch
+from layout_cases import make_config, make_data, plain_logprobs
+from safetensors.torch import load_file, save_file
+from small_models import and_long, make_model
+from transformers import AutoModelForCausalLM
+
+from mcore_rl.errors import UserError
+from mcore_rl.testing.layout_check import ParallelLayout
+from mcore_rl.testing.processes import run_processes
+
+TP2, EP2 = ParallelLayout(tp=2, sp=True), ParallelLayout(dp=2, ep=2)
+BLOCK = 24  # divides no size of the small models
+QUANTIZED = ("proj.weight", "proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+
+
+def fp8(tensors):
+    """Quantize projections as DeepSeek-V3 is: e4m3 with one scale for each block."""
+    result = {}
+    for name, tensor in tensors.items():
+        result[name] = tensor
+        if name.endswith(QUANTIZED):
+            padded = torch.nn.functional.pad(tensor.float(), (0, -tensor.shape[1] % BLOCK, 0, -tensor.shape[0] % BLOCK))
+            blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+            scales = blocks.abs().amax((1, 3)) / 448
+            codes = (tensor.float() / spread(scales, tensor.shape)).to(torch.float8_e4m3fn)
+            result |= {name: codes, f"{name}_scale_inv": scales}
+    return result
+
+
+def spread(scales, shape):
+    """Return each element's scale."""
+    return scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: shape[0], : shape[1]]
+
+
+def mxfp4(tensors):
+    """Replace the experts of gpt-oss by random MXFP4 numbers."""
+    generator, result = torch.Generator().manual_seed(3), {}
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            result[name] = tensor
+            continue
+        count, columns, rows = tensor.shape
+        shape = (count, rows, columns // 32)
+        result[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        result[f"{name}_scales"] = torch.randint(121, 126, shape, generator=generator, dtype=torch.uint8)
+    return result
+
+
+def decoded(tensors):
+    """Return the tensors as other programs decode them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    result = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_blocks"):
+            whole = name.removesuffix("_blocks")
+            result[whole] = convert_moe_packed_tensors(tensor, tensors[f"{whole}_scales"])
+        elif f"{name}_scale_inv" in tensors:
+            result[name] = (tensor.float() * spread(tensors[f"{name}_scale_inv"], tensor.shape)).bfloat16()
+        elif not name.endswith(("_scales", "_scale_inv")):
+            result[name] = tensor
+    return result
+
+
+def next_token_layer(number):
+    """Return tensors of a layer that predicts further tokens."""
+    prefix, sizes = f"model.layers.{number}.", {"eh_proj.weight": (64, 128), "enorm.weight": (64,)}
+    return {prefix + name: torch.randn(size).bfloat16() for name, size in sizes.items()}
+
+
+QUANTIZATIONS = {
+    "fp8": (fp8, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}),
+    "mxfp4": (mxfp4, {"quant_method": "mxfp4"}),
+}
+
+
+def make_published(directory, family, quantization=None, model_type=None, predicts=False, **changes):
+    """Write a model as it is on the hub: in bf16 or quantized, in shards, with tensors that are not trained."""
+    make_model(family, directory, **changes)
+    values = json.loads((directory / "config.json").read_text())
+    tensors = load_file(directory / "model.safetensors")
+    keeps = ("e_score_correction_bias",)
+    tensors = {name: t if name.endswith(keeps) else t.bfloat16() for name, t in tensors.items()}
+    if predicts:
+        tensors |= next_token_layer(values["num_hidden_layers"])
+    if quantization:
+        quantize, values["quantization_config"] = QUANTIZATIONS[quantization]
+        tensors = quantize(tensors)
+    values |= {"dtype": "bfloat16", "model_type": model_type or values["model_type"]}
+    (directory / "config.json").write_text(json.dumps(values))
+    (directory / "model.safetensors").unlink()
+    names, weight_map = sorted(tensors), {}
+    for number in range(3):
+        file = f"model-{number + 1:05d}-of-00003.safetensors"
+        own = {name: tensors[name].contiguous() for name in names[number::3]}
+        save_file(own, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(own, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return decoded(tensors)
+
+
+def train_and_export(config, before, after):
+    """Export, train two steps, export in fp32; return the log-probabilities after that, and the line on untrained
+    tensors."""
+    from mcore_rl.algorithms.build_loss import build_loss
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
+    policy.export_hf(before)
+    for _ in range(2):
+        policy.train(policy.own_rows(make_data()), build_loss(config))
+    checkpoint = config.checkpoint.model_copy(update={"export_dtype": "float32"})
+    policy.config = policy.config.model_copy(update={"checkpoint": checkpoint})
+    policy.export_hf(after)
+    logprobs, line = policy.get_logprobs(make_data())["logprobs"], policy.describe_untrained()
+    policy.shutdown()
+    return logprobs, line
+
+
+def tensors_of(directory):
+    return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+CASES = {
+    "deepseek_v3 fp8": ("deepseek_v3", TP2, {"quantization": "fp8", "predicts": True}),
+    "gpt_oss mxfp4": ("gpt_oss", EP2, {"quantization": "mxfp4", "intermediate_size": 64}),
+}
+LONG_CASES = {
+    "kimi_k2 fp8": ("deepseek_v3", EP2, {"quantization": "fp8", "model_type": "kimi_k2"}),
+    "minimax_m2 fp8": ("minimax_m2", TP2, {"quantization": "fp8"}),
+    "gpt_oss mxfp4 tp2": ("gpt_oss", TP2, {"quantization": "mxfp4", "intermediate_size": 64}),
+    "moonlight": ("moonlight", EP2, {}),
+    "glm4_moe_lite": ("glm4_moe_lite", TP2, {"predicts": True}),
+    "glm4_moe": ("glm4_moe", EP2, {"predicts": True}),
+    "deepseek_v32": ("deepseek_v32", TP2, {"predicts": True}),
+    "glm_moe_dsa": ("glm_moe_dsa", EP2, {}),
+    "ernie4_5_moe": ("ernie4_5_moe", TP2, {}),
+    "olmo3": ("olmo3", ParallelLayout(cp=2), {}),
+    "smollm3": ("smollm3", ParallelLayout(pp=2), {}),
+    "seed_oss": ("seed_oss", TP2, {}),
+    "glm4": ("glm4", TP2, {}),
+    "ministral3": ("ministral3", ParallelLayout(cp=2), {}),
+}
+
+
+@pytest.mark.parametrize("name", and_long(list(CASES), list(LONG_CASES)))
+def test_published_directory_is_trained_and_exported(name, tmp_path):
+    family, layout, options = {**CASES, **LONG_CASES}[name]
+    original = make_published(tmp_path / "model", family, **options)
+    config = layout.apply(make_config(tmp_path / "model"))
+    found = run_processes(train_and_export, config, tmp_path / "before", tmp_path / "after", world_size=2)
+    logprobs, line = found[0]
+    before, after = tensors_of(tmp_path / "before"), tensors_of(tmp_path / "after")
+    assert set(before) == set(after) == set(original)
+    passed_on = {name for name in original if ".layers.4." in name or ".indexer." in name}
+    for tensor_name, tensor in original.items():
+        assert before[tensor_name].dtype == tensor.dtype, tensor_name
+        assert torch.equal(before[tensor_name], tensor), tensor_name
+        assert tensor_name not in passed_on or torch.equal(after[tensor_name], tensor), tensor_name
+    assert line is None if not passed_on else line.startswith(f"{len(passed_on)} tensors of ")
+    assert "quantization_config" not in json.loads((tmp_path / "after" / "config.json").read_text())
+    model, told = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "after", dtype=torch.float32, output_loading_info=True
+    )
+    assert not told["missing_keys"] and not told["mismatched_keys"]
+    with torch.no_grad():
+        expected = plain_logprobs(model, make_data())
+    assert (logprobs - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "mxfp4"])
+def test_parts_of_quantized_tensors_equal_parts_of_whole_tensors(quantization, tmp_path):
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+
+    family = {"fp8": "deepseek_v3", "mxfp4": "gpt_oss"}[quantization]
+    original = make_published(tmp_path / "model", family, quantization, intermediate_size=64)
+    source = SafetensorsDirectory(tmp_path / "model")
+    assert source.names() == set(original)
+    for name, tensor in original.items():
+        assert source.shape(name) == list(tensor.shape) and source.dtype(name) == tensor.dtype
+        assert torch.equal(source.read(name), tensor), name
+        if tensor.ndim > 1:
+            rows, columns = slice(1, tensor.shape[0] - 1), slice(5, tensor.shape[1] - 3)
+            assert torch.equal(source.read(name, rows), tensor[rows]), name
+            assert torch.equal(source.read(name, rows, columns), tensor[rows, columns]), name
+
+
+def test_other_quantizations_are_refused(tmp_path):
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+
+    make_model("llama", tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, "quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(UserError, match=r"is quantized by 'gptq', which is not supported; FP8 .* and MXFP4 are"):
+        load_hf_config(tmp_path)
+
+
+def test_sequences_beyond_the_index_are_refused(tmp_path):
+    from mcore_rl.models.megatron.families import family_of
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+
+    make_model("deepseek_v32", tmp_path, index_topk=64)
+    family = family_of(load_hf_config(tmp_path))
+    family.check(64)
+    with pytest.raises(UserError, match=r"data\.max_sequence_length=65: deepseek_v32 sees only index_topk=64 keys"):
+        family.check(65)
