@@ -61,11 +61,12 @@ def waits_of_decoding(path, new_tokens):
 
 
 @pytest.mark.long
-def test_generate_waits_for_host_copies_of_responses_only(model_of):
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_generate_waits_for_host_copies_of_responses_only(family, model_of):
     """The host reads a token while the next ones are computed; twice as many tokens need no more waits."""
     seen = []
     for tokens, run in zip(
-        (20, 40), in_processes(waits_of_decoding, (model_of("llama"), 20), (model_of("llama"), 40)), strict=True
+        (20, 40), in_processes(waits_of_decoding, (model_of(family), 20), (model_of(family), 40)), strict=True
     ):
         places, passes, late = run
         assert passes == tokens, "prompts, and all tokens but the last"

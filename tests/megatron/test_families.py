@@ -154,10 +154,11 @@ def test_a_part_of_heads_that_the_family_does_not_leave_out(family, tmp_path):
     [
         {"tensor_model_parallel_size": 4},  # more ranks than key-value heads
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True},
     ],
-    ids=["tp4", "tp2 pp2 cp2"],
+    ids=["tp4", "tp2 pp2 cp2", "tp2 cp2 sp"],
 )
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_5"])
 def test_logits_and_export_larger_layouts(family, sizes, model_of, tmp_path):
     check_family(family, sizes, model_of, tmp_path)
 

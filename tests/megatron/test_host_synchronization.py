@@ -102,18 +102,32 @@ def test_number_of_host_waits_does_not_grow_with_microbatches(algorithm, section
     """The results are gathered too. Generation has no microbatches, but twice as many sequences, of more tokens."""
     model = {"path": str(model_of("llama")), "head": "reward"} if algorithm is RMConfig else None
     sections = {**sections, "model": model} if model else sections
-    layout = ParallelLayout(tp=2, cp=2, dp=2, sp=True, tokens_per_pack=768)
-    config = layout.apply(config_of(model_of("llama"), algorithm, **sections))
+    # The order of gathered states instead, and the last tokens.
+    check_waits(config_of(model_of("llama"), algorithm, **sections), step, 4 if algorithm is RMConfig else 3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("algorithm", "sections", "step", "a_microbatch", "a_generation"),
+    [(DPOConfig, {}, "train", 5, 0), (GRPOConfig, GRPO, "generate", 3, 8)],
+)
+def test_delta_nets_wait_no_more(algorithm, sections, step, a_microbatch, a_generation, model_of):
+    """The plan of chunks is sent once for all layers of a microbatch, or of prompts; slots are sent beside blocks."""
+    check_waits(config_of(model_of("qwen3_5"), algorithm, **sections), step, a_microbatch, a_generation)
+
+
+def check_waits(config, step, a_microbatch=3, a_generation=6):
+    """Compare a step with one of twice as many rows; `a_microbatch` and `a_generation` are numbers of copies."""
+    config = ParallelLayout(tp=2, cp=2, dp=2, sp=True, tokens_per_pack=768).apply(config)
     sizes = in_processes(copies_of, (config, step, 2), (config, step, 4))
     (*_, few, _), (*_, many, _) = sizes
     assert 1 < few < many or (step == "generate" and few == many == 0)
     # The model's inputs, the loss's columns, the counted positions, without waiting. Once: two counts, the tables of
     # angles, the metrics' names, the results. In generation: the prompts, their lengths, the blocks of keys and values.
-    a_microbatch = 4 if algorithm is RMConfig else 3  # the order of gathered states instead, and the last tokens
     for waited_for, others, microbatches, reads in sizes:
         assert len(waited_for) <= BLOCKING_COPIES[step], waited_for
         assert sum(reads.values()) <= READS[step], reads
-        assert len(others) <= (6 if step == "generate" else a_microbatch * microbatches + 5), others
+        assert len(others) <= (a_generation if step == "generate" else a_microbatch * microbatches + 5), others
 
 
 def index_with_a_list(config):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -173,15 +174,15 @@ class PackedDeltaRule(torch.nn.Module):
         assert packed_seq_params is not None and packed_seq_params.visible is not None, "delta nets run on packs"
         layout, size = packed_seq_params.visible.layout, self.cp_group.size()
         if size > 1:
-            rank, order = self.cp_group.rank(), platform.sent(layout.gather_order, rows.device)
-            rows = tokens_for_heads(rows, self.cp_group)[order]
+            rank, (to_pack, to_ranks) = self.cp_group.rank(), orders_of(layout, rows.device)
+            rows = tokens_for_heads(rows, self.cp_group)[to_pack]
             weights = DeltaWeights(*(weight.chunk(size)[rank] for weight in weights))
 
         def mixed(rows: Tensor, *weights: Tensor) -> Tensor:
             return self._mixed(rows, DeltaWeights(*weights), layout)
 
         out = mixed(rows, *weights) if self.keeps else recomputed(mixed, rows, *weights)
-        return heads_for_tokens(out[order.argsort()], self.cp_group).flatten(1) if size > 1 else out.flatten(1)
+        return heads_for_tokens(out[to_ranks], self.cp_group).flatten(1) if size > 1 else out.flatten(1)
 
     def _mixed(self, rows: Tensor, weights: DeltaWeights, layout: PackLayout) -> Tensor:
         """Return [T, heads, values] of tokens in pack order."""
@@ -189,6 +190,13 @@ class PackedDeltaRule(torch.nn.Module):
         convolved = causal_conv(rows[..., :size], weights.convolution, plan.before)
         out, _ = delta_rule(*rule_inputs(self.net, convolved, rows[..., size:], weights), plan)
         return out.flatten(2)
+
+
+@lru_cache(maxsize=16)
+def orders_of(layout: PackLayout, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return indices [T] that convert the ranks' tokens, one rank after the other, to pack order, and back."""
+    to_pack, to_ranks = platform.sent_together((layout.gather_order, layout.gather_order.argsort()), device)
+    return to_pack, to_ranks
 
 
 def tokens_for_heads(
