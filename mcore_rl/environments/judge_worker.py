@@ -53,7 +53,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C, and ends this process
     if len(sys.argv) > 1:
         end_with(int(sys.argv[1]))
-    answers = os.fdopen(os.dup(1), "w")
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # a process that a judge starts must not read the requests, nor wait for their end
+    os.close(nothing)
     os.dup2(2, 1)  # output of a judge must not mix with the answers
 
     def answer(value: dict[str, Any]) -> None:
@@ -61,12 +64,12 @@ def main() -> None:
         answers.flush()
 
     try:
-        judge = make_judge(json.loads(sys.stdin.readline()))
+        judge = make_judge(json.loads(requests.readline()))
     except Exception as error:
         return answer({"error": _told(error)})
     answer({"ready": True})
     with asyncio.Runner() as runner:
-        for line in sys.stdin:
+        for line in requests:
             samples = [Sample(**sample) for sample in json.loads(line)["samples"]]
             try:
                 answer({"steps": [asdict(step) for step in runner.run(_judged(judge, samples))]})

@@ -67,6 +67,15 @@ def test_judge_failure_leaves_other_samples_judged(environment_of, monkeypatch, 
     assert capfd.readouterr() == ("", "")
 
 
+def test_process_of_judge_reads_nothing(environment_of, monkeypatch):
+    """Its standard input is not the pipe that the requests come through."""
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    environment = environment_of(
+        name="function", function="judge_functions:read_by_a_process", num_workers=1, time_limit_seconds=5
+    )
+    assert judged(environment, prompts_of({}, {})) == [Step(reward=0.0)] * 2
+
+
 def test_probe_calls_judge_on_first_records(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     config = EnvironmentConfig(name="function", function="judge_functions:misbehave", time_limit_seconds=0.5)
