@@ -37,8 +37,8 @@ class JudgeOptions(Section):
     url: Annotated[str, Field(pattern=r"^https?://[^/?#]+")] | None = None
     """http: URL of the judge (docs/environments.md)."""
     headers: dict[str, str] = Field(default={})
-    """http: headers of each request, for example {Authorization: "Bearer ${JUDGE_TOKEN}"}. ${NAME} is replaced by that
-    environment variable, so that the configuration holds no secret."""
+    """http: headers of each request, for example {Authorization: "Bearer ${JUDGE_TOKEN}"}. Only the judge replaces
+    ${NAME} by that environment variable, so that no file of the run holds the secret."""
     retries: Count = 2
     """http: attempts after the first one. All attempts share time_limit_seconds in equal parts."""
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import select
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config import EnvironmentConfig
+from mcore_rl.config.load import variables_in
 from mcore_rl.environments.interfaces import Sample, Step
 from mcore_rl.errors import TrainingError, UserError
 
@@ -38,7 +38,6 @@ ALWAYS = (
 """Patterns of the environment variables that Python, torch, tokenizers, locales and HTTP requests need."""
 SET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Environment variables that are set in every judging process: one thread, and no GPU."""
-IN_HEADER = re.compile(r"\$\{(\w+)\}")
 
 
 def judge_variables(config: EnvironmentConfig, environ: Mapping[str, str]) -> dict[str, str]:
@@ -56,7 +55,7 @@ def _in_headers(config: EnvironmentConfig) -> Iterator[str]:
     """Yield the environment variables that the headers of HTTP judges name."""
     for judge in (config, *config.rewards.values()):
         for value in judge.headers.values():
-            yield from IN_HEADER.findall(value)
+            yield from variables_in(value)
 
 
 class JudgeProcesses:
