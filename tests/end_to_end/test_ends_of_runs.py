@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -10,12 +11,13 @@ import time
 import pytest
 import torch
 import yaml
-from programs import run
+from programs import ROOT, run
 from small_models import make_model
 
 from mcore_rl.config import SFTConfig
 from mcore_rl.run.metrics import JsonLinesLog, MetricsReporter, read_step_log
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
+from mcore_rl.utils.console import RunConsole
 
 BREAKING = """
 import os, signal, threading, torch
@@ -372,6 +374,59 @@ def test_failing_trackers_are_reported_once(files, tmp_path, monkeypatch):
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 3
     first, second = map(json.loads, (tmp_path / "begun.jsonl").read_text().splitlines())
     assert first == second == [(tmp_path / "out" / "wandb.id").read_text(), "allow"]
+
+
+def test_console_prints_once_that_it_cannot_print(capsys):
+    with open("/dev/full", "w") as full:
+        console = RunConsole(file=full)
+        for _ in range(3):
+            console.print("a line")
+    told = "warning: standard output cannot be written (No space left on device); nothing more is printed to it\n"
+    assert capsys.readouterr() == ("", told)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("output", ["full disk", "closed pipe"])
+def test_run_goes_on_without_standard_output(output, files, tmp_path):
+    """It exports, and its exit status is 0, also as Python flushes the output at the end."""
+    overrides = [f"output_dir={tmp_path / 'out'}", "checkpoint.export_hf=true", "trainer.max_steps=3"]
+    command = [sys.executable, ROOT / "scripts" / "train_sft.py", files / "sft.yaml", *overrides]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open("/dev/full", "w") as full, os.fdopen(writing, "w") as pipe:
+        out = full if output == "full disk" else pipe
+        ended = subprocess.run(
+            list(map(str, command)),
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=200,
+            env=environment,
+            check=False,
+        )
+    reason = "No space left on device" if output == "full disk" else "Broken pipe"
+    told = f"warning: standard output cannot be written ({reason}); nothing more is printed to it\n"
+    assert (ended.returncode, ended.stderr) == (0, told)
+    assert saved(tmp_path / "out")[-1] == "iter_0000003" and (tmp_path / "out" / "hf" / "config.json").exists()
+
+
+@pytest.mark.long
+def test_run_that_prints_nowhere_is_stopped_by_a_signal(files, tmp_path):
+    """Standard output and error are a pipe whose reader ends first, as `tee` after Ctrl-C."""
+    overrides = [f"output_dir={tmp_path / 'out'}", "trainer.max_steps=100000", "checkpoint.save_interval=null"]
+    command = [sys.executable, ROOT / "scripts" / "train_sft.py", files / "sft.yaml", *overrides]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        for line in process.stdout:
+            if line.startswith("step 3/"):
+                break
+        process.stdout.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 0
+    assert len(saved(tmp_path / "out")) == 1
 
 
 def test_full_disk_loses_metrics_and_not_the_run(tmp_path, monkeypatch, capsys):
