@@ -13,11 +13,12 @@ import math
 import os
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from mcore_rl.environments.interfaces import BatchJudge, Sample, Step
 from mcore_rl.environments.judges import make_judge, step_of
+from mcore_rl.errors import printable
 
 DEATH_SIGNAL_OPTION = 1
 """PR_SET_PDEATHSIG of Linux's prctl: the signal that a process gets when its parent dies."""
@@ -93,6 +94,8 @@ def _checked(result: float | Step | BaseException | None) -> Step:
             raise ValueError(f"the reward is {step.reward}")
         if step.error is not None and not (isinstance(step.error, str) and step.error):
             raise TypeError(f"the error must be a text, got {step.error!r}")
+        if step.error is not None:
+            step = replace(step, error=printable(step.error))
         if not isinstance(step.rewards, dict) or not all(isinstance(name, str) for name in step.rewards):
             raise TypeError(f"rewards must be numbers by name, got {step.rewards!r}")
         for name, reward in step.rewards.items():
@@ -116,7 +119,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return printable(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
+from mcore_rl.errors import printable
+
 
 def quiet_libraries() -> None:
     """Silence messages of libraries about features that are not used here."""
@@ -54,6 +56,11 @@ class Progress:
 class RunConsole(Console):
     """A console that does not end the run if standard output cannot be written: the disk is full, or the reader of a
     pipe is gone. It then prints nothing more."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print, with escapes in place of characters that the output's encoding does not have."""
+        encoding = self.encoding
+        super().print(*(printable(one, encoding) if isinstance(one, str) else one for one in objects), **options)
 
     def __exit__(self, *raised: Any) -> None:
         """Write what was printed. Every print and every drawing of a progress bar ends here."""

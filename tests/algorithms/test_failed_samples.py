@@ -18,7 +18,7 @@ from mcore_rl.run.checkpoints import BestValidation
 JUDGES = """\
 def sometimes(log, record):
     if record['answer'] in 'bc' and len(log[-1]['content']) % 2:
-        raise ValueError('not this one')
+        raise ValueError('not this one \\ud83d')
     return sum(c in 'aeiou' for c in log[-1]['content']) / 4 + ord(record['answer']) % 5
 """
 
@@ -73,7 +73,10 @@ def test_nothing_depends_on_a_sample_that_failed(algorithm, files, monkeypatch):
     first = run(f"train_{algorithm}.py", config, "--record", recording)
     failed, total = change(recording, changed, reward=50.0)
     assert 0 < failed < total
-    assert f"{failed} samples could not be judged and count as failed; first: ValueError" in first.stdout_text
+    assert (
+        f"{failed} samples could not be judged and count as failed; first: ValueError: not this one \\ud83d"
+        in first.stdout_text
+    )
     out = files / f"{algorithm}_changed"
     run(f"train_{algorithm}.py", config, f"output_dir={out}", "--replay", changed, processes=2)
     (ours,), (theirs,) = metrics_of(files / algorithm), metrics_of(out)

@@ -1,5 +1,6 @@
 """Tests of the ends of runs: trained steps and started checkpoints are kept, and the end is reported in one line."""
 
+import io
 import json
 import os
 import re
@@ -383,6 +384,12 @@ def test_console_prints_once_that_it_cannot_print(capsys):
             console.print("a line")
     told = "warning: standard output cannot be written (No space left on device); nothing more is printed to it\n"
     assert capsys.readouterr() == ("", told)
+
+
+def test_console_prints_escapes_for_characters_that_it_does_not_have():
+    printed = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    RunConsole(file=printed).print("loss 1 → 2 \ud83d", markup=False)
+    assert printed.buffer.getvalue() == rb"loss 1 \u2192 2 \ud83d" + b"\n"
 
 
 @pytest.mark.long

@@ -59,6 +59,8 @@ def test_judge_failure_leaves_other_samples_judged(environment_of, monkeypatch, 
     assert wrong[0].error == "TypeError: the observation must be a text, got 5"
     assert "UnicodeEncodeError" in wrong[1].error
     assert wrong[2].error == "TypeError: done must be true or false, got 'no'"
+    odd = judged(environment, [Sample(log("say", response), {}) for response in ("raise odd", "tell odd")])
+    assert [step.error for step in odd] == [r"ValueError: a cut emoji: \ud83d", r"a cut emoji: \ud83d"]
     dated = {"scale": 4, "asked": datetime(2024, 2, 29)}  # as Parquet has it
     again = judged(environment, [Sample(log("say", "abcd"), dated)])
     assert again == [Step(reward=1.0)]

@@ -13,6 +13,10 @@ def misbehave(message_log, record):
     response = message_log[-1]["content"]
     if response == "raise":
         raise ValueError("no such answer")
+    if response == "raise odd":
+        raise ValueError("a cut emoji: \ud83d")
+    if response == "tell odd":
+        return Step(error="a cut emoji: \ud83d")
     if response == "hang":
         time.sleep(1000)
     if response == "die":
