@@ -16,7 +16,7 @@ from programs import ROOT, run
 from small_models import make_model
 
 from mcore_rl.config import SFTConfig
-from mcore_rl.run.metrics import JsonLinesLog, MetricsReporter, read_step_log
+from mcore_rl.run.metrics import JsonLinesLog, MetricsReporter, OptionalLog, read_step_log
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
 from mcore_rl.utils.console import RunConsole
 
@@ -452,6 +452,31 @@ def test_full_disk_loses_metrics_and_not_the_run(tmp_path, monkeypatch, capsys):
         reporter.record(step, {"loss": 1.0})
     assert [entry["step"] for entry in read_step_log(tmp_path / "metrics.jsonl")] == [1, 4, 5]
     assert capsys.readouterr().out.count("metrics.jsonl cannot be written (No space left on device)") == 1
+
+
+@pytest.mark.parametrize("odd", [b"\0\0\0\n", b'{"loss": 1}\n', b'\xff\xfe{"step": 2}\n', b"\0" * 9 + b'{"step": 2}\n'])
+def test_unreadable_lines_of_log_are_removed_and_reported_once(odd, tmp_path):
+    """A crash of the machine leaves them; the run that resumes keeps all other lines."""
+    path, said = tmp_path / "metrics.jsonl", list[str]()
+    (first, second), again = [b'{"step": %d, "loss": 1.0}\n' % step for step in (1, 2)], b'{"step": 3, "loss": 1.0}\n'
+    path.write_bytes(first + odd + second + odd + again + b"\0\0")
+    log = OptionalLog(path, said.append)
+    for step in (3, 4):
+        log.append(step, {"loss": 1.0})
+    assert path.read_bytes() == first + second + again + again.replace(b"3", b"4")
+    assert said == [f"warning: {path}: unreadable lines are removed (2); the others are kept"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.long
+def test_run_resumes_after_crash_that_damaged_its_logs(files):
+    out = files / "damaged_logs"
+    for steps in (1, 2):
+        ended = run("train_sft.py", files / "sft.yaml", f"output_dir={out}", f"trainer.max_steps={steps}")
+        assert ("unreadable lines are removed (1)" in ended.stdout_text) == (steps == 2), ended.stdout_text
+        with open(out / "metrics.jsonl", "ab") as file:
+            file.write(b"\0" * 512 + b"\n")
+    assert saved(out)[-1] == "iter_0000002"
 
 
 def test_samples_that_cannot_be_written_are_reported_once(files):
