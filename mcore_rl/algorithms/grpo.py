@@ -235,13 +235,13 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         self.collector.write(step, rollouts)
         self.consumed_samples += asked
         outcomes = rollouts.outcomes
-        metrics: dict[str, Any] = rollout_metrics(outcomes)
+        metrics: dict[str, Any] = rollout_metrics(outcomes, rollouts.dropped)
         if config.rollouts.max_staleness:
             metrics |= staleness_metrics(outcomes, version=step - 1)
-        self._check_judged(step, outcomes)
+        self._check_judged(step, rollouts.generated)
 
         rewards = shaped_rewards(config.rollouts, outcomes)  # [P, G]
-        if reason := nothing_to_learn(config, rewards, outcomes):
+        if reason := nothing_to_learn(config, rewards, outcomes, rollouts.dropped):
             self.say(f"step {step}: {reason}; there is nothing to learn from, no update")
             self._skip_updates(step)
             return {**metrics, "skipped_update": 1.0, **self._timings(outcomes, started, flops=0.0)}
@@ -499,15 +499,24 @@ def sample_mask(options: RolloutOptions, outcomes: Sequence[RolloutSummary]) -> 
     return counted.float()
 
 
-def nothing_to_learn(config: RLConfig, rewards: torch.Tensor, outcomes: Sequence[RolloutSummary]) -> str | None:
-    """Return why an update on these samples would learn nothing; None if it would learn."""
+def nothing_to_learn(
+    config: RLConfig,
+    rewards: torch.Tensor,
+    outcomes: Sequence[RolloutSummary],
+    dropped: Sequence[RolloutSummary] = (),
+) -> str | None:
+    """Return why an update on these samples would learn nothing; None if it would learn.
+
+    Args:
+        dropped: samples that were generated with them and are not trained on.
+    """
     if all(o.error is not None for o in outcomes):
         return "no sample could be judged"
-    num_failed, limit = sum(o.error is not None for o in outcomes), config.environment.max_failed_fraction
-    if num_failed > limit * len(outcomes):
+    total, limit = len(outcomes) + len(dropped), config.environment.max_failed_fraction
+    num_failed = sum(o.error is not None for o in (*outcomes, *dropped))
+    if num_failed > limit * total:
         return (
-            f"{num_failed} of {len(outcomes)} samples could not be judged, more than "
-            f"environment.max_failed_fraction={limit:g}"
+            f"{num_failed} of {total} samples could not be judged, more than environment.max_failed_fraction={limit:g}"
         )
     loss, compared = config.loss, config.rollouts.compared
     if config.rollouts.mask_truncated and all(o.truncated for o in outcomes if o.error is None):

@@ -126,8 +126,8 @@ class EnvironmentConfig(JudgeOptions):
     """Maximum number of waiting samples that a judging process gets in one call. A sample that makes the call fail is
     then judged alone."""
     max_failed_fraction: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)] = 0.5
-    """Maximum fraction of a step's samples that could not be judged; a step with more makes no update. With fewer, the
-    failed samples are left out of the loss and of the baselines."""
+    """Maximum fraction of a step's samples that could not be judged, of all that were generated; a step with more makes
+    no update. With fewer, the failed samples are left out of the loss and of the baselines."""
     max_failed_steps: PositiveInt = 3
     """End the run after this many consecutive steps in which no sample could be judged."""
 
