@@ -129,7 +129,8 @@ class EnvironmentConfig(JudgeOptions):
     """Maximum fraction of a step's samples that could not be judged, of all that were generated; a step with more makes
     no update. With fewer, the failed samples are left out of the loss and of the baselines."""
     max_failed_steps: PositiveInt = 3
-    """End the run after this many consecutive steps in which no sample could be judged."""
+    """End the run after this many consecutive steps without an update because more than max_failed_fraction of the
+    samples, or all, could not be judged. The last step is saved."""
 
     @model_validator(mode="after")
     def _consistent(self) -> EnvironmentConfig:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -95,8 +96,16 @@ def test_nothing_depends_on_a_sample_that_failed(algorithm, files, monkeypatch):
 @pytest.mark.long
 def test_a_step_of_which_too_much_failed_makes_no_update(files, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(files))
-    change_, out = "environment.max_failed_fraction=0.01", files / "too_many"
-    process = run("train_grpo.py", files / "grpo.yaml", change_, f"output_dir={out}")
+    """If no step of the run makes one, the run has failed."""
+    out = files / "too_many"
+    changes = [f"output_dir={out}", "environment.max_failed_fraction=0.01", "trainer.max_steps=2"]
+    process = run("train_grpo.py", files / "grpo.yaml", *changes, check=False)
+    assert process.returncode == 3
+    assert re.fullmatch(
+        r"error: step 2: more than environment\.max_failed_fraction=0\.01 of the samples could not be judged in 2 steps "
+        r"on end; the last error: ValueError: not this one \\ud83d\n",
+        process.stderr_text,
+    )
     (metrics,) = metrics_of(out)
     told = (
         f"{metrics['num_failed']:.0f} of 16 samples could not be judged, more than environment.max_failed_fraction=0.01"

@@ -310,6 +310,24 @@ def test_the_last_steps_of_a_resumed_run_may_not_all_fail(tmp_path):
         run._check_judged(4, failed)
 
 
+def test_steps_without_update_because_most_samples_failed_end_the_run(tmp_path):
+    """Some samples are judged in every step; a step with enough of them starts the count anew."""
+    environment = {"max_failed_steps": 3, "max_failed_fraction": 0.5}
+    run = grpo.GRPOTrainer(
+        load(GRPOConfig, tmp_path, environment=environment, grpo={"max_new_tokens": 8}, trainer={"max_steps": 99}),
+        SimpleNamespace(train=range(999), validation={}), Policy(), Worker(),
+    )  # fmt: skip
+    judged = [rollout.outcome for rollout in Worker().answers([(0, None)] * 4, range(4))]
+    half, most, every = ([replace(o, error="down") for o in judged[:n]] + judged[n:] for n in (2, 3, 4))
+    for step, outcomes in enumerate((most, most, half, most, every), start=1):
+        run._check_judged(step, outcomes)
+    told = (
+        r"step 6: more than environment\.max_failed_fraction=0\.5 of the samples could not be judged in 3 steps on end"
+    )
+    with pytest.raises(TrainingError, match=f"{told}; the last error: down"):
+        run._check_judged(6, most)
+
+
 def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
     taken = []
     monkeypatch.setattr(

@@ -240,6 +240,38 @@ def test_run_saves_checkpoint_when_judge_fails(files, monkeypatch):
     assert step >= 1 and state["consumed_samples"] == 2 * step
 
 
+FADING_JUDGE = """
+from pathlib import Path
+
+def judge(message_log, record):
+    calls = Path(__file__).with_name("calls_of_fading")
+    with calls.open("a") as file:
+        file.write("x")
+    if calls.stat().st_size > 9 and calls.stat().st_size % 4:
+        raise RuntimeError("the judge is overloaded")
+    return float(calls.stat().st_size % 2)
+"""
+
+
+@pytest.mark.long
+def test_run_saves_checkpoint_when_judge_fails_on_most_samples(files, monkeypatch):
+    """All samples of two steps are judged, and one in four of the later steps."""
+    out = files / "judge_fading"
+    (files / "fading_judge.py").write_text(FADING_JUDGE)
+    monkeypatch.setenv("PYTHONPATH", str(files), prepend=os.pathsep)
+    overrides = [f"output_dir={out}", f"model.path={files / 'model'}", f"data.train={files / 'prompts.jsonl'}"]
+    overrides += ["data.max_sequence_length=32", "trainer.max_steps=20", "checkpoint.export_hf=false"]
+    overrides += ["environment.name=function", "environment.function=fading_judge:judge", "environment.num_workers=1"]
+    overrides += ["grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", "grpo.max_new_tokens=4"]
+    (files / "calls_of_fading").unlink(missing_ok=True)
+    ended = run("train_grpo.py", *overrides, check=False)
+    assert ended.returncode == 3, ended.stdout_text + ended.stderr_text
+    told = "more than environment.max_failed_fraction=0.5 of the samples could not be judged in 3 steps on end"
+    assert f"{told}; the last error: RuntimeError: the judge is overloaded" in ended.stderr_text
+    (step,) = re.findall(r"error: step (\d+): ", ended.stderr_text)
+    assert saved(out) == [f"iter_{int(step) - 1:07d}"]
+
+
 DYING_JUDGE = """
 import os
 from pathlib import Path
