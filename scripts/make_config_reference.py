@@ -24,7 +24,8 @@ prints the JSON schema by which an editor completes and checks a file. Most edit
 
 A file builds on another with `base: other.yaml`, relative to its own directory: sections are joined, other values
 replaced. `${NAME}` in a value, or in an override, is the environment variable's text, `${NAME:-text}` that text where
-it is not set; `$${NAME}` is left as `${NAME}`. A variable must be set only where nothing else gives the value.
+it is not set; `$${NAME}` is left as `${NAME}`. A variable must be set only where nothing else gives the value. The
+`headers` of a judge keep `${NAME}`, so that no file of the run contains the secret.
 
 Written by `scripts/make_config_reference.py`.
 """

@@ -210,7 +210,9 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         )
         self.phases = PhaseTimes(0)
         self.failed_steps = 0
-        """Number of consecutive steps in which no sample could be judged."""
+        """Number of consecutive steps in which too many samples could not be judged."""
+        self.judged_in_failed_steps = 0
+        """Number of samples of those steps that could be judged."""
         self.steps_before = 0
         """Number of steps of the run before this process resumed it."""
 
@@ -235,13 +237,13 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         self.collector.write(step, rollouts)
         self.consumed_samples += asked
         outcomes = rollouts.outcomes
-        metrics: dict[str, Any] = rollout_metrics(outcomes)
+        metrics: dict[str, Any] = rollout_metrics(outcomes, rollouts.dropped)
         if config.rollouts.max_staleness:
             metrics |= staleness_metrics(outcomes, version=step - 1)
-        self._check_judged(step, outcomes)
+        self._check_judged(step, rollouts.generated)
 
         rewards = shaped_rewards(config.rollouts, outcomes)  # [P, G]
-        if reason := nothing_to_learn(config, rewards, outcomes):
+        if reason := nothing_to_learn(config, rewards, outcomes, rollouts.dropped):
             self.say(f"step {step}: {reason}; there is nothing to learn from, no update")
             self._skip_updates(step)
             return {**metrics, "skipped_update": 1.0, **self._timings(outcomes, started, flops=0.0)}
@@ -396,15 +398,21 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         counts = (float((part["token_mask"][:, 1:].sum(1) * part["sample_mask"]).sum()) for part in parts)
         return [part for part, count in zip(parts, data.share.sum(*counts), strict=True) if count]
 
-    def _check_judged(self, step: int, outcomes: Sequence[RolloutSummary]) -> None:
-        """Raise TrainingError after too many consecutive steps in which no sample could be judged."""
-        failed = all(outcome.error is not None for outcome in outcomes)
-        self.failed_steps = self.failed_steps + 1 if failed else 0
+    def _check_judged(self, step: int, generated: Sequence[RolloutSummary]) -> None:
+        """Raise TrainingError after too many consecutive steps of whose samples too few could be judged."""
+        errors = [outcome.error for outcome in generated if outcome.error is not None]
+        judged, fraction = len(generated) - len(errors), self.config.environment.max_failed_fraction
+        if not _too_many_failed(len(errors), len(generated), fraction):
+            self.failed_steps = self.judged_in_failed_steps = 0
+            return
+        self.failed_steps, self.judged_in_failed_steps = self.failed_steps + 1, self.judged_in_failed_steps + judged
         limit = min(self.config.environment.max_failed_steps, self.total_steps - self.steps_before)
         if self.failed_steps >= limit:
+            some = f"more than environment.max_failed_fraction={fraction:g} of the samples could not be judged"
             raise TrainingError(
-                f"step {step}: no sample could be judged in {self.failed_steps} "
-                f"{'step' if self.failed_steps == 1 else 'steps on end'}; the last error: {outcomes[-1].error}"
+                f"step {step}: {some if self.judged_in_failed_steps else 'no sample could be judged'} "
+                f"in {self.failed_steps} {'step' if self.failed_steps == 1 else 'steps on end'}; "
+                f"the last error: {errors[-1]}"
             )
 
     def _check_mismatch(self, step: int, metrics: dict[str, Any]) -> None:
@@ -499,15 +507,24 @@ def sample_mask(options: RolloutOptions, outcomes: Sequence[RolloutSummary]) -> 
     return counted.float()
 
 
-def nothing_to_learn(config: RLConfig, rewards: torch.Tensor, outcomes: Sequence[RolloutSummary]) -> str | None:
-    """Return why an update on these samples would learn nothing; None if it would learn."""
+def nothing_to_learn(
+    config: RLConfig,
+    rewards: torch.Tensor,
+    outcomes: Sequence[RolloutSummary],
+    dropped: Sequence[RolloutSummary] = (),
+) -> str | None:
+    """Return why an update on these samples would learn nothing; None if it would learn.
+
+    Args:
+        dropped: samples that were generated with them and are not trained on.
+    """
     if all(o.error is not None for o in outcomes):
         return "no sample could be judged"
-    num_failed, limit = sum(o.error is not None for o in outcomes), config.environment.max_failed_fraction
-    if num_failed > limit * len(outcomes):
+    total, limit = len(outcomes) + len(dropped), config.environment.max_failed_fraction
+    num_failed = sum(o.error is not None for o in (*outcomes, *dropped))
+    if _too_many_failed(num_failed, total, limit):
         return (
-            f"{num_failed} of {len(outcomes)} samples could not be judged, more than "
-            f"environment.max_failed_fraction={limit:g}"
+            f"{num_failed} of {total} samples could not be judged, more than environment.max_failed_fraction={limit:g}"
         )
     loss, compared = config.loss, config.rollouts.compared
     if config.rollouts.mask_truncated and all(o.truncated for o in outcomes if o.error is None):
@@ -518,6 +535,11 @@ def nothing_to_learn(config: RLConfig, rewards: torch.Tensor, outcomes: Sequence
     if bool(has_signal(rewards.view(shape), are_judged(outcomes).view(shape)).any()):
         return None
     return "all rewards are equal" if compared == "batch" else "all rewards of each prompt are equal"
+
+
+def _too_many_failed(failed: int, total: int, limit: float) -> bool:
+    """Return whether a step makes no update: more than the fraction `limit` of its samples, or all, have failed."""
+    return failed > limit * total or failed == total
 
 
 def kl_penalty(loss: ClippedPGOptions, rows: BatchedDataDict[Any]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from mcore_rl.errors import TrainingError, UserError, is_lost_peer
 from mcore_rl.run import directory, watchdog
 from mcore_rl.run.identity import model_directories
 from mcore_rl.run.preflight import preflight
-from mcore_rl.utils.console import quiet_libraries
+from mcore_rl.utils.console import console, flush_output, print_error, quiet_libraries
 from mcore_rl.utils.model_directory import download, is_hub_name
 from mcore_rl.utils.torchrun import error_file, is_launched, is_under_torchrun, rank, set_world_size, world_size
 
@@ -110,7 +110,7 @@ def run_script(
         preflight(config, world_size(), paths)
         if rank() == 0:
             processes = "1 process" if world_size() == 1 else f"{world_size()} processes"
-            print(f"{source}: {processes}; importing PyTorch and Megatron …", flush=True)
+            console.print(f"{source}: {processes}; importing PyTorch and Megatron …", markup=False)
         quiet_libraries()
         from mcore_rl.platform import initialize_platform, resolve  # imports PyTorch
 
@@ -122,6 +122,7 @@ def run_script(
             run_dry(config, **paths)
         else:
             train(config, **paths)
+        flush_output()
 
 
 def _configuration(algorithm: str, config_type: type[ConfigT], parsed: argparse.Namespace) -> tuple[ConfigT, str]:
@@ -203,12 +204,12 @@ def leave(status: int, message: str, lost_peer: bool = False) -> NoReturn:
     """
     directory.release()
     line = message if status == 1 else f"error: {' '.join(message.split())}"
-    sys.stdout.flush()
+    flush_output()
     if lost_peer or (rank() > 0 and status != 1):
         _wait_to_be_ended()
     _write_error_file(line)
     named = rank() > 0 or (status == 1 and is_launched())
-    print(f"[rank {rank()}] {line}" if named else line, file=sys.stderr, flush=True)
+    print_error(f"[rank {rank()}] {line}" if named else line)
     os._exit(status)
 
 

@@ -21,6 +21,7 @@ from mcore_rl.config import (
 )
 from mcore_rl.errors import UserError
 from mcore_rl.run.model_card import write_model_card
+from mcore_rl.utils.console import console
 from mcore_rl.utils.model_directory import push
 from mcore_rl.utils.torchrun import rank
 
@@ -79,6 +80,6 @@ def train(algorithm: str, arguments: Sequence[str] | None = None, usage: str | N
         # Upload after the process groups are closed: otherwise collectives of other ranks would time out meanwhile.
         if exported is not None and config.checkpoint.push_to_hub is not None and rank() == 0:
             write_model_card(exported, config)
-            print(f"pushed to {push(exported, config.checkpoint.push_to_hub)}", flush=True)
+            console.print(f"pushed to {push(exported, config.checkpoint.push_to_hub)}", markup=False)
 
     run_script(algorithm, program.config, train_and_push, program.description, program.file_options, arguments, usage)

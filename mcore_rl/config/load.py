@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -21,6 +21,8 @@ BASE = "base"
 """The key under which a file names the one that it builds on."""
 
 _VARIABLE = re.compile(r"\$?\$\{([^}]*)\}")
+_EXPANDED_LATER = re.compile(r"environment\.(rewards\..+\.)?headers\..+")
+"""Keys whose variables are secrets. Only the judge that uses the value expands them, so that no file contains them."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,15 @@ def read_overridable(path: str | Path) -> dict[str, Any]:
     return _read(Path(path), ())
 
 
-def parse_value(text: str) -> Any:
-    """An override's value, as YAML and the environment say.
+def parse_value(text: str, name: str = "") -> Any:
+    """The value of an override of the key `name`, as YAML and the environment say.
 
     Raises:
         ValueError: it is not YAML.
         UserError: a variable is not set.
     """
     try:
-        value = expand_variables(yaml.load(text, _UniqueKeyLoader), "")
+        value = expand_variables(yaml.load(text, _UniqueKeyLoader), name)
         refuse_unset(value)
         return value
     except (yaml.YAMLError, RecursionError, ValueError) as error:
@@ -77,9 +79,16 @@ def expand_variables(value: Any, name: str, where: str = "") -> Any:
         }
     if isinstance(value, list):
         return [expand_variables(part, name, where) for part in value]
-    if not isinstance(value, str):
-        return value
+    is_text = isinstance(value, str) and not _EXPANDED_LATER.fullmatch(name)
+    return expand_text(value, f"{where}{name or value}") if is_text else value
 
+
+def expand_text(text: str, name: str) -> str | Unset:
+    """`text` with the environment's variables; `name` is its key in errors, with what precedes it.
+
+    Raises:
+        UserError: `${…}` does not name a variable.
+    """
     unset = list[str]()
 
     def text_of(match: re.Match[str]) -> str:
@@ -87,13 +96,29 @@ def expand_variables(value: Any, name: str, where: str = "") -> Any:
             return match[0][1:]
         variable, separator, default = match[1].partition(":-")
         if not re.fullmatch(r"\w+", variable):
-            raise UserError(f"{where}{name or value}: {match[0]} names no environment variable; $${{ is a plain ${{")
+            raise UserError(f"{name}: {match[0]} names no environment variable; $${{ is a plain ${{")
         if variable not in os.environ and not separator:
             unset.append(variable)
         return os.environ.get(variable, default)
 
-    text = _VARIABLE.sub(text_of, value)
-    return Unset(f"{where}{name or value}: the environment variable {unset[0]} is not set") if unset else text
+    expanded = _VARIABLE.sub(text_of, text)
+    return Unset(f"{name}: the environment variable {unset[0]} is not set") if unset else expanded
+
+
+def expand_headers(headers: Mapping[str, str], key: str = "environment.headers") -> dict[str, str]:
+    """The headers `key` of a judge's requests, with the environment's variables.
+
+    Raises:
+        UserError: a variable is not set, or `${…}` does not name one.
+    """
+    expanded = {name: expand_text(value, f"{key}.{name}") for name, value in headers.items()}
+    refuse_unset(expanded)
+    return {name: str(value) for name, value in expanded.items()}
+
+
+def variables_in(text: str) -> list[str]:
+    """The names of the environment variables in a text."""
+    return [match[1].partition(":-")[0] for match in _VARIABLE.finditer(text) if not match[0].startswith("$$")]
 
 
 def refuse_unset(value: Any) -> None:
@@ -104,13 +129,14 @@ def refuse_unset(value: Any) -> None:
         refuse_unset(part)
 
 
-def without_variables(value: Any) -> Any:
+def without_variables(value: Any, name: str = "") -> Any:
     """The inverse of `expand_variables`: what would be read as a variable is written as plain text."""
     if isinstance(value, dict):
-        return {key: without_variables(part) for key, part in value.items()}
+        return {key: without_variables(part, f"{name}.{key}" if name else str(key)) for key, part in value.items()}
     if isinstance(value, list):
-        return [without_variables(part) for part in value]
-    return _VARIABLE.sub(lambda match: f"${match[0]}", value) if isinstance(value, str) else value
+        return [without_variables(part, name) for part in value]
+    is_text = isinstance(value, str) and not _EXPANDED_LATER.fullmatch(name)
+    return _VARIABLE.sub(lambda match: f"${match[0]}", value) if is_text else value
 
 
 def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
@@ -211,7 +237,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(values, dict):
             raise UserError(f"override {override!r}: {'.'.join(sections[:depth])} is a value, not a section")
     try:
-        values[key] = parse_value(text)
+        values[key] = parse_value(text, name)
     except ValueError as error:
         raise UserError(f"override {override!r}: {text!r} is not a YAML value: {error}") from None
 

@@ -37,8 +37,8 @@ class JudgeOptions(Section):
     url: Annotated[str, Field(pattern=r"^https?://[^/?#]+")] | None = None
     """http: URL of the judge (docs/environments.md)."""
     headers: dict[str, str] = Field(default={})
-    """http: headers of each request, for example {Authorization: "Bearer ${JUDGE_TOKEN}"}. ${NAME} is replaced by that
-    environment variable, so that the configuration holds no secret."""
+    """http: headers of each request, for example {Authorization: "Bearer ${JUDGE_TOKEN}"}. Only the judge replaces
+    ${NAME} by that environment variable, so that no file of the run holds the secret."""
     retries: Count = 2
     """http: attempts after the first one. All attempts share time_limit_seconds in equal parts."""
 
@@ -126,10 +126,11 @@ class EnvironmentConfig(JudgeOptions):
     """Maximum number of waiting samples that a judging process gets in one call. A sample that makes the call fail is
     then judged alone."""
     max_failed_fraction: Annotated[float, Field(ge=0, le=1), BeforeValidator(refuse_bool)] = 0.5
-    """Maximum fraction of a step's samples that could not be judged; a step with more makes no update. With fewer, the
-    failed samples are left out of the loss and of the baselines."""
+    """Maximum fraction of a step's samples that could not be judged, of all that were generated; a step with more makes
+    no update. With fewer, the failed samples are left out of the loss and of the baselines."""
     max_failed_steps: PositiveInt = 3
-    """End the run after this many consecutive steps in which no sample could be judged."""
+    """End the run after this many consecutive steps without an update because more than max_failed_fraction of the
+    samples, or all, could not be judged. The last step is saved."""
 
     @model_validator(mode="after")
     def _consistent(self) -> EnvironmentConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -13,24 +12,11 @@ from typing import Any
 
 import requests
 
+from mcore_rl.config.load import expand_headers
 from mcore_rl.environments.interfaces import Sample, Step
-from mcore_rl.environments.judge_processes import IN_HEADER
 
 FIRST_PAUSE_SECONDS = 0.5
 """Pause in seconds before the second attempt; it doubles before each further attempt."""
-
-
-def from_environment(value: str) -> str:
-    """Replace each ${NAME} in a header's value by the value of this environment variable.
-
-    Raises:
-        ValueError: the variable is not set.
-    """
-    if missing := [name for name in IN_HEADER.findall(value) if name not in os.environ]:
-        raise ValueError(
-            f"environment.headers: the environment has no variable {missing[0]}; set it where the run starts"
-        )
-    return IN_HEADER.sub(lambda found: os.environ[found[1]], value)
 
 
 class HTTPJudge:
@@ -46,14 +32,14 @@ class HTTPJudge:
             request is the sum over its samples, and covers the whole answer.
 
     Raises:
-        ValueError: a header names an environment variable that is not set.
+        UserError: a header names an environment variable that is not set.
     """
 
     def __init__(
         self, url: str, retries: int, time_limit_seconds: float, headers: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         self.url, self.attempts = url, 1 + retries
-        self.headers = {name: from_environment(value) for name, value in headers.items()}
+        self.headers = expand_headers(headers)
         # Less than the whole limit, so that the waiting process does not time out first.
         self.seconds = 0.8 * time_limit_seconds / self.attempts
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import select
 import signal
 import subprocess
@@ -22,23 +21,37 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config import EnvironmentConfig
+from mcore_rl.config.load import variables_in
 from mcore_rl.environments.interfaces import Sample, Step
 from mcore_rl.errors import TrainingError, UserError
 
 ALWAYS = (
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "PWD", "TMPDIR", "TMP", "TEMP", "TZ", "XDG_*"),
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "PWD", "TMPDIR", "TMP", "TEMP", "TZ"),
+    *("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME"),
     *("LANG", "LANGUAGE", "LC_*"),
-    *("PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD", "DYLD_*"),
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONSAFEPATH"),
+    *("PYTHONUTF8", "PYTHONIOENCODING", "PYTHONCOERCECLOCALE", "PYTHONUNBUFFERED", "PYTHONHASHSEED", "PYTHONWARNINGS"),
+    *("PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE", "PYTHONOPTIMIZE", "PYTHONMALLOC", "PYTHONINTMAXSTRDIGITS"),
+    *("PYTHONFAULTHANDLER", "PYTHONDEVMODE", "PYTHONASYNCIODEBUG"),
+    *(
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+        "LD_LIBRARY_PATH",
+        "LD_PRELOAD",
+        "DYLD_LIBRARY_PATH",
+        "DYLD_FALLBACK_LIBRARY_PATH",
+    ),
     *("OMP_*", "MKL_*", "OPENBLAS_*", "TORCH_*", "CUDA_HOME", "CUDA_PATH", "NVIDIA_VISIBLE_DEVICES"),
-    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_DATASETS_*", "HF_MODULES_CACHE"),
-    *("TRANSFORMERS_*", "TOKENIZERS_*", "MCORE_RL_*", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
-    *("SSL_CERT_*", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
-    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_MODULES_CACHE"),
+    *("HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE"),
+    *("TRANSFORMERS_VERBOSITY", "TOKENIZERS_PARALLELISM", "MCORE_RL_CACHE", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
 )
-"""Patterns of the environment variables that Python, torch, tokenizers, locales and HTTP requests need."""
+"""Environment variables, or patterns of them, that Python, torch, tokenizers, locales and HTTP requests need."""
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+"""Variables of proxies, also in small letters. One with a password is passed only to the judge of a URL."""
 SET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Environment variables that are set in every judging process: one thread, and no GPU."""
-IN_HEADER = re.compile(r"\$\{(\w+)\}")
 
 
 def judge_variables(config: EnvironmentConfig, environ: Mapping[str, str]) -> dict[str, str]:
@@ -48,7 +61,13 @@ def judge_variables(config: EnvironmentConfig, environ: Mapping[str, str]) -> di
         environ: environment variables of the trainer.
     """
     patterns = (*ALWAYS, *config.environment_variables, *_in_headers(config))
-    passed = {name: value for name, value in environ.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    asks_url = any(judge.name == "http" for judge in (config, *config.rewards.values()))
+    passed = {
+        name: value
+        for name, value in environ.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+        or (name.upper() in PROXIES and (asks_url or "@" not in value))
+    }
     return passed | SET
 
 
@@ -56,7 +75,7 @@ def _in_headers(config: EnvironmentConfig) -> Iterator[str]:
     """Yield the environment variables that the headers of HTTP judges name."""
     for judge in (config, *config.rewards.values()):
         for value in judge.headers.values():
-            yield from IN_HEADER.findall(value)
+            yield from variables_in(value)
 
 
 class JudgeProcesses:

@@ -13,11 +13,12 @@ import math
 import os
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from mcore_rl.environments.interfaces import BatchJudge, Sample, Step
 from mcore_rl.environments.judges import make_judge, step_of
+from mcore_rl.errors import printable
 
 DEATH_SIGNAL_OPTION = 1
 """PR_SET_PDEATHSIG of Linux's prctl: the signal that a process gets when its parent dies."""
@@ -53,7 +54,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C, and ends this process
     if len(sys.argv) > 1:
         end_with(int(sys.argv[1]))
-    answers = os.fdopen(os.dup(1), "w")
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # a process that a judge starts must not read the requests, nor wait for their end
+    os.close(nothing)
     os.dup2(2, 1)  # output of a judge must not mix with the answers
 
     def answer(value: dict[str, Any]) -> None:
@@ -61,12 +65,12 @@ def main() -> None:
         answers.flush()
 
     try:
-        judge = make_judge(json.loads(sys.stdin.readline()))
+        judge = make_judge(json.loads(requests.readline()))
     except Exception as error:
         return answer({"error": _told(error)})
     answer({"ready": True})
     with asyncio.Runner() as runner:
-        for line in sys.stdin:
+        for line in requests:
             samples = [Sample(**sample) for sample in json.loads(line)["samples"]]
             try:
                 answer({"steps": [asdict(step) for step in runner.run(_judged(judge, samples))]})
@@ -90,6 +94,8 @@ def _checked(result: float | Step | BaseException | None) -> Step:
             raise ValueError(f"the reward is {step.reward}")
         if step.error is not None and not (isinstance(step.error, str) and step.error):
             raise TypeError(f"the error must be a text, got {step.error!r}")
+        if step.error is not None:
+            step = replace(step, error=printable(step.error))
         if not isinstance(step.rewards, dict) or not all(isinstance(name, str) for name in step.rewards):
             raise TypeError(f"rewards must be numbers by name, got {step.rewards!r}")
         for name, reward in step.rewards.items():
@@ -113,7 +119,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return printable(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

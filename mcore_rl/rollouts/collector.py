@@ -80,7 +80,7 @@ class RolloutCollector:
             kept += new.select([place for place in range(len(new)) if signal[place // size] or everything])
             if len(kept) == options.num_prompts_per_step * size:
                 break
-        if errors := [outcome.error for outcome in kept.outcomes if outcome.error is not None]:
+        if errors := [outcome.error for outcome in kept.generated if outcome.error is not None]:
             self.say(f"step {step}: {len(errors)} samples could not be judged and count as failed; first: {errors[0]}")
         return kept, asked
 
@@ -217,8 +217,13 @@ class RolloutStatistics:
         }
 
 
-def rollout_metrics(outcomes: Sequence[RolloutSummary]) -> dict[str, float]:
-    """Return `RolloutStatistics.metrics` of these rollouts."""
-    sums = RolloutStatistics()
+def rollout_metrics(outcomes: Sequence[RolloutSummary], dropped: Sequence[RolloutSummary] = ()) -> dict[str, float]:
+    """Return `RolloutStatistics.metrics` of these rollouts.
+
+    Args:
+        dropped: rollouts that are not trained on; the metrics of failed samples also count these.
+    """
+    sums, generated = RolloutStatistics(), [*outcomes, *dropped]
     sums.add(outcomes)
-    return sums.metrics()
+    failed = sum(outcome.error is not None for outcome in generated)
+    return {**sums.metrics(), "failed_fraction": failed / len(generated), "num_failed": float(failed)}

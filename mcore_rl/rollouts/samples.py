@@ -343,10 +343,17 @@ class RolloutBatch:
     outcomes: summaries of all rollouts, in order.
     own: rollouts that this rank has run, by place in that order. One replica runs each rollout; the entries of its
         first rank are used.
+    dropped: summaries of rollouts that were generated with these and are not trained on (dynamic sampling).
     """
 
     outcomes: Sequence[RolloutSummary] = ()
     own: Mapping[int, Rollout] = field(default_factory=dict)
+    dropped: Sequence[RolloutSummary] = ()
+
+    @property
+    def generated(self) -> list[RolloutSummary]:
+        """Summaries of all rollouts that were generated."""
+        return [*self.outcomes, *self.dropped]
 
     @classmethod
     def from_all_ranks(
@@ -360,13 +367,16 @@ class RolloutBatch:
         return cls([rollout.outcome for rollout in rollouts], own)
 
     def select(self, places: Sequence[int]) -> RolloutBatch:
-        """Return the rollouts at these places, in this order."""
+        """Return the rollouts at these places, in this order; the others are dropped."""
         own = {new: self.own[old] for new, old in enumerate(places) if old in self.own}
-        return RolloutBatch([self.outcomes[place] for place in places], own)
+        kept = set(places)
+        dropped = [outcome for place, outcome in enumerate(self.outcomes) if place not in kept]
+        return RolloutBatch([self.outcomes[place] for place in places], own, [*self.dropped, *dropped])
 
     def __add__(self, other: RolloutBatch) -> RolloutBatch:
         behind = {len(self.outcomes) + place: rollout for place, rollout in other.own.items()}
-        return RolloutBatch([*self.outcomes, *other.outcomes], {**self.own, **behind})
+        dropped = [*self.dropped, *other.dropped]
+        return RolloutBatch([*self.outcomes, *other.outcomes], {**self.own, **behind}, dropped)
 
     def __len__(self) -> int:
         return len(self.outcomes)

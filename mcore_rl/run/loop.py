@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -28,7 +27,7 @@ from mcore_rl.run.directory import RunDirectory
 from mcore_rl.run.metrics import CONSOLE_METRICS, MetricsReporter
 from mcore_rl.run.preflight import is_restart
 from mcore_rl.run.setup import DatasetT, RunInputs, warn_about_unreached_intervals
-from mcore_rl.utils.console import rank_zero_printer
+from mcore_rl.utils.console import print_error, rank_zero_printer
 from mcore_rl.utils.model_directory import make_repository
 from mcore_rl.utils.torchrun import is_under_torchrun, rank
 
@@ -59,7 +58,7 @@ class StopSignals:
         self._received = number
         if self._clock_is_mine:
             name = signal.Signals(number).name
-            sys.stderr.write(f"{name}: finishing the step and saving; once more ends at once\n")
+            print_error(f"{name}: finishing the step and saving; once more ends at once")
         if number == signal.SIGINT and is_under_torchrun():
             threading.Thread(target=self._end_with_parent, daemon=True).start()
 

@@ -47,7 +47,11 @@ class JsonLinesLog:
 
 
 class OptionalLog:
-    """A `JsonLinesLog` that a full disk does not end the run for: its steps are missing, and the first is reported."""
+    """A `JsonLinesLog` that does not end the run.
+
+    Steps that a full disk has no room for are missing; the first is reported. Lines that cannot be read, which a crash
+    of the machine may leave, are removed when a run resumes.
+    """
 
     def __init__(self, path: Path, say: PrintLine) -> None:
         self._log, self._say, self._fails = JsonLinesLog(path), say, False
@@ -55,7 +59,12 @@ class OptionalLog:
     def append(self, step: int, *entries: dict[str, Any]) -> None:
         path = self._log.path
         try:
-            self._log.append(step, *entries)
+            try:
+                self._log.append(step, *entries)
+            except ValueError:
+                count = remove_unreadable(path)
+                self._say(f"warning: {path}: unreadable lines are removed ({count}); the others are kept")
+                self._log.append(step, *entries)
         except OSError as error:
             self._log = JsonLinesLog(path)  # what it has written of the line is taken away with the next
             if not self._fails:
@@ -81,6 +90,20 @@ def step_log_entries(file: IO[bytes]) -> Iterator[dict[str, Any]]:
         ValueError: it holds something else.
     """
     return (entry for _, entry in _whole_lines(file))
+
+
+def remove_unreadable(path: Path) -> int:
+    """Remove the lines of a log that are not entries; return their number."""
+    path = path.resolve()  # a link stays one
+    kept, removed = path.with_name(f".{path.name}.partial"), 0
+    with open(path, "rb") as file, open(kept, "wb") as copy:
+        for line in file:
+            try:
+                copy.writelines(whole for whole, _ in _whole_lines([line]))
+            except ValueError:
+                removed += 1
+    kept.replace(path)
+    return removed
 
 
 def _whole_lines(lines: Any) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mcore_rl.config import RLConfig, RMConfig, TrainingConfig
+from mcore_rl.config.load import expand_headers
 from mcore_rl.data.readers import check_file
 from mcore_rl.errors import NotFiniteError, UserError
 from mcore_rl.run.directory import RunDirectory
@@ -34,6 +35,8 @@ def preflight(config: TrainingConfig, world_size: int, files: Mapping[str, Path 
     _check_files(files, RunDirectory(config.output_dir))
     if isinstance(config, RLConfig) and not (files.get("replay") and config.data.validation is None):
         check_vllm(config)
+    if isinstance(config, RLConfig):
+        check_headers(config)
     check_output(config)
     if rank() == 0 or config.checkpoint.resume not in ("auto", "none"):  # other ranks may see other files in output_dir
         find_checkpoints(config)
@@ -80,6 +83,13 @@ def check_vllm(config: RLConfig) -> None:
                 "model.moe_router_replay: vLLM's build for the CPU cannot return experts; give generation.vllm.urls of "
                 "servers on GPUs, or use generation.backend=megatron"
             )
+
+
+def check_headers(config: RLConfig) -> None:
+    """Raise UserError if the environment lacks a variable that the headers of an HTTP judge name."""
+    expand_headers(config.environment.headers)
+    for name, judge in config.environment.rewards.items():
+        expand_headers(judge.headers, f"environment.rewards.{name}.headers")
 
 
 def _check_files(files: Mapping[str, Path | None], directory: RunDirectory) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from mcore_rl.errors import UserError
 from mcore_rl.utils.files import (
     MANIFEST_FILE,
+    WEIGHTS,
     FileDigests,
     digests_of,
     flush,
@@ -47,9 +48,9 @@ class CheckpointStore:
         return self.directory / f"iter_{step:07d}"
 
     def iterations(self) -> list[Path]:
-        """Return the committed checkpoints, oldest first."""
+        """Return the committed checkpoints, oldest first. The rest of a removed one, the user's own files, is none."""
         found = [path for path in self.directory.glob("iter_*") if _ITERATION.fullmatch(path.name)]
-        return sorted(found, key=step_of)
+        return sorted((path for path in found if not _is_rest(path)), key=step_of)
 
     def tracked_step(self) -> int | None:
         """Return the iteration in the tracker file; None if it is missing or not a number."""
@@ -143,6 +144,16 @@ def stored_identity(iteration: Path) -> str | None:
         return identity if isinstance(json.loads(identity), dict) else None
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
         return None
+
+
+def _is_rest(iteration: Path) -> bool:
+    """Return whether a directory holds only files that no run wrote: `remove_listed` has removed the others."""
+    try:
+        names = os.listdir(iteration)
+    except OSError:  # it has just been removed, or is no directory
+        return False
+    written = {MANIFEST_FILE, *CHECKPOINT_FILES}
+    return bool(names) and not any(name in written or name.endswith(WEIGHTS) for name in names)
 
 
 def step_of(iteration: Path) -> int:

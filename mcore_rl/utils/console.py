@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
+
+from mcore_rl.errors import printable
 
 
 def quiet_libraries() -> None:
@@ -48,7 +53,54 @@ class Progress:
             self._say(f"{self._what}: {count:,} records, {part:.0%}, about {left:,.0f} s left")
 
 
-console = Console(soft_wrap=True, highlight=False)
+class RunConsole(Console):
+    """A console that does not end the run if standard output cannot be written: the disk is full, or the reader of a
+    pipe is gone. It then prints nothing more."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print, with escapes in place of characters that the output's encoding does not have."""
+        encoding = self.encoding
+        super().print(*(printable(one, encoding) if isinstance(one, str) else one for one in objects), **options)
+
+    def __exit__(self, *raised: Any) -> None:
+        """Write what was printed. Every print and every drawing of a progress bar ends here."""
+        try:
+            super().__exit__(*raised)
+        except OSError as error:
+            self.quiet = True
+            discard(self.file)
+            print_error(f"warning: standard output cannot be written ({error.strerror}); nothing more is printed to it")
+
+    def on_broken_pipe(self) -> None:
+        """Raise the BrokenPipeError again, where rich would end the process."""
+        raise
+
+
+def print_error(line: str) -> None:
+    """Print a line to standard error, if it can be written."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        discard(sys.stderr)
+
+
+def flush_output() -> None:
+    """Write what standard output holds, if it can be written. Otherwise Python would end with another status."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        discard(sys.stdout)
+
+
+def discard(stream: Any) -> None:
+    """Discard what is written to a stream from now on, and what it still holds."""
+    with contextlib.suppress(OSError, ValueError):  # a stream of a test may have no descriptor
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, stream.fileno())
+        os.close(nothing)
+
+
+console = RunConsole(soft_wrap=True, highlight=False)
 
 
 def rank_zero_printer(is_writer: bool) -> PrintLine:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from mcore_rl.run.checkpoints import BestValidation
 JUDGES = """\
 def sometimes(log, record):
     if record['answer'] in 'bc' and len(log[-1]['content']) % 2:
-        raise ValueError('not this one')
+        raise ValueError('not this one \\ud83d')
     return sum(c in 'aeiou' for c in log[-1]['content']) / 4 + ord(record['answer']) % 5
 """
 
@@ -73,7 +74,10 @@ def test_nothing_depends_on_a_sample_that_failed(algorithm, files, monkeypatch):
     first = run(f"train_{algorithm}.py", config, "--record", recording)
     failed, total = change(recording, changed, reward=50.0)
     assert 0 < failed < total
-    assert f"{failed} samples could not be judged and count as failed; first: ValueError" in first.stdout_text
+    assert (
+        f"{failed} samples could not be judged and count as failed; first: ValueError: not this one \\ud83d"
+        in first.stdout_text
+    )
     out = files / f"{algorithm}_changed"
     run(f"train_{algorithm}.py", config, f"output_dir={out}", "--replay", changed, processes=2)
     (ours,), (theirs,) = metrics_of(files / algorithm), metrics_of(out)
@@ -92,8 +96,16 @@ def test_nothing_depends_on_a_sample_that_failed(algorithm, files, monkeypatch):
 @pytest.mark.long
 def test_a_step_of_which_too_much_failed_makes_no_update(files, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(files))
-    change_, out = "environment.max_failed_fraction=0.01", files / "too_many"
-    process = run("train_grpo.py", files / "grpo.yaml", change_, f"output_dir={out}")
+    """If no step of the run makes one, the run has failed."""
+    out = files / "too_many"
+    changes = [f"output_dir={out}", "environment.max_failed_fraction=0.01", "trainer.max_steps=2"]
+    process = run("train_grpo.py", files / "grpo.yaml", *changes, check=False)
+    assert process.returncode == 3
+    assert re.fullmatch(
+        r"error: step 2: more than environment\.max_failed_fraction=0\.01 of the samples could not be judged in 2 steps "
+        r"on end; the last error: ValueError: not this one \\ud83d\n",
+        process.stderr_text,
+    )
     (metrics,) = metrics_of(out)
     told = (
         f"{metrics['num_failed']:.0f} of 16 samples could not be judged, more than environment.max_failed_fraction=0.01"

@@ -121,9 +121,9 @@ def order(count):
 def step(tmp_path):
     """A function that runs the first step with options of the `grpo` section; the run it belongs to."""
 
-    def run(worker=None, loss=(), **options):
+    def run(worker=None, loss=(), sections=(), **options):
         section = {"num_prompts_per_step": NUM_PROMPTS, "num_generations_per_prompt": GROUP, "max_new_tokens": 8}
-        config = load(GRPOConfig, tmp_path, grpo={**section, **options}, loss=dict(loss))
+        config = load(GRPOConfig, tmp_path, grpo={**section, **options}, loss=dict(loss), **dict(sections))
         chunk = TokenizedChunk()
         for _ in range(DATASET_SIZE):
             chunk.add((TokenSequence((1, 2), (False, False)),), b'{"prompt": ""}')
@@ -152,6 +152,30 @@ def test_dynamic_sampling_ends_after_its_rounds(step):
     assert len(one.worker.asked) == NUM_PROMPTS + 2 * (NUM_PROMPTS - 1)
     none = step(Worker(lambda prompt: False), dynamic_sampling_rounds=3)
     assert (none.policy.trained, none.metrics["skipped_update"]) == ([], 1)
+
+
+def test_failed_samples_of_dropped_groups_count_as_failed(step, capsys):
+    """Every other group is dropped, because three of its four samples failed."""
+
+    class Failing(Worker):
+        def answers(self, prompts, sample_ids):
+            rollouts = super().answers(prompts, sample_ids)
+            fails = [not self.teaches(rollout.prompt) and number % GROUP for number, rollout in enumerate(rollouts)]
+            return [replace(r, error="down") if failed else r for r, failed in zip(rollouts, fails, strict=True)]
+
+    run = step(Failing(), dynamic_sampling_rounds=8)
+    asked = run.worker.asked
+    dropped = sum(not run.worker.teaches(prompt) for prompt in asked)
+    assert 0 < dropped < len(asked) and run.policy.trained[0].size == NUM_PROMPTS * GROUP
+    failed, fraction = 3 * dropped, 3 * dropped / (GROUP * len(asked))
+    assert (run.metrics["num_failed"], run.metrics["failed_fraction"]) == (failed, fraction)
+    assert run.metrics["num_samples"] == NUM_PROMPTS * GROUP and run.metrics["skipped_update"] == 0
+    assert f"step 1: {failed} samples could not be judged and count as failed; first: down" in capsys.readouterr().out
+    limit = {"environment": {"max_failed_fraction": fraction - 0.01}}
+    strict = step(Failing(), sections=limit, dynamic_sampling_rounds=8)
+    assert (strict.policy.trained, strict.metrics["skipped_update"]) == ([], 1)
+    told = f"{failed} of {GROUP * len(asked)} samples could not be judged, more than environment.max_failed_fraction="
+    assert told in capsys.readouterr().out
 
 
 def test_mask_truncated_leaves_out_responses_that_hit_the_limit(step):
@@ -284,6 +308,24 @@ def test_the_last_steps_of_a_resumed_run_may_not_all_fail(tmp_path):
     run._check_judged(3, failed)
     with pytest.raises(TrainingError, match="step 4: no sample could be judged in 2 steps on end"):
         run._check_judged(4, failed)
+
+
+def test_steps_without_update_because_most_samples_failed_end_the_run(tmp_path):
+    """Some samples are judged in every step; a step with enough of them starts the count anew."""
+    environment = {"max_failed_steps": 3, "max_failed_fraction": 0.5}
+    run = grpo.GRPOTrainer(
+        load(GRPOConfig, tmp_path, environment=environment, grpo={"max_new_tokens": 8}, trainer={"max_steps": 99}),
+        SimpleNamespace(train=range(999), validation={}), Policy(), Worker(),
+    )  # fmt: skip
+    judged = [rollout.outcome for rollout in Worker().answers([(0, None)] * 4, range(4))]
+    half, most, every = ([replace(o, error="down") for o in judged[:n]] + judged[n:] for n in (2, 3, 4))
+    for step, outcomes in enumerate((most, most, half, most, every), start=1):
+        run._check_judged(step, outcomes)
+    told = (
+        r"step 6: more than environment\.max_failed_fraction=0\.5 of the samples could not be judged in 3 steps on end"
+    )
+    with pytest.raises(TrainingError, match=f"{told}; the last error: down"):
+        run._check_judged(6, most)
 
 
 def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Tests of configuration files: every file in configs/ loads, and every mistake gives one line that names the key."""
 
 import pytest
+import yaml
 from programs import ROOT
 
 from mcore_rl.config import (
@@ -14,6 +15,7 @@ from mcore_rl.config import (
     load_config,
     resolved_yaml,
 )
+from mcore_rl.config.load import expand_headers
 from mcore_rl.errors import UserError
 
 CONFIGS = ROOT / "configs"
@@ -24,6 +26,12 @@ data: {train: train.jsonl, max_sequence_length: 64}
 batch: {global_batch_size: 8}
 optimizer: {lr: 1e-5}
 trainer: {max_steps: 3}
+"""
+MINIMAL_RL = """
+output_dir: out
+model: {path: model}
+data: {train: train.jsonl}
+grpo: {num_prompts_per_step: 2, num_generations_per_prompt: 2, max_new_tokens: 4}
 """
 
 
@@ -209,6 +217,22 @@ def test_variables_of_the_environment(write, monkeypatch):
     assert load_config(SFTConfig, write(MINIMAL), ["data.train=${NOT_SET:-}x"]).data.train == "x"
     with pytest.raises(UserError, match=r"config\.yaml: model\.path: the environment variable UNSET_HERE is not set"):
         load_config(SFTConfig, write(MINIMAL.replace("{path: model}", "{path: '${UNSET_HERE}/m'}")))
+
+
+def test_headers_keep_their_variables(write, monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
+    judge = {"name": "http", "url": "http://localhost:9/", "headers": {"Authorization": "Bearer ${JUDGE_TOKEN}"}}
+    values = {"environment": {"name": "weighted", "rewards": {"asked": judge}}}
+    for overrides in (
+        [],
+        ["environment.rewards.asked.headers.Authorization='${JUDGE_TOKEN}'"],
+        [f"environment={judge}"],
+    ):
+        config = load_config(GRPOConfig, write(MINIMAL_RL + yaml.safe_dump(values)), overrides)
+        text = resolved_yaml(config)
+        assert "${JUDGE_TOKEN}" in text and "$$" not in text and "s3cret" not in text
+        assert load_config(GRPOConfig, write(text)) == config
+    assert expand_headers({"A": "$${x} ${JUDGE_TOKEN} ${NOT_SET:-d}"}) == {"A": "${x} s3cret d"}
 
 
 def test_what_is_laid_over_need_not_be_set(write, tmp_path):

@@ -2,7 +2,9 @@
 sample."""
 
 import asyncio
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +16,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from programs import run
+from small_models import make_model
 
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.environments.interfaces import Sample
@@ -175,8 +179,35 @@ def test_headers_take_their_secrets_from_the_environment(monkeypatch):
         assert asyncio.run(judge([sample()])) == [0.5]
         server.shutdown()
     assert Echo.asked["Authorization"] == "Bearer s3cret" and Echo.asked["X-Plain"] == "a"
-    with pytest.raises(ValueError, match=r"environment.headers: the environment has no variable ABSENT_TOKEN"):
+    message = r"environment\.headers\.Authorization: the environment variable ABSENT_TOKEN is not set"
+    with pytest.raises(UserError, match=message):
         HTTPJudge("http://localhost/", 0, 1.0, {"Authorization": "${ABSENT_TOKEN}"})
+
+
+@pytest.mark.long
+def test_secrets_of_headers_are_in_no_file_of_a_run(tmp_path, monkeypatch):
+    """The run continues with another token, which is no change of the configuration."""
+    make_model("llama", tmp_path / "model", initializer_range=0.05)
+    prompts = [{"prompt": f"say {letter} "} for letter in "abcd"]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    out = tmp_path / "out"
+    overrides = [f"output_dir={out}", f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'prompts.jsonl'}"]
+    overrides += ["data.max_sequence_length=32", "checkpoint.export_hf=false", "logging.tensorboard=true"]
+    overrides += ["grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", "grpo.max_new_tokens=4"]
+    overrides += ["environment.name=http", "environment.headers.Authorization='Bearer ${JUDGE_TOKEN}'"]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        overrides += [f"environment.url=http://127.0.0.1:{server.server_port}/"]
+        for step, token in enumerate(("s3cret", "r0tated"), start=1):
+            monkeypatch.setenv("JUDGE_TOKEN", token)
+            printed = run("train_grpo.py", *overrides, "--print-config").stdout_text
+            printed += run("train_grpo.py", *overrides, f"trainer.max_steps={step}").stdout_text
+            assert Echo.asked["Authorization"] == f"Bearer {token}"
+            assert token not in printed and "environment.headers.Authorization" not in printed
+        server.shutdown()
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert (out / "checkpoints" / "iter_0000002" / "common.pt") in files
+    assert [path for path in files if re.search(b"s3cret|r0tated", path.read_bytes())] == []
 
 
 def test_a_taken_master_port_is_called_that(tmp_path):

@@ -1,8 +1,10 @@
 """Tests of the ends of runs: trained steps and started checkpoints are kept, and the end is reported in one line."""
 
+import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -10,12 +12,13 @@ import time
 import pytest
 import torch
 import yaml
-from programs import run
+from programs import ROOT, run
 from small_models import make_model
 
 from mcore_rl.config import SFTConfig
-from mcore_rl.run.metrics import JsonLinesLog, MetricsReporter, read_step_log
+from mcore_rl.run.metrics import JsonLinesLog, MetricsReporter, OptionalLog, read_step_log
 from mcore_rl.utils.checkpoint_store import CheckpointStore, digest_problems
+from mcore_rl.utils.console import RunConsole
 
 BREAKING = """
 import os, signal, threading, torch
@@ -237,6 +240,38 @@ def test_run_saves_checkpoint_when_judge_fails(files, monkeypatch):
     assert step >= 1 and state["consumed_samples"] == 2 * step
 
 
+FADING_JUDGE = """
+from pathlib import Path
+
+def judge(message_log, record):
+    calls = Path(__file__).with_name("calls_of_fading")
+    with calls.open("a") as file:
+        file.write("x")
+    if calls.stat().st_size > 9 and calls.stat().st_size % 4:
+        raise RuntimeError("the judge is overloaded")
+    return float(calls.stat().st_size % 2)
+"""
+
+
+@pytest.mark.long
+def test_run_saves_checkpoint_when_judge_fails_on_most_samples(files, monkeypatch):
+    """All samples of two steps are judged, and one in four of the later steps."""
+    out = files / "judge_fading"
+    (files / "fading_judge.py").write_text(FADING_JUDGE)
+    monkeypatch.setenv("PYTHONPATH", str(files), prepend=os.pathsep)
+    overrides = [f"output_dir={out}", f"model.path={files / 'model'}", f"data.train={files / 'prompts.jsonl'}"]
+    overrides += ["data.max_sequence_length=32", "trainer.max_steps=20", "checkpoint.export_hf=false"]
+    overrides += ["environment.name=function", "environment.function=fading_judge:judge", "environment.num_workers=1"]
+    overrides += ["grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", "grpo.max_new_tokens=4"]
+    (files / "calls_of_fading").unlink(missing_ok=True)
+    ended = run("train_grpo.py", *overrides, check=False)
+    assert ended.returncode == 3, ended.stdout_text + ended.stderr_text
+    told = "more than environment.max_failed_fraction=0.5 of the samples could not be judged in 3 steps on end"
+    assert f"{told}; the last error: RuntimeError: the judge is overloaded" in ended.stderr_text
+    (step,) = re.findall(r"error: step (\d+): ", ended.stderr_text)
+    assert saved(out) == [f"iter_{int(step) - 1:07d}"]
+
+
 DYING_JUDGE = """
 import os
 from pathlib import Path
@@ -374,6 +409,65 @@ def test_failing_trackers_are_reported_once(files, tmp_path, monkeypatch):
     assert first == second == [(tmp_path / "out" / "wandb.id").read_text(), "allow"]
 
 
+def test_console_prints_once_that_it_cannot_print(capsys):
+    with open("/dev/full", "w") as full:
+        console = RunConsole(file=full)
+        for _ in range(3):
+            console.print("a line")
+    told = "warning: standard output cannot be written (No space left on device); nothing more is printed to it\n"
+    assert capsys.readouterr() == ("", told)
+
+
+def test_console_prints_escapes_for_characters_that_it_does_not_have():
+    printed = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    RunConsole(file=printed).print("loss 1 → 2 \ud83d", markup=False)
+    assert printed.buffer.getvalue() == rb"loss 1 \u2192 2 \ud83d" + b"\n"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("output", ["full disk", "closed pipe"])
+def test_run_goes_on_without_standard_output(output, files, tmp_path):
+    """It exports, and its exit status is 0, also as Python flushes the output at the end."""
+    overrides = [f"output_dir={tmp_path / 'out'}", "checkpoint.export_hf=true", "trainer.max_steps=3"]
+    command = [sys.executable, ROOT / "scripts" / "train_sft.py", files / "sft.yaml", *overrides]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open("/dev/full", "w") as full, os.fdopen(writing, "w") as pipe:
+        out = full if output == "full disk" else pipe
+        ended = subprocess.run(
+            list(map(str, command)),
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=200,
+            env=environment,
+            check=False,
+        )
+    reason = "No space left on device" if output == "full disk" else "Broken pipe"
+    told = f"warning: standard output cannot be written ({reason}); nothing more is printed to it\n"
+    assert (ended.returncode, ended.stderr) == (0, told)
+    assert saved(tmp_path / "out")[-1] == "iter_0000003" and (tmp_path / "out" / "hf" / "config.json").exists()
+
+
+@pytest.mark.long
+def test_run_that_prints_nowhere_is_stopped_by_a_signal(files, tmp_path):
+    """Standard output and error are a pipe whose reader ends first, as `tee` after Ctrl-C."""
+    overrides = [f"output_dir={tmp_path / 'out'}", "trainer.max_steps=100000", "checkpoint.save_interval=null"]
+    command = [sys.executable, ROOT / "scripts" / "train_sft.py", files / "sft.yaml", *overrides]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        for line in process.stdout:
+            if line.startswith("step 3/"):
+                break
+        process.stdout.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 0
+    assert len(saved(tmp_path / "out")) == 1
+
+
 def test_full_disk_loses_metrics_and_not_the_run(tmp_path, monkeypatch, capsys):
     """The line that was cut short is gone once there is room again."""
     values = {"output_dir": tmp_path, "model": {"path": "m"}, "data": {"train": "d"}}
@@ -390,6 +484,31 @@ def test_full_disk_loses_metrics_and_not_the_run(tmp_path, monkeypatch, capsys):
         reporter.record(step, {"loss": 1.0})
     assert [entry["step"] for entry in read_step_log(tmp_path / "metrics.jsonl")] == [1, 4, 5]
     assert capsys.readouterr().out.count("metrics.jsonl cannot be written (No space left on device)") == 1
+
+
+@pytest.mark.parametrize("odd", [b"\0\0\0\n", b'{"loss": 1}\n', b'\xff\xfe{"step": 2}\n', b"\0" * 9 + b'{"step": 2}\n'])
+def test_unreadable_lines_of_log_are_removed_and_reported_once(odd, tmp_path):
+    """A crash of the machine leaves them; the run that resumes keeps all other lines."""
+    path, said = tmp_path / "metrics.jsonl", list[str]()
+    (first, second), again = [b'{"step": %d, "loss": 1.0}\n' % step for step in (1, 2)], b'{"step": 3, "loss": 1.0}\n'
+    path.write_bytes(first + odd + second + odd + again + b"\0\0")
+    log = OptionalLog(path, said.append)
+    for step in (3, 4):
+        log.append(step, {"loss": 1.0})
+    assert path.read_bytes() == first + second + again + again.replace(b"3", b"4")
+    assert said == [f"warning: {path}: unreadable lines are removed (2); the others are kept"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.long
+def test_run_resumes_after_crash_that_damaged_its_logs(files):
+    out = files / "damaged_logs"
+    for steps in (1, 2):
+        ended = run("train_sft.py", files / "sft.yaml", f"output_dir={out}", f"trainer.max_steps={steps}")
+        assert ("unreadable lines are removed (1)" in ended.stdout_text) == (steps == 2), ended.stdout_text
+        with open(out / "metrics.jsonl", "ab") as file:
+            file.write(b"\0" * 512 + b"\n")
+    assert saved(out)[-1] == "iter_0000002"
 
 
 def test_samples_that_cannot_be_written_are_reported_once(files):

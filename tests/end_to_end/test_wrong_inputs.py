@@ -228,6 +228,10 @@ KEYS = [
     ("grpo", "environment.max_turns=2", "environment.max_turns: exact_match ends every conversation after one response"),
     ("grpo", "environment.time_limit_seconds=0", "environment.time_limit_seconds: "),
     ("grpo", "environment.max_failed_steps=0", "environment.max_failed_steps: "),
+    ("grpo", "environment={name: http, url: 'http://localhost:9/', headers: {Token: 'a ${NOT_SET_ANYWHERE}'}}",
+     "environment.headers.Token: the environment variable NOT_SET_ANYWHERE is not set"),
+    ("grpo", "environment={name: weighted, rewards: {a: {name: http, url: 'http://localhost:9/', headers: {B: '${:}'}}}}",
+     "environment.rewards.a.headers.B: ${:} names no environment variable"),
 ]  # fmt: skip
 
 MODELS = [
@@ -430,7 +434,7 @@ def test_a_mistake_is_told_in_one_line(script, arguments, message, attempt, root
 
 OF_A_RUN_ALONE = (
     *("output_dir=", "checkpoint.resume=", "checkpoint.overwrite=", "--record", "--replay"),
-    *("function: 'nowhere:f'", "function: 'math:nothing'", "no_answer.jsonl", "vllm: {python"),
+    *("function: 'nowhere:f'", "function: 'math:nothing'", "no_answer.jsonl", "vllm: {python", "headers: {"),
     *("no_weights", "pickles", "lacks_a_file"),
 )
 """Replace the parts of a run that the simulation does not have: output files, judges, servers, weights."""

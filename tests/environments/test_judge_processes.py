@@ -59,12 +59,23 @@ def test_judge_failure_leaves_other_samples_judged(environment_of, monkeypatch, 
     assert wrong[0].error == "TypeError: the observation must be a text, got 5"
     assert "UnicodeEncodeError" in wrong[1].error
     assert wrong[2].error == "TypeError: done must be true or false, got 'no'"
+    odd = judged(environment, [Sample(log("say", response), {}) for response in ("raise odd", "tell odd")])
+    assert [step.error for step in odd] == [r"ValueError: a cut emoji: \ud83d", r"a cut emoji: \ud83d"]
     dated = {"scale": 4, "asked": datetime(2024, 2, 29)}  # as Parquet has it
     again = judged(environment, [Sample(log("say", "abcd"), dated)])
     assert again == [Step(reward=1.0)]
     printed = (tmp_path / "judge.log").read_text()
     assert "noise that is no answer" in printed and "noise of a process" in printed and "and its errors" in printed
     assert capfd.readouterr() == ("", "")
+
+
+def test_process_of_judge_reads_nothing(environment_of, monkeypatch):
+    """Its standard input is not the pipe that the requests come through."""
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    environment = environment_of(
+        name="function", function="judge_functions:read_by_a_process", num_workers=1, time_limit_seconds=5
+    )
+    assert judged(environment, prompts_of({}, {})) == [Step(reward=0.0)] * 2
 
 
 def test_probe_calls_judge_on_first_records(monkeypatch):

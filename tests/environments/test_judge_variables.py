@@ -4,8 +4,8 @@ import json
 import os
 
 import pytest
+from programs import run
 from small_models import make_model
-from test_training_programs import run
 
 from mcore_rl.config import EnvironmentConfig
 from mcore_rl.environments.judge_processes import judge_variables
@@ -57,6 +57,19 @@ def test_variables_that_headers_name_are_passed():
     assert judge_variables(weighted, environ) == expected
     everything = EnvironmentConfig(environment_variables=["*"])
     assert judge_variables(everything, environ) == {**environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def test_names_that_look_like_a_library_s_are_not_passed():
+    secrets = {"PYTHON_DB_PASSWORD": "p", "XDG_SECRET": "x", "TRANSFORMERS_TOKEN": "t", "MCORE_RL_KEY": "m"}
+    proxies = {"HTTPS_PROXY": "http://me:word@proxy:3128", "https_proxy": "http://me:word@proxy:3128"}
+    needed = {"PYTHONPATH": "/a", "PYTHONUTF8": "1", "XDG_CACHE_HOME": "/c", "NO_PROXY": "x", "http_proxy": "http://p"}
+    environ = {**secrets, **proxies, **needed}
+    own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    assert judge_variables(EnvironmentConfig(), environ) == {**needed, **own}
+    asked = EnvironmentConfig(name="http", url="http://judge.example/")
+    assert judge_variables(asked, environ) == {**needed, **proxies, **own}
+    listed = EnvironmentConfig(environment_variables=["HTTPS_PROXY", "PYTHON_*"])
+    assert {"HTTPS_PROXY", "PYTHON_DB_PASSWORD"} <= judge_variables(listed, environ).keys()
 
 
 def test_names_that_are_not_names_are_refused():

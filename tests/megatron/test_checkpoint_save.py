@@ -143,6 +143,17 @@ def test_prune_keeps_only_undamaged_checkpoint(store):
     assert steps(store.iterations()) == [10, 30]
 
 
+def test_file_of_user_in_pruned_checkpoint_is_kept_and_no_damage(store):
+    notes = store.iteration(10) / "notes.txt"
+    notes.write_text("mine")
+    assert steps(store.prune(keep_last=2, keep_every=None)) == [10]
+    candidates, problems = store.candidates()
+    assert (steps(candidates), problems, notes.read_text()) == ([30, 20], [], "mine")
+    write(store, 10)  # a run that was reset to an earlier iteration
+    assert steps(store.candidates()[0]) == [10, 30, 20]
+    assert (store.directory / "iter_0000010.replaced" / "notes.txt").read_text() == "mine"
+
+
 # ------------------------------------------------------------------ real runs
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import time
 
 from mcore_rl.environments.interfaces import Step
@@ -12,6 +13,10 @@ def misbehave(message_log, record):
     response = message_log[-1]["content"]
     if response == "raise":
         raise ValueError("no such answer")
+    if response == "raise odd":
+        raise ValueError("a cut emoji: \ud83d")
+    if response == "tell odd":
+        return Step(error="a cut emoji: \ud83d")
     if response == "hang":
         time.sleep(1000)
     if response == "die":
@@ -28,6 +33,11 @@ def misbehave(message_log, record):
         print("noise that is no answer")
         os.system("echo noise of a process; echo and its errors >&2")
     return len(response) / record["scale"]
+
+
+def read_by_a_process(message_log, record):
+    """Return the length of what a process of the judge reads from its standard input."""
+    return float(len(subprocess.run(["cat"], capture_output=True, check=True).stdout))
 
 
 running = 0
