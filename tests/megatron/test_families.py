@@ -337,3 +337,15 @@ def test_layers_that_predict_further_tokens_are_left_out(model_of, tmp_path):
     save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"unknown tensors: model\.layers\.3\.eh_proj"):
         check_hf_tensors(hf, SafetensorsDirectory(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "published"), [("deepseek_v3", 249.7e9), ("gpt_oss", 32.6e9)], ids=["DeepSeek-V3", "gpt-oss-120B"]
+)
+def test_operations_per_token_equal_published_figures(model_type, published):
+    """NVIDIA's figures for sequences of 4,096 tokens, without layers that predict further tokens."""
+    from transformers import AutoConfig
+
+    family = family_of(AutoConfig.for_model(model_type))  # the defaults are those of the published models
+    mixing = sum(family.token_mixer(layer).flops(4096) for layer in range(family.num_layers)) / 4096
+    assert 6 * family.active_parameters() + mixing == pytest.approx(published, rel=0.005)

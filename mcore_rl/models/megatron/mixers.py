@@ -86,8 +86,16 @@ class TokenMixer(ABC):
         return 0.0
 
     def flops_per_token_squared(self) -> float:
-        """Return the floating-point operations of forward and backward per squared length of a sequence."""
+        """Return the operations of forward and backward per squared length of a sequence that fits into the window."""
         return 0.0
+
+    def flops(self, tokens: int, before: int = 0) -> float:
+        """Return the operations of forward and backward over a sequence, without those of the weights.
+
+        Args:
+            before: number of tokens before these, which they see but which are not computed again.
+        """
+        return self.flops_per_token() * tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +119,15 @@ class KeyValueMixer(TokenMixer):
 
     def flops_per_token_squared(self) -> float:
         return 6.0 * self.heads * self.head_dim
+
+    def flops(self, tokens: int, before: int = 0) -> float:
+        seen = self._seen_squared(before + tokens) - self._seen_squared(before)
+        return super().flops(tokens) + self.flops_per_token_squared() * seen
+
+    def _seen_squared(self, tokens: int) -> float:
+        """Return twice the number of pairs of a token and a key that it sees, for the first tokens of a sequence."""
+        window = tokens if self.window is None else min(tokens, self.window)
+        return window**2 + 2 * (tokens - window) * window
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -76,10 +77,7 @@ class ScoringModel:
         if config.model.lora is not None:
             self.model = add_adapters(self.model, lora_of(config.model.lora, self.model.family, config.seed))
         self._count_flops()
-        # The sequence length at which attention costs as much as all other operations.
-        squared = self._flops_per_token_squared
-        length = self._flops_per_token / squared if squared else math.inf
-        self.batching = replace(batching, attention_length=length)
+        self.batching = replace(batching, attention_length=self._attention_length())
         self.chunks: list[Any] = list(self.model.chunks)
         self.weights_offload = Offload(keep=True)
 
@@ -168,19 +166,23 @@ class ScoringModel:
         Args:
             before: number of tokens before each sequence, which it attends to but which are not computed again.
         """
-        before = before or [0] * len(lengths)
-        seen = sum((b + n) ** 2 - b**2 for n, b in zip(lengths, before, strict=True))
-        return self._flops_per_token * sum(lengths) + self._flops_per_token_squared * seen
+        sequences = list(zip(lengths, before or [0] * len(lengths), strict=True))
+        mixing = (n * sum(mixer.flops(*sequence) for sequence in sequences) for mixer, n in self._mixers.items())
+        return self._flops_of_weights * sum(lengths) + sum(mixing)
 
     def _count_flops(self) -> None:
-        """Set the operations per token, and the operations of attention per token squared."""
+        """Set the operations of the weights per token, and the number of layers with each token mixer."""
         family, lora = self.model.family, self.model.lora
-        self._flops_per_token = 6.0 * family.active_parameters()
+        self._flops_of_weights = 6.0 * family.active_parameters()
         if lora is not None:
-            self._flops_per_token = 4.0 * family.active_parameters() + 6.0 * lora.active_parameters(family)
-        mixers = [family.token_mixer(layer) for layer in range(family.num_layers)]
-        self._flops_per_token += sum(mixer.flops_per_token() for mixer in mixers)
-        self._flops_per_token_squared = sum(mixer.flops_per_token_squared() for mixer in mixers)
+            self._flops_of_weights = 4.0 * family.active_parameters() + 6.0 * lora.active_parameters(family)
+        self._mixers = Counter(map(family.token_mixer, range(family.num_layers)))
+
+    def _attention_length(self) -> float:
+        """Return the sequence length at which attention costs as much as all other operations."""
+        per_token = sum(n * mixer.flops_per_token() for mixer, n in self._mixers.items())
+        squared = sum(n * mixer.flops_per_token_squared() for mixer, n in self._mixers.items())
+        return (self._flops_of_weights + per_token) / squared if squared else math.inf
 
     def flops_of(self, data: BatchedDataDict[Any]) -> float:
         """Return `training_flops` of a global batch. Common prefixes may go through the model once."""

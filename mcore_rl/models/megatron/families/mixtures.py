@@ -109,9 +109,9 @@ class Mixture(Family):
         return sizes
 
     def active_parameters(self) -> int:
-        experts = self.experts
-        idle = sum(experts.sparse_layers) * (experts.count - experts.topk)
-        return super().active_parameters() - idle * 3 * self.hidden_size * experts.width
+        of_experts = sum(math.prod(part.shape) for m in self.table.values() if m.is_expert for part in m.parts)
+        idle = self.experts.count - self.experts.topk
+        return super().active_parameters() - of_experts * idle // self.experts.count
 
     def _layer(self, layer: int, ours: str, theirs: str) -> Iterator[Mapping]:
         for mapping in super()._layer(layer, ours, theirs):
