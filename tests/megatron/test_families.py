@@ -115,13 +115,14 @@ EXPERT_SIZES = {
         "expert_tensor_parallel_size": 1,
     },
 }
+QUICK = ("qwen2", "gemma3", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_5")
 IN_ALL_SIZES = ("llama", "qwen2", "qwen3", "gemma3", "qwen3_5")
 CASES = [
     pytest.param(
         family,
         sizes,
         id=f"{family}-{name}",
-        marks=() if family == "llama" or name.startswith("tp2 sp") else pytest.mark.long,
+        marks=() if family == "llama" or (name.startswith("tp2 sp") and family in QUICK) else pytest.mark.long,
     )
     for family in ARCHITECTURES
     for name, sizes in (EXPERT_SIZES if "num_experts_per_tok" in FAMILIES[family][1] else SIZES).items()

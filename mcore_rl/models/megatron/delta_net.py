@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from mcore_rl import platform
 from mcore_rl.distributed.packs import PackLayout
 from mcore_rl.models.megatron.attention import PackParams
-from mcore_rl.models.megatron.delta_rule import causal_conv, delta_rule, plan_of
+from mcore_rl.models.megatron.delta_rule import CHUNK, causal_conv, delta_rule, plan_of
 from mcore_rl.models.megatron.mixers import LayerModules, TokenMixer
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
 from mcore_rl.models.megatron.weight_mapping import Columns, Grouped, Mapping, Part, Replicated, Rows
@@ -103,11 +103,11 @@ class GatedDeltaNet(TokenMixer):
         return tuple(parts)
 
     def flops_per_token(self) -> float:
-        """Return the operations of convolution and rule, in chunks of 64 tokens."""
-        chunk, key, value = 64, self.key_dim, self.value_dim
+        """Return the operations of convolution and rule: products inside chunks, and with the states between them."""
+        key, value = self.key_dim, self.value_dim
         convolution = 2 * self.width * self.convolved_size
-        inside = 4 * chunk * key + self.repeats * chunk * (3 * value + key)
-        states = self.repeats * 6 * key * value
+        inside = CHUNK * (4 * key + self.repeats * (3 * value + key))
+        states = 6 * self.repeats * key * value
         return 3.0 * self.heads * (convolution + inside + states)
 
 

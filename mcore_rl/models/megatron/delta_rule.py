@@ -97,8 +97,8 @@ def plan_of(layout: PackLayout, width: int, device: torch.device) -> ChunkPlan:
         before.append(torch.where(before[-1] >= 0, layout.predictor[before[-1]], -1))
     held = [s for s, length in enumerate(layout.lengths) if length]
     last = torch.tensor([starts[s] + layout.lengths[s] - 1 for s in held])
-    ended = [s for s, number in chunks if (number + 1) * CHUNK >= layout.lengths[s]]
-    order = torch.tensor([ended.index(s) for s in held])
+    ended = torch.tensor([s for s, number in chunks if (number + 1) * CHUNK >= layout.lengths[s]])
+    order = ended.argsort()
     of_pack = torch.where(is_token, tokens, 0), is_token, rows, is_used, torch.stack(before[: width - 1]), last, order
     of_steps = [index for step in steps for index in (step.sources, step.ends) if index is not None]
     sent = iter(platform.sent_together((*of_pack, *of_steps), device))
@@ -127,7 +127,9 @@ def _schedule(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[tupl
     for index, chunks in enumerate(by_step):
         continued = [(s, number - 1) if number else earlier[s][1] for s, number in chunks]
         before = by_step[index - 1] if index else []
-        sources = None if continued == before or not index else torch.tensor([before.index(c) for c in continued if c])
+        place = {chunk: number for number, chunk in enumerate(before)}
+        in_order = continued == before or not index
+        sources = None if in_order else torch.tensor([place[chunk] for chunk in continued if chunk])
         ends = torch.tensor([i for i, (s, number) in enumerate(chunks) if number == counts[s] - 1], dtype=torch.long)
         steps.append(Step(len(chunks), sources, ends))
     return [chunk for chunks in by_step for chunk in chunks], steps

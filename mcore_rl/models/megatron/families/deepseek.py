@@ -96,3 +96,7 @@ class DeepseekV32(Glm4MoELite):
 
 class GlmMoEDsa(DeepseekV32):
     model_type = "glm_moe_dsa"
+
+    def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
+        super().shrink(layers, tensor_parallel, expert_parallel)
+        self.hf.indexer_types = ["full"] * layers
