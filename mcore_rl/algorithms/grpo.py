@@ -18,7 +18,7 @@ from mcore_rl.algorithms.advantages import advantages_of
 from mcore_rl.config import GRPOConfig, RLConfig, RolloutOptions
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
-from mcore_rl.distributed.collectives import broadcast_in_replica
+from mcore_rl.distributed.collectives import broadcast_in_replica, broadcast_object
 from mcore_rl.environments.interfaces import CollectiveEnvironment, Environment
 from mcore_rl.environments.judge_processes import JudgeProcesses, probe
 from mcore_rl.environments.reward_model import RewardModelEnvironment
@@ -111,7 +111,7 @@ def rollout_worker(
 ) -> Iterator[RolloutWorker]:
     """Start generation with the policy's weights and start the environment; close both at the end."""
     with contextlib.ExitStack() as started:
-        environment = build_environment(config, policy)
+        environment = build_environment(config, policy, inputs)
         if environment is not None:
             started.callback(environment.close)
         generation = build_generation(config, policy, inputs.tokenizer, rank_zero_printer(policy.is_writer))
@@ -122,10 +122,13 @@ def rollout_worker(
         yield worker
 
 
-def build_environment(config: RLConfig, policy: MegatronPolicy) -> Environment | CollectiveEnvironment | None:
-    """Return the environment on the ranks that take part in it; None on the others."""
+def build_environment(
+    config: RLConfig, policy: MegatronPolicy, inputs: RunInputs[PromptDataset]
+) -> Environment | CollectiveEnvironment | None:
+    """Return the environment on the ranks that take part in it; None on the others. Collective."""
     if config.environment.name == "reward_model":
-        judge = RewardModelEnvironment(config)
+        day = broadcast_object(inputs.day)  # the ranks may have started on both sides of midnight
+        judge = RewardModelEnvironment(config, day)
         rank_zero_printer(policy.is_writer)(f"reward model: {judge.model.describe()}")
         return judge
     if policy.topology.leads_replica:

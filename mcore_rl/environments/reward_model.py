@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from datetime import date
 from typing import Any
 
 import torch
@@ -22,12 +23,15 @@ class RewardModelEnvironment:
     """Rewards a response with the model's output at the end of the conversation, rendered by the model's own tokenizer.
 
     Every rank constructs one. All ranks call `step` together, each with the samples of its replica.
+
+    Args:
+        day: the date for a chat template that asks for it; today if None.
     """
 
-    def __init__(self, config: RLConfig) -> None:
+    def __init__(self, config: RLConfig, day: date | None = None) -> None:
         judge = judge_config(config)
         self.config, self.limit = config.environment, judge.data.max_sequence_length
-        self.tokenizer = load_tokenizer(judge.model.path)
+        self.tokenizer = load_tokenizer(judge.model.path, day=day)
         self.model = ScoringModel(judge)
 
     def step(self, samples: Sequence[Sample]) -> list[Step]:

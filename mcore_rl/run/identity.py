@@ -61,7 +61,8 @@ class RunIdentity:
     launch: `launch_id` of the launch that wrote this; "" without a launcher that restarts processes.
     other_weights: digests of the other weights that the run reads (adapter, reference, teacher, reward model, critic),
         by key.
-    chat_day: the date that the chat template renders, in ISO 8601; "" if the template does not use the date.
+    chat_day: the date that the chat templates of the policy and of a judging reward model render, in ISO 8601; "" if
+        neither uses the date.
     """
 
     algorithm: str

@@ -123,16 +123,19 @@ def _check_teacher(config: DistillationConfig, found: Mapping[str, Any]) -> None
         raise UserError(f"distillation.topk={topk}: the teacher has {rows} tokens")
 
 
-def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer: Any) -> None:
+def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer: Any) -> date | None:
     """Compare the policy's tokenizer with its model, and with the tokenizers of the other models.
 
     Args:
         found: the result of `check_models`.
 
+    Returns:
+        The date that the chat templates of the policy and of a judging reward model render; None if neither does.
+
     Raises:
         UserError: a token id exceeds a model's embeddings, or a model's vocabulary differs from the policy's.
     """
-    size = family_of(found[POLICY]).vocab_size
+    size, day = family_of(found[POLICY]).vocab_size, chat_day(tokenizer)
     if len(tokenizer) > size:
         raise UserError(f"{POLICY}: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {size}")
     for key, other in second_model_configs(config).items():
@@ -148,6 +151,9 @@ def check_tokenizers(config: TrainingConfig, found: Mapping[str, Any], tokenizer
                 f"{key}: the tokenizer of {model.path} has no chat template; set environment.format=text if the model "
                 "was trained on plain prompts and completions"
             )
+        elif day is None and chat_day(own) is not None:
+            day = _first_day(config) or date.today()
+    return day
 
 
 def _check_vocabulary(model: str, own: dict[str, int], policy: dict[str, int]) -> None:
@@ -341,6 +347,8 @@ class RunInputs(Generic[DatasetT]):
     """Identity of the run (JSON), on the first process of each node."""
     cache: Path | None = None
     """Directory of the token cache if a dry run wrote to it."""
+    day: date | None = None
+    """The result of `check_tokenizers`."""
 
 
 def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_weights: bool = True) -> RunInputs[Any]:
@@ -363,7 +371,7 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
     check_weights(config, hf_configs, needs_weights)
     say = rank_zero_printer(torchrun.rank() == 0)
     tokenizer, cache = tokenizer_and_cache(config, say)
-    check_tokenizers(config, hf_configs, tokenizer)
+    day = check_tokenizers(config, hf_configs, tokenizer)
     if needs_weights:
         _check_before_reading(config, hf_configs[POLICY], tokenizer)
     load_dataset = dataset_loader(config)
@@ -376,7 +384,8 @@ def load_inputs(config: TrainingConfig, world_size: int | None = None, needs_wei
     if isinstance(config, RLConfig) and config.environment.max_turns > 1 and train.has_messages:
         check_keeps_turns(tokenizer)
     wrote = before is not None and _entries(cache.directory) != before
-    return RunInputs(tokenizer, hf_configs[POLICY], train, validation, cache=cache.directory if wrote else None)
+    written = cache.directory if wrote else None
+    return RunInputs(tokenizer, hf_configs[POLICY], train, validation, cache=written, day=day)
 
 
 def _check_before_reading(config: TrainingConfig, hf_config: Any, tokenizer: Any) -> None:
@@ -406,10 +415,16 @@ def tokenizer_and_cache(config: TrainingConfig, say: PrintLine = silent) -> tupl
     """Return the tokenizer and its token cache. A resumed run keeps the date that the chat template rendered first."""
     path, trusted, template = config.model.path, config.model.trust_remote_code, config.data.read_chat_template()
     tokenizer = load_tokenizer(path, trusted, template, say)
-    if chat_day(tokenizer) is not None and (earlier := _earlier_identity(config)) and earlier.chat_day:
-        set_chat_day(tokenizer, date.fromisoformat(earlier.chat_day))
+    if chat_day(tokenizer) is not None and (first := _first_day(config)):
+        set_chat_day(tokenizer, first)
     made_from = TokenizerSpec(path, trusted, template, chat_day(tokenizer))
     return tokenizer, TokenCache(config.data.cache_dir or default_directory(), made_from)
+
+
+def _first_day(config: TrainingConfig) -> date | None:
+    """Return the date that the chat templates of the resumed run have rendered; None if there is none."""
+    earlier = _earlier_identity(config)
+    return date.fromisoformat(earlier.chat_day) if earlier is not None and earlier.chat_day else None
 
 
 def _earlier_identity(config: TrainingConfig) -> RunIdentity | None:
@@ -466,8 +481,7 @@ def check_output_dir(config: TrainingConfig, inputs: RunInputs[DatasetT]) -> Run
 
 
 def _identity(config: TrainingConfig, inputs: RunInputs[Any]) -> RunIdentity:
-    day = str(chat_day(inputs.tokenizer) or "")
-    return RunIdentity.of(config, inputs.hf_config, inputs.train.fingerprint, day)
+    return RunIdentity.of(config, inputs.hf_config, inputs.train.fingerprint, str(inputs.day or ""))
 
 
 def warn_about_unreached_intervals(

@@ -353,7 +353,7 @@ def test_sampling_options_reach_the_sampler(tmp_path, monkeypatch):
     tokenizer = make_tokenizer()
     tokenizer.eos_token = "<|unk|>"  # a response ends with it, or with the end token that the chat template writes
     inputs = SimpleNamespace(tokenizer=tokenizer)
-    monkeypatch.setattr(grpo, "build_environment", lambda config, policy: None)
+    monkeypatch.setattr(grpo, "build_environment", lambda config, policy, inputs: None)
     policy = SimpleNamespace(model="model", is_writer=True, topology=Topology())
     with grpo.rollout_worker(config, inputs, policy) as worker:
         pass

@@ -2,6 +2,7 @@
 run."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -62,6 +63,55 @@ def test_plain_texts_are_judged_as_a_model_of_plain_texts_was_trained(judge, mod
     steps, _ = run_processes(judged, config, CONVERSATIONS[:2], world_size=1)[0]
     texts = ["".join(message["content"] for message in log) + "<|end|>" for log in CONVERSATIONS[:2]]
     assert [step.reward for step in steps] == pytest.approx(plain_rewards(judge, texts), rel=1e-4, abs=1e-4)
+
+
+ON_A_DAY = """
+import os
+from datetime import date
+
+class Day(date):
+    @classmethod
+    def today(cls):
+        return date(2023, 3, 4 + int(os.environ.get("RANK", 0)) + int(os.environ["DAYS_LATER"]))
+
+from mcore_rl.data import tokenize
+from mcore_rl.run import setup
+tokenize.date = setup.date = Day
+from mcore_rl.environments.reward_model import RewardModelEnvironment
+
+tokens = RewardModelEnvironment._tokens
+
+def told(self, log, record):
+    row = tokens(self, log, record)
+    print("the judge reads", self.tokenizer.decode(row).partition("<")[0].strip(), flush=True)
+    return row
+
+RewardModelEnvironment._tokens = told
+from mcore_rl.cli.train import train
+train("grpo")
+"""
+
+
+@pytest.mark.long
+def test_reward_model_reads_date_of_start_on_every_rank(judge, model_of, tmp_path, monkeypatch):
+    """Only the judge's template contains the date. The ranks start on both sides of midnight; the run resumes later."""
+    shutil.copytree(judge, tmp_path / "judge")
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    tokenizer.chat_template = "{{ strftime_now('%d') }} " + tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path / "judge")
+    prompts = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    config = grpo_config(model_of("llama"), tmp_path / "judge").model_dump(mode="json", exclude_defaults=True)
+    config["data"]["train"], config["output_dir"] = str(tmp_path / "prompts.jsonl"), str(tmp_path / "out")
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "on_a_day.py").write_text(ON_A_DAY)
+    for steps, days_later in ((1, "0"), (2, "3")):
+        monkeypatch.setenv("DAYS_LATER", days_later)
+        overrides = (f"trainer.max_steps={steps}", "checkpoint.export_hf=false")
+        ran = run(tmp_path / "on_a_day.py", tmp_path / "grpo.yaml", *overrides, processes=2)
+        read = [line for line in ran.stdout_text.splitlines() if line.startswith("the judge reads")]
+        assert len(read) >= 4 and set(read) == {"the judge reads 04"}, ran.stdout_text
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["chat_day"] == "2023-03-04"
 
 
 @pytest.mark.long
