@@ -169,6 +169,24 @@ def test_simulated_rank_of_mixture_equals_real_rank(layout, options, mixture):
     compare(config, layout, EQUAL)
 
 
+OTHER_MIXTURES = {
+    "gpt_oss": {"hidden_size": 256, "intermediate_size": 128, "num_experts_per_tok": 8},
+    "deepseek_v3": {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts_per_tok": 8, "topk_group": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    and_long(
+        [], [("gpt_oss", ParallelLayout(dp=2, ep=2))], [("deepseek_v3", ParallelLayout(tp=2, sp=True, ep=2, etp=1))]
+    ),
+    ids=str,
+)
+def test_simulated_rank_of_other_mixture_equals_real_rank(family, layout, tmp_path):
+    path = make_model(family, tmp_path / "model", **OTHER_MIXTURES[family])
+    compare(config_of(path, model={"path": str(path)}), layout, EQUAL)
+
+
 @pytest.mark.long
 def test_balanced_routing(tmp_path):
     """By arithmetic, a rank with T tokens sends and receives T·topk rows in each direction, and its experts multiply as
