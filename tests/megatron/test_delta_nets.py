@@ -1,6 +1,7 @@
 """Tests of gated delta nets: the rule over packs and trees, layouts, and directories as they are published."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.distributed.packs import PackLayout, PrefixLayout, PrefixTree
 from mcore_rl.errors import UserError
+from mcore_rl.models.megatron import delta_kernels
 from mcore_rl.models.megatron.delta_rule import causal_conv, convolve_last, delta_rule, delta_step, plan_of
 from mcore_rl.testing.layout_check import ParallelLayout, compute_layout_result
 from mcore_rl.testing.processes import run_processes
@@ -187,6 +189,79 @@ def test_training_in_bf16_stays_near_fp32(layout, model_of):
     )
     assert (rough.scores - exact.scores).norm() <= 0.05 * exact.scores.norm()
     assert rough.metrics["loss"] == pytest.approx(exact.metrics["loss"], rel=0.1)
+
+
+# ------------------------------------------------------------------ kernels of other packages
+
+
+def chunk_gated_delta_rule(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None,
+    cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, **kwargs,
+):  # fmt: skip
+    """Compute what fla 0.6.0 computes with these arguments, token by token."""
+    assert use_qk_l2norm_in_kernel and initial_state is None and not (output_final_state or kwargs)
+    assert q.shape[0] == 1 and v.shape[2] % q.shape[2] == 0 and g.shape == beta.shape == v.shape[:3]
+    repeats, ends = v.shape[2] // q.shape[2], cu_seqlens.tolist()
+    grouped = [x[0].unflatten(1, (-1, repeats)) for x in (v, g, beta)]
+    sequences = [range(start, end) for start, end in pairwise(ends)]
+    out, _ = token_by_token([q[0], k[0], *grouped], sequences, ends[-1])
+    return out.flatten(1, 2)[None], None
+
+
+def causal_conv1d_fn(
+    x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None,
+    activation=None,
+):  # fmt: skip
+    """Compute what causal_conv1d 1.7.0 computes with these arguments."""
+    assert bias is None and initial_states is None and not return_final_states and activation == "silu"
+    assert x.shape[0] == 1 and x.stride(1) == 1 and seq_idx.dtype == torch.int32, "channels of a token lie together"
+    out = []
+    for number in range(int(seq_idx.max()) + 1):
+        own = x[0, :, seq_idx[0] == number]
+        padded = torch.nn.functional.pad(own, (weight.shape[1] - 1, 0))
+        out.append(torch.nn.functional.conv1d(padded[None], weight[:, None], groups=len(weight))[0])
+    return torch.nn.functional.silu(torch.cat(out, dim=1))[None]
+
+
+@pytest.fixture
+def with_kernels(monkeypatch):
+    """Let stand-ins compute packs as the packages do on a GPU."""
+    calls = []
+    for name, kernel in (("rule_kernel", chunk_gated_delta_rule), ("convolution_kernel", causal_conv1d_fn)):
+
+        def counted(*args, kernel=kernel, **kwargs):
+            calls.append(kernel.__name__)
+            return kernel(*args, **kwargs)
+
+        monkeypatch.setattr(delta_kernels, name, lambda counted=counted: counted)
+    return calls
+
+
+def test_kernels_of_other_packages_get_the_right_arguments(with_kernels):
+    layout = PackLayout.pack(LENGTHS, 1, 8)
+    plan = plan_of(layout, WIDTH, torch.device("cpu"))
+    inputs = random_inputs(layout.total)
+    is_token = torch.cat([torch.arange(n) < own for n, own in zip(layout.segment_lengths, LENGTHS, strict=False)])
+    expected, _ = delta_rule(*inputs, plan)
+    found = delta_kernels.packed_rule(*inputs, layout, plan)
+    # The rows of padding differ: nobody reads them, and they follow the tokens of their sequence. Decays are in fp32.
+    torch.testing.assert_close(found[is_token], expected[is_token], rtol=0, atol=1e-7)
+    x, weight = torch.randn(layout.total, 3, 5, dtype=torch.float64), torch.randn(3, 5, WIDTH, dtype=torch.float64)
+    expected = causal_conv(x, weight, plan.before)
+    found = delta_kernels.packed_convolution(x, weight, layout, plan)
+    torch.testing.assert_close(found[is_token], expected[is_token], rtol=0, atol=1e-12)
+    assert with_kernels == ["chunk_gated_delta_rule", "causal_conv1d_fn"]
+
+
+def test_shared_prompts_and_deterministic_runs_use_torch(with_kernels, monkeypatch):
+    assert delta_kernels.describe() == "delta rule by fla, its convolution by causal_conv1d"
+    layout, inputs = PackLayout.pack(LENGTHS, 1, 8), random_inputs(sum(LENGTHS) + 64)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert delta_kernels.describe() == "delta nets by torch"
+    inputs = [x[: layout.total] for x in inputs]
+    delta_kernels.packed_rule(*inputs, layout, plan_of(layout, WIDTH, torch.device("cpu")))
+    assert not with_kernels
 
 
 # ------------------------------------------------------------------ published directories

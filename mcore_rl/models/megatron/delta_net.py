@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from mcore_rl import platform
 from mcore_rl.distributed.packs import PackLayout
+from mcore_rl.models.megatron import delta_kernels
 from mcore_rl.models.megatron.attention import PackParams
-from mcore_rl.models.megatron.delta_rule import CHUNK, causal_conv, delta_rule, plan_of
+from mcore_rl.models.megatron.delta_kernels import packed_convolution, packed_rule
+from mcore_rl.models.megatron.delta_rule import CHUNK, plan_of
 from mcore_rl.models.megatron.mixers import LayerModules, TokenMixer
 from mcore_rl.models.megatron.parallel_state import ProcessGroupCollection, process_groups
 from mcore_rl.models.megatron.weight_mapping import Columns, Grouped, Mapping, Part, Replicated, Rows
@@ -101,6 +103,9 @@ class GatedDeltaNet(TokenMixer):
             parts.append(Part(name, (self.heads * size, *rest), first))
             first += self.heads * size
         return tuple(parts)
+
+    def describe(self) -> str:
+        return delta_kernels.describe()
 
     def flops_per_token(self) -> float:
         """Return the operations of convolution and rule: products inside chunks, and with the states between them."""
@@ -187,9 +192,9 @@ class PackedDeltaRule(torch.nn.Module):
     def _mixed(self, rows: Tensor, weights: DeltaWeights, layout: PackLayout) -> Tensor:
         """Return [T, heads, values] of tokens in pack order."""
         plan, size = plan_of(layout, self.net.width, rows.device), self.net.convolved_size
-        convolved = causal_conv(rows[..., :size], weights.convolution, plan.before)
-        out, _ = delta_rule(*rule_inputs(self.net, convolved, rows[..., size:], weights), plan)
-        return out.flatten(2)
+        convolved = packed_convolution(rows[..., :size], weights.convolution, layout, plan)
+        inputs = rule_inputs(self.net, convolved, rows[..., size:], weights)
+        return packed_rule(*inputs, layout, plan).flatten(2)
 
 
 @lru_cache(maxsize=16)

@@ -81,6 +81,10 @@ class TokenMixer(ABC):
             UserError: the message names the field of `config.json`.
         """
 
+    def describe(self) -> str:
+        """Describe in a few words what computes the mixer; empty if the implementation of the layers says it."""
+        return ""
+
     def flops_per_token(self) -> float:
         """Return the floating-point operations of forward and backward per token, without those of the weights."""
         return 0.0

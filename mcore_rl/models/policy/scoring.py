@@ -103,7 +103,8 @@ class ScoringModel:
         if model.transformer_impl == "transformer_engine":
             layers = "layers of Transformer Engine"
         size = f"{self.num_parameters:,} parameters, weights of {held:.2f} GiB a rank in {model.dtype}"
-        return f"{model.path}, {size}, {layers}"
+        mixers = dict.fromkeys(filter(None, (mixer.describe() for mixer in self._mixers)))
+        return ", ".join((str(model.path), size, layers, *mixers))
 
     def describe_untrained(self) -> str | None:
         """Describe in one line the tensors of the directory that exports contain unchanged; None if there are none."""
