@@ -39,6 +39,7 @@ def make_adapter(path, directory, targets):
     config = peft.LoraConfig(
         r=RANK, lora_alpha=ALPHA, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM"
     )
+    torch.manual_seed(7)
     adapted = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -158,7 +159,9 @@ def test_adapter_gradients_equal_peft(family, targets, layout, model_of, adapter
     )[0]
     logprobs, loss, gradients = plain(family, targets)
     assert outcome.metrics["loss"] == pytest.approx(loss, rel=1e-5)
-    torch.testing.assert_close(outcome.scores, logprobs.float(), rtol=1e-5, atol=1e-4)
+    # With such adapters, transformers' own results for delta nets are up to 8e-4 from those in float64.
+    tolerance = 1e-3 if family in WITH_DELTA_NETS else 1e-4
+    torch.testing.assert_close(outcome.scores, logprobs.float(), rtol=1e-5, atol=tolerance)
     assert set(outcome.gradients) == set(gradients)
     whole = sum(float(g.square().sum()) for g in gradients.values()) ** 0.5
     tolerance = 5e-4 if family in WITH_DELTA_NETS else 2e-5  # see test_layout_check
