@@ -117,13 +117,17 @@ EXPERT_SIZES = {
 }
 QUICK = ("qwen2", "gemma3", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_5")
 IN_ALL_SIZES = ("llama", "qwen2", "qwen3", "gemma3", "qwen3_5")
+
+
+def mark_of(family, name):
+    """Return the marks of a case; one process of each family also runs in the tests of layouts."""
+    if family == "llama" or (name.startswith("tp2 sp") and family in QUICK):
+        return ()
+    return pytest.mark.long if name.startswith("tp2 sp") or family in IN_ALL_SIZES else pytest.mark.exhaustive
+
+
 CASES = [
-    pytest.param(
-        family,
-        sizes,
-        id=f"{family}-{name}",
-        marks=() if family == "llama" or (name.startswith("tp2 sp") and family in QUICK) else pytest.mark.long,
-    )
+    pytest.param(family, sizes, id=f"{family}-{name}", marks=mark_of(family, name))
     for family in ARCHITECTURES
     for name, sizes in (EXPERT_SIZES if "num_experts_per_tok" in FAMILIES[family][1] else SIZES).items()
     if name not in ("pp2", "cp2") or family in IN_ALL_SIZES

@@ -75,16 +75,18 @@ EXPERT_LAYOUTS = and_long(
         ("qwen2_moe", ParallelLayout(tp=2, sp=True)),
         ("deepseek_v3", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
         ("deepseek_v3", ParallelLayout(cp=2, ep=2)),
-        ("moonlight", ParallelLayout(tp=2, pp=2, sp=True)),
-        ("glm4_moe_lite", ParallelLayout(dp=2, ep=2, packing=False)),
         ("gpt_oss", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
-        ("gpt_oss", ParallelLayout(tp=2, sp=True)),
         ("gpt_oss", ParallelLayout(cp=2, ep=2)),
-        ("gpt_oss", ParallelLayout(pp=2, packing=False)),
         ("minimax_m2", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
         ("ernie4_5_moe", ParallelLayout(cp=2, ep=2)),
         ("qwen3_next", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
         ("qwen3_5_moe", ParallelLayout(cp=2, ep=2)),
+    ],
+    [
+        ("moonlight", ParallelLayout(tp=2, pp=2, sp=True)),
+        ("gpt_oss", ParallelLayout(pp=2, packing=False)),
+        ("gpt_oss", ParallelLayout(tp=2, sp=True)),
+        ("glm4_moe_lite", ParallelLayout(dp=2, ep=2, packing=False)),
     ],
 )
 MANY_WITH_EXPERTS = [
