@@ -332,8 +332,6 @@ class TrainingLoop(ABC, Generic[DatasetT]):
         self.say(f"model: {policy.describe()}, {policy.describe_layout()}")
         if untrained := policy.describe_untrained():
             self.say(untrained)
-        if untrained := policy.describe_untrained():
-            self.say(untrained)
         self.say(f"optimizer: {policy.describe_optimizer()}")
         if self.config.checkpoint.export_hf:
             exported = self.config.checkpoint.export_dtype
