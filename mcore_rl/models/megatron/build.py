@@ -10,6 +10,7 @@ import functools
 import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -142,7 +143,7 @@ def _linears(family: Family, modules: LayerModules) -> MLPSubmodules:
     )
 
 
-def _sparse_mlp(family: Family, config: TransformerConfig, modules: LayerModules) -> ModuleSpec:
+def _sparse_mlp(family: Family, config: TransformerConfig, modules: LayerModules) -> Any:
     assert isinstance(family, Mixture), "only mixtures have experts"
     linears = _linears(family, modules)
     biases = {"has_biases": True} if family.experts.has_biases else {}
@@ -153,8 +154,10 @@ def _sparse_mlp(family: Family, config: TransformerConfig, modules: LayerModules
             first, second = modules.grouped_linears
             of_all = MLPSubmodules(linear_fc1=first, linear_fc2=second, activation_func=GatedActivation)
         experts = ModuleSpec(module=modules.grouped_experts, submodules=of_all)
-    return ModuleSpec(
+    # Not a ModuleSpec: for subclasses of its own layer, Megatron would warn and leave out the process groups.
+    return SimpleNamespace(
         module=PackMoELayer,
+        params={"pg_collection": process_groups()},
         submodules=MoESubmodules(
             router=_router(family),
             experts=experts,
