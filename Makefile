@@ -68,7 +68,7 @@ test: install
 	$(BIN)/pytest $(IN_PARALLEL)
 
 test-long: install
-	$(BIN)/pytest $(IN_PARALLEL) -m long
+	$(BIN)/pytest $(IN_PARALLEL) -m "long and not exhaustive"
 
 test-exhaustive: install
 	$(BIN)/pytest $(IN_PARALLEL) -m exhaustive

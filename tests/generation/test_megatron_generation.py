@@ -8,7 +8,7 @@ from generation_cases import LIMIT, NEW_TOKENS, PARAMS, ROWS, config_of, generat
 from generation_cases import model_path as model_path
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import ARCHITECTURES, WITH_DELTA_NETS, and_long, make_tokenizer
+from small_models import ALIKE, ARCHITECTURES, WITH_DELTA_NETS, and_long, make_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -33,7 +33,9 @@ def most_apart(family):
     return 1e-4 if family in WITH_DELTA_NETS else 1e-5  # delta nets sample token by token, and train chunk by chunk
 
 
-@pytest.mark.parametrize("family", and_long(QUICK, [family for family in ARCHITECTURES if family not in QUICK]))
+@pytest.mark.parametrize(
+    "family", and_long(QUICK, [family for family in ARCHITECTURES if family not in (*QUICK, *ALIKE)], ALIKE)
+)
 def test_greedy_equals_transformers(family, model_path):
     model = AutoModelForCausalLM.from_pretrained(model_path(family), dtype=torch.float32)
     prompts, expected = make_prompts(), []

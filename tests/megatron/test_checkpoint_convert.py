@@ -10,7 +10,7 @@ import pytest
 import torch
 from programs import run
 from safetensors.torch import load_file
-from small_models import ARCHITECTURES, and_long
+from small_models import ALIKE, ARCHITECTURES, and_long
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.errors import WorkerError
@@ -18,7 +18,7 @@ from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 QUICK = ("llama", "gpt_oss", "qwen3_5")
-FAMILIES = and_long(QUICK, [family for family in ARCHITECTURES if family not in QUICK])
+FAMILIES = and_long(QUICK, [family for family in ARCHITECTURES if family not in (*QUICK, *ALIKE)], ALIKE)
 LAYOUTS = and_long(
     [("mixtral", ParallelLayout(dp=2, ep=2))],
     [

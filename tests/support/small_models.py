@@ -322,6 +322,17 @@ FAMILIES = {
     name: family for name, family in FAMILIES.items() if family[0] in CONFIG_MAPPING
 }  # transformers 4 lacks some
 WITH_DELTA_NETS = [name for name in FAMILIES if name.startswith(("qwen3_next", "qwen3_5"))]
+# Families that differ from another one in few places.
+ALIKE = (
+    "moonlight",
+    "glm4_moe_lite",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "seed_oss",
+    "minimax_m2",
+    "mistral",
+    "qwen3_5_moe",
+)
 ARCHITECTURES = [family for family in FAMILIES if family != "deep"]
 
 

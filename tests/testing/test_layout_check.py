@@ -6,7 +6,7 @@ import pytest
 import torch
 from layout_cases import STEPS, make_config, make_data
 from layout_cases import outcomes as outcomes
-from small_models import ARCHITECTURES, FAMILIES, WITH_DELTA_NETS, and_long, make_model
+from small_models import ALIKE, ARCHITECTURES, FAMILIES, WITH_DELTA_NETS, and_long, make_model
 
 from mcore_rl.algorithms.interfaces import LossFunction, LossType
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
@@ -112,7 +112,8 @@ def tolerances(family):
     "family",
     and_long(
         ["llama", "mixtral"],
-        [family for family in ARCHITECTURES if family not in ("llama", "mixtral", "mistral")],
+        [family for family in ARCHITECTURES if family not in ("llama", "mixtral", *ALIKE)],
+        ALIKE,
     ),
 )
 def test_one_process_equals_plain_pytorch(family, outcomes):
