@@ -40,7 +40,7 @@ def main() -> None:
         from mcore_rl.simulation.hardware import Hardware
 
         config = load_for(arguments.algorithm, arguments.config, arguments.overrides)
-        config = config.for_device(on_gpu=True, has_te=False, simulates=True)
+        config = config.for_device(on_gpu=True, te_problem="is not simulated", simulates=True)
         gpu = Hardware.load(arguments.hardware)
         check_options(config, gpu, arguments)
         lengths = lengths_of(config, arguments)

@@ -88,24 +88,25 @@ class ModelConfig(Section):
     moe_router_bias_update_rate: NonNegative = 0.0
     """Amount by which each step moves the biases that experts are chosen with, in families that have such biases."""
 
-    def for_device(self, on_gpu: bool, has_te: bool, simulates: bool) -> Self:
+    def for_device(self, on_gpu: bool, te_problem: str | None, simulates: bool) -> Self:
         """Return this section with each `auto` replaced; a simulation always simulates local layers.
 
         Args:
             on_gpu: whether the run is on GPUs.
-            has_te: whether Transformer Engine is installed.
+            te_problem: why Transformer Engine cannot be used, as the rest of a sentence; None if it can.
 
         Raises:
-            UserError: the section requires Transformer Engine, which is not installed.
+            UserError: the section requires Transformer Engine, which cannot be used.
         """
-        if self.transformer_impl == "transformer_engine" and not (has_te or simulates):
+        if self.transformer_impl == "transformer_engine" and te_problem is not None and not simulates:
             raise UserError(
-                "model.transformer_impl=transformer_engine: Transformer Engine is not installed; install it with "
+                f"model.transformer_impl=transformer_engine: Transformer Engine {te_problem}; install it with "
                 "pip install 'mcore_rl[gpu]', or set local"
             )
         choices: dict[str, Any] = {}
         if self.transformer_impl == "auto" or simulates:
-            choices["transformer_impl"] = "transformer_engine" if on_gpu and has_te and not simulates else "local"
+            takes_te = on_gpu and te_problem is None and not simulates
+            choices["transformer_impl"] = "transformer_engine" if takes_te else "local"
         if self.dtype == "auto":
             choices["dtype"] = "bfloat16" if on_gpu else "float32"
         return self.model_copy(update=choices) if choices else self
@@ -480,9 +481,9 @@ class TrainingConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 
-    def for_device(self, on_gpu: bool, has_te: bool, simulates: bool) -> Self:
+    def for_device(self, on_gpu: bool, te_problem: str | None, simulates: bool) -> Self:
         """Return this configuration with each `auto` of model and layout replaced; see `ModelConfig.for_device`."""
-        model = self.model.for_device(on_gpu, has_te, simulates)
+        model = self.model.for_device(on_gpu, te_problem, simulates)
         return self.model_copy(update={"model": model, "parallel": self.parallel.for_device(on_gpu)})
 
     @model_validator(mode="after")

@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol, Self, TypeVar
 
@@ -49,20 +51,40 @@ def device() -> torch.device:
 class DeviceConfig(Protocol):
     """A configuration, or section of one, with values that depend on the device."""
 
-    def for_device(self, on_gpu: bool, has_te: bool, simulates: bool) -> Self: ...
+    def for_device(self, on_gpu: bool, te_problem: str | None, simulates: bool) -> Self: ...
 
 
 ConfigT = TypeVar("ConfigT", bound=DeviceConfig)
+
+
+TE_VERSIONS = (2, 9), (2, 12)
+"""The first supported version of Transformer Engine, and the first that is not; the same as in pyproject.toml."""
+
+
+@cache
+def te_problem() -> str | None:
+    """Return why Transformer Engine cannot be used, as the rest of a sentence; None if it can."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "is not installed"
+    try:
+        package: Any = importlib.import_module("transformer_engine")
+        version = str(package.__version__)
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # its libraries may not fit torch, CUDA or the machine
+        return f"cannot be imported ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    first, after = TE_VERSIONS
+    if not first <= tuple(map(int, re.findall(r"\d+", version)[:2])) < after:
+        return f"has version {version}; supported are {first[0]}.{first[1]} to {after[0]}.{after[1] - 1}"
+    return None
 
 
 def resolve(config: ConfigT) -> ConfigT:
     """Return a configuration with each `auto` replaced by the choice for this device.
 
     Raises:
-        UserError: the configuration requires Transformer Engine, which is not installed.
+        UserError: the configuration requires Transformer Engine, which cannot be used.
     """
-    has_te = importlib.util.find_spec("transformer_engine") is not None
-    return config.for_device(on_gpu=has_gpu() or _simulates, has_te=has_te, simulates=_simulates)
+    return config.for_device(on_gpu=has_gpu() or _simulates, te_problem=te_problem(), simulates=_simulates)
 
 
 def fuses_weight_gradients() -> bool:

@@ -12,7 +12,7 @@ def config_of(model=None, parallel=None):
 
 
 def chosen(config, **device):
-    config = config.for_device(**{"has_te": False, "simulates": False, **device})
+    config = config.for_device(**{"te_problem": "is not installed", "simulates": False, **device})
     overlaps = config.parallel.overlap_grad_reduce, config.parallel.overlap_param_gather
     return config.model.dtype, config.model.transformer_impl, *overlaps
 
@@ -20,19 +20,19 @@ def chosen(config, **device):
 def test_auto_is_chosen_by_the_device():
     config = config_of()
     assert chosen(config, on_gpu=False) == ("float32", "local", False, False)
-    assert chosen(config, on_gpu=False, has_te=True) == ("float32", "local", False, False)
+    assert chosen(config, on_gpu=False, te_problem=None) == ("float32", "local", False, False)
     assert chosen(config, on_gpu=True) == ("bfloat16", "local", True, True)
-    assert chosen(config, on_gpu=True, has_te=True) == ("bfloat16", "transformer_engine", True, True)
-    assert chosen(config, on_gpu=True, has_te=True, simulates=True) == ("bfloat16", "local", True, True)
+    assert chosen(config, on_gpu=True, te_problem=None) == ("bfloat16", "transformer_engine", True, True)
+    assert chosen(config, on_gpu=True, te_problem=None, simulates=True) == ("bfloat16", "local", True, True)
 
 
 def test_given_values_are_kept():
     values = {"dtype": "float32", "transformer_impl": "local"}, {"overlap_grad_reduce": False}
-    assert chosen(config_of(*values), on_gpu=True, has_te=True) == ("float32", "local", False, False)
+    assert chosen(config_of(*values), on_gpu=True, te_problem=None) == ("float32", "local", False, False)
     explicit = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     assert chosen(config_of(None, explicit), on_gpu=False) == ("float32", "local", True, True)
     te = {"transformer_impl": "transformer_engine"}
-    assert chosen(config_of(te), on_gpu=False, has_te=True)[1] == "transformer_engine"
+    assert chosen(config_of(te), on_gpu=False, te_problem=None)[1] == "transformer_engine"
     assert chosen(config_of(te), on_gpu=True, simulates=True)[1] == "local"
 
 
@@ -43,10 +43,45 @@ def test_a_gather_that_overlaps_makes_the_reduction_overlap():
 
 
 def test_choosing_twice_changes_nothing():
-    once = config_of().for_device(on_gpu=True, has_te=True, simulates=False)
-    assert once.for_device(on_gpu=False, has_te=True, simulates=False) == once
+    once = config_of().for_device(on_gpu=True, te_problem=None, simulates=False)
+    assert once.for_device(on_gpu=False, te_problem=None, simulates=False) == once
 
 
 def test_missing_transformer_engine_is_refused():
     with pytest.raises(UserError, match="Transformer Engine is not installed; install it with pip install"):
         chosen(config_of({"transformer_impl": "transformer_engine"}), on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_whole", "problem"),
+    [
+        ("2.5.0", True, "has version 2.5.0; supported are 2.9 to 2.11"),
+        ("2.12.0+abc", True, r"has version 2.12.0\+abc; supported"),
+        ("2.9.0", False, r"cannot be imported \(ModuleNotFoundError: No module named 'transformer_engine.pytorch'"),
+        ("2.10.0", True, None),
+    ],
+)
+def test_transformer_engine_that_cannot_be_used_is_refused(version, is_whole, problem, monkeypatch):
+    import sys
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    from mcore_rl import platform
+
+    package = ModuleType("transformer_engine")
+    package.__spec__, package.__path__ = ModuleSpec("transformer_engine", None), []
+    package.__version__ = version
+    monkeypatch.setitem(sys.modules, "transformer_engine", package)
+    if is_whole:
+        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("transformer_engine.pytorch"))
+    else:
+        monkeypatch.delitem(sys.modules, "transformer_engine.pytorch", raising=False)
+    found = platform.te_problem.__wrapped__()
+    assert (found is None) == (problem is None)
+    config = config_of({"transformer_impl": "transformer_engine"})
+    if problem is None:
+        assert chosen(config, on_gpu=True, te_problem=found)[1] == "transformer_engine"
+    else:
+        with pytest.raises(UserError, match=f"model.transformer_impl=transformer_engine: Transformer Engine {problem}"):
+            chosen(config, on_gpu=True, te_problem=found)
+        assert chosen(config_of(), on_gpu=True, te_problem=found)[1] == "local"

@@ -126,6 +126,52 @@ def test_local_attention_that_needs_index_tensors(family, layout, model_of, refe
     assert_attention_is_chosen(family, layout, calls)
 
 
+def test_window_of_one_token_less_than_the_longest_sequence(model_of):
+    """The longest sequence of the only pack has 14 tokens, and a token sees 13."""
+    data = make_data()
+    data["input_lengths"].clamp_(max=14)
+    for name in ("token_mask", "input_ids"):
+        data[name][:, 14:] = 0
+    results = []
+    for local in (True, False):
+        config = te_config(model_of("windows"), ONE, local=local)
+        results.append(run_processes(counted_result, config, data, world_size=1)[0])
+    (expected, _), (result, calls) = results
+    difference = compare(result, expected)
+    assert difference.within(), difference
+    assert calls["CoreAttention"] and not calls["DotProductAttention"]
+
+
+def modules_of(config):
+    """Return the types of the modules of a first layer by name, and the modules that add weight gradients to the fp32
+    buffer."""
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=10)
+    layer, described = policy.model.chunks[0].decoder.layers[0], policy.describe_optimizer()
+    kinds = {name: type(module).__name__ for name, module in layer.named_modules()}
+    fused = {name for name, module in layer.named_modules() if getattr(module, "fuse_wgrad_accumulation", False)}
+    policy.shutdown()
+    return kinds, fused, described
+
+
+@pytest.mark.parametrize(("family", "output"), [("qwen3", "TERowLinear"), ("gemma3", "TENormedRowLinear")])
+def test_each_module_of_a_layer_is_of_transformer_engine(family, output, model_of):
+    kinds, fused, described = run_processes(modules_of, te_config(model_of(family), ONE), world_size=1)[0]
+    linears = {
+        "self_attention.linear_qkv": "TEColumnLinear",
+        "self_attention.linear_proj": output,
+        "mlp.linear_fc1": "TEColumnLinear",
+        "mlp.linear_fc2": output,
+    }
+    norms = ("input_layernorm", "pre_mlp_layernorm", "self_attention.q_layernorm", "self_attention.k_layernorm")
+    assert linears.items() <= kinds.items()
+    assert {kinds[name] for name in norms} == {"RMSNorm"}
+    assert kinds["self_attention.core_attention"] == "TEPackedCausalAttention"
+    assert fused == set(linears)
+    assert described.endswith("fp32 state, fused weight gradients")
+
+
 def trained_on(config, save_to, load_from, steps):
     metrics, weights, saved = run_steps(config, save_to, load_from, steps)
     return [step["loss"] for step in metrics], weights, saved

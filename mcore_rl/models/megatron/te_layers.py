@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl import platform
 from mcore_rl.models.megatron.attention import PackedCausalAttention, PackParams
 from mcore_rl.models.megatron.layers import ExpertBiasMixin, LoRALinearMixin, PostNormMixin
 from mcore_rl.models.megatron.moe import TokenCountMixin
@@ -90,7 +89,7 @@ class TEPackedCausalAttention(PackedCausalAttention):
     """Transformer Engine's attention where it supports the pack, the local attention otherwise.
 
     The local attention computes segments that share a prefix, windows shorter than the longest segment, and sinks. On
-    CUDA it also computes fp32, for which Transformer Engine before 2.11 has no kernel for packs, and simulated steps.
+    CUDA it also computes fp32, for which Transformer Engine before 2.11 has no kernel for packs.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class TEPackedCausalAttention(PackedCausalAttention):
         ends, longest = packed_seq_params.cu_seqlens, max(packed_seq_params.visible.layout.segment_lengths)
         has_kernel = not query.is_cuda or query.dtype in (torch.float16, torch.bfloat16)
         sees_all = self.window is None or self.window >= longest
-        if ends is None or not (has_kernel and sees_all) or self.softmax_offset is not None or platform.simulates():
+        if ends is None or not (has_kernel and sees_all) or self.softmax_offset is not None:
             packed_seq_params.visible.ensure_on_device()
             return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
         pack = PackedSeqParams("thd", ends, ends, ends, ends, longest, longest)

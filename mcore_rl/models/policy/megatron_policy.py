@@ -103,7 +103,11 @@ class MegatronPolicy(ScoringModel, ColocatablePolicyInterface, GenerationInterfa
         names = ", ".join(sorted(f"{kind.__name__} of {kind.__module__.partition('.')[0]}" for kind in kinds))
         parallel = self.config.parallel
         overlaps = [name for name in ("overlap_grad_reduce", "overlap_param_gather") if getattr(parallel, name)]
-        fuses = ["fused weight gradients"] * any(c.config.gradient_accumulation_fusion for c in self.model.chunks)
+        modules = (module for chunk in self.model.chunks for module in chunk.modules())
+        # Transformer Engine's modules have the option themselves, local ones their configuration.
+        is_fused = any(getattr(module, "fuse_wgrad_accumulation", False) for module in modules)
+        is_fused |= any(chunk.config.gradient_accumulation_fusion for chunk in self.model.chunks)
+        fuses = ["fused weight gradients"] * is_fused
         return ", ".join([names or "no parameters on this rank", "fp32 state", *fuses, *overlaps])
 
     # ------------------------------------------------------------ a training step

@@ -102,6 +102,8 @@ class ScoringModel:
         model, layers = self.config.model, "local layers"
         if model.transformer_impl == "transformer_engine":
             layers = "layers of Transformer Engine"
+        elif platform.has_gpu() and (problem := platform.te_problem()) not in (None, "is not installed"):
+            layers += f" (Transformer Engine {problem})"
         size = f"{self.num_parameters:,} parameters, weights of {held:.2f} GiB a rank in {model.dtype}"
         mixers = dict.fromkeys(filter(None, (mixer.describe() for mixer in self._mixers)))
         return ", ".join((str(model.path), size, layers, *mixers))
