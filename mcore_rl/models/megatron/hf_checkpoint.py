@@ -47,7 +47,7 @@ def check_quantization(config: dict[str, Any] | None, path: Path) -> None:
     if config is None:
         return
     method = config.get("quant_method")
-    is_block_scaled = method == "fp8" and config.get("fmt", "e4m3") == "e4m3" and "weight_block_size" in config
+    is_block_scaled = method == "fp8" and config.get("fmt", "e4m3").endswith(("e4m3", "e4m3fn")) and "weight_block_size" in config
     if not is_block_scaled and method != "mxfp4":
         raise UserError(
             f"model.path: {path} is quantized by {method!r}, which is not supported; FP8 with a scale for each block "

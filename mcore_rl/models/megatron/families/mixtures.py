@@ -243,6 +243,9 @@ class Ernie45MoE(Mixture):
         first = int(self.hf.moe_layer_start_index > 0 and layers > 1)
         self.hf.moe_layer_start_index, self.hf.moe_layer_end_index, self.hf.moe_layer_interval = first, layers - 1, 1
 
+    def passes_on(self, name: str) -> bool:
+        return ".mtp_" in name
+
     def _sparse(self, ours: str, theirs: str) -> Iterator[Mapping]:
         for mapping in super()._sparse(ours, theirs):
             if mapping.megatron.endswith("expert_bias"):  # [1, experts]
