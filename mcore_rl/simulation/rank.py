@@ -164,6 +164,9 @@ class ShapesOnly:
     def shape(self, name: str) -> list[int]:
         return list(self._shapes[name])
 
+    def check(self, name: str) -> None:
+        pass
+
     def dtype(self, name: str) -> torch.dtype:
         return torch.float32
 

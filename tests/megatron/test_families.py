@@ -145,6 +145,13 @@ def test_a_window_that_transformers_passes_over(family, tmp_path):
     check_family(family, {"tensor_model_parallel_size": 1}, lambda _: tmp_path / "model", tmp_path)
 
 
+@pytest.mark.parametrize("family", ["ministral3", "phi3", "mixtral"])
+def test_types_of_layers_that_transformers_passes_over(family, tmp_path):
+    types = ["full_attention"] * FAMILIES[family][1].get("num_hidden_layers", 2)
+    make_model(family, tmp_path / "model", sliding_window=8, layer_types=types)
+    check_family(family, {"tensor_model_parallel_size": 1}, lambda _: tmp_path / "model", tmp_path)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_a_part_of_heads_that_the_family_does_not_leave_out(family, tmp_path):
     rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
@@ -230,6 +237,10 @@ def test_expert_layouts_that_megatron_would_get_wrong():
         ("gemma3", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.95}, "moe_norm_min=0.95"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias"),
+        ("seed_oss", {"attention_bias": False}, "a bias on the output projection alone"),
+        ("qwen3_5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim below 2"),
     ],
 )
 def test_what_a_family_does_not_cover(family, changes, message):

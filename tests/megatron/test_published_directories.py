@@ -212,3 +212,40 @@ def test_sequences_beyond_the_index_are_refused(tmp_path):
     family.check(64)
     with pytest.raises(UserError, match=r"data\.max_sequence_length=65: deepseek_v32 sees only index_topk=64 keys"):
         family.check(65)
+
+
+def without(directory, *, ending=None, **config):
+    """Remove a tensor with this ending, or change the configuration of the quantization."""
+    if ending is None:
+        values = json.loads((directory / "config.json").read_text())
+        values["quantization_config"] |= config
+        (directory / "config.json").write_text(json.dumps(values))
+        return
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    name = next(name for name in sorted(index["weight_map"]) if name.endswith(ending))
+    file = directory / index["weight_map"].pop(name)
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "change", "problem"),
+    [
+        ("fp8", {"ending": "kv_b_proj.weight_scale_inv"}, r"kv_b_proj\.weight is in FP8 and has no _scale_inv"),
+        ("fp8", {"weight_block_size": [128, 128]}, r"has scales of shape .* with blocks of \[128, 128\] they must be"),
+        ("fp8", {"weight_block_size": None}, "is quantized by 'fp8', which is not supported"),
+        ("mxfp4", {"ending": "down_proj_scales"}, r"experts\.down_proj has no _scales"),
+    ],
+)
+def test_quantized_tensors_that_cannot_be_decoded_are_refused(quantization, change, problem, tmp_path):
+    from mcore_rl.models.megatron.hf_checkpoint import SafetensorsDirectory
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+    from mcore_rl.models.megatron.weights import check_hf_tensors
+
+    family = {"fp8": "deepseek_v3", "mxfp4": "gpt_oss"}[quantization]
+    make_published(tmp_path, family, quantization, intermediate_size=64)
+    without(tmp_path, **change)
+    with pytest.raises(UserError, match=problem):
+        check_hf_tensors(load_hf_config(tmp_path), SafetensorsDirectory(tmp_path))

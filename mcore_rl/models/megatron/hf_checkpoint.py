@@ -47,7 +47,9 @@ def check_quantization(config: dict[str, Any] | None, path: Path) -> None:
     if config is None:
         return
     method = config.get("quant_method")
-    is_block_scaled = method == "fp8" and config.get("fmt", "e4m3").endswith(("e4m3", "e4m3fn")) and "weight_block_size" in config
+    is_block_scaled = (
+        method == "fp8" and config.get("fmt", "e4m3").endswith(("e4m3", "e4m3fn")) and config.get("weight_block_size")
+    )
     if not is_block_scaled and method != "mxfp4":
         raise UserError(
             f"model.path: {path} is quantized by {method!r}, which is not supported; FP8 with a scale for each block "
@@ -155,6 +157,7 @@ class SafetensorsDirectory:
 
     def _scaled(self, name: str, tensor: Tensor, rows: slice, columns: slice | None) -> Tensor:
         """Multiply a part of an FP8 tensor by the scales of its blocks."""
+        assert self._block_size is not None, "`check` has refused the tensor"
         scales = self._slice(name + FP8_SCALE)[:].float()
         for dimension, (part, size) in enumerate(zip((rows, columns or slice(None)), self._block_size, strict=True)):
             places = torch.arange(*part.indices(self.shape(name)[dimension])) // size
@@ -162,10 +165,38 @@ class SafetensorsDirectory:
         return (tensor.float() * scales).bfloat16()
 
     @cached_property
-    def _block_size(self) -> tuple[int, int]:
+    def _block_size(self) -> tuple[int, int] | None:
         config = json.loads((self.path / "config.json").read_bytes())
-        rows, columns = config["quantization_config"]["weight_block_size"]
-        return rows, columns
+        size = (config.get("quantization_config") or {}).get("weight_block_size")
+        return None if size is None else (size[0], size[1])
+
+    def check(self, name: str) -> None:
+        """Raise an error for a quantized tensor that cannot be decoded.
+
+        Raises:
+            UserError: the message names the tensor and what is missing or wrong.
+        """
+        if (problem := self._problem(name)) is not None:
+            raise UserError(f"model.path: {self.path}: {name} {problem}; use a copy of the model in bfloat16")
+
+    def _problem(self, name: str) -> str | None:
+        if name + MXFP4_BLOCKS in self.file_of:
+            return None if name + MXFP4_SCALES in self.file_of else f"has no {MXFP4_SCALES}"
+        part = self.of_experts.get(name)
+        view = self._slice(name if part is None else part.packed)
+        if not view.get_dtype().startswith("F8"):
+            return None
+        if part is not None:
+            return f"is a part of {part.packed}, which is in FP8; only experts in separate tensors are decoded"
+        if name + FP8_SCALE not in self.file_of:
+            return f"is in FP8 and has no {FP8_SCALE}"
+        if self._block_size is None:
+            return "is in FP8, and config.json has no quantization_config.weight_block_size"
+        expected = [-(-n // size) for n, size in zip(view.get_shape(), self._block_size, strict=True)]
+        found = list(self._slice(name + FP8_SCALE).get_shape())
+        if found != expected:
+            return f"has scales of shape {found}; with blocks of {list(self._block_size)} they must be {expected}"
+        return None
 
     def _slice(self, name: str) -> Any:
         try:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from mcore_rl.errors import UserError
 from mcore_rl.models.megatron.attention import PackSelfAttention
 from mcore_rl.models.megatron.layers import WideRMSNorm, concentration_scale
 from mcore_rl.models.megatron.weight_mapping import (
@@ -208,6 +209,8 @@ class GroupedQueryAttention(KeyValueMixer):
 
     def check(self) -> None:
         concentration_scale(self.rope_factor)
+        if self.output_bias and not self.qkv_bias:
+            raise UserError("model.path: a bias on the output projection alone is not supported")
 
     def qkv_parts(self, theirs: str, rows: dict[str, int]) -> tuple[Part, ...]:
         """Return the query, key and value projections; `rows` gives the number of rows of each."""

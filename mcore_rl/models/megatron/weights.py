@@ -276,7 +276,7 @@ def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
     """Raise an error for a directory whose tensors do not match its configuration.
 
     Raises:
-        UserError: the message names the first tensors that are missing, unknown or misshapen.
+        UserError: the message names the first tensors that are missing, unknown, misshapen or cannot be decoded.
     """
     family = family_of(hf)
     expected = family.shapes()
@@ -286,6 +286,8 @@ def check_hf_tensors(hf: Any, source: SafetensorsDirectory) -> None:
     for what, names in (("lacks", set(expected) - found), ("has unknown", found - set(expected))):
         if names:
             raise UserError(f"model.path: {source.path} {what} tensors: {', '.join(sorted(names)[:3])} ({len(names)})")
+    for name in (*expected, *filter(family.passes_on, source.names())):
+        source.check(name)
     for name, shape in expected.items():
         if tuple(source.shape(name)) != shape:
             raise UserError(

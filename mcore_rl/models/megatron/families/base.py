@@ -56,6 +56,8 @@ class Family:
     """Whether `sliding_window` is used; False for families for which transformers ignores it."""
     has_dropout = False
     """Whether the published models' configurations have dropout, which is then ignored."""
+    has_layer_types = True
+    """Whether `layer_types` chooses the layers with windows; otherwise transformers ignores it."""
     rotates_neighbours = False
     """Whether the pairs that rotary embeddings rotate are neighbours; otherwise they are half a head apart."""
     rotates_partly = False
@@ -124,7 +126,7 @@ class Family:
         window = getattr(self.hf, "sliding_window", None) if self.has_windows else None
         if not window or not getattr(self.hf, "use_sliding_window", True):
             return None
-        types = getattr(self.hf, "layer_types", None)
+        types = getattr(self.hf, "layer_types", None) if self.has_layer_types else None
         return int(window) if types is None or types[layer] == "sliding_attention" else None
 
     def ropes(self) -> list[Tensor]:

@@ -23,6 +23,7 @@ class Llama(Family):
 
 class Mistral(Family):
     model_type = "mistral"
+    has_layer_types = False
 
 
 class Qwen2(Family):
@@ -60,6 +61,7 @@ class PackedMLP(Family):
 
 class Phi3(PackedMLP):
     model_type = "phi3"
+    has_layer_types = False
     rotates_partly = True
 
     def check(self, max_sequence_length: int) -> None:
@@ -137,7 +139,7 @@ class PositionScale:
         return 1 + self.beta * torch.log(1 + torch.floor(positions / self.original))
 
 
-class Ministral3(Family):
+class Ministral3(Mistral):
     model_type = "ministral3"
 
     def token_mixer(self, layer: int) -> TokenMixer:

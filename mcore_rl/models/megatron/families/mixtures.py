@@ -140,6 +140,7 @@ class Mixture(Family):
 
 class Mixtral(Mixture):
     model_type = "mixtral"
+    has_layer_types = False
     count_field = "num_local_experts"
     width_field = "intermediate_size"
     expert_names = ("w1", "w3", "w2")
@@ -159,6 +160,7 @@ class Mixtral(Mixture):
 
 class Qwen3MoE(Mixture):
     model_type = "qwen3_moe"
+    has_layer_types = False
     has_qk_norm = True
 
     @cached_property
@@ -188,6 +190,7 @@ class Qwen3MoE(Mixture):
 
 class Qwen2MoE(Qwen3MoE):
     model_type = "qwen2_moe"
+    has_layer_types = True
     has_qk_norm = False
 
     @property
@@ -237,6 +240,8 @@ class Ernie45MoE(Mixture):
         super().check(max_sequence_length)
         if self.hf.use_bias:
             raise UserError("model.path: use_bias=true (biases in all linear layers) is not supported")
+        if self.hf.moe_norm_min > 1e-6:
+            raise UserError(f"model.path: moe_norm_min={self.hf.moe_norm_min} is not supported; 1e-6 or less is")
 
     def shrink(self, layers: int, tensor_parallel: int, expert_parallel: int) -> None:
         super().shrink(layers, tensor_parallel, expert_parallel)

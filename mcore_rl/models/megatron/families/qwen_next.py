@@ -50,6 +50,8 @@ class Hybrid(Family):
                 f"model.path: {hf.linear_num_value_heads} value heads of the delta nets must be a multiple of the key "
                 f"heads ({hf.linear_num_key_heads})"
             )
+        if hf.linear_conv_kernel_dim < 2:
+            raise UserError("model.path: linear_conv_kernel_dim below 2 is not supported")
         if not getattr(hf, "attn_output_gate", True):
             raise UserError("model.path: attn_output_gate=false is not supported")
 
