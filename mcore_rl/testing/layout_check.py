@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,12 +152,14 @@ class Difference:
     worst_gradient: str
     grad_norm: float
     weights: float
+    limit: float = 1e-4
+    """Largest difference of gradients and weights that is rounding."""
 
-    def within(self, loss: float = 1e-5, gradients: float = 1e-4) -> bool:
-        return (
-            max(self.loss, self.metrics, self.scores) <= loss
-            and max(self.gradients, self.grad_norm, self.weights) <= gradients
-        )
+    def within(self, loss: float = 1e-5, gradients: float | None = None) -> bool:
+        """Return whether all differences are rounding; `gradients` replaces `limit`."""
+        return max(self.loss, self.metrics, self.scores) <= loss and max(
+            self.gradients, self.grad_norm, self.weights
+        ) <= (self.limit if gradients is None else gradients)
 
 
 def compare(outcome: LayoutResult, reference: LayoutResult) -> Difference:
@@ -264,6 +266,11 @@ def check_layouts(
     config: TrainingConfig, data: BatchedDataDict[Any], layouts: Sequence[ParallelLayout], steps: int = 3
 ) -> Iterable[tuple[ParallelLayout, Difference]]:
     """Yield each layout with its difference from a single process, as soon as it is computed."""
+    from mcore_rl.models.megatron.families import family_of
+    from mcore_rl.models.megatron.hf_config import load_hf_config
+
+    model = config.model
+    limit = family_of(load_hf_config(model.path, model.trust_remote_code, model.head)).gradient_tolerance
     reference = run_processes(
         compute_layout_result, ParallelLayout().apply(config), data, steps, world_size=1, timeout=300
     )[0]
@@ -271,7 +278,7 @@ def check_layouts(
         outcome = run_processes(
             compute_layout_result, layout.apply(config), data, steps, world_size=layout.world_size, timeout=300
         )[0]
-        yield layout, compare(outcome, reference)
+        yield layout, replace(compare(outcome, reference), limit=limit)
 
 
 TABLE_HEADER = (

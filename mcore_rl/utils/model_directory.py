@@ -217,6 +217,8 @@ def check_model_directory(path: Path, key: str = "model.path") -> str:
 # File name patterns of a model's files other than weights and config.json.
 COMPANION_PATTERNS = (
     "tokenizer*",
+    "tokenization_*.py",
+    "tiktoken.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab*",

@@ -418,6 +418,8 @@ class Decoder:
         self.model, self.topology = model, model.topology
         self.mixers = [model.family.token_mixer(index) for index in model.layer_numbers()]
         self.layers = [layer for chunk in model.chunks for layer in chunk.decoder.layers]
+        # Taken here, because `generating` exchanges the modules that hold them.
+        self.sinks = [getattr(layer.self_attention.core_attention, "softmax_offset", None) for layer in self.layers]
         self.dtype = model.chunks[0].config.params_dtype
         self.token_multiple = self.topology.tensor.size if self.topology.sequence_parallel else 1
         self.in_lockstep = self.topology.expert.size > 1
@@ -427,9 +429,8 @@ class Decoder:
         """Return an empty cache for each layer of this rank."""
         size, gathered = self.topology.tensor.size, dict[Shape, Tensor]()
         caches: list[LayerCache] = []
-        for mixer, layer in zip(self.mixers, self.layers, strict=True):
+        for mixer, layer, sinks in zip(self.mixers, self.layers, self.sinks, strict=True):
             if isinstance(mixer, KeyValueMixer):
-                sinks = getattr(layer.self_attention.core_attention, "softmax_offset", None)
                 caches.append(KeyValueLayerCache(mixer, size, self.dtype, gathered, sinks))
             else:
                 caches.append(StateLayerCache(layer.self_attention, size, self.dtype))

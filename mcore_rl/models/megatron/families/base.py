@@ -54,6 +54,8 @@ class Family:
     embedding_scale = 1.0
     has_windows = True
     """Whether `sliding_window` is used; False for families for which transformers ignores it."""
+    gradient_tolerance: ClassVar[float] = 1e-4
+    """Largest relative difference of a gradient between layouts that is rounding."""
     has_dropout = False
     """Whether the published models' configurations have dropout, which is then ignored."""
     has_layer_types = True
