@@ -413,7 +413,6 @@ class WeightedDPOLossFn(DPOLossFn):
         logprobs = states.logprobs_of(targets, 1.0, with_entropy=False)[0][..., 0]
         with torch.no_grad():
             doubled = states.logprobs_of(targets, 0.5, with_entropy=False)[0][..., 0]
-        self.refuse_nonfinite(logprobs, data)
         return self._loss(logprobs, data, global_valid_seqs, self._weights(logprobs, doubled, data))
 
     def _weights(self, logprobs: Tensor, doubled: Tensor, data: BatchedDataDict[Any]) -> Float[Tensor, " pairs"]:
