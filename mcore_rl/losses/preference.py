@@ -305,13 +305,18 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         """Return the rewards of all rows, and what the losses read of each pair."""
         mask, options = token_mask_of(data, logprobs), self.options
         log_ratios = self._log_ratios(logprobs, data, mask)
-        scores = log_ratios if options.f_divergence_type == "reverse_kl" else f_divergence_scores(log_ratios, options)
-        rewards, scores = (_divided(x, mask) if self.averages else x for x in (log_ratios, scores))
+        rewards = scores = _divided(log_ratios, mask) if self.averages else log_ratios
+        if options.f_divergence_type != "reverse_kl":
+            scores = f_divergence_scores(log_ratios, options)
+            scores = _divided(scores, mask) if self.averages else scores
         means = _divided(scores, mask) if "sigmoid_norm" in self.kinds else None
         of_policy = self._row_sums(logprobs, mask) if "aot" in self.kinds else None
+        chosen, rejected = self.split_output_tensor(rewards)
         pairs = Pairs(
-            *self.split_output_tensor(rewards),
-            self._difference(scores),
+            chosen,
+            rejected,
+            # The same tensors as the rewards: gradients then have the same order of additions for every loss.
+            chosen - rejected if scores is rewards else self._difference(scores),
             options.reference_policy_kl_penalty,
             options,
             None if means is None else self._difference(means),

@@ -190,11 +190,13 @@ def check_weights(weights, expected, initial, name):
 
 
 CHUNKS = [list(DPO_CASES)[i : i + 5] for i in range(0, len(DPO_CASES), 5)]
+OF_BATCH = ["aot", "aot_unpaired", "weighted nca_pair", "sum"]
+STEPS_OF_DPO = [(names, layout) for layout in LAYOUTS for names in CHUNKS]
+STEPS_OF_DPO += [(OF_BATCH, layout) for layout in (ParallelLayout(pp=2, dp=2), ParallelLayout(dp=2, packing=False))]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("names", CHUNKS, ids=lambda names: ", ".join(names))
+@pytest.mark.parametrize(("names", "layout"), STEPS_OF_DPO, ids=str)
 def test_steps_of_dpo_equal_trls(names, layout, files, data):
     initial = load_file(files / "model" / "model.safetensors")
     cases = [
