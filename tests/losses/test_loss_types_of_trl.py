@@ -93,7 +93,7 @@ def test_weighted_sum_equals_trls():
     for kind in kinds:
         options = SMOOTH if kind != "bco_pair" else {}
         alone = ours(logprobs, data, preference_loss=kind, ld_alpha=0.4, **options)[0]
-        assert float(metrics[f"preference_loss_{kind}"]) == pytest.approx(float(alone), rel=1e-6)
+        assert float(metrics[f"preference_loss_{kind}"]) == pytest.approx(alone.item(), rel=1e-6)
 
 
 # ------------------------------------------------------------------ formulas in float64
@@ -206,7 +206,7 @@ def test_weights_of_pairs_equal_trls(kind):
     theirs = torch.autograd.grad(expected, logits, retain_graph=True)[0]
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], theirs, rtol=1e-4, atol=1e-6)
     unweighted, _ = DPOLossFn({**OPTIONS, "preference_loss": kind})(logits, data, data["sample_mask"].sum(), None)
-    assert abs(float(unweighted) - float(loss)) > 1e-2
+    assert abs(unweighted.item() - loss.item()) > 1e-2
 
 
 def test_weighted_loss_refuses_logprobs():
