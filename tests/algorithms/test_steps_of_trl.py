@@ -298,13 +298,17 @@ def test_run_of_dft_equals_trls(processes, files):
 @pytest.mark.long
 @pytest.mark.parametrize("options", ["{preference_loss: aot_unpaired}", "{use_weighting: true}"])
 def test_run_of_dpo_does_not_depend_on_layout(options, files):
-    """The columns of sorted losses come from the objective, in training and in validation."""
+    """The columns of sorted losses come from the objective, in training, validation and after a resume."""
     (files / "dpo.jsonl").write_text("".join(json.dumps(longer(record)) + "\n" for record in pairs()))
     validation = [f"data.validation={files / 'dpo.jsonl'}", "trainer.validation_interval=1"]
     arguments = [f"dpo={options}", f"dpo.reference_model={files / 'reference'}", *validation]
     name = options.strip("{}").replace(": ", "_")
     one, weights = train(files, "dpo", f"{name}1", 1, arguments)
     four, of_four = train(files, "dpo", f"{name}4", 4, arguments)
+    train(files, "dpo", f"{name}resumed", 1, [*arguments, "trainer.max_steps=2"])
+    resumed, of_resumed = train(files, "dpo", f"{name}resumed", 1, arguments)
+    assert [m["loss"] for m in resumed] == [m["loss"] for m in one], "the losses have no state between steps"
+    assert all(torch.equal(of_resumed[key], weight) for key, weight in weights.items())
     two, of_two = train(files, "dpo", f"{name}2", 2, [*arguments, "batch={global_batch_size: 6, packing: false}"])
     for other, of_other in ((four, of_four), (two, of_two)):
         for mine, theirs in zip(other, one, strict=True):
