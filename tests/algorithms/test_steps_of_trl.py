@@ -66,9 +66,11 @@ def theirs_of(name):
 
 
 def pairs():
-    """Ragged pairs: responses of one token, one pair of equal responses, two equal pairs."""
-    texts = [("abc" * (i % 4), "yz" * ((i * 5) % 7)) for i in range(12)]
-    texts[3], texts[6] = ("", ""), ("bb", "bb")
+    """Ragged pairs: responses of one token, one pair of equal responses, two equal pairs. Half of the pairs have
+    responses of one length, so that their ranks under policy and reference differ."""
+    texts = [("abc" * (i % 4), "yz" * ((i * 5) % 7)) for i in range(6)]
+    texts += [("quick brown"[i : i + 5], "lazy dogs 19"[i : i + 5]) for i in range(6)]
+    texts[3], texts[5] = ("", ""), ("bb", "bb")
     records = [{"prompt": f"say {i} ", "chosen": c, "rejected": r} for i, (c, r) in enumerate(texts)]
     records[9] = records[4]
     return records
@@ -126,7 +128,7 @@ def files(tmp_path_factory):
     torch.manual_seed(5)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
+            parameter.add_(0.08 * torch.randn_like(parameter))  # enough for other ranks of pairs
     other.save_pretrained(root / "reference")
     make_tokenizer().save_pretrained(root / "reference")
     return root
@@ -144,6 +146,21 @@ def data(files):
         logprobs[row, : length - 1] = scores.gather(1, ids[1:, None])[:, 0].float()
     rows["reference_policy_logprobs"] = logprobs  # column t scores token t + 1
     return rows
+
+
+@pytest.mark.long
+def test_ranks_of_pairs_differ_under_policy_and_reference(files, data):
+    """Otherwise every pair would be its own partner."""
+    loss_fn = build_loss(dpo_config(files / "model", {"preference_loss": ["aot", "aot_unpaired"]}))
+    model = AutoModelForCausalLM.from_pretrained(files / "model")
+    with torch.no_grad():
+        scores = model(data["input_ids"]).logits[:, :-1].log_softmax(-1)
+    logprobs = scores.gather(2, data["input_ids"][:, 1:, None])[..., 0]
+    found = loss_fn.batch_columns(logprobs, data)
+    halves = [loss_fn.batch_columns(logprobs[i : i + 12], data.slice(i, i + 12)) for i in (0, 12)]
+    for kind in ("aot_partner", "aot_unpaired_partner"):
+        of_halves = torch.cat([half[kind] for half in halves])
+        assert ((found[kind] - of_halves).abs() > 0.1).sum() >= 2, kind
 
 
 def steps_of_policy(config, data):
