@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, RLConfig, RMConfig, TrainingConfig
-from mcore_rl.losses.common import LossFunction, NLLLoss
+from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, RLConfig, RMConfig, SFTConfig, TrainingConfig
+from mcore_rl.losses.common import DFTLoss, LossFunction, NLLLoss
 from mcore_rl.losses.distillation import DistillationLossFn, Teacher, WholeVocabularyDistillationLossFn
 from mcore_rl.losses.policy_gradient import ClippedPGLossFn
-from mcore_rl.losses.preference import BradleyTerryLoss, DPOLossFn, KTOLossFn
+from mcore_rl.losses.preference import BradleyTerryLoss, KTOLossFn, build_dpo_loss
 
 
 def build_loss(config: TrainingConfig, teacher: Teacher | None = None) -> LossFunction:
     """Return the loss of a configuration. Distillation over the whole vocabulary needs `teacher`."""
     if isinstance(config, DPOConfig):
-        return DPOLossFn(config.dpo)
+        return build_dpo_loss(config.dpo)
     if isinstance(config, RMConfig):
         return BradleyTerryLoss(config.reward.center_rewards_coefficient)
     if isinstance(config, KTOConfig):
@@ -24,4 +24,4 @@ def build_loss(config: TrainingConfig, teacher: Teacher | None = None) -> LossFu
         return WholeVocabularyDistillationLossFn(config.distillation, teacher)
     if isinstance(config, RLConfig):
         return ClippedPGLossFn(config.loss)
-    return NLLLoss()
+    return DFTLoss() if isinstance(config, SFTConfig) and config.sft.loss == "dft" else NLLLoss()

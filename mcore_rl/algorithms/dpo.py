@@ -12,7 +12,7 @@ from mcore_rl.config.algorithms import reference_config
 from mcore_rl.data.datasets import Dataset
 from mcore_rl.distributed.collectives import broadcast_object
 from mcore_rl.errors import TrainingError, UserError
-from mcore_rl.losses.preference import DPOLossFn
+from mcore_rl.losses.preference import DPOLossFn, build_dpo_loss
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.models.policy.reference import (
     PrecomputedLogprobs,
@@ -52,7 +52,7 @@ class DPOObjective(Objective):
     """The DPO loss and, if the loss needs a reference, its log-probabilities."""
 
     def __init__(self, config: DPOConfig, policy: MegatronPolicy, reference: ReferenceLogprobs | None) -> None:
-        super().__init__(DPOLossFn(config.dpo))
+        super().__init__(build_dpo_loss(config.dpo))
         self.config, self.policy, self.reference = config, policy, reference
 
     def frozen_columns(self, batch: TrainingBatch) -> Columns:
@@ -61,6 +61,13 @@ class DPOObjective(Objective):
         self._check_is_of_this_run()
         logprobs = self.reference.logprobs(batch.rows, batch.dataset.units, batch.indices)
         return {"reference_policy_logprobs": logprobs.roll(-1, dims=1)}  # column t scores token t + 1
+
+    def current_columns(self, batch: TrainingBatch) -> Columns:
+        """Return what the loss compares after sorting over the whole batch; this scores the batch once more."""
+        assert isinstance(self.loss_fn, DPOLossFn)
+        if not self.loss_fn.needs_batch:
+            return {}
+        return self.loss_fn.batch_columns(self.policy.get_logprobs(batch.rows)["logprobs"][:, 1:], batch.rows)
 
     def check_first_step(self, batch: TrainingBatch, metrics: Mapping[str, float]) -> None:
         config, rows = self.config, batch.rows

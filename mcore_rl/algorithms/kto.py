@@ -43,14 +43,18 @@ class KTOObjective(Objective):
 
     def frozen_columns(self, batch: TrainingBatch) -> Columns:
         dataset = cast("UnpairedDataset", batch.dataset)
-        other = self._mismatched(batch)
-        return {
+        columns = {
             "desirable": torch.tensor([dataset.is_desirable(i) for i in batch.indices], dtype=torch.bool),
             "reference_policy_logprobs": self._by_reference(batch.rows).roll(-1, dims=1),  # column t scores token t + 1
-            "mismatched_reference": _sums(self._by_reference(other), other),
         }
+        if self.config.kto.needs_reference_point:
+            other = self._mismatched(batch)
+            columns["mismatched_reference"] = _sums(self._by_reference(other), other)
+        return columns
 
     def current_columns(self, batch: TrainingBatch) -> Columns:
+        if not self.config.kto.needs_reference_point:
+            return {}
         other, share = self._mismatched(batch), batch.rows.share
         sums = _sums(self.policy.get_logprobs(other)["logprobs"], other)
         of_all = (share.gather(values).float() for values in (sums, batch.rows["mismatched_reference"]))
@@ -70,7 +74,8 @@ class KTOObjective(Objective):
     def _mismatched(self, batch: TrainingBatch) -> LocalBatch[Any]:
         """Return each record's prompt with another record's response, as rows."""
         dataset, limit = cast("UnpairedDataset", batch.dataset), self.config.data.max_sequence_length
-        units = [(dataset.mismatched(i).truncate(limit),) for i in batch.indices]
+        others = batch.previous if self.config.kto.mismatched == "batch" else [None] * len(batch.indices)
+        units = [(dataset.mismatched(i, j).truncate(limit),) for i, j in zip(batch.indices, others, strict=True)]
         return LocalBatch(collate(units, self.pad_token_id), batch.rows.share)
 
     def _by_reference(self, rows: LocalBatch[Any]) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from mcore_rl.losses.common import LossFunction, LossType, NLLLoss, masked_mean
+from mcore_rl.losses.common import DFTLoss, LossFunction, LossType, NLLLoss, masked_mean
 from mcore_rl.losses.distillation import (
     DistillationLossConfig,
     DistillationLossDataDict,
@@ -34,6 +34,7 @@ from mcore_rl.losses.preference import (
     KTOLossFn,
     PreferenceLoss,
     PreferenceLossDataDict,
+    WeightedDPOLossFn,
     kto_reference_point,
 )
 
@@ -44,6 +45,7 @@ __all__ = [
     "ClippedPGLossConfig",
     "ClippedPGLossDataDict",
     "ClippedPGLossFn",
+    "DFTLoss",
     "DPOLossConfig",
     "DPOLossDataDict",
     "DPOLossFn",
@@ -62,6 +64,7 @@ __all__ = [
     "Tensor",
     "ValueLossDataDict",
     "ValueLossFn",
+    "WeightedDPOLossFn",
     "WholeVocabularyDistillationLossFn",
     "calculate_kl",
     "kto_reference_point",

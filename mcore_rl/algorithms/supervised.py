@@ -33,12 +33,15 @@ class TrainingBatch:
 
     rows: `input_ids`, `token_mask` [B, S], `input_lengths`, `sample_mask` [B], and columns that the objective adds.
     dataset, indices: dataset of the records, and their indices in it.
+    previous: for each record the index of the one before it in the global batch; of the last one for the first; None
+        if the batch has one record.
     samples: numbers of the records among all samples of the run, which seed a student's responses; None in validation.
     """
 
     rows: LocalBatch[Any]
     dataset: Dataset
     indices: list[int]
+    previous: list[int | None]
     samples: list[int] | None = None
 
 
@@ -139,7 +142,10 @@ class SupervisedTrainer(TrainingLoop[Dataset]):
         rows: LocalBatch[Any] = LocalBatch(
             collate([dataset.units[i] for i in own], self.inputs.tokenizer.pad_token_id), share
         )
-        return TrainingBatch(rows, dataset, own, None if samples is None else [samples[place] for place in places])
+        previous = [indices[place - 1] if len(indices) > 1 else None for place in places]
+        return TrainingBatch(
+            rows, dataset, own, previous, None if samples is None else [samples[place] for place in places]
+        )
 
     def validate_on(self, name: str, dataset: Dataset, step: int) -> dict[str, float]:
         """Return the metrics over a whole validation set, processed in batches."""

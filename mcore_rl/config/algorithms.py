@@ -11,7 +11,7 @@ from pydantic import model_validator
 from mcore_rl.config.base import FractionBelowOne, NonNegative, Section
 from mcore_rl.config.rl import PPOConfig, RLConfig
 from mcore_rl.config.sections import ModelConfig, OptimizerConfig, ReferenceSyncConfig, TrainingConfig
-from mcore_rl.losses.options import Bounds, DistillationOptions, DPOOptions, KTOOptions
+from mcore_rl.losses.options import Bounds, DistillationOptions, DPOOptions, KTOOptions, SFTOptions
 
 
 class SFTOptimizerConfig(OptimizerConfig):
@@ -55,6 +55,15 @@ class DPOConfig(TrainingConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _scores_as_it_trains(self) -> DPOConfig:
+        if self.dpo.needs_batch and self.model.lora is not None and self.model.lora.dropout > 0:
+            raise ValueError(
+                f"model.lora.dropout: preference_loss={', '.join(self.dpo.preference_losses)} sorts the scores of a "
+                "pass without dropout; set dropout=0"
+            )
+        return self
+
     @property
     def keeps_reference(self) -> bool:
         return self.dpo.needs_reference and self.dpo.reference_model is None
@@ -77,6 +86,12 @@ class KTOConfig(TrainingConfig):
     algorithm: ClassVar[str] = "kto"
     kto: KTOOptions = KTOOptions()
     reference_sync: ReferenceSyncConfig | None = None
+
+    @model_validator(mode="after")
+    def _has_others(self) -> KTOConfig:
+        if self.kto.mismatched == "batch" and self.batch.global_batch_size < 2:
+            raise ValueError("kto.mismatched: a batch of one record has no other response; set dataset")
+        return self
 
     @property
     def keeps_reference(self) -> bool:
@@ -167,6 +182,7 @@ class RMConfig(TrainingConfig):
 class SFTConfig(TrainingConfig):
     algorithm: ClassVar[str] = "sft"
     optimizer: SFTOptimizerConfig = SFTOptimizerConfig()
+    sft: SFTOptions = SFTOptions()
 
 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)

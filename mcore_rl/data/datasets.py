@@ -69,9 +69,12 @@ class UnpairedDataset(Dataset):
     def is_desirable(self, index: int) -> bool:
         return bool(json.loads(self.units.extra(index)))
 
-    def mismatched(self, index: int) -> TokenSequence:
-        """Return a record's prompt with the response half a dataset away, because neighbours often share prompts."""
-        (own,), (other,) = self.units[index], self.units[(index + len(self) // 2) % len(self)]
+    def mismatched(self, index: int, other_index: int | None = None) -> TokenSequence:
+        """Return a record's prompt with the response of another record. By default that is the one half a dataset away,
+        because neighbours often share prompts."""
+        if other_index is None:
+            other_index = (index + len(self) // 2) % len(self)
+        (own,), (other,) = self.units[index], self.units[other_index]
         end, start = own.token_mask.index(True), other.token_mask.index(True)
         return TokenSequence(
             own.input_ids[:end] + other.input_ids[start:], own.token_mask[:end] + other.token_mask[start:]

@@ -401,3 +401,26 @@ class NLLLoss(LogprobLoss):
             "num_unmasked_tokens": mask.sum(),
             "num_valid_samples": sample_mask_of(data, mask).sum(),
         }
+
+
+class DFTLoss(LogprobLoss):
+    """−Σ sg(p)·log p / global_valid_toks over the tokens that carry loss (dynamic fine-tuning, arXiv:2508.05629).
+
+    The weight p, a token's probability, has no gradient. The metric `nll_loss` is the mean of −log p.
+    """
+
+    reads_counted_tokens_only = True
+    loss_type = LossType.TOKEN_LEVEL
+
+    def from_logprobs(
+        self,
+        next_token_logprobs: Float[Tensor, "batch predicted"],
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor | None,
+        global_valid_toks: Tensor | None,
+        entropy: Tensor | None = None,
+    ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
+        nll, metrics = NLLLoss().from_logprobs(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
+        weighted = next_token_logprobs.detach().exp() * next_token_logprobs
+        loss, _ = NLLLoss().from_logprobs(weighted, data, global_valid_seqs, global_valid_toks)
+        return loss, {**metrics, "loss": loss.detach(), "nll_loss": nll.detach()}

@@ -341,9 +341,24 @@ class ClippedPGOptions(LossOptions):
 # ------------------------------------------------------------------ preferences
 
 
-PreferenceLossType = Literal["sigmoid", "ipo", "hinge", "robust", "apo_zero", "apo_down", "simpo", "orpo"]
+PreferenceLossType = Literal[
+    "sigmoid", "ipo", "hinge", "robust", "apo_zero", "apo_down", "simpo", "orpo",
+    "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "discopop",
+]  # fmt: skip
+FDivergenceType = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 WITHOUT_REFERENCE: frozenset[PreferenceLossType] = frozenset(("simpo", "orpo"))
+OF_BATCH: frozenset[PreferenceLossType] = frozenset(("aot", "aot_unpaired"))
+"""Losses that sort quantities of all pairs of the global batch."""
+WITH_F_DIVERGENCE: frozenset[PreferenceLossType] = frozenset(
+    ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
+)
+"""Losses of the difference of two scores. Only in it does f-DPO's unknown normalisation of a prompt cancel."""
+SMOOTHED: frozenset[PreferenceLossType] = frozenset(
+    ("sigmoid", "sigmoid_norm", "robust", "simpo", "exo_pair", "aot", "aot_unpaired")
+)
+"""Losses that read `label_smoothing`."""
+DIVIDE_BY_BETA: frozenset[PreferenceLossType] = frozenset(("ipo", "sppo_hard"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,25 +386,51 @@ class DPOOptions(LossOptions):
     """One loss, or a list of losses whose weighted sum is the preference loss (as in arXiv:2411.10442). The losses are
     functions of the rewards c (chosen) and r (rejected), and of their difference Δr = c − r:
 
-    sigmoid: L(Δr) = −log σ(β·Δr). ipo: (Δr − 1 / 2β)² (arXiv:2310.12036, eq. 17).
-    hinge: max(0, 1 − β·Δr) (SLiC-HF, arXiv:2305.10425).
+    sigmoid: L(Δr) = −log σ(β·Δr). sigmoid_norm: the same, of means over the tokens of each response.
+    ipo: (Δr − 1 / 2β)² (arXiv:2310.12036, eq. 17). hinge: max(0, 1 − β·Δr) (SLiC-HF, arXiv:2305.10425).
     robust: ((1 − ε)·L(Δr) − ε·L(−Δr)) / (1 − 2ε), unbiased if a fraction ε of the pairs has chosen and rejected
     exchanged (arXiv:2403.00409).
+    exo_pair: KL((σ(β·Δr), σ(−β·Δr)) ‖ (1 − ε, ε)) (arXiv:2402.00856, eq. 16).
+    discopop: L(Δr)·(1 − m) + exp(−β·Δr)·m, m = σ(β·Δr / τ) (arXiv:2406.08414, eq. 5).
     apo_zero: 1 − σ(β·c) + σ(β·r); apo_down: σ(β·c) + 1 − σ(β·Δr) (arXiv:2408.06266, eq. 7 and 8).
+    nca_pair: −log σ(β·c) − ½·log σ(−β·c) − ½·log σ(−β·r) (arXiv:2402.05369).
+    bco_pair: −log σ(β·c) − log σ(−β·r) (arXiv:2404.04656, without its running shift of the rewards).
+    sppo_hard: (c − 1 / 2β)² + (r + 1 / 2β)² (arXiv:2405.00675, eq. 4.7, with probabilities 1 and 0).
+    aot: L of the k-th smallest margin of the policy minus the k-th smallest margin of the reference, of all pairs of
+    the batch; aot_unpaired: L of the k-th smallest c minus the k-th smallest r (arXiv:2406.05882).
     simpo: −log σ(β·Δr − γ) (arXiv:2405.14734). orpo: −β·log σ(log odds(c) − log odds(r)) (arXiv:2403.07691). Rewards of
     simpo and orpo are mean log-probabilities of the policy; these losses have no reference."""
     preference_loss_weights: tuple[NonNegative, ...] | None = None
     """Weights of the losses in a list preference_loss; null: 1 each."""
     label_smoothing: Annotated[float, Bounds(ge=0, lt=0.5)] = 0.0
-    """Value ε of robust. sigmoid and simpo use it in the conservative loss (1 − ε)·L(Δr) + ε·L(−Δr)
-    (cDPO, https://ericmitchell.ai/cdpo.pdf)."""
+    """Value ε of robust and exo_pair. sigmoid, sigmoid_norm, simpo, aot and aot_unpaired use it in the conservative
+    loss (1 − ε)·L(Δr) + ε·L(−Δr) (cDPO, https://ericmitchell.ai/cdpo.pdf)."""
     simpo_gamma: NonNegative = 0.5
     """Margin γ of simpo."""
+    discopop_tau: Positive = 0.05
+    """Temperature τ of discopop."""
+    f_divergence_type: FDivergenceType = "reverse_kl"
+    """Divergence D_f(π ‖ π_ref) that the preference loss regularises by (f-DPO, arXiv:2309.16240): rewards are f′(u)
+    with u = π / π_ref of a whole response. reverse_kl: log u. forward_kl: 1 − 1 / u. js_divergence: log(2u / (u + 1)).
+    alpha_divergence: (u^(α − 1) − 1) / (α − 1). All but reverse_kl are for losses of Δr alone."""
+    f_alpha_divergence_coef: Annotated[float, Bounds()] = 0.5
+    """Value α of alpha_divergence; 1 is the limit reverse_kl, 0 is forward_kl."""
+    ld_alpha: Annotated[float, Bounds(ge=0)] | None = None
+    """Weight, from 0 to 1, of a response's tokens after the length of the shorter response of its pair (LD-DPO,
+    arXiv:2409.06411); null: 1."""
+    use_weighting: bool = False
+    """Weight each pair's preference loss by exp of the mean of log p − log Σ p² over each response's tokens, for the
+    chosen times the rejected (WPO, arXiv:2406.11827, eq. 2); the weights have no gradient."""
 
     @property
     def needs_reference(self) -> bool:
         """Whether rewards are differences from a reference's log-probabilities."""
         return not set(self.preference_losses) & WITHOUT_REFERENCE
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether a loss sorts quantities of all pairs of the global batch."""
+        return bool(self.preference_losses.keys() & OF_BATCH)
 
     @property
     def preference_losses(self) -> dict[PreferenceLossType, float]:
@@ -405,28 +446,60 @@ class DPOOptions(LossOptions):
     def check(self) -> None:
         self._check_several()
         kinds = self.preference_losses
-        self.require(
-            not self.label_smoothing or bool(kinds.keys() & {"sigmoid", "robust", "simpo"}),
-            "label_smoothing applies to preference_loss=sigmoid, robust and simpo only",
-        )
-        self.require(
-            "robust" not in kinds or self.label_smoothing > 0, "preference_loss=robust needs a label_smoothing"
-        )
-        self.require(
-            "ipo" not in kinds or self.reference_policy_kl_penalty > 0,
-            "preference_loss=ipo divides by reference_policy_kl_penalty, which is 0",
-        )
+        self._check_read_by(kinds)
+        for kind in kinds:
+            self.require(
+                kind not in ("robust", "exo_pair") or self.label_smoothing > 0,
+                f"preference_loss={kind} needs a label_smoothing",
+            )
+            self.require(
+                kind not in DIVIDE_BY_BETA or self.reference_policy_kl_penalty > 0,
+                f"preference_loss={kind} divides by reference_policy_kl_penalty, which is 0",
+            )
         self.require(
             "orpo" not in kinds or self.sft_loss_weight > 0,
             "preference_loss=orpo is an addition to the likelihood of the chosen: set sft_loss_weight (1 in the paper)",
         )
         self.require(
-            "simpo" in kinds or self.simpo_gamma == 0.5,
-            f"simpo_gamma applies to preference_loss=simpo, not to {', '.join(kinds)}",
-        )
-        self.require(
             self.preference_loss_weight > 0 or self.sft_loss_weight > 0,
             "preference_loss_weight and sft_loss_weight are both 0: nothing would be trained",
+        )
+
+    def _check_read_by(self, kinds: Mapping[PreferenceLossType, float]) -> None:
+        """Raise ContractError for an option that these losses do not read."""
+        named, smoothed = ", ".join(kinds), [kind for kind in get_args(PreferenceLossType) if kind in SMOOTHED]
+        self.require(
+            not self.label_smoothing or bool(kinds.keys() & SMOOTHED),
+            f"label_smoothing applies to preference_loss={', '.join(smoothed)}, not to {named}",
+        )
+        for name, default, kind in (("simpo_gamma", 0.5, "simpo"), ("discopop_tau", 0.05, "discopop")):
+            self.require(
+                kind in kinds or getattr(self, name) == default,
+                f"{name} applies to preference_loss={kind}, not to {named}",
+            )
+        divergence, no_f = self.f_divergence_type, kinds.keys() - WITH_F_DIVERGENCE
+        self.require(
+            divergence == "reverse_kl" or not no_f,
+            f"f_divergence_type={divergence} is for losses of the difference of two rewards "
+            f"({', '.join(sorted(WITH_F_DIVERGENCE))}), not for {', '.join(sorted(no_f))}",
+        )
+        self.require(
+            divergence == "alpha_divergence" or self.f_alpha_divergence_coef == 0.5,
+            f"f_alpha_divergence_coef applies to f_divergence_type=alpha_divergence, not to {divergence}",
+        )
+        self.require(self.ld_alpha is None or self.ld_alpha <= 1, f"ld_alpha must be at most 1, got {self.ld_alpha}")
+        for option, is_set in (("ld_alpha", self.ld_alpha is not None), ("use_weighting", self.use_weighting)):
+            self.require(
+                not is_set or self.needs_reference, f"{option} is for losses with a reference, not for {named}"
+            )
+        sorting = kinds.keys() & OF_BATCH
+        self.require(
+            not self.use_weighting or not sorting,
+            f"use_weighting weighs pairs, and {', '.join(sorted(sorting))} compares values of different pairs",
+        )
+        self.require(
+            "sigmoid_norm" not in kinds or not self.preference_average_log_probs,
+            "preference_loss=sigmoid_norm averages by itself; leave out preference_average_log_probs",
         )
 
     def _check_several(self) -> None:
@@ -459,12 +532,39 @@ class DPOOptions(LossOptions):
 class KTOOptions(LossOptions):
     """Options of `KTOLossFn`."""
 
+    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """kto: λ_D·(1 − σ(β·(r − z₀))) for desirable and λ_U·(1 − σ(β·(z₀ − r))) for undesirable responses
+    (arXiv:2402.01306, eq. 7), with z₀ the mean reward of mismatched prompts and responses, or 0 if it is negative.
+    apo_zero_unpaired: the same with z₀ = 0 (arXiv:2408.06266, eq. 7); nothing is mismatched."""
+    mismatched: Literal["dataset", "batch"] = "dataset"
+    """The response that each prompt is combined with for z₀. dataset: that of the record half a dataset away. batch:
+    that of the previous record of the global batch, of the last one for the first (the paper's)."""
     reference_policy_kl_penalty: NonNegative = option(0.1)
     """Factor β of the rewards."""
     desirable_weight: NonNegative = option(1.0)
     """Weight λ_D of desirable responses."""
     undesirable_weight: NonNegative = option(1.0)
     """Weight λ_U of undesirable responses."""
+
+    @property
+    def needs_reference_point(self) -> bool:
+        """Whether the loss reads z₀."""
+        return self.loss == "kto"
+
+    def check(self) -> None:
+        self.require(
+            self.needs_reference_point or self.mismatched == "dataset",
+            f"mismatched is of the reference point, which loss={self.loss} does not have; leave it out",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTOptions(LossOptions):
+    """Options of the loss of supervised fine-tuning."""
+
+    loss: Literal["nll", "dft"] = "nll"
+    """nll: mean of −log p over the counted tokens. dft: mean of −p·log p, with p a weight without a gradient (dynamic
+    fine-tuning, arXiv:2508.05629)."""
 
 
 @dataclass(frozen=True, kw_only=True)

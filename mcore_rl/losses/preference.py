@@ -14,7 +14,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_rl.distributed.batched_data_dict import BatchedDataDict
+from mcore_rl.distributed.batched_data_dict import BatchedDataDict, batch_share
+from mcore_rl.distributed.divergences import FinalHiddenStates
 from mcore_rl.errors import ContractError
 from mcore_rl.losses.common import (
     LogprobLoss,
@@ -30,7 +31,15 @@ from mcore_rl.losses.common import (
     sample_mask_of,
     token_mask_of,
 )
-from mcore_rl.losses.options import DPOOptions, KTOOptions, PreferenceLossType, typed_dict
+from mcore_rl.losses.options import OF_BATCH, DPOOptions, KTOOptions, typed_dict
+from mcore_rl.losses.pairs import (
+    PAIR_LOSSES,
+    Pairs,
+    batch_partners,
+    f_divergence_scores,
+    shared_length_weights,
+    weighted_sum,
+)
 
 if TYPE_CHECKING:
     DPOLossConfig = Mapping[str, Any]
@@ -38,10 +47,6 @@ if TYPE_CHECKING:
 else:
     DPOLossConfig = typed_dict("DPOLossConfig", DPOOptions)
     KTOLossConfig = typed_dict("KTOLossConfig", KTOOptions)
-
-
-OF_BOTH_REWARDS: frozenset[PreferenceLossType] = frozenset(("apo_zero", "apo_down", "orpo"))
-"""Losses that depend on both rewards, not only on their difference."""
 
 
 class PreferenceLossDataDict(TypedDict):
@@ -113,9 +118,19 @@ class PreferenceLoss(LossFunction):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return loss, accuracy and mean rewards of chosen and rejected; `margin` is the required difference."""
         chosen, rejected = self.split_output_tensor(rewards)
+        per_pair = self._of_rewards(chosen, rejected, margin, beta)
+        return self._means_over_pairs(per_pair, rewards, sample_mask, global_valid_seqs)
+
+    def _means_over_pairs(
+        self,
+        per_pair: Float[Tensor, " pairs"],
+        rewards: Float[Tensor, " rows"],
+        sample_mask: Float[Tensor, " rows"],
+        global_valid_seqs: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        chosen, rejected = self.split_output_tensor(rewards)
         mask, _ = self.split_output_tensor(sample_mask)
         pairs = global_valid_seqs / 2
-        per_pair = self._of_rewards(chosen, rejected, margin, beta)
         return (
             masked_mean(per_pair, mask, global_normalization_factor=pairs),
             masked_mean((chosen > rejected).to(mask), mask, global_normalization_factor=pairs),
@@ -169,6 +184,7 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
     The loss is w_p · L_pref(r) + w_s · NLL(chosen), with r = Σ (logprob − reference logprob) over a row's tokens, or
     their mean with `preference_average_log_probs`. It is normalised by global_valid_seqs / 2. The values of
     `DPOOptions` are also attributes of the loss. Losses without a reference ignore `reference_policy_logprobs`.
+    Losses that sort quantities of the whole batch read the columns that `batch_columns` returns.
     """
 
     reads_counted_tokens_only = True
@@ -178,12 +194,15 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
 
     def __init__(self, cfg: DPOLossConfig | DPOOptions) -> None:
         self.options = DPOOptions.from_config(cfg, type(self).__name__)
+        if self.options.use_weighting and not isinstance(self, WeightedDPOLossFn):
+            raise ContractError(f"{type(self).__name__}: use_weighting=True is for WeightedDPOLossFn")
         self.sft_loss = NLLLoss()
         # These properties are cached, because every microbatch reads them.
         self.kinds, self.averages = self.options.preference_losses, self.options.averages
-        self.needs_reference = self.options.needs_reference
+        self.needs_reference, self.needs_batch = self.options.needs_reference, self.options.needs_batch
         if not self.needs_reference:
             self.required_keys = tuple(key for key in self.required_keys if key != "reference_policy_logprobs")
+        self.required_keys += tuple(f"{kind}_partner" for kind in self.kinds if kind in OF_BATCH)
 
     def from_logprobs(
         self,
@@ -193,15 +212,24 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         global_valid_toks: Tensor | None = None,
         entropy: Tensor | None = None,
     ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
-        self.check(next_token_logprobs, data)
+        return self._loss(next_token_logprobs, data, global_valid_seqs)
+
+    def _loss(
+        self,
+        logprobs: Float[Tensor, "batch predicted"],
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor | None,
+        pair_weights: Float[Tensor, " pairs"] | None = None,
+    ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
+        self.check(logprobs, data)
         options = self.options
         seqs = require_count("global_valid_seqs", global_valid_seqs, self)
-        sample_mask = sample_mask_of(data, next_token_logprobs)
-        preference, accuracy, chosen, rejected = self._preference_of(next_token_logprobs, data, seqs)
+        sample_mask = sample_mask_of(data, logprobs)
+        preference, accuracy, chosen, rejected = self._preference_of(logprobs, data, seqs, pair_weights)
         sft = torch.zeros_like(preference)
         if options.sft_loss_weight:
             per_row, _ = self.sft_loss.from_logprobs(
-                next_token_logprobs,
+                logprobs,
                 data,
                 None,
                 None,
@@ -211,19 +239,21 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
             sft = masked_mean(per_row[::2], sample_mask[::2], global_normalization_factor=seqs / 2)
         loss = options.preference_loss_weight * preference + options.sft_loss_weight * sft
         metrics = _pair_metrics(loss, accuracy, chosen, rejected, sample_mask)
-        metrics |= self._logprobs_of_sides(next_token_logprobs.detach(), data, seqs)
-        metrics |= self._parts(next_token_logprobs.detach(), data, seqs)
+        metrics |= self._logprobs_of_sides(logprobs.detach(), data, seqs)
+        metrics |= self._parts(logprobs.detach(), data, seqs, pair_weights)
         return loss, {**metrics, "sft_loss": sft.detach(), "preference_loss": preference.detach()}
 
-    def _parts(self, logprobs: Tensor, data: BatchedDataDict[Any], seqs: Tensor) -> dict[str, Tensor]:
+    def _parts(
+        self, logprobs: Tensor, data: BatchedDataDict[Any], seqs: Tensor, weights: Tensor | None
+    ) -> dict[str, Tensor]:
         """Return each preference loss without its weight, if there are several."""
         if len(self.kinds) == 1:
             return {}
-        chosen, rejected = self.split_output_tensor(self._rewards(logprobs, data))
-        mask, beta = sample_mask_of(data, logprobs)[::2], self.options.reference_policy_kl_penalty
+        _, pairs = self._pairs(logprobs, data)
+        mask = sample_mask_of(data, logprobs)[::2]
         return {
             f"preference_loss_{kind}": masked_mean(
-                self._of_kind(kind, chosen, rejected, beta), mask, global_normalization_factor=seqs / 2
+                _weighted(PAIR_LOSSES[kind](pairs), weights), mask, global_normalization_factor=seqs / 2
             )
             for kind in self.kinds
         }
@@ -247,14 +277,11 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         return self._preference_of(logprobs, data, require_count("global_valid_seqs", global_valid_seqs, self))
 
     def _preference_of(
-        self, logprobs: Tensor, data: BatchedDataDict[Any], seqs: Tensor
+        self, logprobs: Tensor, data: BatchedDataDict[Any], seqs: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self._preference_loss(
-            self._rewards(logprobs, data),
-            sample_mask_of(data, logprobs),
-            seqs,
-            self.options.reference_policy_kl_penalty,
-        )
+        rewards, pairs = self._pairs(logprobs, data)
+        per_pair = _weighted(weighted_sum(self.kinds, pairs), weights)
+        return self._means_over_pairs(per_pair, rewards, sample_mask_of(data, logprobs), seqs)
 
     def _logprobs_of_sides(self, logprobs: Tensor, data: BatchedDataDict[Any], seqs: Tensor) -> dict[str, Tensor]:
         """Return the mean log-probabilities of whole responses, in nats."""
@@ -271,64 +298,148 @@ class DPOLossFn(LogprobLoss, PreferenceLoss):  # type: ignore[misc]  # called wi
         margin: Float[Tensor, " pairs"] | float,
         beta: float,
     ) -> Float[Tensor, " pairs"]:
-        """Return the weighted sum of the preference losses."""
-        kinds = self.kinds
-        parts = [self._per_pair(chosen - rejected - margin, beta)] if kinds.keys() - OF_BOTH_REWARDS else []
-        parts += [
-            w * self._of_kind(kind, chosen, rejected, beta) for kind, w in kinds.items() if kind in OF_BOTH_REWARDS
-        ]
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        """Return the weighted sum of the preference losses of given rewards; for ported callers."""
+        return weighted_sum(self.kinds, Pairs(chosen, rejected, chosen - rejected - margin, beta, self.options))
 
-    def _per_pair(self, margin: Float[Tensor, " pairs"], beta: float) -> Float[Tensor, " pairs"]:
-        """Return the weighted sum of the losses that depend only on the margin."""
-        kinds = self.kinds
-        parts = [w * self._of_margin(kind, margin, beta) for kind, w in kinds.items() if kind not in OF_BOTH_REWARDS]
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+    def _pairs(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> tuple[Float[Tensor, " rows"], Pairs]:
+        """Return the rewards of all rows, and what the losses read of each pair."""
+        mask, options = token_mask_of(data, logprobs), self.options
+        log_ratios = self._log_ratios(logprobs, data, mask)
+        rewards = scores = _divided(log_ratios, mask) if self.averages else log_ratios
+        if options.f_divergence_type != "reverse_kl":
+            scores = f_divergence_scores(log_ratios, options)
+            scores = _divided(scores, mask) if self.averages else scores
+        means = _divided(scores, mask) if "sigmoid_norm" in self.kinds else None
+        of_policy = self._row_sums(logprobs, mask) if "aot" in self.kinds else None
+        chosen, rejected = self.split_output_tensor(rewards)
+        pairs = Pairs(
+            chosen,
+            rejected,
+            # The same tensors as the rewards: gradients then have the same order of additions for every loss.
+            chosen - rejected if scores is rewards else self._difference(scores),
+            options.reference_policy_kl_penalty,
+            options,
+            None if means is None else self._difference(means),
+            None if of_policy is None else self._difference(of_policy),
+            {kind: data[f"{kind}_partner"].to(logprobs) for kind in self.kinds if kind in OF_BATCH},
+        )
+        return rewards, pairs
 
-    def _of_kind(
-        self,
-        kind: PreferenceLossType,
-        chosen: Float[Tensor, " pairs"],
-        rejected: Float[Tensor, " pairs"],
-        beta: float,
-    ) -> Float[Tensor, " pairs"]:
-        if kind == "apo_zero":
-            return 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
-        if kind == "apo_down":
-            return torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(beta * (chosen - rejected))
-        if kind == "orpo":
-            return -beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
-        return self._of_margin(kind, chosen - rejected, beta)
+    def _difference(self, rows: Tensor) -> Tensor:
+        chosen, rejected = self.split_output_tensor(rows)
+        return chosen - rejected
 
-    def _of_margin(
-        self, kind: PreferenceLossType, margin: Float[Tensor, " pairs"], beta: float
-    ) -> Float[Tensor, " pairs"]:
-        smoothing = self.options.label_smoothing
-        if kind == "ipo":
-            return (margin - 1 / (2 * beta)) ** 2
-        if kind == "hinge":
-            return F.relu(1 - beta * margin)
-        logit = beta * margin - (self.options.simpo_gamma if kind == "simpo" else 0)
-        right, wrong = super()._per_pair(logit, 1.0), super()._per_pair(-logit, 1.0)
-        if kind == "robust":
-            return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
-        return right if smoothing == 0 else (1 - smoothing) * right + smoothing * wrong
-
-    def _rewards(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> Float[Tensor, " rows"]:
+    def _log_ratios(self, logprobs: Tensor, data: BatchedDataDict[Any], mask: Tensor) -> Float[Tensor, " rows"]:
         """Return each row's log-probability relative to the reference, or itself without a reference, in nats."""
         if self.needs_reference:
-            reference = data["reference_policy_logprobs"]
-            require_shape("reference_policy_logprobs", reference, tuple(data["token_mask"].shape), self)
-            logprobs = logprobs - reference[:, :-1].to(logprobs)
+            logprobs = logprobs - self._reference(data, logprobs)
+        return masked_sum(logprobs, self._token_weights(mask), dim=-1)
+
+    def _reference(self, data: BatchedDataDict[Any], like: Tensor) -> Float[Tensor, "batch predicted"]:
+        reference = data["reference_policy_logprobs"]
+        require_shape("reference_policy_logprobs", reference, tuple(data["token_mask"].shape), self)
+        return reference[:, :-1].to(like)
+
+    def _token_weights(self, mask: Tensor) -> Tensor:
+        alpha = self.options.ld_alpha
+        return mask if alpha is None else mask * shared_length_weights(mask, alpha)
+
+    def _row_sums(self, logprobs: Tensor, mask: Tensor) -> Float[Tensor, " rows"]:
+        """Return the rows' own part of a reward."""
+        sums = masked_sum(logprobs, self._token_weights(mask), dim=-1)
+        return _divided(sums, mask) if self.averages else sums
+
+    @torch.no_grad()
+    def batch_columns(
+        self, next_token_logprobs: Float[Tensor, "batch predicted"], data: BatchedDataDict[Any]
+    ) -> dict[str, Tensor]:
+        """Return the columns [B] of losses that sort quantities of all pairs; {} for other losses. Collective.
+
+        Args:
+            next_token_logprobs: the policy's, with its current weights, of all of this replica's rows.
+            data: the whole global batch, or a replica's `LocalBatch` of it, with `reference_policy_logprobs`.
+        """
+        if not self.needs_batch:
+            return {}
+        share, mask = batch_share(data), token_mask_of(data, next_token_logprobs)
+        own = next_token_logprobs, self._reference(data, next_token_logprobs)
+        policy, reference = (share.gather(self._row_sums(x, mask)) for x in own)
+        counted = share.gather(sample_mask_of(data, mask))[::2] > 0
+        partners = batch_partners(self.kinds, policy, reference, counted)
+        return {f"{kind}_partner": share.select(values).to(mask) for kind, values in partners.items()}
+
+
+class WeightedDPOLossFn(DPOLossFn):
+    """`DPOLossFn` with a weight for each pair: how likely the policy is to produce both responses (WPO,
+    arXiv:2406.11827, eq. 2).
+
+    A token's weight is p / Σ p². It is computed from two log-probabilities: with all logits doubled, the token's
+    probability is p² / Σ p². A policy calls `from_hidden_states`.
+    """
+
+    takes_hidden_states = True
+
+    def __init__(self, cfg: DPOLossConfig | DPOOptions) -> None:
+        super().__init__(cfg)
+        if not self.options.use_weighting:
+            raise ContractError(f"{type(self).__name__}: use_weighting=False is for DPOLossFn")
+
+    def __call__(  # type: ignore[override]  # called with logits, not rewards
+        self,
+        next_token_logits: Any = None,
+        data: Any = None,
+        global_valid_seqs: Tensor | None = None,
+        global_valid_toks: Tensor | None = None,
+        *groups: Any,
+        next_token_logprobs: Tensor | None = None,
+        **named_groups: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Compute the loss from logits; `groups` are those of `LogprobLoss`."""
+        if data is None or next_token_logits is None or next_token_logprobs is not None:
+            raise ContractError(f"{type(self).__name__}: give data and next_token_logits; log-probabilities do not do")
+        logprobs, _ = self.next_token_logprobs(next_token_logits, data, *groups, **named_groups)
+        with torch.no_grad():
+            doubled, _ = self.next_token_logprobs(2 * next_token_logits, data, *groups, **named_groups)
+        return self._loss(logprobs, data, global_valid_seqs, self._weights(logprobs, doubled, data))
+
+    def from_logprobs(self, *arguments: Any, **named: Any) -> tuple[Tensor, dict[str, Any]]:
+        raise ContractError(f"{type(self).__name__} needs whole distributions: give it logits or hidden states")
+
+    def from_hidden_states(
+        self,
+        states: FinalHiddenStates,
+        data: BatchedDataDict[Any],
+        global_valid_seqs: Tensor | None,
+        global_valid_toks: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return the loss from hidden states and the LM head."""
+        require_keys(data, self.required_keys, self)
+        targets = data["input_ids"].roll(-1, dims=1)[..., None]
+        logprobs = states.logprobs_of(targets, 1.0, with_entropy=False)[0][..., 0]
+        with torch.no_grad():
+            doubled = states.logprobs_of(targets, 0.5, with_entropy=False)[0][..., 0]
+        return self._loss(logprobs, data, global_valid_seqs, self._weights(logprobs, doubled, data))
+
+    def _weights(self, logprobs: Tensor, doubled: Tensor, data: BatchedDataDict[Any]) -> Float[Tensor, " pairs"]:
+        """Return exp of the mean of log p − log Σ p² over each row's tokens, multiplied for the rows of a pair."""
         mask = token_mask_of(data, logprobs)
-        rewards = masked_sum(logprobs, mask, dim=-1)
-        return rewards / mask.sum(-1).clamp(min=1) if self.averages else rewards
+        means = _divided(masked_sum(doubled - logprobs.detach(), mask, dim=-1), mask)
+        chosen, rejected = self.split_output_tensor(means.exp())
+        return chosen * rejected
 
 
-def _log_odds(logprob: Tensor) -> Tensor:
-    """Return log(p / (1 − p)) for log p < 0. For log p = 0 (an empty response), use the largest p below 1."""
-    logprob = logprob.clamp(max=-torch.finfo(logprob.dtype).eps)
-    return logprob - torch.log(-torch.expm1(logprob))
+def build_dpo_loss(options: DPOOptions) -> DPOLossFn:
+    """Return the loss class that computes these options."""
+    return WeightedDPOLossFn(options) if options.use_weighting else DPOLossFn(options)
+
+
+def _divided(sums: Float[Tensor, " rows"], mask: Float[Tensor, "rows predicted"]) -> Float[Tensor, " rows"]:
+    """Return sums divided by the number of counted tokens of each row, or by 1 if there are none."""
+    return sums / mask.sum(-1).clamp(min=1)
+
+
+def _weighted(per_pair: Tensor, weights: Tensor | None) -> Tensor:
+    return per_pair if weights is None else per_pair * weights
 
 
 def _pair_metrics(loss: Tensor, accuracy: Tensor, chosen: Tensor, rejected: Tensor, mask: Tensor) -> dict[str, Any]:
@@ -342,7 +453,7 @@ def _pair_metrics(loss: Tensor, accuracy: Tensor, chosen: Tensor, rejected: Tens
 
 
 class KTOLossDataDict(TypedDict):
-    """`desirable` [B] (bool) and `kl_reference_point` [B] (z₀, see `kto_reference_point`).
+    """`desirable` [B] (bool) and `kl_reference_point` [B] (z₀, see `kto_reference_point`; not for apo_zero_unpaired).
 
     Column t of `reference_policy_logprobs` [B, S] scores token t + 1, as for DPO.
     """
@@ -369,17 +480,20 @@ def kto_reference_point(
 class KTOLossFn(LogprobLoss):
     """λ_D·(1 − σ(β(r − z₀))) for desirable rows, λ_U·(1 − σ(β(z₀ − r))) for the others.
 
-    r = Σ (logprob − reference logprob); averaged over the sequences of the global batch.
+    r = Σ (logprob − reference logprob); averaged over the sequences of the global batch. For
+    `loss=apo_zero_unpaired`, z₀ is 0.
     """
 
     reads_counted_tokens_only = True
     loss_type = LossType.SEQUENCE_LEVEL
-    required_keys = tuple(KTOLossDataDict.__annotations__)
+    required_keys: tuple[str, ...] = tuple(KTOLossDataDict.__annotations__)
 
     options: KTOOptions
 
     def __init__(self, cfg: KTOLossConfig | KTOOptions) -> None:
         self.options = KTOOptions.from_config(cfg, type(self).__name__)
+        if not self.options.needs_reference_point:
+            self.required_keys = tuple(key for key in self.required_keys if key != "kl_reference_point")
 
     def from_logprobs(
         self,
@@ -401,7 +515,8 @@ class KTOLossFn(LogprobLoss):
         )
         desirable = data["desirable"].bool()
         options = self.options
-        margin = options.reference_policy_kl_penalty * (rewards - data["kl_reference_point"].to(rewards))
+        point = data["kl_reference_point"].to(rewards) if options.needs_reference_point else torch.zeros_like(rewards)
+        margin = options.reference_policy_kl_penalty * (rewards - point)
         value = torch.where(
             desirable,
             options.desirable_weight * torch.sigmoid(-margin),
@@ -413,9 +528,7 @@ class KTOLossFn(LogprobLoss):
         return loss, {
             "loss": loss.detach(),
             "rewards_desirable_sum": masked_sum(rewards.detach(), desirable_mask),
-            "kl_reference_point": masked_mean(
-                data["kl_reference_point"].to(rewards), sample_mask, global_normalization_factor=seqs
-            ),
+            "kl_reference_point": masked_mean(point, sample_mask, global_normalization_factor=seqs),
             "rewards_undesirable_sum": masked_sum(rewards.detach(), undesirable_mask),
             "num_desirable_samples": desirable_mask.sum(),
             "num_valid_samples": sample_mask.sum(),

@@ -24,6 +24,8 @@ IDENTIFYING_KEYS = (
     "model.head",
     "model.dtype",
     "dpo.preference_loss",
+    "kto.loss",
+    "sft.loss",
     "environment.name",
     "environment.function",
     "seed",

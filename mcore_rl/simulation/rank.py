@@ -137,9 +137,11 @@ def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable
         return policy.get_reference_policy_logprobs(data, temperature=temperature)
 
     reference = [] if policy.reference is None else [by_reference]
-    if isinstance(config, DPOConfig) and (other := beside.get(REFERENCE)) is not None:
-        return [lambda: other.get_logprobs(data)]
-    if isinstance(config, KTOConfig):
+    if isinstance(config, DPOConfig):
+        other = beside.get(REFERENCE)
+        by_other = reference if other is None else [lambda: other.get_logprobs(data)]
+        return [*by_other, *([by_policy] if config.dpo.needs_batch else [])]
+    if isinstance(config, KTOConfig) and config.kto.needs_reference_point:
         return [by_reference, by_reference, by_policy]  # the last two passes are on other records' responses
     if isinstance(config, DistillationConfig) and config.distillation.topk is not None:
         k = config.distillation.topk

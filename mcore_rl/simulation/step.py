@@ -17,6 +17,7 @@ from mcore_rl.distributed.batched_data_dict import BatchShare, LocalBatch
 from mcore_rl.distributed.packs import PackLayout
 from mcore_rl.distributed.topology import ParallelDimension
 from mcore_rl.errors import UserError
+from mcore_rl.losses.options import OF_BATCH
 from mcore_rl.simulation.counters import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -413,6 +414,8 @@ def invented_batch(config: TrainingConfig, sequences: Sequences) -> Any:
     if isinstance(config, PPOConfig):
         columns += ("values", "returns")
     data |= {name: torch.zeros(shape) for name in columns}
+    if isinstance(config, DPOConfig):
+        data |= {f"{kind}_partner": torch.zeros(shape[0]) for kind in config.dpo.preference_losses if kind in OF_BATCH}
     if isinstance(config, KTOConfig):
         data["kl_reference_point"] = torch.zeros(shape[0])
         data["desirable"] = torch.arange(shape[0]) % 2 == 0

@@ -30,6 +30,7 @@ from mcore_rl.config import (
 from mcore_rl.config.parallel import ParallelLayout
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict
 from mcore_rl.errors import UserError
+from mcore_rl.losses.preference import build_dpo_loss
 from mcore_rl.testing.processes import run_processes
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def add_earlier_logprobs(data: BatchedDataDict[Any], logprobs: Tensor, config: T
 
     if isinstance(config, DPOConfig):
         data.setdefault("reference_policy_logprobs", nearly_the_same().roll(-1, dims=1))
+        data.update(build_dpo_loss(config.dpo).batch_columns(logprobs[:, 1:], data))
     if isinstance(config, KTOConfig):
         data["reference_policy_logprobs"] = nearly_the_same().roll(-1, dims=1)
         data["kl_reference_point"] = torch.full((data.size,), 0.3)

@@ -247,3 +247,27 @@ def test_what_is_laid_over_need_not_be_set(write, tmp_path):
     child.write_text("base: ${UNSET_HERE}.yaml\n")
     with pytest.raises(UserError, match=r"child\.yaml: base: the environment variable UNSET_HERE is not set"):
         load_config(SFTConfig, child)
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "message"),
+    [
+        (
+            DPOConfig,
+            ["dpo={preference_loss: aot}", "model.lora={rank: 4, dropout: 0.1}"],
+            "model.lora.dropout: preference_loss=aot sorts the scores of a pass without dropout; set dropout=0",
+        ),
+        (
+            KTOConfig,
+            ["kto.mismatched=batch", "batch.global_batch_size=1"],
+            "kto.mismatched: a batch of one record has no other response; set dataset",
+        ),
+        (KTOConfig, ["kto={loss: apo_zero_unpaired, mismatched: batch}"], "kto: mismatched is of the reference point"),
+        (DPOConfig, ["dpo={discopop_tau: 0.1}"], "discopop_tau applies to preference_loss=discopop, not to sigmoid"),
+        (SFTConfig, ["sft.loss=chunked_nll"], "sft.loss: Input should be 'nll' or 'dft'"),
+    ],
+)
+def test_option_that_a_loss_does_not_read_is_refused(config, overrides, message, write):
+    with pytest.raises(UserError) as refused:
+        load_config(config, write(MINIMAL), overrides)
+    assert message in str(refused.value)
