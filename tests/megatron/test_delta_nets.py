@@ -6,7 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 from layout_cases import make_config, make_data, plain_logprobs, run_steps
-from safetensors.torch import load_file, save_file
+from published_directories import save_in_shards, tensors_of, train_and_export
+from safetensors.torch import load_file
 from small_models import DELTA_NET_EXPERTS, DELTA_NETS, SMALL, and_long, make_tokenizer
 from small_models import make_config as make_hf_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -287,13 +288,7 @@ def make_published(directory, kind, ties, packs):
     tensors |= {"mtp.fc.weight": torch.randn(64, 128).bfloat16(), "mtp.norm.weight": torch.randn(64).bfloat16()}
     if packs:
         tensors = packed(tensors)
-    names = sorted(tensors)
-    weight_map = {}
-    for number in range(3):
-        file = f"model-{number + 1:05d}-of-00003.safetensors"
-        save_file({name: tensors[name] for name in names[number::3]}, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(names[number::3], file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    save_in_shards(tensors, directory)
     (directory / "preprocessor_config.json").write_text("{}")
     make_tokenizer().save_pretrained(directory)
     return directory
@@ -313,27 +308,6 @@ def packed(tensors):
     return apart
 
 
-def train_and_export(config, before, after):
-    """Export, train two steps, export in fp32; the log-probabilities after that, from rank 0."""
-    from mcore_rl.algorithms.build_loss import build_loss
-    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-
-    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
-    policy.export_hf(before)
-    for _ in range(2):
-        policy.train(policy.own_rows(make_data()), build_loss(config))
-    checkpoint = config.checkpoint.model_copy(update={"export_dtype": "float32"})
-    policy.config = policy.config.model_copy(update={"checkpoint": checkpoint})
-    policy.export_hf(after)
-    logprobs = policy.get_logprobs(make_data())["logprobs"]
-    policy.shutdown()
-    return logprobs
-
-
-def tensors_of(directory):
-    return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
-
-
 @pytest.mark.parametrize(
     ("kind", "ties", "packs", "layout"),
     and_long(
@@ -349,7 +323,7 @@ def tensors_of(directory):
 def test_a_published_directory_is_trained_and_exported(kind, ties, packs, layout, tmp_path):
     path = make_published(tmp_path / "model", kind, ties, packs)
     config = layout.apply(make_config(path))
-    logprobs = run_processes(train_and_export, config, tmp_path / "before", tmp_path / "after", world_size=2)[0]
+    logprobs = run_processes(train_and_export, config, tmp_path / "before", tmp_path / "after", world_size=2)[0][0]
     original, before, after = map(tensors_of, (path, tmp_path / "before", tmp_path / "after"))
     original = {name: t for name, t in original.items() if not (ties and name == "lm_head.weight")}
     assert set(before) == set(after) == set(original)

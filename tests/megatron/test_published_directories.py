@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from layout_cases import make_config, make_data, plain_logprobs
+from published_directories import save_in_shards, tensors_of, train_and_export
 from safetensors.torch import load_file, save_file
 from small_models import and_long, make_model
 from transformers import AutoModelForCausalLM
@@ -97,36 +98,8 @@ def make_published(directory, family, quantization=None, model_type=None, predic
     values |= {"dtype": "bfloat16", "model_type": model_type or values["model_type"]}
     (directory / "config.json").write_text(json.dumps(values))
     (directory / "model.safetensors").unlink()
-    names, weight_map = sorted(tensors), {}
-    for number in range(3):
-        file = f"model-{number + 1:05d}-of-00003.safetensors"
-        own = {name: tensors[name].contiguous() for name in names[number::3]}
-        save_file(own, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(own, file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    save_in_shards(tensors, directory)
     return decoded(tensors)
-
-
-def train_and_export(config, before, after):
-    """Export, train two steps, export in fp32; return the log-probabilities after that, and the line on untrained
-    tensors."""
-    from mcore_rl.algorithms.build_loss import build_loss
-    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-
-    policy = MegatronPolicy(config, total_steps=10, rows_per_unit=2)
-    policy.export_hf(before)
-    for _ in range(2):
-        policy.train(policy.own_rows(make_data()), build_loss(config))
-    checkpoint = config.checkpoint.model_copy(update={"export_dtype": "float32"})
-    policy.config = policy.config.model_copy(update={"checkpoint": checkpoint})
-    policy.export_hf(after)
-    logprobs, line = policy.get_logprobs(make_data())["logprobs"], policy.describe_untrained()
-    policy.shutdown()
-    return logprobs, line
-
-
-def tensors_of(directory):
-    return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
 CASES = {
