@@ -23,7 +23,7 @@ LARGEST_EXPONENT = 80.0
 
 @dataclass(frozen=True)
 class Pairs:
-    """What the losses on pairs read, in nats, without the factor β.
+    """Inputs of the losses on pairs, in nats, without the factor β.
 
     chosen, rejected: rewards [n], relative to the reference if there is one.
     margin: difference of the f-divergence's scores [n] of chosen and rejected (of the rewards, for the reverse KL).

@@ -93,7 +93,7 @@ def flush_output() -> None:
 
 
 def discard(stream: Any) -> None:
-    """Discard what is written to a stream from now on, and what it still holds."""
+    """Discard the stream's buffer and everything written to the stream later."""
     with contextlib.suppress(OSError, ValueError):  # a stream of a test may have no descriptor
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, stream.fileno())

@@ -70,7 +70,7 @@ def test_judge_failure_leaves_other_samples_judged(environment_of, monkeypatch, 
 
 
 def test_process_of_judge_reads_nothing(environment_of, monkeypatch):
-    """Its standard input is not the pipe that the requests come through."""
+    """A process that a judge starts cannot read the requests from its standard input."""
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     environment = environment_of(
         name="function", function="judge_functions:read_by_a_process", num_workers=1, time_limit_seconds=5

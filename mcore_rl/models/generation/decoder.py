@@ -114,9 +114,10 @@ class _Step:
 
 
 class LayerCache(ABC):
-    """What one layer keeps of the sequences on this rank.
+    """Cache of one layer for the sequences on this rank.
 
-    Its methods get the tensors [T, …] that the layer's core attention gets in training, and return its output [T, …].
+    `prefill` and `step` take the same tensors [T, …] as the layer's core attention in training, and return its output
+    [T, …].
     """
 
     @abstractmethod

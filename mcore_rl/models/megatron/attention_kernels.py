@@ -382,7 +382,7 @@ def flash_varlen(
 
 
 class _SinkFlash(torch.autograd.Function):
-    """torch's flash kernel for packs, with sinks, which it does not know.
+    """torch's flash kernel for packs, extended by sinks.
 
     With lse' = logaddexp(lse, sink) the output is out · exp(lse − lse'). The kernel's backward pass holds as it is for
     the corrected output and lse', because a key's probability is exp(score − lse').

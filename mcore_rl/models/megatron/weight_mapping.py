@@ -255,8 +255,11 @@ class QueryKeyValue(Interleaved):
 
 
 class GatedQueryKeyValue(QueryKeyValue):
-    """As `QueryKeyValue`, with a gate for each query head. In the directory each query is followed by its gate; in the
-    parameter the queries of a group are followed by their gates."""
+    """Query, key and value with a gate for each query head.
+
+    In the directory a head's query is followed by its gate. In the parameter all queries of a group are followed by
+    their gates.
+    """
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -273,7 +276,7 @@ class GatedQueryKeyValue(QueryKeyValue):
 
 
 class InterleavedGateUp(Kind):
-    """One expert's weight [1, in, 2 · width] or bias [1, 2 · width], with gates and ups by turns (gpt-oss)."""
+    """One expert's weight [1, in, 2 · width] or bias [1, 2 · width]; gate and up columns alternate (gpt-oss)."""
 
     def read(self, parts: Sequence[Part], source: TensorSource, rank: int, size: int) -> Tensor:
         whole = parts[0].read(source)[0].movedim(-1, 0)
