@@ -193,17 +193,20 @@ def final_hidden_states(
 
 class TopKHead:
     """A head for the k largest logits of each position of a microbatch and their token ids, computed for a few
-    positions at once."""
+    positions at once; with `temperature`, for their log-probabilities."""
 
-    def __init__(self, model: ModelShard, k: int) -> None:
-        self.model, self.k = model, k
+    def __init__(self, model: ModelShard, k: int, temperature: float | None = None) -> None:
+        self.model, self.k, self.temperature = model, k, temperature
 
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Return values and ids, each [n, S, k], at the rows' tokens; complete on every rank, 0 in the padding."""
         topology, layout = self.model.topology, microbatch.layout
         group, width = topology.tensor.group, microbatch.data["input_ids"].shape[1]
         hidden = gather_hidden_states(hidden, group, topology.sequence_parallel)
-        values, ids = linear_topk(hidden, self.model.chunks[-1].lm_head_weight(), self.k, group, self.model.vocab_size)
+        weight, vocab_size = self.model.chunks[-1].lm_head_weight(), self.model.vocab_size
+        values, ids = linear_topk(hidden, weight, self.k, group, vocab_size)
+        if self.temperature is not None:
+            values, _ = linear_logprobs(hidden, weight, ids, group, vocab_size, self.temperature)
         index, valid = (platform.sent(x, hidden.device) for x in layout.token_table(width))
         best, tokens = (
             gather_context_parallel(local, layout, topology.context.group)[index] * valid[..., None]
