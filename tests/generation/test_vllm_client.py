@@ -157,7 +157,8 @@ server = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {slee
 vllm_server.server_command = lambda config, port: [sys.executable, "-c", server]
 vllm = SimpleNamespace(num_servers=2, host="127.0.0.1", port=int(sys.argv[1]), devices=())
 model = SimpleNamespace(moe_router_replay=False, path=Path("unused"))
-config = SimpleNamespace(model=model, generation=SimpleNamespace(vllm=vllm))
+rollouts = SimpleNamespace(sampled_at_most=None)
+config = SimpleNamespace(model=model, generation=SimpleNamespace(vllm=vllm), rollouts=rollouts)
 service = vllm_server.VLLMServerProcesses(config, Path(sys.argv[2]))
 print("started", flush=True)
 time.sleep(99)

@@ -121,7 +121,7 @@ class _GatheredTensor:
         if shard is not None and self.gathers:
             assert tuple(shard.shape) == shape, f"{self.mapping.megatron} is {tuple(shard.shape)}, not {shape}"
             shard = shard if adapter is None else adapter.merged(shard)
-            stacked = shard.unsqueeze(0) if size == 1 else _gather(shard, self.ranks)
+            stacked = shard.unsqueeze(0) if size == 1 else gather_shards(shard, self.ranks)
         if self.mapping.is_expert and self.stage == self.topology.pipeline.rank and self.passes_on:
             stacked = self._sent(stacked, (size, *shape), self.topology.expert, self.expert_rank)
         if self.crosses_stages:
@@ -152,7 +152,7 @@ def _expert_rank_of(mapping: Mapping, model: ModelShard) -> int:
     return int(match[1]) // model.experts_per_rank if match else 0
 
 
-def _gather(shard: Tensor, ranks: ParallelDimension) -> Tensor:
+def gather_shards(shard: Tensor, ranks: ParallelDimension) -> Tensor:
     """Gather […] of each rank into [size, …]."""
     stacked = shard.new_empty((ranks.size, *shard.shape))
     own, whole = shard.contiguous().view(-1), stacked.view(ranks.size, -1)
