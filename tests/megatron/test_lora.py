@@ -118,7 +118,6 @@ CASES = and_long(
         ("moonlight", "latent_queries", ParallelLayout(tp=2, dp=2, ep=2, sp=True)),
         ("glm4_moe_lite", "latent", ParallelLayout(pp=2, cp=2)),
         ("gpt_oss", "experts_and_attention", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
-        ("gpt_oss", "experts", ParallelLayout(tp=2, sp=True)),
         ("glm4", "phi3_mlp", ParallelLayout(tp=2)),
         ("qwen3_5", "delta_nets", ParallelLayout(tp=2, cp=2, sp=True)),
         ("qwen3_5", "delta_nets", ParallelLayout(pp=2)),
@@ -132,6 +131,7 @@ CASES = and_long(
         ("mixtral", "experts", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
         ("mixtral", "experts", ParallelLayout(tp=2, dp=2, ep=2, sp=True)),
         ("qwen3_moe", "experts_and_attention", ParallelLayout(pp=2, cp=2, ep=2)),
+        ("gpt_oss", "experts", ParallelLayout(tp=2, sp=True)),
     ],
 )
 GROUPED_CASES = and_long(
@@ -139,12 +139,14 @@ GROUPED_CASES = and_long(
         ("mixtral", "experts", ParallelLayout(tp=2, sp=True)),
     ],
     [
-        ("mixtral", "experts", ParallelLayout()),
         ("qwen3_moe", "experts_and_attention", ParallelLayout(tp=2, ep=2, etp=1, sp=True)),
         ("glm4_moe", "experts_down", ParallelLayout(pp=2, dp=2, ep=2)),
+        ("gpt_oss", "experts", ParallelLayout(tp=2, sp=True)),
+    ],
+    [
+        ("mixtral", "experts", ParallelLayout()),
         ("moonlight", "latent_queries", ParallelLayout(dp=2, ep=2)),
         ("qwen3_next", "next", ParallelLayout(tp=2, sp=True)),
-        ("gpt_oss", "experts", ParallelLayout(tp=2, sp=True)),
     ],
 )
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
