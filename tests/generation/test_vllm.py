@@ -398,7 +398,7 @@ def test_rollouts_ahead_of_training(root, urls):
     assert all(line["token_mult_prob_error"] > 1.001 for line in metrics[1:])
     steps = [json.loads(line)["rollouts"] for line in recording.read_text().splitlines()]
     weights = {0: root / "model"}
-    for version in range(1, 4):
+    for version in range(1, 5):  # tokens of the last step may already have the weights of the step before
         weights[version] = root / f"ahead_{version}"
         run("convert_checkpoint.py", "megatron-to-hf", out / "checkpoints" / f"iter_{version:07d}", weights[version])
     check_versions([rollout for rollouts in steps for rollout in rollouts], weights)
