@@ -65,11 +65,12 @@ class VLLMServerProcesses:
         logs: directory for the servers' output.
 
     Raises:
-        UserError: a port is taken.
+        UserError: a port is taken, or the model's directory is quantized.
     """
 
     def __init__(self, config: RLConfig, logs: Path) -> None:
         vllm = config.generation.vllm
+        _check_precision(config.model.path)
         for index in range(vllm.num_servers):
             _check_port(vllm.host, vllm.port + index)
         logs.mkdir(parents=True, exist_ok=True)
@@ -148,6 +149,16 @@ class VLLMServerProcesses:
             devices = vllm.devices[index * size : (index + 1) * size]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         return environment
+
+
+def _check_precision(path: Path) -> None:
+    """Raise UserError for a quantized directory: a server would copy weights in bfloat16 into quantized ones."""
+    file = path / "config.json"
+    if file.is_file() and json.loads(file.read_bytes()).get("quantization_config"):
+        raise UserError(
+            f"generation.backend: vLLM would keep {path} quantized, but gets weights in bfloat16; set model.path to a "
+            "copy in bfloat16 (scripts/convert_checkpoint.py hf-to-megatron, then megatron-to-hf)"
+        )
 
 
 def _returns_masks(config: RLConfig) -> bool:
