@@ -121,7 +121,7 @@ def invent_rollouts(config, tokenizer):
     import torch
 
     from mcore_rl.algorithms.advantages import advantages_of
-    from mcore_rl.algorithms.grpo import add_positive_examples
+    from mcore_rl.algorithms.grpo import add_columns_of_loss
     from mcore_rl.data.datasets import load_prompt_dataset
     from mcore_rl.rollouts.samples import Rollout, to_batch
 
@@ -137,8 +137,7 @@ def invent_rollouts(config, tokenizer):
     rewards = torch.rand(prompts, group, generator=generator)
     data = to_batch(rollouts, tokenizer.pad_token_id)
     data["advantages"] = advantages_of(config.grpo, rewards, data["token_mask"])
-    if config.loss.positive_example_nll_weight:
-        add_positive_examples(data, rewards)
+    add_columns_of_loss(config.loss, data, rewards)
     return data
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mcore_rl.config import DistillationConfig, DPOConfig, KTOConfig, RLConfig, RMConfig, SFTConfig, TrainingConfig
 from mcore_rl.losses.common import DFTLoss, LossFunction, NLLLoss
 from mcore_rl.losses.distillation import DistillationLossFn, Teacher, WholeVocabularyDistillationLossFn
-from mcore_rl.losses.policy_gradient import ClippedPGLossFn
+from mcore_rl.losses.policy_gradient import build_policy_loss
 from mcore_rl.losses.preference import BradleyTerryLoss, KTOLossFn, build_dpo_loss
 
 
@@ -23,5 +23,5 @@ def build_loss(config: TrainingConfig, teacher: Teacher | None = None) -> LossFu
         assert teacher is not None, "distillation over the whole vocabulary needs the teacher"
         return WholeVocabularyDistillationLossFn(config.distillation, teacher)
     if isinstance(config, RLConfig):
-        return ClippedPGLossFn(config.loss)
+        return build_policy_loss(config.loss)
     return DFTLoss() if isinstance(config, SFTConfig) and config.sft.loss == "dft" else NLLLoss()

@@ -24,8 +24,8 @@ from mcore_rl.environments.judge_processes import JudgeProcesses, probe
 from mcore_rl.environments.reward_model import RewardModelEnvironment
 from mcore_rl.errors import TrainingError
 from mcore_rl.losses.common import over_steps, reductions_of
-from mcore_rl.losses.options import ClippedPGOptions
-from mcore_rl.losses.policy_gradient import ClippedPGLossFn, calculate_kl, soft_overlong_penalty
+from mcore_rl.losses.policy_gradient import build_policy_loss, calculate_kl, observation_mask, soft_overlong_penalty
+from mcore_rl.losses.policy_options import PolicyLossOptions
 from mcore_rl.models.generation.interfaces import GenerationInterface
 from mcore_rl.models.generation.megatron_generation import megatron_generation_of, sampling_params_of
 from mcore_rl.models.generation.vllm_generation import VLLMGeneration
@@ -207,7 +207,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         super().__init__(config, inputs, policy)
         self.worker, self.critic = worker, critic
         self.replays = recorded is not None
-        self.loss_fn = ClippedPGLossFn(config.effective_loss_options(self.replays))
+        self.loss_fn = build_policy_loss(config.effective_loss_options(self.replays))
         self.collector = RolloutCollector(
             config, inputs, policy, worker, self.say, self.total_steps, recording, recorded
         )
@@ -273,8 +273,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         else:
             with phases("critic"):
                 metrics |= critic.add_advantages(rows, rewards, outcomes, penalty)
-        if config.loss.positive_example_nll_weight:
-            add_positive_examples(rows, rewards)
+        add_columns_of_loss(config.loss, rows, rewards)
 
         # Update: optimizer steps of the critic and of the policy on the minibatches.
         minibatches, passes = self._minibatches(step, rows), config.rollouts.num_updates_per_rollout
@@ -434,7 +433,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         expected = {} if self.config.rollouts.filters_tokens else {"token_mult_prob_error": 1.0}
         if self.config.loss.kl_in_loss:
             expected["kl_penalty"] = 0.0
-        if not self.config.loss.disable_ppo_ratio:
+        if self.config.loss.has_ratio:
             expected["probs_ratio"] = 1.0
         for name, value in expected.items():
             if abs(metrics[name] - value) > tolerance:
@@ -545,7 +544,7 @@ def _too_many_failed(failed: int, total: int, limit: float) -> bool:
     return failed > limit * total or failed == total
 
 
-def kl_penalty(loss: ClippedPGOptions, rows: BatchedDataDict[Any]) -> torch.Tensor:
+def kl_penalty(loss: PolicyLossOptions, rows: BatchedDataDict[Any]) -> torch.Tensor:
     """Return the KL penalty [B, S] of each token (nats), which `use_kl_in_reward` subtracts from the token's reward."""
     current = rows["prev_logprobs" if "prev_logprobs" in rows else "generation_logprobs"]
     reference = rows["reference_policy_logprobs"]
@@ -559,21 +558,29 @@ def _rows_of(batch: BatchedDataDict[Any], row_of: dict[int, int], asked: Sequenc
     return tokens
 
 
-def add_positive_examples(data: BatchedDataDict[Any], rewards: torch.Tensor) -> None:
-    """Add the entries for the negative log-likelihood of samples with a positive reward.
+def add_columns_of_loss(loss: PolicyLossOptions, data: BatchedDataDict[Any], rewards: torch.Tensor) -> None:
+    """Add the entries for the likelihood terms of the loss: rewards, and numbers of tokens of the global batch.
 
     Args:
         rewards: rewards of all samples, even if `data` has only the samples of one replica.
     """
-    data["rewards"] = batch_share(data).select(rewards.flatten())
-    _count_positive(data)
+    if loss.positive_example_nll_weight:
+        data["rewards"] = batch_share(data).select(rewards.flatten())
+        data["num_positive_tokens"] = torch.zeros(data.size)
+    if loss.observation_nll_weight:
+        data["num_observation_tokens"] = torch.zeros(data.size)
+    _count_tokens(data)
 
 
-def _count_positive(data: BatchedDataDict[Any]) -> None:
+def _count_tokens(data: BatchedDataDict[Any]) -> None:
+    """Set the numbers of tokens that the batch has entries for. Collective."""
     share = batch_share(data)
-    positive = data["token_mask"][:, 1:].sum(1) * data["sample_mask"] * (data["rewards"] > 0)
-    (total,) = share.sum(float(positive.sum()))
-    data["num_positive_tokens"] = torch.full((data.size,), total)
+    if "num_positive_tokens" in data:
+        positive = data["token_mask"][:, 1:].sum(1) * data["sample_mask"] * (data["rewards"] > 0)
+        data["num_positive_tokens"] = torch.full((data.size,), share.sum(float(positive.sum()))[0])
+    if "num_observation_tokens" in data:
+        observed = observation_mask(data, data["token_mask"])
+        data["num_observation_tokens"] = torch.full((data.size,), share.sum(float(observed.sum()))[0])
 
 
 def minibatch_of(data: LocalBatch[Any], rows: Sequence[int]) -> LocalBatch[Any]:
@@ -588,6 +595,5 @@ def minibatch_of(data: LocalBatch[Any], rows: Sequence[int]) -> LocalBatch[Any]:
     part: LocalBatch[Any] = LocalBatch(data.select_indices(own).data, share)
     if not own:
         part.pop("routed_experts", None)
-    if "num_positive_tokens" in part:
-        _count_positive(part)
+    _count_tokens(part)
     return part

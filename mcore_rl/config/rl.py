@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from mcore_rl.config.base import (
     Count,
@@ -22,7 +22,18 @@ from mcore_rl.config.base import (
 )
 from mcore_rl.config.sections import ModelConfig, OptimizerConfig, ReferenceSyncConfig, TrainerConfig, TrainingConfig
 from mcore_rl.errors import UserError
-from mcore_rl.losses.options import ClippedPGOptions
+from mcore_rl.losses.policy_options import (
+    ClippedPGOptions,
+    DPPOKLOptions,
+    DPPOTVOptions,
+    DROOptions,
+    GMPOOptions,
+    LUSPOOptions,
+    PolicyLossOptions,
+    SAPOOptions,
+    VESPOOptions,
+    options_class,
+)
 
 
 class JudgeOptions(Section):
@@ -275,7 +286,26 @@ class RolloutOptions(Section):
 
 def _translated(loss: Any) -> Any:
     """Return the options of a loss under this package's names, if they have the reference's names."""
-    return ClippedPGOptions.translate(loss) if isinstance(loss, dict) else loss
+    return options_class(loss).translate(loss) if isinstance(loss, dict) else loss
+
+
+def _name_of_loss(loss: Any) -> str:
+    return f"({loss.get('name', 'clipped_pg') if isinstance(loss, dict) else getattr(loss, 'name', 'clipped_pg')})"
+
+
+PolicyLoss = Annotated[
+    Annotated[ClippedPGOptions, Tag("(clipped_pg)")]
+    | Annotated[DPPOTVOptions, Tag("(dppo_tv)")]
+    | Annotated[DPPOKLOptions, Tag("(dppo_kl)")]
+    | Annotated[SAPOOptions, Tag("(sapo)")]
+    | Annotated[VESPOOptions, Tag("(vespo)")]
+    | Annotated[LUSPOOptions, Tag("(luspo)")]
+    | Annotated[GMPOOptions, Tag("(gmpo)")]
+    | Annotated[DROOptions, Tag("(dro)")],
+    Discriminator(_name_of_loss),
+    BeforeValidator(_translated),
+]
+"""Options of the loss that `name` chooses."""
 
 
 class GRPOTrainerConfig(TrainerConfig):
@@ -283,10 +313,10 @@ class GRPOTrainerConfig(TrainerConfig):
 
 
 class RLConfig(TrainingConfig):
-    """Configuration that GRPO and PPO share: rollouts, judging, a clipped policy-gradient loss."""
+    """Configuration that GRPO and PPO share: rollouts, judging, a policy-gradient loss."""
 
     trainer: GRPOTrainerConfig = GRPOTrainerConfig(max_epochs=1)
-    loss: Annotated[ClippedPGOptions, BeforeValidator(_translated)] = ClippedPGOptions()
+    loss: PolicyLoss = ClippedPGOptions()
     environment: EnvironmentConfig = EnvironmentConfig()
     generation: GenerationConfig = GenerationConfig()
     reference_sync: ReferenceSyncConfig | None = None
@@ -307,6 +337,15 @@ class RLConfig(TrainingConfig):
     def first_update_step(self) -> int:
         """First step that trains the policy."""
         return 1
+
+    @model_validator(mode="after")
+    def _observes(self) -> Self:
+        if self.loss.observation_nll_weight and self.environment.max_turns == 1:
+            raise ValueError(
+                "loss.observation_nll_weight: environment.max_turns=1 ends conversations before any observation; set "
+                "more turns, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_a_reference(self) -> Self:
@@ -367,7 +406,7 @@ class RLConfig(TrainingConfig):
         the sampler's."""
         return not self.is_on_policy(replays) or (self.loss.use_kl_in_reward and not self.samples_exactly(replays))
 
-    def effective_loss_options(self, replays: bool = False) -> ClippedPGOptions:
+    def effective_loss_options(self, replays: bool = False) -> PolicyLossOptions:
         """Return `loss` with the `force_on_policy_ratio` that the run uses."""
         return replace(self.loss, force_on_policy_ratio=self.is_on_policy(replays))
 

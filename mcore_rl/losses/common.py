@@ -152,9 +152,9 @@ class LogprobLoss(LossFunction):
 
     needs_entropy = False
     reads_counted_tokens_only = False
-    """Whether `from_logprobs` never reads masked tokens; each class declares it for itself.
+    """Whether `from_logprobs` reads only the tokens of `tokens_read`; each class declares it for itself.
 
-    A policy then passes 0 for these tokens and does not compute their part of the LM head.
+    A policy then passes 0 for the other tokens and does not compute their part of the LM head.
     """
     required_keys: tuple[str, ...] = ("input_ids", "token_mask", "sample_mask")
 
@@ -232,6 +232,10 @@ class LogprobLoss(LossFunction):
         `entropy` [B, S − 1] of each distribution is given if `needs_entropy`.
         """
         raise NotImplementedError
+
+    def tokens_read(self, data: Mapping[str, Any]) -> Float[Tensor, "batch predicted"]:
+        """Return a mask [B, S − 1] of the predicted tokens that the loss reads: those that carry loss."""
+        return token_mask_of(data, data["token_mask"])
 
     def check(self, logprobs: Tensor, data: BatchedDataDict[Any]) -> None:
         """Raise ContractError for missing keys and for masks that do not fit the log-probabilities."""

@@ -10,47 +10,18 @@ import torch
 import torch.nn.functional as F
 import yaml
 from layout_cases import make_config
+from policy_loss_cases import make_batch
 from programs import comparable, metrics_of, run
 from safetensors.torch import load_file
 from small_models import and_long, make_model
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.algorithms.loss_functions import ClippedPGLossFn
-from mcore_rl.losses.options import ClippedPGOptions
-from mcore_rl.rollouts.samples import Rollout, to_batch
+from mcore_rl.losses.policy_options import ClippedPGOptions
 from mcore_rl.testing.layout_check import ParallelLayout
 from mcore_rl.testing.processes import run_processes
 
 TEMPERATURE, KL_PENALTY, STEPS = 2.9, 0.05, 2
-
-
-def make_rollouts():
-    """Ragged conversations of two turns, with tokens of the environment between the responses; 4 groups of 3.
-
-    Without token 0, the pad token, whose embedding transformers gives no gradient.
-    """
-    generator = torch.Generator().manual_seed(4)
-
-    def count(low, high):
-        return int(torch.randint(low, high, (), generator=generator))
-
-    rollouts = []
-    for sample in range(12):
-        prompt, first, observed, second = count(1, 8), count(1, 20), count(0, 4), count(1, 20)
-        mask = [False] * prompt + [True] * first + [False] * observed + [True] * second
-        ids = torch.randint(1, 250, (len(mask),), generator=generator).tolist()
-        logprobs = [float(-3 * torch.rand((), generator=generator)) if m else 0.0 for m in mask]
-        rollouts.append(Rollout(sample // 3, sample, ids, mask, logprobs, reward=float(count(0, 3))))
-    return rollouts
-
-
-def make_batch():
-    rollouts = make_rollouts()
-    data, rewards = to_batch(rollouts, 0), torch.tensor([r.reward for r in rollouts]).view(4, 3)
-    centred = rewards - rewards.mean(1, keepdim=True)
-    advantages = (centred / (rewards.std(1, keepdim=True) + 1e-4)).view(-1, 1)
-    data["advantages"] = advantages.expand(data["input_ids"].shape).contiguous()
-    return data
 
 
 def megatron_update(config, options):
