@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from mcore_rl import platform
-from mcore_rl.algorithms.advantages import advantages_of
+from mcore_rl.algorithms.advantages import EstimatorInputs, advantages_of, token_rewards_with_penalty
 from mcore_rl.config import GRPOConfig, RLConfig, RolloutOptions
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.distributed.batched_data_dict import BatchedDataDict, BatchShare, LocalBatch, batch_share
@@ -31,7 +31,14 @@ from mcore_rl.models.generation.megatron_generation import megatron_generation_o
 from mcore_rl.models.generation.vllm_generation import VLLMGeneration
 from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
-from mcore_rl.rollouts.collector import RolloutCollector, RolloutStatistics, rollout_metrics, staleness_metrics
+from mcore_rl.rollouts.collector import (
+    RolloutCollector,
+    RolloutStatistics,
+    groups_with_signal,
+    named_rewards,
+    rollout_metrics,
+    staleness_metrics,
+)
 from mcore_rl.rollouts.recordings import REPLAYED_OPTIONS, check_record, read_recording, recorded_by
 from mcore_rl.rollouts.samples import (
     Rollout,
@@ -258,8 +265,13 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         # Score: log-probabilities under the current weights (unless the sampler's are used) and under the reference.
         with phases("logprobs"):
             temperature = config.rollouts.temperature
+            if config.rollouts.reads_score_norms:
+                scored = policy.get_score_norms(rows, temperature)
+                rows["score_norms"] = scored["score_norms"]
+            elif config.scores_samples(self.replays):
+                scored = policy.get_logprobs(rows, temperature=temperature)
             if config.scores_samples(self.replays):
-                rows["prev_logprobs"] = policy.get_logprobs(rows, temperature=temperature)["logprobs"]
+                rows["prev_logprobs"] = scored["logprobs"]
             if policy.reference is not None:
                 scored = policy.get_reference_policy_logprobs(rows, temperature=temperature)
                 rows["reference_policy_logprobs"] = scored["reference_logprobs"]
@@ -268,8 +280,8 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         # Advantages: per sample, within its group; or per token, with a critic.
         if critic is None:
             options, judged = cast("GRPOAlgorithmConfig", config.rollouts), are_judged(outcomes).view_as(rewards)
-            mask = rows["token_mask"]
-            rows["advantages"] = advantages_of(options, rewards, mask, penalty, rows.share, judged)
+            mask, more = rows["token_mask"], self._estimator_inputs(rows, rewards, outcomes)
+            rows["advantages"] = advantages_of(options, rewards, mask, penalty, rows.share, judged, more)
         else:
             with phases("critic"):
                 metrics |= critic.add_advantages(rows, rewards, outcomes, penalty)
@@ -323,7 +335,7 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         columns, led = token_columns(pad, experts), sorted(rollouts.own) if topology.leads_replica else []
         own = [rollouts.own[place] for place in led]
         batch = to_batch(own, pad, experts)
-        if self.critic is not None:
+        if self.critic is not None or self.config.rollouts.reads_score_norms:
             columns.append(TokenColumn("token_rewards", torch.float32))
             batch["token_rewards"] = rewards_of_tokens(own, batch)
         owners = torch.zeros(len(rollouts), dtype=torch.long)
@@ -345,6 +357,23 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         if not share.indices:
             rows.pop("routed_experts", None)  # the dummy rows that keep ranks in step are routed normally
         return LocalBatch(rows, share)
+
+    def _estimator_inputs(
+        self, rows: LocalBatch[Any], rewards: torch.Tensor, outcomes: Sequence[RolloutSummary]
+    ) -> EstimatorInputs:
+        """Return what the configured estimator reads besides the samples' rewards [P, G]; takes its columns off the
+        rows."""
+        options = self.config.rollouts
+        if options.compares_named_rewards:
+            judges = self.config.environment.rewards
+            by_name = named_rewards(outcomes, list(judges)).view(len(judges), *rewards.shape)
+            return EstimatorInputs(by_name, torch.tensor([judge.weight for judge in judges.values()]))
+        if options.reads_score_norms:
+            shaping = rewards.flatten() - torch.tensor([outcome.reward for outcome in outcomes])
+            earned = token_rewards_with_penalty(rows, rows.share.select(shaping), None)
+            del rows["token_rewards"]
+            return EstimatorInputs(token_rewards=earned, score_norms=rows.pop("score_norms"))
+        return EstimatorInputs()
 
     def _replayed_experts(self) -> tuple[int, int] | None:
         """Return (layers, topk) of the experts to replay; None without `moe_router_replay`."""
@@ -534,7 +563,10 @@ def nothing_to_learn(
     if compared is None or loss.use_kl_in_reward or loss.learns_without_advantages:
         return None
     shape = (1, -1) if compared == "batch" else tuple(rewards.shape)
-    if bool(has_signal(rewards.view(shape), are_judged(outcomes).view(shape)).any()):
+    signal = has_signal(rewards.view(shape), are_judged(outcomes).view(shape))
+    if config.rollouts.compares_named_rewards:
+        signal = groups_with_signal(outcomes, rewards.shape[1], list(config.environment.rewards))
+    if bool(signal.any()):
         return None
     return "all rewards are equal" if compared == "batch" else "all rewards of each prompt are equal"
 

@@ -275,6 +275,16 @@ class RolloutOptions(Section):
         """Scope in which rewards must differ for an update to learn anything; None if they need not differ."""
         return None
 
+    @property
+    def compares_named_rewards(self) -> bool:
+        """Whether advantages follow from each reward by name, not from their sum."""
+        return False
+
+    @property
+    def reads_score_norms(self) -> bool:
+        """Whether advantages follow from rewards and norms of scores of single tokens."""
+        return False
+
     @model_validator(mode="after")
     def _has_room(self) -> Self:
         if self.overlong_cache_length is not None and self.overlong_cache_length > self.max_new_tokens:
@@ -474,8 +484,10 @@ class RLConfig(TrainingConfig):
 class GRPOAlgorithmConfig(RolloutOptions):
     """Rollouts, and the advantages that follow from their rewards."""
 
-    advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"
-    """How advantages follow from rewards."""
+    advantage_estimator: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gdpo", "maxrl", "optimal_token_baseline"
+    ] = "grpo"
+    """How advantages follow from rewards; see the table in docs/algorithms.md."""
     use_leave_one_out_baseline: bool | None = None
     """grpo: the baseline of a response is the mean reward of the other responses of its group; null: no."""
     normalize_rewards: bool | None = None
@@ -487,9 +499,19 @@ class GRPOAlgorithmConfig(RolloutOptions):
     """reinforce_plus_plus: subtract the mean reward of each prompt first."""
 
     @property
-    def compared(self) -> Literal["group", "batch"]:
+    def compared(self) -> Literal["group", "batch"] | None:
+        if self.advantage_estimator == "optimal_token_baseline":  # rewards of equal sums may be of other tokens
+            return None
         whole_batch = self.advantage_estimator == "reinforce_plus_plus" and not self.minus_baseline
         return "batch" if whole_batch else "group"
+
+    @property
+    def compares_named_rewards(self) -> bool:
+        return self.advantage_estimator == "gdpo"
+
+    @property
+    def reads_score_norms(self) -> bool:
+        return self.advantage_estimator == "optimal_token_baseline"
 
     @property
     def baseline_and_scale(self) -> tuple[bool, bool]:
@@ -505,6 +527,14 @@ class GRPOAlgorithmConfig(RolloutOptions):
             owner = "grpo" if name in of_grpo else "reinforce_plus_plus"
             if self.advantage_estimator != owner and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name}: is an option of advantage_estimator={owner}")
+        epsilon = type(self).model_fields["advantage_epsilon"].default
+        if self.advantage_estimator == "optimal_token_baseline" and self.advantage_epsilon != epsilon:
+            raise ValueError("advantage_epsilon: optimal_token_baseline divides by no deviation; leave it out")
+        if self.advantage_estimator in ("gdpo", "maxrl") and self.overlong_cache_length is not None:
+            reason = (
+                "does not read the sum of rewards" if self.compares_named_rewards else "needs rewards of at least 0"
+            )
+            raise ValueError(f"overlong_cache_length: {self.advantage_estimator} {reason}; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -524,6 +554,15 @@ class GRPOConfig(RLConfig):
     def _rewards_tokens(self) -> GRPOConfig:
         if self.loss.use_kl_in_reward and self.grpo.advantage_estimator != "reinforce_plus_plus":
             raise ValueError("loss.use_kl_in_reward: needs grpo.advantage_estimator=reinforce_plus_plus")
+        return self
+
+    @model_validator(mode="after")
+    def _has_several_rewards(self) -> GRPOConfig:
+        if self.grpo.compares_named_rewards and len(self.environment.rewards) < 2:
+            raise ValueError(
+                "grpo.advantage_estimator: gdpo compares several rewards by name; set environment.name=weighted with "
+                "two or more environment.rewards"
+            )
         return self
 
 

@@ -9,6 +9,8 @@ from fractions import Fraction
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from mcore_rl.config import RLConfig
 from mcore_rl.data.datasets import PromptDataset
@@ -73,8 +75,8 @@ class RolloutCollector:
             wanted = options.num_prompts_per_step - len(kept) // size
             new = self._generate(position + asked, wanted)
             asked += wanted
-            rewards, judged = torch.tensor([o.reward for o in new.outcomes]), are_judged(new.outcomes)
-            signal = has_signal(rewards.view(-1, size), judged.view(-1, size)).tolist()
+            names = list(self.config.environment.rewards) if options.compares_named_rewards else None
+            signal = groups_with_signal(new.outcomes, size, names).tolist()
             last = round_ == options.dynamic_sampling_rounds - 1
             everything = options.dynamic_sampling_rounds == 1 or (last and not kept and not any(signal))
             kept += new.select([place for place in range(len(new)) if signal[place // size] or everything])
@@ -125,6 +127,23 @@ class RolloutCollector:
         logged = gather_items_on_rank_zero(rollouts.own, places, topology)
         if self.policy.is_writer:
             self.samples.append(step, *map(_logged, logged))
+
+
+def named_rewards(outcomes: Sequence[RolloutSummary], names: Sequence[str]) -> Float[Tensor, "names samples"]:
+    """Return each sample's rewards by name; NaN for rewards that do not apply to the sample."""
+    rewards = [[outcome.rewards.get(name, math.nan) for outcome in outcomes] for name in names]
+    return torch.tensor(rewards, dtype=torch.float64)
+
+
+def groups_with_signal(
+    outcomes: Sequence[RolloutSummary], size: int, names: Sequence[str] | None = None
+) -> Bool[Tensor, " prompts"]:
+    """Return True for groups of `size` samples whose rewards differ; with `names`, one of these rewards by name."""
+    judged = are_judged(outcomes).view(-1, size)
+    if names is None:
+        return has_signal(torch.tensor([outcome.reward for outcome in outcomes]).view(-1, size), judged)
+    of_names = named_rewards(outcomes, names).view(len(names), -1, size)
+    return torch.stack([has_signal(r.nan_to_num(), judged & ~r.isnan()) for r in of_names]).any(0)
 
 
 def _logged(rollout: Rollout) -> dict[str, Any]:

@@ -150,6 +150,8 @@ def scorings(config: TrainingConfig, models: Models, data: Any) -> list[Callable
         judge = beside.get(JUDGE)
         judged = [] if judge is None else [lambda: judge.get_rewards(data)]
         before = [by_policy] if config.scores_samples() else []
+        if config.rollouts.reads_score_norms:
+            before = [lambda: policy.get_score_norms(data, temperature)]
         return [*judged, *before, *reference]
     return reference
 

@@ -265,7 +265,8 @@ def test_several_turns_updates_and_dynamic_sampling(files):
     process = train(
         files, "several", "environment.function=judging:twice", "environment.max_turns=2", "trainer.max_steps=2",
         "grpo.num_updates_per_rollout=2", "grpo.dynamic_sampling_rounds=3", "grpo.overlong_cache_length=4",
-        "grpo.advantage_estimator=rloo", "--record", files / "several.jsonl", "checkpoint.export_hf=false",
+        "grpo.advantage_estimator=optimal_token_baseline", "checkpoint.export_hf=false",
+        "--record", files / "several.jsonl",
     )  # fmt: skip
     assert process.returncode == 0
     rollout = json.loads((files / "several.jsonl").read_text().splitlines()[0])["rollouts"][0]
@@ -284,7 +285,8 @@ def test_a_tool_between_turns_and_weighted_rewards_on_two_replicas(files):
     rewards = f"{{vowels: {{name: function, function: 'judging:tool'}}, start: {start}}}"
     options = (
         f"environment={{name: weighted, max_turns: 2, batch_size: 3, rewards: {rewards}}}", "trainer.max_steps=2",
-        "grpo.num_logged_samples=24", "checkpoint.export_hf=false",
+        "grpo.num_logged_samples=24", "checkpoint.export_hf=false", "grpo.advantage_estimator=gdpo",
+        "loss={name: sapo, observation_nll_weight: 0.05, reference_policy_kl_penalty: 0.01}",
     )  # fmt: skip
     train(files, "tools", *options)
     train(files, "tools_of_two", *options, processes=2)
@@ -299,6 +301,7 @@ def test_a_tool_between_turns_and_weighted_rewards_on_two_replicas(files):
     applies = [sample["rewards"]["start"] for sample in samples if "start" in sample["rewards"]]
     assert 0 < len(applies) < len(samples)
     for step, line in enumerate(metrics_of(files / "tools"), start=1):
+        assert line["observation_nll_loss"] > 1
         own = [sample["rewards"] for sample in samples if sample["step"] == step]
         for name in ("vowels", "start"):
             values = [rewards[name] for rewards in own if name in rewards]

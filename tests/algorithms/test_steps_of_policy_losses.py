@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from datasets import Dataset as Records
 from layout_cases import make_config
 from policy_loss_cases import CASES, loss_of, make_batch
-from small_models import make_model
+from small_models import and_long, make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
@@ -155,6 +155,33 @@ def expected(files, data):
         name: steps_of_trl(name, files, data) if name in OF_TRLS_LOSS else steps_by_formula(name, files, data)
         for name in CASES
     }
+
+
+def score_norms_of_policy(config, data):
+    from mcore_rl.models.policy.megatron_policy import MegatronPolicy
+
+    policy = MegatronPolicy(config, total_steps=STEPS)
+    scored = policy.get_score_norms(data, TEMPERATURE)
+    policy.shutdown()
+    return scored["logprobs"], scored["score_norms"]
+
+
+@pytest.mark.parametrize("layout", and_long([LAYOUTS[1]], [LAYOUTS[2]]), ids=str)
+def test_norms_of_scores_equal_those_of_the_whole_distribution(layout, files, data):
+    model = AutoModelForCausalLM.from_pretrained(files / "model", dtype=torch.float32)
+    config = layout.apply(make_config(files / "model"))
+    ours = run_cases([(score_norms_of_policy, config, data)], world_size=layout.world_size)[0][0]
+    for row, length in enumerate(data["input_lengths"].tolist()):
+        ids = data["input_ids"][row, :length]
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, :-1].double() / TEMPERATURE
+        one_hot = F.one_hot(ids[1:], logits.shape[-1])
+        norms = (one_hot - logits.softmax(-1)).square().sum(-1)
+        expected = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0], norms
+        for mine, theirs in zip(ours, expected, strict=True):
+            torch.testing.assert_close(mine[row, 1:length].double(), theirs, rtol=1e-5, atol=1e-5)
+            assert mine[row, 0] == 0
+            assert (mine[row, length:] == 0).all()
 
 
 CHUNKS = [list(CASES)[i : i + 6] for i in range(0, len(CASES), 6)]
