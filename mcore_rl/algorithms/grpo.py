@@ -33,7 +33,8 @@ from mcore_rl.models.megatron.families.mixtures import Mixture
 from mcore_rl.models.policy.megatron_policy import MegatronPolicy
 from mcore_rl.rollouts.collector import (
     RolloutCollector,
-    RolloutStatistics,
+    StatisticsBySource,
+    answers_of,
     groups_with_signal,
     named_rewards,
     rollout_metrics,
@@ -247,7 +248,9 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         self.collector.write(step, rollouts)
         self.consumed_samples += asked
         outcomes = rollouts.outcomes
-        metrics: dict[str, Any] = rollout_metrics(outcomes, rollouts.dropped)
+        sums = StatisticsBySource(self.inputs.train.source_of)
+        sums.add(outcomes)
+        metrics: dict[str, Any] = rollout_metrics(outcomes, rollouts.dropped) | sums.metrics_of_sources()
         if config.rollouts.max_staleness:
             metrics |= staleness_metrics(outcomes, version=step - 1)
         self._check_judged(step, rollouts.generated)
@@ -300,16 +303,25 @@ class GRPOTrainer(TrainingLoop[PromptDataset]):
         return {**metrics, "skipped_update": 0.0, **self._timings(outcomes, started, flops)}
 
     def validate_on(self, name: str, dataset: PromptDataset, step: int) -> dict[str, float]:
-        """Return metrics of the rewards of greedy responses to a set's prompts, in batches as large as a step's
-        rollouts."""
-        sums, prompts, options, phases = RolloutStatistics(), dataset.prompts, self.config.rollouts, PhaseTimes(step)
-        size = options.num_prompts_per_step * options.num_generations_per_prompt
+        """Return metrics of the rewards of responses to a set's prompts, in batches as large as a step's rollouts.
+
+        A single response to each prompt is greedy. Several are sampled, with the same random numbers in each
+        validation.
+        """
+        prompts, options, phases = dataset.prompts, self.config.rollouts, PhaseTimes(step)
+        count = options.num_validation_generations
+        sums = StatisticsBySource(dataset.source_of, options.ks_of_validation, count)
+        size = max(1, options.num_prompts_per_step * options.num_generations_per_prompt // count)
         with phases("refit"):
             self.worker.prepare(step)
         with phases("validation", "validation, answers and their judging"):
             for first in range(0, len(prompts), size):
-                places = range(first, min(first + size, len(prompts)))
-                sums.add(self.worker.run([(i, prompts[i]) for i in places], places, greedy=True).outcomes)
+                indices = range(first, min(first + size, len(prompts)))
+                asked = [(i, prompts[i]) for i in indices for _ in range(count)]
+                ids = range(first * count, first * count + len(asked))
+                responses = self.worker.run(asked, ids, greedy=count == 1)
+                answers = answers_of(responses, self.worker.topology) if count > 1 else None
+                sums.add(responses.outcomes, answers)
         self.worker.finish()
         return sums.metrics(if_none_judged=math.nan)  # which is never the best validation
 

@@ -262,6 +262,11 @@ class RolloutOptions(Section):
     """Length of the soft penalty before max_new_tokens, in tokens (DAPO); the default is no penalty."""
     mask_truncated: bool = False
     """Leave responses that max_new_tokens cut off out of the loss."""
+    num_validation_generations: PositiveInt = 1
+    """Responses to each validation prompt. 1: a greedy response. More: sampled responses, whose metrics include pass@k
+    and maj@k (docs/rollouts.md)."""
+    validation_k: tuple[PositiveInt, ...] | None = None
+    """Values of k of pass@k and maj@k, up to num_validation_generations; null: 1 and num_validation_generations."""
     num_logged_samples: Count = 4
     """Completions written to samples.jsonl in each step, of different prompts if possible."""
 
@@ -291,6 +296,24 @@ class RolloutOptions(Section):
             raise ValueError(f"overlong_cache_length: must be at most max_new_tokens ({self.max_new_tokens})")
         if self.dynamic_sampling_rounds > 1 and self.num_generations_per_prompt == 1:
             raise ValueError("dynamic_sampling_rounds: compares a prompt's responses; use 2 generations or more")
+        return self
+
+    @property
+    def ks_of_validation(self) -> tuple[int, ...]:
+        """Values of k of pass@k and maj@k, ascending; empty for greedy validation."""
+        total = self.num_validation_generations
+        return () if total == 1 else tuple(sorted(set(self.validation_k or (1, total))))
+
+    @model_validator(mode="after")
+    def _votes(self) -> Self:
+        total = self.num_validation_generations
+        if self.validation_k is not None and (total == 1 or max(self.validation_k, default=0) > total):
+            raise ValueError(
+                f"validation_k: must be at most num_validation_generations, which is {total}"
+                + (" (greedy); set more responses" if total == 1 else "")
+            )
+        if self.validation_k == ():
+            raise ValueError("validation_k: must not be empty; leave it out for 1 and num_validation_generations")
         return self
 
 

@@ -284,6 +284,8 @@ class Rollout:
     """Rewarded tokens as (position, reward); the rewards sum to the reward of the rollout."""
     routed_experts: torch.Tensor | None = None
     """Experts of the tokens, [tokens, layers, topk] int16, if they are replayed."""
+    answer: str | None = None
+    """Answer that the judge found in the last response."""
 
     @classmethod
     def begin(cls, index: int, sample_id: int, prompt: Prompt) -> Rollout:
