@@ -417,7 +417,7 @@ class LossBySource(LogprobLoss):
                 if counts[0]:
                     mask = data["sample_mask"] * (data["source"] == number)
                     own: BatchedDataDict[Any] = BatchedDataDict({**data, "sample_mask": mask})
-                    seqs, toks = (next_token_logprobs.new_tensor(count) for count in counts)
+                    seqs, toks = (next_token_logprobs.new_full((), count) for count in counts)
                     _, of_source = self.loss_fn.from_logprobs(next_token_logprobs.detach(), own, seqs, toks, entropy)
                     metrics |= {f"{source}/{name}": value for name, value in of_source.items()}
         return loss, metrics

@@ -323,7 +323,7 @@ class PolicyGradientLossFn(LogprobLoss):
             return masked_mean(values[:, 0], batch.sample_mask, global_normalization_factor=sequences)
 
         def mean_of_sequence_means(values: Tensor) -> Tensor:
-            length = getattr(self.options, "dr_grpo_max_tokens", None)
+            length = self.options.constant_length
             per_row = masked_mean(values, batch.token_mask, dim=-1, global_normalization_factor=length)
             return sample_mean(per_row[:, None])
 

@@ -144,8 +144,8 @@ def _dppo(batch: PolicyBatch, options: DPPOOptions, divergence: Tensor) -> Polic
 
 def sapo(batch: PolicyBatch, options: SAPOOptions) -> PolicyTerms:
     """Return −A·(4 / τ)·σ(τ·(r − 1)); τ depends on A's sign."""
-    ratio, positive = bounded_ratio(batch.log_ratios), batch.advantages > 0
-    tau = torch.where(positive, options.tau_pos, options.tau_neg).to(ratio)
+    ratio = bounded_ratio(batch.log_ratios)
+    tau = _by_sign(batch.advantages > 0, options.tau_pos, options.tau_neg, ratio)
     gate = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
     return PolicyTerms(-gate * batch.advantages, ratio)
 
@@ -162,13 +162,16 @@ def vespo(batch: PolicyBatch, options: VESPOOptions) -> PolicyTerms:
         log_w = log_w + (weights if weights.shape[1] == 1 else masked_sum(weights, batch.token_mask, dim=-1)[:, None])
     log_w = log_w.clamp(SMALLEST_LOG_WEIGHT, LOG_RATIO_LIMIT)
     positive = batch.advantages >= 0
-    k, decay = (
-        torch.where(positive, *bounds).to(log_w)
-        for bounds in ((options.k_pos, options.k_neg), (options.lambda_pos, options.lambda_neg))
-    )
+    k = _by_sign(positive, options.k_pos, options.k_neg, log_ratio)
+    decay = _by_sign(positive, options.lambda_pos, options.lambda_neg, log_ratio)
     weight = torch.exp(decay + k * log_w - decay * log_w.exp())
     loss = -weight * batch.advantages * batch.current
     return PolicyTerms(loss, bounded_ratio(log_ratio), metrics={"vespo_weight": weight})
+
+
+def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
+    """Return an option's value for each token, in the precision of `like`."""
+    return torch.full_like(like, otherwise).masked_fill(positive, if_positive)
 
 
 def gmpo(batch: PolicyBatch, options: GMPOOptions) -> PolicyTerms:

@@ -127,6 +127,11 @@ class PolicyLossOptions(LossOptions):
         return self.aggregation or self.usual_aggregation
 
     @property
+    def constant_length(self) -> int | None:
+        """Constant that divides the sum over a sequence in place of its number of tokens."""
+        return None
+
+    @property
     def has_ratio(self) -> bool:
         """Whether the loss reads the ratio of current and previous probabilities."""
         return True
@@ -227,6 +232,10 @@ class ClippedPGOptions(PolicyLossOptions):
     @property
     def reduction(self) -> Aggregation:
         return self.aggregation or ("token_mean" if self.token_level_loss else "seq_mean_token_mean")
+
+    @property
+    def constant_length(self) -> int | None:
+        return self.dr_grpo_max_tokens
 
     @property
     def has_ratio(self) -> bool:

@@ -86,7 +86,8 @@ def _clipped(options, logp, prev, ratio, advantage):
 
 
 def _sapo(options, logp, prev, ratio, advantage):
-    tau = torch.tensor([options.get("tau_pos", 1.0) if a > 0 else options.get("tau_neg", 1.05) for a in advantage])
+    tau = [options.get("tau_pos", 1.0) if a > 0 else options.get("tau_neg", 1.05) for a in advantage]
+    tau = torch.tensor(tau, dtype=torch.float64)
     return -advantage * 4 / tau / (1 + (-tau * (ratio - 1)).exp())
 
 
